@@ -6,12 +6,15 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <fstream>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "backend.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
@@ -62,17 +65,20 @@ std::map<std::string, double> read_reference(const std::string& path) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::string out, only, backend = "gloo", reference;
+  std::string out, only, asked = "auto", reference;
   CLI::App app("A pipeline on two ranks");
   app.add_option("--out", out);
   app.add_option("--only", only);
-  app.add_option("--backend", backend);
+  bench::add_backend(app, asked);
   app.add_option("--reference", reference);
+  bool explain = false;
+  app.add_flag("--explain", explain, "also says where the time beyond the simulation goes");
   CLI11_PARSE(app, count, arguments);
   at::set_num_threads(1);
   ManagerOptions options;
-  options.backend = backend;
+  options.backend = asked;
   auto manager = DistributedManager::initialize(options);
+  const std::string backend = bench::backend_of(asked, manager);
   const int rank = manager.rank(), ranks = manager.world_size();
   const auto mesh = manager.mesh({{"pipe", ranks}});
   torch::manual_seed(1);
@@ -82,6 +88,10 @@ int main(int count, char** arguments) {
   const PipelineLoss mse = [](const auto& o, const auto& t) { return torch::mse_loss(o[0], t[0]); };
   const auto theirs = read_reference(reference);
 
+  // Where steps go: compute beside its simulation, what messages take of the ranks, and waiting.
+  struct Shares {
+    std::vector<double> work, messages, waits;
+  };
   bench::Report report("pipeline", rank == 0 ? out : "");
   report.only(only, true);
   const auto run =
@@ -96,8 +106,9 @@ int main(int count, char** arguments) {
         const PipelineCosts costs = first.measure(batch, 5);
         Pipeline pipeline(mesh, "pipe", make(placement, costs), stages, mse);
         std::vector<double> spans, steps, ratios, bubbles, simulated, expected_bubbles;
+        Shares shares;
         for (int i = 0; i < kSteps + 3; ++i) {
-          const Timeline expected = simulate(pipeline.schedule(), first.measure(batch, 1));
+          const Timeline expected = simulate(pipeline.schedule(), pipeline.measure(batch, 1));
           manager.world().barrier();
           const auto began = std::chrono::steady_clock::now();
           pipeline.step(batch);
@@ -108,6 +119,18 @@ int main(int count, char** arguments) {
           simulated.push_back(expected.makespan);
           expected_bubbles.push_back(expected.makespan / expected.work() - 1);
           steps.push_back(took.count());
+          const auto& busy = ran.busy;
+          const auto r =
+              static_cast<std::size_t>(std::max_element(busy.begin(), busy.end()) - busy.begin());
+          double passed = 0;
+          for (std::size_t a = 0; a < ran.spans[r].size(); ++a) {
+            if (!is_compute(pipeline.schedule().actions[r][a].kind))
+              passed += ran.spans[r][a].end - ran.spans[r][a].start;
+          }
+          shares.work.push_back(ran.work() / expected.work());
+          shares.messages.push_back(passed / expected.makespan);
+          shares.waits.push_back((ran.makespan - ran.work() - passed) / expected.makespan -
+                                 (1 - expected.work() / expected.makespan));
           spans.push_back(ran.makespan);
           ratios.push_back(ran.makespan / expected.makespan);
           bubbles.push_back(ran.makespan / ran.work() - 1);
@@ -131,6 +154,10 @@ int main(int count, char** arguments) {
         bubble.reference = "its simulation";
         bubble.reference_value = bench::median(expected_bubbles);
         report.add(bubble);
+        if (explain && rank == 0)
+          std::printf("%s: compute %.3f of the simulation's, messages %.3f, waiting %+.3f of it\n",
+                      title.c_str(), bench::median(shares.work), bench::median(shares.messages),
+                      bench::median(shares.waits));
         if (!theirs.contains(beside)) return;
         bench::Record other;
         other.name = title;

@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -32,6 +33,22 @@ double middle(std::vector<double> values) {
   if (values.empty()) return 0;
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
+}
+
+double mean(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double value : values) sum += value;
+  return values.empty() ? 0 : sum / static_cast<double>(values.size());
+}
+
+// Whether each stage has an action of this kind.
+bool has_everywhere(const PipelineSchedule& schedule, ActionKind kind) {
+  std::vector<bool> has(static_cast<std::size_t>(schedule.stages()), false);
+  for (const auto& row : schedule.actions) {
+    for (const PipelineAction& a : row)
+      if (a.kind == kind) has[static_cast<std::size_t>(a.stage)] = true;
+  }
+  return std::find(has.begin(), has.end(), false) == has.end();
 }
 
 // Each B as an I and its W.
@@ -64,9 +81,25 @@ std::vector<std::pair<PipelineAction, double>> Pipeline::State::time(
     step.run();
     plan.settled.insert(facts.signatures.begin(), facts.signatures.end());
     const auto& row = schedule.actions[plan.rank];
+    // What a rank does for the messages of an action is part of the action's time: starting them
+    // and making their memory. By stage and micro-batch: activations, gradients.
+    std::map<std::pair<int, int>, std::array<double, 2>> passing;
+    const auto length = [&](std::size_t i) {
+      return step.spans()[i]->end - step.spans()[i]->start;
+    };
     for (std::size_t i = 0; i < row.size(); ++i) {
-      if (is_compute(row[i].kind) && step.spans()[i])
-        times.emplace_back(row[i], step.spans()[i]->end - step.spans()[i]->start);
+      const ActionKind kind = row[i].kind;
+      if (!is_message(kind) || !step.spans()[i]) continue;
+      const bool back = kind == ActionKind::send_gradient || kind == ActionKind::receive_gradient;
+      passing[{row[i].stage, row[i].micro_batch}][back ? 1 : 0] += length(i);
+    }
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      if (!is_compute(row[i].kind) || !step.spans()[i]) continue;
+      double seconds = length(i);
+      const auto at = passing.find({row[i].stage, row[i].micro_batch});
+      if (at != passing.end() && row[i].kind != ActionKind::weight_gradient)
+        seconds += at->second[row[i].kind == ActionKind::forward ? 0 : 1];
+      times.emplace_back(row[i], seconds);
     }
   } catch (...) {
     plan.training = before;
@@ -115,8 +148,13 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   LowerOptions lower_options;
   lower_options.sharded = state.plan.sharded;
   lower_options.gathered_at_once = state.plan.options.gathered_at_once;
-  const PipelineSchedule whole = lower(plain, lower_options),
-                         split = lower(split_backward(plain), lower_options);
+  // The pipeline's own schedule, since how long an action takes depends on what was done before
+  // it; and for the kinds of actions that it does not have, another one.
+  std::vector<PipelineSchedule> schedules{state.plan.training};
+  if (!has_everywhere(schedules.front(), ActionKind::backward))
+    schedules.push_back(lower(plain, lower_options));
+  if (!has_everywhere(schedules.front(), ActionKind::input_gradient))
+    schedules.push_back(lower(split_backward(plain), lower_options));
   // Afterwards, by an exception too.
   struct NoGradients {
     ~NoGradients() {
@@ -128,13 +166,19 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
     const std::vector<std::shared_ptr<PipelineStage>>& stages;
   };
   const NoGradients no_gradients{state.plan.stages};
-  // By stage: forward, input gradient, weight gradient, backward.
+  // By stage: forward, input gradient, weight gradient, backward; of each step the mean over its
+  // micro-batches, since a step is as long as all of them together.
   std::vector<std::array<std::vector<double>, 4>> seen(static_cast<std::size_t>(stages));
   for (int i = 0; i < repeats + 1; ++i) {
-    for (const PipelineSchedule* schedule : {&whole, &split}) {
-      const auto times = state.time(*schedule, batch);
-      for (const auto& [action, seconds] : times) {
-        if (i > 0) seen[action.stage][static_cast<std::size_t>(action.kind)].push_back(seconds);
+    auto known = seen;  // kinds that an earlier schedule has
+    for (std::size_t s = 0; s < schedules.size(); ++s) {
+      std::map<std::pair<int, ActionKind>, std::vector<double>> of_step;
+      for (const auto& [action, seconds] : state.time(schedules[s], batch))
+        of_step[{action.stage, action.kind}].push_back(seconds);
+      for (const auto& [which, seconds] : of_step) {
+        auto& all = seen[which.first][static_cast<std::size_t>(which.second)];
+        const auto& before = known[which.first][static_cast<std::size_t>(which.second)];
+        if (i > 0 && all.size() == before.size()) all.push_back(mean(seconds));
       }
     }
   }

@@ -180,13 +180,13 @@ class Pipeline {
   /// are targets. Collective, errors as of step().
   PipelineResult evaluate(const PipelineBatch& batch);
 
-  /// Seconds of each stage's forward, input gradient, weight gradient and full backward, medians
-  /// over the micro-batches of `repeats` steps after one that is not counted, and of a message on
-  /// each edge (half of the way there and back of an activation): what list_schedule() takes.
-  /// Memory stays in units of one micro-batch's activations of a stage. Collective over the mesh;
-  /// every rank gets the same. It runs steps of its own, with full and with split backwards, and
-  /// reduces nothing. Call it where gradients are zero or undefined; they are so afterwards.
-  /// Running statistics and random numbers go on. Throws as step().
+  /// Seconds of each stage's forward, input gradient, weight gradient and full backward with the
+  /// start of their messages (the median over `repeats` steps, after one that is not counted, of a
+  /// step's mean), and of a message on each edge (half of the way there and back): what
+  /// list_schedule() takes; memory stays in units of a micro-batch's activations. Collective over
+  /// the mesh; every rank gets the same. Runs steps of its own schedule and, for a kind of backward
+  /// that it lacks, of GPipe's; reduces nothing. Call it where gradients are zero or undefined;
+  /// they are so afterwards. Running statistics and random numbers go on. Throws as step().
   PipelineCosts measure(const PipelineBatch& batch, int repeats = 3);
   /// When each action of the last step ran on each rank, in seconds since the ranks began it, for
   /// visualize_schedule(). What a rank waited for is no part of its actions; those of micro-batches
