@@ -31,7 +31,7 @@ struct Settings {
   gpt::Options training;
   int data = 1, sharded = 1, tensor = 1, pipeline = 1;
   int ranks() const { return data * sharded * tensor * pipeline; }
-  std::string report;
+  std::string report, backend = "auto";
 };
 
 Settings read_settings(int argc, char** argv) {
@@ -104,6 +104,9 @@ Settings read_settings(int argc, char** argv) {
                  "Steps between looks at the text held out, each with a sample of text")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_option("--backend", settings.backend,
+                 "What ranks speak over: auto (memory inside a host), gloo, shm, mpi")
+      ->capture_default_str();
   app.add_option("--seed", o.seed, "Of the weights, the order of samples and dropout")
       ->capture_default_str();
   app.add_flag("--double", o.float64,
@@ -117,7 +120,9 @@ Settings read_settings(int argc, char** argv) {
 }
 
 void run(const Settings& settings) {
-  auto manager = tessera::DistributedManager::initialize();
+  tessera::ManagerOptions how;
+  how.backend = settings.backend;
+  auto manager = tessera::DistributedManager::initialize(how);
   if (settings.ranks() != manager.world_size())
     throw tessera::InvalidArgument(
         tessera::concat("--data ", settings.data, " --sharded ", settings.sharded, " --tensor ",

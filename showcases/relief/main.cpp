@@ -30,7 +30,7 @@ namespace {
 using namespace relief;
 
 struct Settings {
-  std::string data, records, report;
+  std::string data, records, report, backend = "auto";
   bool float64 = false;
   TrainingOptions training;
 };
@@ -55,6 +55,9 @@ Settings read_settings(int argc, char** argv) {
   app.add_option("--fine", settings.training.network.fine, "Channels on the fine grid")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_option("--backend", settings.backend,
+                 "What ranks speak over: auto (memory inside a host), gloo, shm, mpi")
+      ->capture_default_str();
   app.add_option("--seed", settings.training.seed, "Of the weights")->capture_default_str();
   app.add_flag(
       "--double", settings.float64,
@@ -76,7 +79,9 @@ std::vector<std::int64_t> gathered(const tessera::Group& world, std::int64_t min
 }
 
 void run(const Settings& settings) {
-  auto manager = tessera::DistributedManager::initialize();
+  tessera::ManagerOptions how;
+  how.backend = settings.backend;
+  auto manager = tessera::DistributedManager::initialize(how);
   const tessera::Group world = manager.world();
   const bool first = world.rank() == 0;
   const tessera::NetcdfSource source(settings.data);

@@ -16,8 +16,14 @@
 
 namespace {
 
-tokens::Options read_options(int argc, char** argv) {
-  tokens::Options options;
+struct Settings {
+  tokens::Options training;
+  std::string backend = "auto";
+};
+
+Settings read_settings(int argc, char** argv) {
+  Settings settings;
+  tokens::Options& options = settings.training;
   options.text = TOKENS_DATA;
   CLI::App app{"Trains a small language model on the bytes of a text"};
   app.add_option("--text", options.text, "ASCII text; it is mapped into memory, one byte a token")
@@ -44,6 +50,9 @@ tokens::Options read_options(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--seed", options.seed, "Of the weights and of the order of samples")
       ->capture_default_str();
+  app.add_option("--backend", settings.backend,
+                 "What ranks speak over: auto (memory inside a host), gloo, shm, mpi")
+      ->capture_default_str();
   app.add_option("--workers", options.workers, "Threads that read ahead")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
@@ -55,11 +64,14 @@ tokens::Options read_options(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     std::exit(app.exit(error));
   }
-  return options;
+  return settings;
 }
 
-void run(const tokens::Options& options) {
-  auto manager = tessera::DistributedManager::initialize();
+void run(const Settings& settings) {
+  const tokens::Options& options = settings.training;
+  tessera::ManagerOptions how;
+  how.backend = settings.backend;
+  auto manager = tessera::DistributedManager::initialize(how);
   const bool first = manager.rank() == 0;
   const auto strategy = std::make_shared<tessera::DDPStrategy>(manager);
   auto model = tokens::train(strategy, options, [&](const tokens::Step& step) {
@@ -79,7 +91,7 @@ void run(const tokens::Options& options) {
 
 int main(int argc, char** argv) {
   try {
-    run(read_options(argc, argv));
+    run(read_settings(argc, argv));
   } catch (const std::exception& error) {
     std::cerr << "tokens: " << error.what() << '\n';
     return 1;

@@ -32,7 +32,7 @@ using namespace winds;
 
 struct Settings {
   std::string data = WINDS_DATA;
-  std::string report;
+  std::string report, backend = "auto";
   bool float64 = false;
   std::int64_t batch = 16;
   std::int64_t validation_years = 0;
@@ -75,6 +75,9 @@ Settings read_settings(int argc, char** argv) {
   app.add_option("--layers", settings.training.network.layers,
                  "Convolutions; 0: the linear way around them alone")
       ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--backend", settings.backend,
+                 "What ranks speak over: auto (memory inside a host), gloo, shm, mpi")
       ->capture_default_str();
   app.add_option("--seed", settings.training.seed, "Of the weights and of the order of samples")
       ->capture_default_str();
@@ -131,7 +134,9 @@ std::string seconds(double value) {
 
 void run(const Settings& settings) {
   const auto start = std::chrono::steady_clock::now();
-  auto manager = tessera::DistributedManager::initialize();
+  tessera::ManagerOptions how;
+  how.backend = settings.backend;
+  auto manager = tessera::DistributedManager::initialize(how);
   const tessera::Group world = manager.world();
   const bool first = world.rank() == 0;
 
