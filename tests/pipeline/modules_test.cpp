@@ -233,5 +233,30 @@ TEST(PipelineModules, ALossOfShardedTensorsCountsOnce) {
   });
 }
 
+// How long an action takes depends on what was done before it.
+TEST(PipelineModules, CostsAreMeasuredInThePipelinesOwnOrder) {
+  test::on_threads(2, [](DistributedManager& manager) {
+    torch::nn::Linear layer(4, 4);
+    const auto order = std::make_shared<std::string>();
+    const auto stage = make_stage(layer.ptr(), [layer, order](const auto& inputs) mutable {
+      *order += 'F';
+      const at::Tensor made = layer->forward(inputs[0]);
+      made.register_hook([order](const at::Tensor&) { *order += 'B'; });
+      return std::vector<at::Tensor>{made.tanh()};
+    });
+    Pipeline pipeline(manager.mesh({{"pipe", 2}}), "pipe", schedule_1f1b(2, 4), {stage},
+                      [](const auto& o, const auto& t) { return torch::mse_loss(o[0], t[0]); });
+    const auto x = torch::randn({8, 4});
+    const PipelineCosts costs = pipeline.measure(split_batch({x}, {x}, 4), 1);
+    EXPECT_EQ(order->substr(0, 8), manager.rank() == 0 ? "FFBFBFBB" : "FBFBFBFB");
+    // Halves of backwards come from a schedule that has them.
+    for (const StageCosts& one : costs.stages) {
+      EXPECT_GT(one.forward, 0);
+      EXPECT_GT(*one.backward, 0);
+      EXPECT_GT(one.input_gradient + one.weight_gradient, 0);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tessera
