@@ -69,7 +69,8 @@ void require_rows(const NamedTensor& entry, const Target& target) {
 void require_sequence(const NamedTensor& entry, const Target& target) {
   const auto& [axis, dim] = target.sequence;
   if (axis < 0) return;
-  if (axis >= target.spec.mesh_dims() || dim < 0 || !target.spec.placements()[axis].is_shard())
+  // -1: of a tensor-parallel plan whose data are replicated over the axis between layers
+  if (axis >= target.spec.mesh_dims() || dim < -1 || !target.spec.placements()[axis].is_shard())
     throw InvalidArgument(concat("distribute_module: ", entry.name, " is ", target.spec,
                                  ", and its data shall be sharded along dim ", dim, " over axis ",
                                  axis, ": give an axis that shards it, and a dim from 0 on"));
@@ -105,7 +106,8 @@ std::vector<Target> agreed_targets(const std::vector<NamedTensor>& all, const De
                      targets.back().spec, ", ", entry.tensor.scalar_type(),
                      entry.tensor.requires_grad() ? ", requires grad" : "");
       if (const auto& [axis, dim] = targets.back().sequence; axis >= 0)
-        text += concat(", data sharded along dim ", dim, " over axis ", axis);
+        text += dim < 0 ? concat(", computed in shards over axis ", axis)
+                        : concat(", data sharded along dim ", dim, " over axis ", axis);
       if (targets.back().stays) text += ", stays";
       text += "\n";
     }

@@ -15,11 +15,11 @@ TEST(FullyShard, SecondDerivatives) {
       net->zero_grad();
       expected->zero_grad();
       const at::Tensor x = randn({5, 5}, at::kDouble);
-      // A penalty on the gradient of the input.
+      // A penalty on the gradients of the input and of a parameter.
       const auto penalty = [](Net& n, const at::Tensor& input) {
         const at::Tensor y = loss_of(n->forward(input));
-        const at::Tensor g = torch::autograd::grad({y}, {input}, {}, true, true)[0];
-        return y + g.square().sum();
+        const auto g = torch::autograd::grad({y}, {input, n->last}, {}, true, true);
+        return y + g[0].square().sum() + g[1].square().sum();
       };
       const at::Tensor plain = x.clone().requires_grad_();
       const at::Tensor wanted = penalty(expected, plain);

@@ -2,6 +2,7 @@
 
 #include <functional>
 
+#include "byte_counter.h"
 #include "fully_shard_case.h"
 #include "tessera/nn/detail/flat_plan.h"
 
@@ -76,6 +77,64 @@ TEST(FullyShard, HoldsTwoGatheredUnitsWhateverTheDepth) {
           });
           net->zero_grad();
         }
+      });
+    }
+  }
+}
+
+TEST(FullyShard, PeakIsOwnShardsTwoGatheredUnitsAndActivationsToTheByte) {
+  constexpr std::int64_t kWidth = 64;
+  constexpr auto kElement = static_cast<std::int64_t>(sizeof(double));
+  const ByteCounter bytes;
+  for (const int ranks : {2, 3}) {
+    for (const int layers : {4, 7}) {
+      on_threads(ranks, [&](DistributedManager& manager) {
+        const int rank = manager.rank();
+        const auto mesh = manager.mesh({{"x", ranks}});
+        Sequential net;
+        for (int i = 0; i < layers; ++i)
+          net->push_back(Linear(LinearOptions(kWidth, kWidth).bias(false)));
+        net->to(at::kDouble);
+        // A count of rows of its own on each rank.
+        const std::int64_t rows = 2 + rank;
+        const at::Tensor x = from_local(randn({rows, kWidth}, at::kDouble), mesh, {Shard(0)});
+        const std::int64_t result = rows * kWidth * kElement;
+        const detail::FlatPlan plan = detail::plan_flat({{kWidth, kWidth}}, ranks);
+        const std::int64_t unit = plan.numel() * kElement,
+                           shards = layers * plan.sizes()[rank] * kElement;
+        ByteCounter::count_as(rank);
+        fully_shard(*net, mesh);
+        for (int step = 0; step < 4; ++step) {
+          const std::string where = concat(ranks, " ranks, ", layers, " layers, step ", step);
+          const std::int64_t before = bytes.live(rank);
+          EXPECT_EQ(before, shards) << where;
+          {
+            const at::NoGradGuard no_grad;
+            bytes.restart(rank);
+            (void)net->forward(x);
+            // What a layer takes and makes. The order of an evaluation is that of a forward, once
+            // one is learnt.
+            if (step > 0) {
+              EXPECT_EQ(bytes.most(rank) - before, 2 * unit + 2 * result) << where;
+            }
+          }
+          release_parameters(*net);
+          bytes.restart(rank);
+          const at::Tensor y = net->forward(x);
+          // With the last layer but one: its result, and what all before it have made.
+          if (step > 0) {
+            EXPECT_EQ(bytes.most(rank) - before, 2 * unit + (layers - 1) * result) << where;
+          }
+          bytes.restart(rank);
+          y.square().mean().backward();
+          // A gradient of a unit that is made, one that travels, and what of each is kept.
+          if (step > 0) {
+            EXPECT_LE(bytes.most(rank) - before, 4 * unit + shards + (layers + 4) * result)
+                << where;
+          }
+          net->zero_grad();
+        }
+        ByteCounter::count_as(-1);
       });
     }
   }

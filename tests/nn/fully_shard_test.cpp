@@ -265,22 +265,26 @@ TEST(FullyShard, RefusesWhatCannotBe) {
 }
 
 TEST(FullyShard, RanksThatUseOtherParametersAreTold) {
-  // What one rank alone leaves out: an error on all, and no hang.
-  EXPECT_THROW(run_threads(2,
-                           [](DistributedManager& manager) {
-                             at::set_num_threads(1);
-                             manager.world().set_check_level(CheckLevel::collective);
-                             const auto mesh = manager.mesh({{"x", 2}});
-                             mesh.all().set_check_level(CheckLevel::collective);
-                             Net net = net_of({});
-                             fully_shard(*net, mesh);
-                             net->skip = manager.rank() == 0 ? 1 : -1;
-                             const at::Tensor x =
-                                 distribute_tensor(at::ones({4, 5}, at::kDouble), mesh, {Shard(0)});
-                             loss_of(net->forward(x)).backward();
-                           },
-                           {.timeout = std::chrono::seconds(20)}),
-               Error);
+  // What one rank alone leaves out: an error on all, and no hang, whether calls are compared or
+  // sizes alone.
+  for (const bool compared : {false, true})
+    EXPECT_THROW(run_threads(2,
+                             [compared](DistributedManager& manager) {
+                               at::set_num_threads(1);
+                               const auto mesh = manager.mesh({{"x", 2}});
+                               if (compared) {
+                                 manager.world().set_check_level(CheckLevel::collective);
+                                 mesh.all().set_check_level(CheckLevel::collective);
+                               }
+                               Net net = net_of({});
+                               fully_shard(*net, mesh);
+                               net->skip = manager.rank() == 0 ? 1 : -1;
+                               const at::Tensor x = distribute_tensor(at::ones({4, 5}, at::kDouble),
+                                                                      mesh, {Shard(0)});
+                               loss_of(net->forward(x)).backward();
+                             },
+                             {.timeout = std::chrono::seconds(20)}),
+                 Error);
 }
 
 }  // namespace tessera::test

@@ -16,6 +16,8 @@ struct Shape {
   std::int64_t width = 6, heads = 4, groups = 4, size = 2, hidden = 13, vocabulary = 11;
   std::int64_t length = 5, blocks = 2;
   bool fused = false, gated = false, bias = true, tied = false;
+  // No norm before the head: the residual is Partial there, and so is its gradient.
+  bool bare = false;
   double dropout = 0;
 };
 
@@ -92,14 +94,16 @@ struct TransformerImpl : torch::nn::Module {
     position = register_module("position", torch::nn::Embedding(s.length, s.width));
     blocks = register_module("blocks", torch::nn::ModuleList());
     for (std::int64_t i = 0; i < s.blocks; ++i) blocks->push_back(Block(s));
-    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({s.width})));
+    if (!s.bare)
+      norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({s.width})));
     if (!s.tied) head = register_module("head", linear(s.width, s.vocabulary, false));
   }
   at::Tensor forward(const at::Tensor& tokens) {
     at::Tensor x = embedding(tokens) + position(at::arange(tokens.size(1)));
     x = at::dropout(x, shape.dropout, is_training());
     for (const auto& block : *blocks) x = block->as<BlockImpl>()->forward(x);
-    return head ? head(norm(x)) : at::linear(norm(x), embedding->weight);
+    if (norm) x = norm(x);
+    return head ? head(x) : at::linear(x, embedding->weight);
   }
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& next) {
     return at::cross_entropy_loss(forward(tokens).flatten(0, 1), next.flatten());
@@ -159,7 +163,8 @@ std::map<std::string, int> calls(const CommTrace& trace) {
 std::string name_of(const Shape& s) {
   return concat("heads ", s.heads, '/', s.groups, " hidden ", s.hidden, " vocabulary ",
                 s.vocabulary, " length ", s.length, s.fused ? " fused" : "",
-                s.gated ? " gated" : "", s.bias ? " bias" : "", s.tied ? " tied" : "");
+                s.gated ? " gated" : "", s.bias ? " bias" : "", s.tied ? " tied" : "",
+                s.bare ? " bare" : "");
 }
 
 void expect_as_one_process(DistributedManager& manager, const std::vector<Axis>& axes,
@@ -219,6 +224,7 @@ TEST(TensorParallel, TrainsAsOneProcessWithUnevenHeadsFeaturesAndEmptyShards) {
         s.gated = draw.chance(50);
         s.bias = draw.chance(60);
         s.tied = draw.chance(50);
+        s.bare = draw.chance(40);
         expect_as_one_process(manager, axes, s, {});
         expect_as_one_process(manager, axes, s, 1);
       }
@@ -270,6 +276,39 @@ TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
               << trace->table();
         }
       }
+    }
+  });
+}
+
+TEST(TensorParallel, ReduceScattersWhereTheNextOperatorTakesShards) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 3}});
+    for (const bool bias : {true, false}) {
+      set_policies(manager, {.redistribution = Policy::error});
+      auto layer = linear(5, 6, bias), expected = linear(5, 6, bias);
+      for (auto* l : {&layer, &expected}) {
+        (*l)->to(at::kDouble);
+        fill(**l, 3);
+      }
+      tensor_parallel(*layer, mesh, {{"", row()}});
+      const at::Tensor x = randn({2, 4, 5}, at::kDouble), rest = randn({2, 4, 6}, at::kDouble);
+      const at::Tensor of_layer = leaf(x, ShardSpec(mesh, {2, 4, 5}, {Shard(2)})),
+                       residual = leaf(rest, ShardSpec(mesh, {2, 4, 6}, {Shard(1)}));
+      const at::Tensor plain = x.clone().requires_grad_(), beside = rest.clone().requires_grad_();
+      CommTraceScope trace(manager);
+      const at::Tensor y = residual + layer(of_layer);
+      EXPECT_EQ(calls(*trace), (std::map<std::string, int>{{"reduce_scatter", 1}}))
+          << trace->table();
+      EXPECT_EQ(placements(y), std::vector<Placement>{Shard(1)});
+      const at::Tensor wanted = beside + expected(plain);
+      EXPECT_LT(difference(y, wanted), 1e-12);
+      // The gradient, sharded too, is gathered.
+      set_policies(manager, {.redistribution = Policy::allow});
+      y.sin().sum().backward();
+      wanted.sin().sum().backward();
+      EXPECT_LT(difference(of_layer.grad(), plain.grad()), 1e-12);
+      EXPECT_LT(difference(residual.grad(), beside.grad()), 1e-12);
+      EXPECT_LT(difference(layer->weight.grad(), expected->weight.grad()), 1e-12);
     }
   });
 }

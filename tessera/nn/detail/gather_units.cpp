@@ -11,11 +11,13 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/nn/detail/parameter_copy.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
@@ -118,16 +120,32 @@ bool GatherUnits::gathers(const Place& place, const ShardMeta& meta, const Shard
   return meta.spec().with_placements(placements) == to;
 }
 
+namespace {
+
+// What is replicated over an axis, as one rank's summand of a Partial: sends nothing.
+at::Tensor as_summand(at::Tensor view, const Layout& layout, const ShardSpec& whole,
+                      const ShardSpec& to) {
+  if (whole == to) return view;
+  return aligned(redistribute_local(view, whole, to), *under(layout, to));
+}
+
+}  // namespace
+
 at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) {
   const Place& place = places_[index];
   if (place.buffer == kNoBuffer) return {};
   const Buffer& buffer = units_[place.unit].buffers[place.buffer];
   const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
-  if (place.low != buffer.low.defined() || !gathers(place, meta, to) ||
+  const ShardSpec whole = reduced_like(to, meta.spec());
+  if (place.low != buffer.low.defined() || !gathers(place, meta, whole) ||
       meta.layout->dtype != sent.scalar_type() || meta.local.is_conj() || meta.local.is_neg())
     return {};
-  const std::lock_guard lock(mutex_);
-  return take(index, *meta.layout, to);
+  at::Tensor view;
+  {
+    const std::lock_guard lock(mutex_);
+    view = take(index, *meta.layout, whole);
+  }
+  return as_summand(std::move(view), *meta.layout, whole, to);
 }
 
 at::Tensor GatherUnits::copied(std::size_t index, const Layout& from, const Layout& made,
@@ -154,14 +172,19 @@ at::Tensor GatherUnits::gathered_copy(std::size_t index, std::uint64_t writes,
   const Place& place = places_[index];
   const Buffer& buffer = units_[place.unit].buffers[place.buffer];
   const at::ScalarType dtype = meta.layout->dtype;
+  const ShardSpec whole = reduced_like(to, meta.spec());
   if ((buffer.low.defined() && buffer.low.scalar_type() != dtype) || !meta.layout->dense ||
-      !gathers(place, meta, to) || meta.local.is_conj() || meta.local.is_neg())
+      !gathers(place, meta, whole) || meta.local.is_conj() || meta.local.is_neg())
     return {};
-  const std::lock_guard lock(mutex_);
-  if (units_[place.unit].writes != writes) return {};
-  const at::Tensor view = take(index, *meta.layout, to);
-  const LocalCallGuard guard;
-  return view.to(dtype);
+  at::Tensor view;
+  {
+    const std::lock_guard lock(mutex_);
+    if (units_[place.unit].writes != writes) return {};
+    view = take(index, *meta.layout, whole);
+    const LocalCallGuard guard;
+    view = view.to(dtype);
+  }
+  return as_summand(std::move(view), *meta.layout, whole, to);
 }
 
 // What the unit's buffer has of a parameter, or of a view of it, gathered now if it is not yet.

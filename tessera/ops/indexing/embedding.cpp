@@ -81,7 +81,8 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
 ShardSpec along_sequence(const OpCall& call, const TensorInfo& weight, const ShardSpec& terms) {
   const ShardMeta* table = meta_of(call.arguments()[weight.argument].toTensor());
   const SequenceSharding where = table->layout->sequence;
-  if (!where || where.dim + 1 >= terms.dims() || !terms.placements()[where.axis].is_partial())
+  if (!where || where.dim < 0 || where.dim + 1 >= terms.dims() ||
+      !terms.placements()[where.axis].is_partial())
     return terms;
   auto placements = terms.placements();
   placements[where.axis] = Shard(where.dim);

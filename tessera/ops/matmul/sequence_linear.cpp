@@ -14,6 +14,7 @@
 #include "tessera/ops/matmul/contract.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/sharded_call.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -228,6 +229,30 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
   };
 };
 
+// What the layer above leaves Partial over the axis is reduced once: the weight's gradient, the
+// input's and whatever else the result was added to need it so.
+at::Tensor reduced_gradient(const at::Tensor& gradient, int axis) {
+  const ShardMeta* meta = gradient.defined() ? meta_of(gradient) : nullptr;
+  if (!meta || axis >= meta->spec().mesh_dims() || !meta->spec().placements()[axis].is_partial())
+    return {};
+  if (!at::GradMode::is_enabled() && reduce_intermediate(gradient)) return gradient;
+  return redistribute(gradient, with_axis(meta->spec(), axis, Replicate()));
+}
+
+// A row layer of a tensor-parallel plan whose data are replicated between layers.
+std::optional<at::Tensor> between_replicated(const at::Tensor& x, const at::Tensor& w,
+                                             const std::optional<at::Tensor>& bias, bool transposed,
+                                             int axis) {
+  const int out = transposed ? 1 : 0;
+  if (!meta_of(w)->spec().placements()[axis].is_shard(1 - out) ||
+      !meta_of(x)->spec().placements()[axis].is_shard(static_cast<int>(x.dim()) - 1))
+    return std::nullopt;
+  const at::Tensor y = product(x, w, bias, transposed);
+  if (y.requires_grad())
+    y.register_hook([axis](const at::Tensor& g) { return reduced_gradient(g, axis); });
+  return y;
+}
+
 std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& w,
                                          const std::optional<at::Tensor>& bias, bool transposed) {
   const ShardMeta* weight = meta_of(w);
@@ -236,6 +261,7 @@ std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& 
   const ShardMeta* data = meta_of(x);
   if (!data || context_of(data->spec()) != context_of(weight->spec()) || where.dim + 1 >= x.dim())
     return std::nullopt;
+  if (where.dim < 0) return between_replicated(x, w, bias, transposed, where.axis);
   const Placement of_weight = weight->spec().placements()[where.axis],
                   of_data = data->spec().placements()[where.axis];
   const int out = transposed ? 1 : 0;

@@ -97,13 +97,14 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
   return all;
 }
 
-// Whether the shards of a parameter over this axis are computed with, while others are gathered
-// ahead of use (fully_shard of a tensor-parallel layer).
+// Whether the shards of a parameter over this axis are computed with: of a layer that a
+// tensor-parallel plan has sharded over it, or one of which fully_shard gathers others.
 bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
   if (!t.parameter || t.element >= 0) return false;
   const c10::IValue& v = p.call.arguments()[t.argument];
   const ShardMeta* meta = v.isTensor() ? meta_of(v.toTensor()) : nullptr;
   if (!meta) return false;
+  if (meta->layout->sequence.axis == axis) return true;
   const auto found = context_of(meta->spec())->state->sources.find(meta->local);
   return found.first && !found.first->gathers_over(axis);
 }

@@ -55,6 +55,26 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
                                " that cannot be reduced with it. Redistribute it first."));
 }
 
+// True for a view of all elements of an intermediate Partial result that `to` only reduces: the
+// result is then reduced, of which the view is one again, so that its other uses find it so. The
+// conditions are global ones, and follow from the program alone.
+bool shows_intermediate(const ShardMeta& meta, const ShardSpec& to) {
+  if (!meta.base || meta.copy || !(to == partial_reduced(meta.spec()))) return false;
+  const ShardMeta& base = *meta.base;
+  const Layout &own = *meta.layout, &whole = *base.layout;
+  const auto lazy = [](const at::Tensor& t) { return t.is_conj() || t.is_neg(); };
+  return base.intermediate && !base.copy && whole.dense && own.dense &&
+         own.offset == whole.offset && own.dtype == whole.dtype &&
+         own.spec.numel() == whole.spec.numel() && !lazy(meta.local) && !lazy(base.local) &&
+         !(reduced_like(base.spec(), to) == base.spec());
+}
+
+// The local without partial axes, in the memory order that it has.
+at::Tensor reduced_in_order(const ShardMeta& meta) {
+  const ShardSpec to = partial_reduced(meta.spec());
+  return aligned(redistribute_local(meta.local, meta.spec(), to), *under(*meta.layout, to));
+}
+
 // An intermediate result that had to be reduced stays reduced: what backward saved of it, and its
 // next use, need not reduce it again. Ranks agree: the condition depends on what the program has
 // done to the tensor, not on which other tensors refer to it.
@@ -245,9 +265,13 @@ void ShardedCall::redistribute_inputs() {
     } else if (const Moved* before = moved_before(t, move.to)) {
       moved.local = before->local;
     } else {
-      moved.local = redistributed(t, move);
       moved.source = t;
       moved.move = &move;
+      if (!plan_.view_copied && shows_intermediate(*meta_of(t), move.to)) {
+        reduce_below(moved);
+      } else {
+        moved.local = redistributed(t, move);
+      }
     }
     moved_.push_back(std::move(moved));
   }
@@ -292,7 +316,12 @@ void ShardedCall::substitute_locals() {
   }
   // Not earlier: an operator may need a tensor reduced in one argument and unchanged in another.
   for (const Moved& m : moved_) {
-    if (m.move) keep_reduced(m.source, m.move->from, m.move->to, m.local);
+    if (m.below.defined()) {
+      if (const ShardMeta& meta = *meta_of(m.source); meta.base)
+        install_reduced(m.source, m.below, partial_reduced(meta.base->spec()));
+    } else if (m.move) {
+      keep_reduced(m.source, m.move->from, m.move->to, m.local);
+    }
   }
 }
 
@@ -357,6 +386,16 @@ const ShardedCall::Moved* ShardedCall::moved_before(const at::Tensor& source,
     return m.move && m.source.is_same(source) && m.move->to == to;
   });
   return found == moved_.end() ? nullptr : &*found;
+}
+
+void ShardedCall::reduce_below(Moved& moved) {
+  const ShardMeta& view = *meta_of(moved.source);
+  const ShardMeta& base = *view.base;
+  moved.below = reduced_in_order(base);
+  const LocalCallGuard guard;
+  moved.local = moved.below.as_strided(
+      view.local.sizes(), view.local.strides(),
+      view.local.storage_offset() - base.local.storage_offset() + moved.below.storage_offset());
 }
 
 // In the memory order of the global tensor, like every local: kernels and views decide by strides.
@@ -471,6 +510,16 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
   if (plan_.moves.empty() && out.layout->spec.has_partial()) as_view_of_partial(t, view_base_);
   if (view_of_normal_) as_view_of_normal(t);
   return t;
+}
+
+bool reduce_intermediate(const at::Tensor& tensor) {
+  const ShardMeta* meta = tensor.defined() ? meta_of(tensor) : nullptr;
+  if (!meta || !meta->spec().has_partial()) return false;
+  const bool shows = shows_intermediate(*meta, partial_reduced(meta->spec()));
+  if (!shows && (!meta->intermediate || meta->base || meta->copy)) return false;
+  const ShardMeta& of = shows ? *meta->base : *meta;
+  install_reduced(tensor, reduced_in_order(of), partial_reduced(of.spec()));
+  return true;
 }
 
 bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {

@@ -43,6 +43,8 @@ class ShardedCall {
     // arguments is moved once.
     at::Tensor source = {};
     const ReadyPlan::Move* move = nullptr;
+    // If what was reduced is the tensor that the source is a view of: the local of that.
+    at::Tensor below = {};
   };
 
   void check_policy() const;
@@ -56,6 +58,7 @@ class ShardedCall {
 
   at::Tensor argument(const ReadyPlan::Move& move) const;
   const Moved* moved_before(const at::Tensor& source, const ShardSpec& to) const;
+  void reduce_below(Moved& moved);
   at::Tensor redistributed(const at::Tensor& t, const ReadyPlan::Move& move);
   at::Tensor local_of(const at::Tensor& t, int argument, int element) const;
   void run_local_function();
@@ -87,6 +90,10 @@ class ShardedCall {
   std::shared_ptr<ParameterSource> copied_from_;
   std::size_t copied_index_ = 0;
 };
+
+/// An intermediate result that is Partial, or a view of all its elements, becomes the reduced value,
+/// with all its aliases. Returns false, with nothing done, if `tensor` is neither. Collective.
+bool reduce_intermediate(const at::Tensor& tensor);
 
 /// For several targets that are views in memory of their own: what is written to one of them must
 /// reach the others before they are written. An operator on lists (_foreach_...) is run element by
