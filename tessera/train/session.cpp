@@ -234,16 +234,21 @@ at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, doub
 
 void Session::backward(const at::Tensor& loss, double weight, bool last) {
   if (made_ == Made::added) throw InvalidArgument(kMixed);
-  made_ = Made::backward;
   at::Tensor weighed = weight_.weigh_in(loss, strategy_->loss_weight(weight), unit_);
-  if (scaler_) weighed = weighed * scaler_->scale();
-  if (strategy_->abilities().owns_accumulation || last) {
-    strategy_->backward(weighed);
-    owed_ = !last || strategy_->abilities().owns_accumulation;
-  } else {
-    const auto scope = strategy_->no_sync();
-    strategy_->backward(weighed);
-    owed_ = true;
+  made_ = Made::backward;
+  try {
+    if (scaler_) weighed = weighed * scaler_->scale();
+    if (strategy_->abilities().owns_accumulation || last) {
+      strategy_->backward(weighed);
+      owed_ = !last || strategy_->abilities().owns_accumulation;
+    } else {
+      const auto scope = strategy_->no_sync();
+      strategy_->backward(weighed);
+      owed_ = true;
+    }
+  } catch (...) {
+    clear_gradients();
+    throw;
   }
 }
 
@@ -263,14 +268,19 @@ TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bo
   if (made_ == Made::backward) throw InvalidArgument(kMixed);
   made_ = Made::added;
   const bool reduces = last || strategy_->abilities().owns_accumulation;
-  const auto scope = reduces ? nullptr : strategy_->no_sync();
-  const NoAutocast plain(strategy_->root_device().type());
-  const TotalLoss total = run(unit_ / (scaler_ ? scaler_->scale() : 1.0));
-  owed_ = !last || strategy_->abilities().owns_accumulation;
-  // Every rank knows the sum, and those that share a loss count once.
-  weight_.count(total.loss, total.weight * strategy_->loss_sharing() / strategy_->size());
-  ++additions_;
-  return total;
+  try {
+    const auto scope = reduces ? nullptr : strategy_->no_sync();
+    const NoAutocast plain(strategy_->root_device().type());
+    const TotalLoss total = run(unit_ / (scaler_ ? scaler_->scale() : 1.0));
+    owed_ = !last || strategy_->abilities().owns_accumulation;
+    // Every rank knows the sum, and those that share a loss count once.
+    weight_.count(total.loss, total.weight * strategy_->loss_sharing() / strategy_->size());
+    ++additions_;
+    return total;
+  } catch (...) {
+    clear_gradients();
+    throw;
+  }
 }
 
 std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& which) const {
@@ -357,8 +367,13 @@ void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double 
   }
 }
 
+// The step is over, or forgotten where an exception has ended it: what was weighed, too.
 void Session::clear_gradients() {
+  if (parameters_.empty()) find_parameters();
   for (const at::Tensor& p : parameters_) p.mutable_grad().reset();
+  weight_.reset();
+  owed_ = false;
+  made_ = Made::nothing;
 }
 
 StepResult Session::step(const std::vector<std::size_t>& which,
@@ -375,15 +390,21 @@ StepResult Session::step(const std::vector<std::size_t>& which,
   if (which.empty())
     for (const auto& optimizer : optimizers_) refuse(*optimizer);
   for (const std::size_t i : which) refuse(*optimizers_[i]);
-  StepResult result = finish_gradients(which.empty() ? all_optimized_ : named);
-  ++steps_;
-  if (result.stepped) {
-    if (before) before(result);
-    if (which.empty()) {
-      for (const auto& optimizer : optimizers_) optimizer->step();
-    } else {
-      for (const std::size_t i : which) optimizers_[i]->step();
+  StepResult result;
+  try {
+    result = finish_gradients(which.empty() ? all_optimized_ : named);
+    ++steps_;
+    if (result.stepped) {
+      if (before) before(result);
+      if (which.empty()) {
+        for (const auto& optimizer : optimizers_) optimizer->step();
+      } else {
+        for (const std::size_t i : which) optimizers_[i]->step();
+      }
     }
+  } catch (...) {
+    clear_gradients();
+    throw;
   }
   clear_gradients();
   return last_ = result;
@@ -414,10 +435,6 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
     for (std::size_t i = 0; i < own.size(); ++i) own[i].detach().copy_(before[i]);
     optimizers_[optimizer]->state().clear();
     clear_gradients();
-    // Of micro-batches before one that threw.
-    weight_.take();
-    owed_ = false;
-    made_ = Made::nothing;
   };
   const auto closure = [&] {
     const at::AutoGradMode with_grad(true);
@@ -462,13 +479,11 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   result.stop = stop_of(sums);
   result.save = sums[kSave] > 0;
   agreed_save_ = agreed_save_ || result.save;
-  if (!(sums[kWeight] > 0)) {
-    clear_gradients();
+  if (!(sums[kWeight] > 0))
     throw InvalidArgument(concat(
         "the weights of a step must be finite, not negative, and not all zero; their sum over "
         "ranks and micro-batches is ",
         sums[kWeight], ", this rank gave ", mine.weight));
-  }
   result.loss = sums[kLoss] / sums[kWeight];
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
@@ -482,13 +497,11 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   if (scaler_) scaler_->update(!result.stepped);
   const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
   if (result.stepped && measured && !std::isfinite(result.norm)) {
-    if (options_.non_finite == NonFinite::error) {
-      clear_gradients();
+    if (options_.non_finite == NonFinite::error)
       throw NonFiniteGradient(concat("the gradients after step ", steps_,
                                      " are not finite (the loss is ", result.loss,
                                      "): look for what diverges, or leave such steps out by "
                                      "SessionOptions::non_finite = NonFinite::skip"));
-    }
     result.stepped = options_.non_finite == NonFinite::step;
   }
   return result;

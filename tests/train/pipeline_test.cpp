@@ -177,6 +177,67 @@ TEST(TrainedPipeline, RefusesStepsOfTwoKinds) {
               1e-13);
 }
 
+TEST(TrainedPipeline, AnErrorForgetsTheStepThatItEnds) {
+  auto net = small_net(), twin = small_net();
+  Session session(std::make_shared<SingleDevice>(), {{"net", net.ptr()}}, {.signals = false});
+  {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < 4; ++i) twin->parameters()[i].copy_(net->parameters()[i]);
+  }
+  session.add(std::make_shared<torch::optim::SGD>(net->parameters(), 0.1));
+  torch::optim::SGD expected(twin->parameters(), 0.1);
+  const auto loss_of = [](torch::nn::Sequential& of) {
+    return of->forward(at::ones({2, 3}, at::kDouble)).mean();
+  };
+  const auto loss = [&] { return loss_of(net); };
+  const auto throws = [&] {
+    const at::Tensor value = loss();
+    value.register_hook([](const at::Tensor&) -> at::Tensor { throw std::domain_error("hook"); });
+    return value;
+  };
+  const auto added = [&](double divisor) {
+    (loss() * (2 / divisor)).backward();
+    return TotalLoss{loss().item<double>(), 2};
+  };
+  const auto half_added = [&](double divisor) {
+    added(divisor);
+    throw std::domain_error("a stage");
+    return TotalLoss{};
+  };
+  const auto expect_one_step = [&](const char* where) {
+    expected.zero_grad();
+    const at::Tensor wanted = loss_of(twin);
+    wanted.backward();
+    expected.step();
+    const StepResult done = session.step();
+    EXPECT_NEAR(done.loss, wanted.item<double>(), 1e-14) << where;
+    EXPECT_EQ(done.weight, 2) << where;
+    for (std::size_t i = 0; i < 4; ++i)
+      EXPECT_LT(difference(net->parameters()[i], twin->parameters()[i]), 1e-13) << where;
+  };
+  for (const char* where : {"before any step", "after one"}) {
+    // A micro-batch is there already; what comes next may be of the other kind.
+    session.micro_batch(loss, 5, /*last=*/false);
+    EXPECT_THROW(session.micro_batch(throws, 2), std::domain_error) << where;
+    session.add_gradients(added);
+    expect_one_step(where);
+    session.add_gradients(added, false);
+    EXPECT_THROW(session.add_gradients(half_added), std::domain_error) << where;
+    session.micro_batch(loss, 2);
+    expect_one_step(where);
+    // A loss that is refused has changed nothing.
+    session.micro_batch(loss, 1, /*last=*/false);
+    EXPECT_THROW(session.micro_batch([&] { return loss().expand({2}); }, 1), InvalidArgument);
+    session.micro_batch(loss, 1);
+    expect_one_step(where);
+    session.micro_batch(loss, 2);
+    EXPECT_THROW(session.step({}, [](const StepResult&) { throw std::domain_error("before"); }),
+                 std::domain_error);
+    session.micro_batch(loss, 2);
+    expect_one_step(where);
+  }
+}
+
 TEST(TrainedPipeline, NeedsTheLossOnEveryRank) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"pipe", 2}});
