@@ -5,6 +5,7 @@
 #include <mpi.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -17,10 +18,15 @@
 #include "mpi_support.h"
 #include "tessera/base/hash.h"
 #include "tessera/comm/backends/mpi/mpi_meet.h"
+#include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/mpi_interop.h"
 
 using namespace std::chrono_literals;
+
+namespace tessera::test {
+void run_host_fault(const MpiWorld& world, const std::string& fault);
+}
 
 namespace {
 
@@ -58,6 +64,7 @@ void run(const MpiWorld& world, const std::string& fault) {
   namespace detail = tessera::detail;
   namespace test = tessera::test;
   const int last = world.size() - 1;
+  if (fault.starts_with("hosts_")) return test::run_host_fault(world, fault);
   const auto options = [](bool blocking) {
     c10d::AllreduceOptions o;
     o.asyncOp = !blocking;
@@ -92,6 +99,55 @@ void run(const MpiWorld& world, const std::string& fault) {
     } catch (const TimeoutError& e) {
       say(world, std::string("TimeoutError: ") + e.what());
     }
+    return;
+  }
+  if (fault == "making") {
+    // The last rank fails while the others make a group of all; then all of them make it.
+    const auto manager =
+        tessera::DistributedManager::initialize({.backend = "mpi", .timeout = 30s});
+    manager.world().barrier();
+    // The fault comes once all have left the barrier: who is still in it would fail there.
+    const auto store = manager.state()->base().store->clone();
+    if (store->add("through", 1) == world.size()) store->set("all through", "1");
+    if (world.rank() == last) store->wait({"all through"});
+    const tessera::Mesh all({{"all", world.size()}});
+    std::vector<int> backwards = test::all_ranks(world);
+    std::reverse(backwards.begin(), backwards.end());
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      if (world.rank() == last)
+        manager.fail_groups_within(all, "no more paper");
+      else
+        manager.group(backwards).barrier();
+      if (world.rank() != last) say(world, "no error");
+    } catch (const tessera::PeerFailedError& e) {
+      const bool late = std::chrono::steady_clock::now() - start > 20s;
+      say(world, std::string("PeerFailedError") + (late ? " late: " : ": ") + e.what());
+    }
+    manager.group(backwards).all_reduce(t[0]);
+    if (t[0].eq(world.size()).all().item<bool>()) say(world, "the next one works");
+    return;
+  }
+  if (fault == "retried") {
+    // The last rank comes when the others have waited in vain; then all make the group.
+    const auto ranks = test::all_ranks(world);
+    const auto comm = world.context()->comm();
+    int word = 0;
+    MpiBackendOptions o;
+    o.timeout = 500ms;
+    if (world.rank() != last) {
+      expect_timeout(world, "first", [&] { tessera::make_mpi_backend(world, ranks, o); });
+      MPI_Send(&word, 1, MPI_INT, last, 32767, comm);
+    }
+    for (int r = 0; world.rank() == last && r < last; ++r)
+      MPI_Recv(&word, 1, MPI_INT, r, 32767, comm, MPI_STATUS_IGNORE);
+    o.timeout = 30s;
+    const auto group = tessera::make_mpi_backend(world, ranks, o);
+    auto sum = options(true);
+    sum.timeout = 30s;
+    group->allreduce(t, sum)->wait();
+    if (t[0].eq(world.size()).all().item<bool>()) say(world, "the second try works");
+    group->barrier(c10d::BarrierOptions())->wait();
     return;
   }
   MpiBackendOptions short_end;
@@ -320,8 +376,8 @@ void run(const MpiWorld& world, const std::string& fault) {
     if (world.rank() == last) {
       tessera::Hash hash;
       for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));
-      const std::uint64_t other = 12345;
-      MPI_Send(&other, 1, MPI_UINT64_T, 0, static_cast<int>((hash.value() | 1) % 32767), comm);
+      const std::uint64_t other[] = {12345 * 8 + 1, 1, 0, 0};
+      MPI_Send(other, 4, MPI_UINT64_T, 0, static_cast<int>(hash.value() % 32767), comm);
       return;
     }
     MpiBackendOptions o;
@@ -350,7 +406,10 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const std::string fault = argc > 1 ? argv[1] : "";
   try {
-    const MpiWorld world = MpiWorld::initialize();
+    // A group over several hosts calls MPI from a thread of its own.
+    const bool threads = fault.starts_with("hosts_");
+    const MpiWorld world = MpiWorld::initialize(threads ? tessera::MpiThreadLevel::serialized
+                                                        : tessera::MpiThreadLevel::funneled);
     run(world, fault);
   } catch (const std::exception& e) {
     std::printf("ended by: %s\n", e.what());

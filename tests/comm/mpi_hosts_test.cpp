@@ -9,22 +9,13 @@
 #include <vector>
 
 #include "collectives_cases.h"
-#include "mpi_support.h"
-#include "on_hosts.h"
+#include "mpi_on_hosts.h"
 
 namespace tessera::test {
 
 extern std::unique_ptr<MpiWorld> world;
 
 namespace {
-
-/// The launch of a job that has a store as well: rank 0 tells the others over MPI where it is.
-Launch launch_with_store() {
-  std::vector<at::Tensor> port{at::full({1}, 0, at::kLong)};
-  if (world->rank() == 0) port[0].fill_(testing::free_port());
-  backend(*world, all_ranks(*world), "port")->broadcast(port)->wait();
-  return testing::local_launch(world->rank(), world->size(), port[0].item<int>());
-}
 
 /// Returns when all ranks have come: one that leaves its job would end the others' meetings there.
 void meet_all() { backend(*world, all_ranks(*world), "end")->barrier()->wait(); }
@@ -40,7 +31,7 @@ ManagerOptions options_between(const std::string& between) {
 DistributedManager on_hosts(const std::string& between, bool apart,
                             const std::optional<MpiWorld>& mpi) {
   const int host = apart ? world->rank() : world->rank() % 2;
-  return testing::manager_on_host(launch_with_store(), host, options_between(between), mpi);
+  return testing::manager_on_host(launch_with_store(*world), host, options_between(between), mpi);
 }
 
 bool few_ranks_or_threads() {
@@ -132,7 +123,7 @@ TEST(MpiHosts, AManagerOfRanksOfMpiUsesMemoryInsideAHost) {
   options.mpi = *world;
   options.backend = "auto";
   EXPECT_THROW(DistributedManager::initialize(options), InvalidArgument);
-  options.launch = launch_with_store();
+  options.launch = launch_with_store(*world);
   const auto manager = DistributedManager::initialize(options);
   EXPECT_EQ(manager.world().backend(), "shm") << manager.world().backend_reason();
   meet_all();

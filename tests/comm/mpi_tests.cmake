@@ -1,6 +1,7 @@
 # The MPI part on real processes, under the MPI library's own launcher.
 
-set(mpi_test_more mpi_hosts_test.cpp mpi_sizes_test.cpp)
+set(mpi_test_more mpi_hosts_test.cpp mpi_meet_test.cpp mpi_sizes_test.cpp)
+set(mpi_faults_more mpi_host_faults.cpp)
 foreach(program mpi_test mpi_interop_test mpi_faults)
   add_executable(${program} ${program}.cpp ${${program}_more})
   target_link_libraries(${program} PRIVATE Tessera::tessera tessera_mpi GTest::gtest)
@@ -15,7 +16,15 @@ tessera_mpi_test(mpi_interop_multiple TARGET mpi_interop_test RANKS 3 ARGUMENTS 
 
 # Faults: each must end within its time, by itself or by the launcher, and say this.
 function(mpi_fault fault prints)
-  tessera_mpi_test(mpi_fault_${fault} TARGET mpi_faults RANKS 2 ARGUMENTS ${fault} TIMEOUT 40 PRINTS "${prints}" ${ARGN})
+  cmake_parse_arguments(FAULT "CLEAN" "" "RANKS" ${ARGN})
+  if(NOT FAULT_RANKS)
+    set(FAULT_RANKS 2)
+  endif()
+  set(clean "")
+  if(FAULT_CLEAN)
+    set(clean CLEAN)
+  endif()
+  tessera_mpi_test(mpi_fault_${fault} TARGET mpi_faults RANKS ${FAULT_RANKS} ARGUMENTS ${fault} TIMEOUT 40 PRINTS "${prints}" ${clean})
 endfunction()
 mpi_fault(fatal "tessera: rank 1 of 2 on [^ ]+: the mesh has 3 holes. Ending the MPI job")
 mpi_fault(throws "rank 1 on [^ ]+ leaves MPI without finalising it, because an exception is being thrown")
@@ -30,6 +39,8 @@ mpi_fault(stopped_inside "tessera: rank 0 in group 'mpi': all_reduce did not end
 mpi_fault(abort "rank 0: PeerLostError: all_reduce: the group was aborted while the call waited")
 mpi_fault(started_aborted "rank 0: PeerLostError: group 'world', all_reduce .call 0. on rank 0: rank 0 aborted: the pump stands still")
 mpi_fault(started_late "rank 0: TimeoutError: group 'world', all_reduce .call 0. on rank 0: rank 0 waited 500 ms in all_reduce .call 0.")
+mpi_fault(making "rank 0: PeerFailedError: group .*its creation on rank 0: rank [12] failed: no more paper.*the next one works" RANKS 2 3)
+mpi_fault(retried "rank 0: first: TimeoutError after the limit, missing [12]: .*the second try works" RANKS 2 3)
 mpi_fault(sizes "CommError: receive: rank 1 sent 8 bytes where this rank expects 12.*the group still works" CLEAN)
 mpi_fault(counts_blocking "counts: MismatchError: .*10 elements.*dtypes: MismatchError.*operations: MismatchError.*reductions: MismatchError.*the group still works" CLEAN)
 mpi_fault(counts_started "counts: MismatchError: .*over the ranks 10 to 100000.*over the ranks 10 to 1000000.*dtypes: MismatchError.*operations: MismatchError.*reductions: MismatchError.*the group still works" CLEAN)
@@ -41,3 +52,12 @@ mpi_fault(dtype "rank 0: MismatchError: .*sent Int where this rank waits for Flo
 mpi_fault(rooted "gather or scatter: MismatchError.*dtype of a gather: MismatchError.*all_to_all: MismatchError.*all_to_all with sizes: MismatchError.*c10d: MismatchError.*the group still works" CLEAN)
 mpi_fault(other_group "rank 0: MismatchError: .*make another group at this point")
 mpi_fault(end "rank 0 on [^ ]+ leaves MPI without finalising it, because not all ranks came to the end within 1500 ms")
+
+# Faults of groups over several hosts whose first ranks (0 and 1) talk over MPI; rank 2 is on the host of rank 0.
+mpi_fault(hosts_killed_1 "${waits}.*${ended}|${ended}.*${waits}" RANKS 3)
+mpi_fault(hosts_stopped_0 "rank [12]: TimeoutError .0. in time: .*rank [12]: TimeoutError .0. in time: " RANKS 3)
+mpi_fault(hosts_stopped_1 "rank [02]: TimeoutError .1. in time: .*rank [02]: TimeoutError .1. in time: " RANKS 3)
+mpi_fault(hosts_stopped_2 "rank [01]: TimeoutError .2. in time: .*rank [01]: TimeoutError .2. in time: " RANKS 3)
+mpi_fault(hosts_throws_0 "rank [12]: PeerLostError .0. in time: .*rank [12]: PeerLostError .0. in time: " RANKS 3)
+mpi_fault(hosts_throws_1 "rank [02]: PeerLostError .1. in time: .*rank [02]: PeerLostError .1. in time: " RANKS 3)
+mpi_fault(hosts_throws_2 "rank [01]: PeerLostError .2. in time: .*rank [01]: PeerLostError .2. in time: " RANKS 3)

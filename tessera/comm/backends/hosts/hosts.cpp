@@ -11,11 +11,14 @@
 #include <utility>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
 #include "tessera/comm/backends/hosts/host_map.h"
 #include "tessera/comm/backends/hosts/hosts_backend.h"
+#include "tessera/comm/backends/mpi/mpi_attempt.h"
 #include "tessera/comm/backends/shm/shm.h"
+#include "tessera/comm/group/detail/group_watch.h"
 #include "tessera/comm/group/detail/store_meeting.h"
 
 namespace tessera {
@@ -199,7 +202,10 @@ class ByHost {
     MpiBackendOptions options;
     options.name = options_.name;
     options.timeout = options_.timeout;
-    return make_mpi_backend(*options_.mpi, ranks, options);
+    detail::MpiAttempt attempt{Hash().text(options_.name).value(), {}};
+    if (options_.watch)
+      attempt.given_up = [watch = options_.watch] { return watch->poison() != nullptr; };
+    return detail::make_mpi_backend(*options_.mpi, ranks, options, attempt);
   }
 
   /// Meets the ranks of this host, if there are any.

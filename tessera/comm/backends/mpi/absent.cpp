@@ -1,6 +1,6 @@
 // The MPI part of a build without MPI.
 
-#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/mpi/mpi_attempt.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -35,6 +35,11 @@ Launch MpiWorld::launch() const { not_available(); }
 void MpiWorld::fatal(const std::string&) const { not_available(); }
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld&, const std::vector<int>&,
                                                    const MpiBackendOptions&) {
+  not_available();
+}
+c10::intrusive_ptr<c10d::Backend> detail::make_mpi_backend(const MpiWorld&, const std::vector<int>&,
+                                                           const MpiBackendOptions&,
+                                                           const MpiAttempt&) {
   not_available();
 }
 

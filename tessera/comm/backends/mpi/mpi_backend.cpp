@@ -403,6 +403,14 @@ MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, C
   });
 }
 
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
+                                                   const std::vector<int>& ranks,
+                                                   const MpiBackendOptions& options,
+                                                   const MpiAttempt& attempt) {
+  auto comm = make_mpi_comm(world.context(), ranks, options, attempt);
+  return c10::make_intrusive<MpiBackend>(std::move(comm), options);
+}
+
 }  // namespace tessera::detail
 
 namespace tessera {
@@ -410,8 +418,7 @@ namespace tessera {
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
                                                    const std::vector<int>& ranks,
                                                    const MpiBackendOptions& options) {
-  auto comm = detail::make_mpi_comm(world.context(), ranks, options);
-  return c10::make_intrusive<detail::MpiBackend>(std::move(comm), options);
+  return detail::make_mpi_backend(world, ranks, options, {});
 }
 
 }  // namespace tessera

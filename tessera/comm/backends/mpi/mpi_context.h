@@ -167,6 +167,8 @@ class MpiContext {
   MPI_Comm comm() const { return comm_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// A number that this process has not given yet, for messages on comm(): 1, 2, ...
+  std::uint64_t next_try() { return ++tries_; }
 
  private:
   const std::shared_ptr<MpiLibrary> library_;
@@ -174,6 +176,7 @@ class MpiContext {
   const bool owns_comm_;
   int rank_ = 0;
   int size_ = 1;
+  std::atomic<std::uint64_t> tries_{0};
 };
 
 /// Prints rank, host and reason, then ends the job.

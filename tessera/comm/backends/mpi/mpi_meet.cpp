@@ -5,7 +5,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
 #include <set>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -20,122 +24,326 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Tests until all requests are complete or the deadline has passed; returns which are complete.
-std::vector<bool> test_until(std::vector<MPI_Request>& requests, MpiLibrary& library,
-                             Deadline deadline) {
-  std::vector<bool> done(requests.size(), false);
-  for (int i = 0;; ++i) {
-    bool all = true;
-    for (std::size_t r = 0; r < requests.size(); ++r) {
-      if (done[r]) continue;
-      const auto lock = library.serialize();
-      int flag = 0;
-      check_mpi(MPI_Test(&requests[r], &flag, MPI_STATUS_IGNORE), "MPI_Test");
-      done[r] = flag != 0;
-      all = all && flag;
+/// What a message of a meeting says; the last bits of `group`, the other ones of which say which
+/// group is made.
+enum class Says : unsigned char {
+  /// A member to the first one: it has come.
+  hello = 1,
+  /// The first one to a member: all have come, do you still take part?
+  ask = 2,
+  /// The answer: it does, and waits for the decision for `left_ms`.
+  consent = 3,
+  /// The first one to a member: all go on.
+  go = 4,
+  /// A member has come with another list of ranks.
+  refuse = 5,
+  /// This rank has given the group up.
+  give_up = 6,
+  /// The time is over.
+  late = 7,
+};
+
+/// A message of a meeting. Each call that meets has a number of its own in its process, a try, so
+/// that what a try has left behind is not taken for a message of another one.
+struct Note {
+  std::uint64_t group = 0;
+  /// The sender's try, and the receiver's, as far as the sender knows it.
+  std::uint64_t from = 0, to = 0;
+  std::uint64_t left_ms = 0;
+
+  Says says() const { return static_cast<Says>(group & 7); }
+};
+constexpr int kNumbers = sizeof(Note) / sizeof(std::uint64_t);
+
+std::uint64_t hash_of(const std::vector<int>& ranks, std::uint64_t attempt) {
+  Hash hash;
+  for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));
+  if (attempt != 0) hash.number(attempt);
+  return hash.value();
+}
+
+bool is_past(Deadline deadline) { return Clock::now() > deadline; }
+
+/// Notes between this rank and others that neither blocks.
+class Post {
+ public:
+  Post(MpiContext& context, int tag) : context_(context), tag_(tag) {}
+  /// Takes back the receives. What MPI may still read or write stays alive.
+  ~Post() {
+    const auto lock = context_.library()->serialize();
+    for (auto& [rank, in] : inbox_) {
+      if (in->request == MPI_REQUEST_NULL) continue;
+      MPI_Cancel(&in->request);
+      if (ended(*in)) continue;
+      context_.library()->set_broken();
+      [[maybe_unused]] const auto* const kept = in.release();
     }
-    if (all || Clock::now() > deadline) return done;
-    if (i < 1000)
+    for (auto& out : outbox_) {
+      if (ended(*out)) continue;
+      MPI_Request_free(&out->request);
+      [[maybe_unused]] const auto* const kept = out.release();
+    }
+  }
+  Post(const Post&) = delete;
+  Post& operator=(const Post&) = delete;
+
+  /// Begins to wait for a note of this rank.
+  void expect(int rank) {
+    auto& in = inbox_[rank];
+    if (!in) in = std::make_unique<Slot>();
+    in->note = {};
+    const auto lock = context_.library()->serialize();
+    check_mpi(
+        MPI_Irecv(&in->note, kNumbers, MPI_UINT64_T, rank, tag_, context_.comm(), &in->request),
+        "MPI_Irecv");
+  }
+  /// The note of a rank that is expected, if it has come; then none is expected of that rank.
+  std::optional<Note> take(int rank) {
+    auto& in = *inbox_.at(rank);
+    if (in.request == MPI_REQUEST_NULL || !is_over(in)) return std::nullopt;
+    return in.note;
+  }
+  void send(int rank, const Note& note) {
+    auto out = std::make_unique<Slot>();
+    out->note = note;
+    const auto lock = context_.library()->serialize();
+    check_mpi(
+        MPI_Isend(&out->note, kNumbers, MPI_UINT64_T, rank, tag_, context_.comm(), &out->request),
+        "MPI_Isend");
+    outbox_.push_back(std::move(out));
+  }
+  /// True if MPI has taken all that was sent.
+  bool sent() {
+    std::erase_if(outbox_, [this](const auto& out) { return is_over(*out); });
+    return outbox_.empty();
+  }
+  /// Between two looks at what has come: other calls of this process go on.
+  void pause() {
+    context_.library()->drive();
+    if (++looks_ < 1000)
       sched_yield();
     else
       std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-}
 
-/// What members tell the first one, and get back: a hash of the list of ranks; kRefused instead if
-/// a member came with another list.
-constexpr std::uint64_t kRefused = 0;
-
-std::uint64_t hash_of(const std::vector<int>& ranks) {
-  Hash hash;
-  for (const int r : ranks) hash.number(static_cast<std::uint64_t>(r));
-  return hash.value() | 1;
-}
-
-/// Returns once every member has come with the same list. The first member collects a message from
-/// each and answers; both sides know in time which ranks are missing.
-void meet(MpiContext& context, const std::vector<int>& ranks, int tag,
-          const MpiBackendOptions& options) {
-  const auto deadline = deadline_after(options.timeout);
-  const int root = ranks.front();
-  const bool is_root = context.rank() == root;
-  const auto mine = hash_of(ranks);
-  // MPI may still use these when a wait ran out: they are then left alive.
-  auto inbox = std::make_unique<std::vector<std::uint64_t>>(ranks.size(), kRefused);
-  auto outbox = std::make_unique<std::vector<std::uint64_t>>(1, mine);
-  std::vector<MPI_Request> requests;
-  std::vector<int> peers;
-  const auto receive = [&](int from) {
-    check_mpi(MPI_Irecv(inbox->data() + peers.size(), 1, MPI_UINT64_T, from, tag, context.comm(),
-                        &requests.emplace_back(MPI_REQUEST_NULL)),
-              "MPI_Irecv");
-    peers.push_back(from);
+ private:
+  struct Slot {
+    Note note;
+    MPI_Request request = MPI_REQUEST_NULL;
   };
-  const auto send = [&](int to) {
-    check_mpi(MPI_Isend(outbox->data(), 1, MPI_UINT64_T, to, tag, context.comm(),
-                        &requests.emplace_back(MPI_REQUEST_NULL)),
-              "MPI_Isend");
-    peers.push_back(to);
+
+  bool is_over(Slot& slot) {
+    const auto lock = context_.library()->serialize();
+    int done = 0;
+    check_mpi(MPI_Test(&slot.request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    return done != 0;
+  }
+  /// As is_over(), for the end: with the lock held, and an error counts as no end.
+  static bool ended(Slot& slot) noexcept {
+    int done = 0;
+    return MPI_Test(&slot.request, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && done != 0;
+  }
+
+  MpiContext& context_;
+  const int tag_;
+  std::map<int, std::unique_ptr<Slot>> inbox_;
+  std::vector<std::unique_ptr<Slot>> outbox_;
+  int looks_ = 0;
+};
+
+/// How the members meet, before MPI_Comm_create_group, in which nothing can be given up any more.
+/// All report to the first one; when all have come it asks each whether it still takes part, and
+/// who consents gives up no more by itself; when all have consented in time, the first one tells
+/// them to go on. So either all go on or none, although each may hear at another time that the
+/// group is given up (two-phase commit).
+class Meeting {
+ public:
+  Meeting(MpiContext& context, const std::vector<int>& ranks, int tag,
+          const MpiBackendOptions& options, const MpiAttempt& attempt)
+      : context_(context),
+        ranks_(ranks),
+        options_(options),
+        attempt_(attempt),
+        deadline_(deadline_after(options.timeout)),
+        group_(hash_of(ranks, attempt.number) & ~std::uint64_t{7}),
+        try_(context.next_try()),
+        post_(context, tag) {}
+
+  /// Returns once every member has come with the same list. Throws what make_mpi_comm() throws.
+  void run() { context_.rank() == ranks_.front() ? lead() : follow(); }
+
+ private:
+  /// What the first member knows of another one.
+  struct Member {
+    int rank = 0;
+    std::uint64_t its_try = 0;
+    bool came = false, differs = false, consents = false;
   };
-  const auto finish = [&](bool answers) {
-    const auto done = test_until(requests, *context.library(), deadline);
+
+  void lead() {
+    std::vector<Member> members;
+    for (std::size_t i = 1; i < ranks_.size(); ++i) {
+      members.push_back({.rank = ranks_[i]});
+      post_.expect(ranks_[i]);
+    }
+    const auto all = [&](bool Member::* is) {
+      return std::all_of(members.begin(), members.end(), [is](const auto& m) { return m.*is; });
+    };
+    bool asked = false;
+    Clock::time_point asked_at, latest = Clock::time_point::max();
+    for (;; post_.pause()) {
+      for (Member& member : members) {
+        const auto note = post_.take(member.rank);
+        if (!note) continue;
+        hear(member, *note, asked, asked_at, latest);
+        if (!member.consents) post_.expect(member.rank);
+      }
+      if (!asked && all(&Member::came)) {
+        require_alike(members);
+        asked = true;
+        asked_at = Clock::now();
+        tell(members, Says::ask);
+      }
+      const bool ready = asked && all(&Member::consents);
+      if (ready && Clock::now() < latest) break;
+      if (!ready && gives_up()) {
+        tell(members, Says::give_up);
+        give_up();
+      }
+      if (ready || is_past(deadline_)) {
+        tell(members, Says::late);
+        miss(members, asked);
+      }
+    }
+    tell(members, Says::go);
+    // All have been told, or will be: who has consented is reading.
+    const auto enough = deadline_after(std::chrono::seconds(10));
+    while (!post_.sent() && !is_past(enough)) post_.pause();
+  }
+
+  /// A note of a member to the first one. A consent holds for a time after the question at least.
+  void hear(Member& member, const Note& note, bool asked, Clock::time_point asked_at,
+            Clock::time_point& latest) {
+    const bool same = (note.group & ~std::uint64_t{7}) == group_;
+    switch (note.says()) {
+      case Says::hello:
+        member = {.rank = member.rank, .its_try = note.from, .came = true, .differs = !same};
+        // it has come once more
+        if (asked && same) tell(member, Says::ask);
+        if (asked && !same) tell(member, Says::refuse);
+        break;
+      case Says::consent:
+        if (!same || note.to != try_ || note.from != member.its_try) break;
+        member.consents = true;
+        latest = std::min(latest, asked_at + std::chrono::milliseconds(note.left_ms));
+        break;
+      case Says::give_up:
+        if (same && note.from == member.its_try) member_gave_up_ = true;
+        break;
+      default:
+        break;
+    }
+  }
+
+  void follow() {
+    const int first = ranks_.front();
+    post_.expect(first);
+    post_.send(first, {group_ | bits(Says::hello), try_, 0, 0});
+    bool consents = false;
+    auto until = deadline_;
+    for (;; post_.pause()) {
+      if (const auto note = post_.take(first)) {
+        const bool mine = note->to == try_;
+        if (mine && note->says() == Says::go) break;
+        if (mine && note->says() == Says::give_up) give_up();
+        if (mine && note->says() == Says::late) miss_the_first();
+        if (mine && note->says() == Says::refuse)
+          refuse(concat("its first rank ", first, " met ranks that make another group"));
+        if (mine && note->says() == Says::ask) {
+          const auto left = std::max(time_left(deadline_), std::chrono::milliseconds(0));
+          consents = true;
+          // The first one decides before that, and its word takes a while.
+          until = deadline_after(bounded_limit(left + std::chrono::seconds(2)));
+          post_.send(first, {group_ | bits(Says::consent), try_, note->from,
+                             static_cast<std::uint64_t>(left.count())});
+        }
+        post_.expect(first);
+      }
+      if (!consents && gives_up()) {
+        post_.send(first, {group_ | bits(Says::give_up), try_, 0, 0});
+        give_up();
+      }
+      if (is_past(until)) miss_the_first();
+    }
+  }
+
+  static std::uint64_t bits(Says says) { return static_cast<std::uint64_t>(says); }
+  bool gives_up() const { return member_gave_up_ || (attempt_.given_up && attempt_.given_up()); }
+
+  void tell(const Member& member, Says says) {
+    post_.send(member.rank, {group_ | bits(says), try_, member.its_try, 0});
+  }
+  void tell(const std::vector<Member>& members, Says says) {
+    for (const Member& member : members)
+      if (member.came) tell(member, says);
+  }
+
+  void require_alike(const std::vector<Member>& members) {
+    std::vector<int> different;
+    for (const Member& member : members)
+      if (member.differs) different.push_back(member.rank);
+    if (different.empty()) return;
+    tell(members, Says::refuse);
+    refuse(concat("ranks ", list(different), " make another group at this point"));
+  }
+
+  std::string group() const {
+    return concat("group '", options_.name, "' of ranks ", list(ranks_));
+  }
+
+  [[noreturn]] void give_up() const {
+    throw PeerLostError(concat(group(), " was given up before its ranks had met"), {});
+  }
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw MismatchError(concat(group(), ": ", why,
+                               "; make groups that share ranks in the same order on all of them"));
+  }
+  [[noreturn]] void miss_the_first() const {
+    throw_late(concat("its first rank ", ranks_.front(), " has not seen all members"), {});
+  }
+  [[noreturn]] void miss(const std::vector<Member>& members, bool asked) const {
     std::vector<int> missing;
-    for (std::size_t i = 0; i < done.size(); ++i)
-      if (!done[i]) missing.push_back(peers[i]);
-    if (missing.empty()) return;
-    context.library()->set_broken();
-    [[maybe_unused]] const auto* const kept = std::pair(inbox.release(), outbox.release()).first;
-    throw TimeoutError(
-        concat("group '", options.name, "' of ranks ", list(ranks), ": after ",
-               options.timeout.count(), " ms ",
-               !is_root  ? concat("its first rank ", root, " has not seen all members")
-               : answers ? concat("ranks ", list(missing), " do not take the answer")
-                         : concat("ranks ", list(missing), " have not come"),
-               "; every member, and no other rank, must make the group"),
-        is_root ? missing : std::vector<int>());
-  };
-  {
-    const auto lock = context.library()->serialize();
-    if (is_root) {
-      for (const int r : ranks)
-        if (r != root) receive(r);
-    } else {
-      receive(root);
-      send(root);
-    }
+    for (const Member& member : members)
+      if (asked ? !member.consents : !member.came) missing.push_back(member.rank);
+    throw_late(missing.empty() ? "all ranks have come, but too late for one of them"
+                               : concat("ranks ", list(missing),
+                                        asked ? " do not answer any more" : " have not come"),
+               missing);
   }
-  finish(false);
-  bool alike = true;
-  std::vector<int> others;
-  for (std::size_t i = 0; i + 1 < inbox->size(); ++i) {
-    if ((*inbox)[i] == mine || (!is_root && i > 0)) continue;
-    alike = false;
-    others.push_back(peers[i]);
+  [[noreturn]] void throw_late(const std::string& why, const std::vector<int>& missing) const {
+    // The ranks are out of step: MPI's end, at which all meet, is not waited for.
+    context_.library()->set_broken();
+    throw TimeoutError(concat(group(), ": after ", options_.timeout.count(), " ms ", why,
+                              "; every member, and no other rank, must make the group"),
+                       missing);
   }
-  if (is_root) {
-    requests.clear();
-    peers.clear();
-    outbox->front() = alike ? mine : kRefused;
-    {
-      const auto lock = context.library()->serialize();
-      for (const int r : ranks)
-        if (r != root) send(r);
-    }
-    finish(true);
-  }
-  if (!alike)
-    throw MismatchError(
-        concat("group '", options.name, "' of ranks ", list(ranks), ": ",
-               is_root ? concat("ranks ", list(others), " make another group at this point")
-                       : concat("its first rank ", root, " met ranks that make another group"),
-               "; make groups that share ranks in the same order on all of them"));
-}
+
+  MpiContext& context_;
+  const std::vector<int>& ranks_;
+  const MpiBackendOptions& options_;
+  const MpiAttempt& attempt_;
+  const Deadline deadline_;
+  const std::uint64_t group_, try_;
+  Post post_;
+  bool member_gave_up_ = false;
+};
 
 }  // namespace
 
 std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& context,
                                        const std::vector<int>& ranks,
-                                       const MpiBackendOptions& options) {
+                                       const MpiBackendOptions& options,
+                                       const MpiAttempt& attempt) {
   context->library()->require_thread();
   if (ranks.empty()) throw InvalidArgument("an MPI group needs at least one rank");
   for (const int r : ranks)
@@ -148,8 +356,8 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
     throw InvalidArgument(concat("MPI group of ranks ", list(ranks), " was made on rank ",
                                  context->rank(), ", which is no member"));
   // Every MPI library has tags up to 32767.
-  const int tag = static_cast<int>(hash_of(ranks) % 32767);
-  if (ranks.size() > 1) meet(*context, ranks, tag, options);
+  const int tag = static_cast<int>(hash_of(ranks, attempt.number) % 32767);
+  if (ranks.size() > 1) Meeting(*context, ranks, tag, options, attempt).run();
   MPI_Group everybody = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
   check_mpi(MPI_Comm_group(context->comm(), &everybody), "MPI_Comm_group");
   check_mpi(MPI_Group_incl(everybody, static_cast<int>(ranks.size()), ranks.data(), &members),

@@ -1,9 +1,11 @@
 // make_group_state: the backends that a GroupSpec names.
 
+#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
 #include "tessera/comm/backends/hosts/hosts.h"
 #include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/mpi/mpi_attempt.h"
 #include "tessera/comm/backends/nccl/nccl.h"
 #include "tessera/comm/backends/shm/shm.h"
 #include "tessera/comm/group/detail/group_spec.h"
@@ -58,8 +60,11 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
     MpiBackendOptions options;
     options.name = spec.name;
     options.timeout = spec.timeout;
+    // Failures and tries that others have made are part of the name.
+    const MpiAttempt attempt{Hash().text(spec.name).value(),
+                             [watch = spec.watch] { return watch->poison() != nullptr; }};
     state->set_endpoint(c10::DeviceType::CPU, "mpi",
-                        make_mpi_backend(*spec.mpi, spec.ranks, options));
+                        make_mpi_backend(*spec.mpi, spec.ranks, options, attempt));
   } else {
     throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
                                  "'; choose auto, gloo, shm or mpi"));

@@ -23,6 +23,9 @@ namespace {
 // serves.
 constexpr std::chrono::seconds kLingerAfterFault{3};
 
+// Another rank knew of a failure before this one, and has ended the making of a group.
+constexpr std::chrono::seconds kNewsOfFailure{5};
+
 constexpr auto kMeetingTag = "plans";
 
 /// True for backends whose ranks find each other through the job's store.
@@ -228,7 +231,10 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
       return make_group_in_time(spec, std::move(interrupt));
     watch->set_interrupt(std::move(interrupt), GroupWatch::Of::creation);
     return make_group_state(spec);
-  } catch (const PeerLostError&) {
+  } catch (const PeerLostError& error) {
+    // The watch knows which rank ended the group, and why, or will soon.
+    if (error.ranks().empty() && watch->await_news(kNewsOfFailure))
+      watch->require_healthy("its creation", GroupWatch::creation);
     throw;
   } catch (const TimeoutError&) {
     throw;

@@ -1,0 +1,28 @@
+#pragma once
+// MpiAttempt: one of several tries of a manager to make a group over MPI.
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "tessera/comm/backends/mpi/mpi.h"
+
+namespace tessera::detail {
+
+struct MpiAttempt {
+  /// Ranks of equal numbers meet; what a try that was given up has left is not taken for a message
+  /// of another one. The same on all ranks.
+  std::uint64_t number = 0;
+  /// Asked while the ranks meet: true ends the wait with a PeerLostError. May be empty.
+  std::function<bool()> given_up;
+};
+
+/// As tessera::make_mpi_backend().
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
+                                                   const std::vector<int>& ranks,
+                                                   const MpiBackendOptions& options,
+                                                   const MpiAttempt& attempt);
+
+}  // namespace tessera::detail
