@@ -23,6 +23,7 @@
 #include "on_hosts.h"
 #include "tessera/comm/backends/hosts/host_map.h"
 #include "tessera/comm/backends/hosts/hosts.h"
+#include "tessera/comm/group/detail/store_meeting.h"
 #include "tessera/comm/job/threads.h"
 
 namespace tessera {
@@ -39,6 +40,30 @@ TEST(HostMap, RanksOfAHostNeedNotBeNeighbours) {
   EXPECT_EQ(map.place_of, (std::vector<int>{0, 0, 1, 0, 1}));
   EXPECT_FALSE(map.in_order);
   EXPECT_TRUE(detail::HostMap::of({"b", "b", "a"}).in_order);
+}
+
+// What all ranks read does not grow with the square of their number where most say the same.
+TEST(StoreMeeting, TextsAreGatheredOnce) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const int size = 300;
+  std::vector<std::string> texts;
+  for (int r = 0; r < size; ++r)
+    texts.push_back(r == 7     ? ""
+                    : r == 250 ? std::string("zero \0 and more", 15)
+                               : concat("the mark of host ", r / 100, std::string(100, 'x')));
+  for (int r = 1; r < size; ++r)
+    store->set(concat("k/of rank ", r),
+               std::vector<std::uint8_t>(texts[r].begin(), texts[r].end()));
+  EXPECT_EQ(detail::gather_at_store(*store, "k", 0, size, texts[0], 30s), texts);
+  EXPECT_EQ(detail::gather_at_store(*store, "k", 299, size, texts[299], 30s), texts);
+  EXPECT_LT(store->get("k/of all").size(), 1000U);
+  // What is not ours is refused, never read past its end.
+  for (const std::size_t bytes : {0, 7, 8, 20, 300}) {
+    auto part = store->get("k/of all");
+    part.resize(bytes);
+    store->set("other/of all", part);
+    EXPECT_THROW(detail::gather_at_store(*store, "other", 1, size, "", 30s), Error) << bytes;
+  }
 }
 
 TEST(Hosts, TheBackendFollowsFromWhereTheRanksAre) {

@@ -1,5 +1,10 @@
 #include "tessera/comm/group/detail/store_meeting.h"
 
+#include <algorithm>
+#include <map>
+
+#include "tessera/base/deadline.h"
+#include "tessera/base/error.h"
 #include "tessera/base/text.h"
 
 namespace tessera::detail {
@@ -21,16 +26,76 @@ bool agree_at_store(c10d::Store& store, const std::string& key, int size, std::u
   return agreed;
 }
 
+namespace {
+
+void put_count(std::vector<std::uint8_t>& bytes, std::uint64_t value) {
+  for (int i = 0; i < 8; ++i) bytes.push_back(static_cast<std::uint8_t>(value >> (8 * i)));
+}
+
+std::uint64_t take_count(const std::vector<std::uint8_t>& bytes, std::size_t& at) {
+  if (bytes.size() - at < 8) throw Error("the texts of the ranks at their store are damaged");
+  std::uint64_t value = 0;
+  for (int i = 0; i < 8; ++i) value |= static_cast<std::uint64_t>(bytes[at++]) << (8 * i);
+  return value;
+}
+
+/// Texts as bytes; one that several ranks gave is there once.
+std::vector<std::uint8_t> packed_texts(const std::vector<std::vector<std::uint8_t>>& texts) {
+  std::map<std::vector<std::uint8_t>, std::uint64_t> known;
+  std::vector<std::uint8_t> different, bytes;
+  for (const auto& text : texts) {
+    if (!known.emplace(text, known.size()).second) continue;
+    put_count(different, text.size());
+    different.insert(different.end(), text.begin(), text.end());
+  }
+  put_count(bytes, known.size());
+  bytes.insert(bytes.end(), different.begin(), different.end());
+  // Runs of ranks: hosts have their ranks one after the other.
+  for (std::size_t first = 0, next = 0; first < texts.size(); first = next) {
+    while (next < texts.size() && texts[next] == texts[first]) ++next;
+    put_count(bytes, known.at(texts[first]));
+    put_count(bytes, next - first);
+  }
+  return bytes;
+}
+
+std::vector<std::string> unpacked_texts(const std::vector<std::uint8_t>& bytes, std::size_t size) {
+  std::size_t at = 0;
+  std::vector<std::string> different, all;
+  for (auto left = take_count(bytes, at); left > 0; --left) {
+    const auto length = take_count(bytes, at);
+    if (bytes.size() - at < length) break;
+    const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(at);
+    different.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(length));
+    at += length;
+  }
+  while (at < bytes.size() && all.size() < size) {
+    const auto which = take_count(bytes, at), count = take_count(bytes, at);
+    if (which >= different.size() || count > size - all.size()) break;
+    all.insert(all.end(), count, different[which]);
+  }
+  if (all.size() != size) throw Error("the texts of the ranks at their store are damaged");
+  return all;
+}
+
+}  // namespace
+
 std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& key, int rank,
                                          int size, const std::string& mine,
                                          std::chrono::milliseconds limit) {
+  const Deadline deadline = deadline_after(limit);
   std::vector<std::string> keys;
-  for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/of rank ", r));
-  store.set(keys[rank], std::vector<std::uint8_t>(mine.begin(), mine.end()));
-  store.wait(keys, limit);
-  std::vector<std::string> all;
-  for (const auto& bytes : store.multiGet(keys)) all.emplace_back(bytes.begin(), bytes.end());
-  return all;
+  const auto key_of = [&](int r) { return concat(key, "/of rank ", r); };
+  store.set(key_of(rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
+  const std::string everything = key + "/of all";
+  if (rank == 0) {
+    for (int r = 0; r < size; ++r) keys.push_back(key_of(r));
+    store.wait(keys, limit);
+    store.set(everything, packed_texts(store.multiGet(keys)));
+  }
+  // For some stores a limit of zero means no limit.
+  store.wait({everything}, std::max(time_left(deadline), std::chrono::milliseconds(1)));
+  return unpacked_texts(store.get(everything), static_cast<std::size_t>(size));
 }
 
 }  // namespace tessera::detail

@@ -17,7 +17,9 @@ namespace tessera::detail {
 bool agree_at_store(c10d::Store& store, const std::string& key, int size, std::uint64_t value,
                     std::chrono::milliseconds limit);
 
-/// Returns the texts of all ranks, by rank: one write and one read of `size` keys.
+/// Returns the texts of all ranks, by rank. Each rank writes one key and reads one, in which rank 0
+/// has put what it has read of all: equal texts once, so that the bytes do not grow with the square
+/// of the number of ranks where most say the same.
 std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& key, int rank,
                                          int size, const std::string& mine,
                                          std::chrono::milliseconds limit);
