@@ -23,6 +23,7 @@
 #include "on_hosts.h"
 #include "tessera/comm/backends/hosts/host_map.h"
 #include "tessera/comm/backends/hosts/hosts.h"
+#include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/detail/store_meeting.h"
 #include "tessera/comm/job/threads.h"
 
@@ -215,6 +216,37 @@ TEST(Hosts, WithoutAGroupAroundItTheBackendDoesWhatGlooLacks) {
                   : "hosts: its 3 ranks are on 2 hosts: memory inside a host, gloo between the "
                     "hosts (ranks 0 and 2 are on different hosts)");
   }
+}
+
+// Where no two ranks share memory, all messages come through the network.
+TEST(Hosts, RanksThatShareNoHostReceiveFromAnyRank) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      HostsOptions options;
+      options.name = "any";
+      options.timeout = 60s;
+      options.address = "127.0.0.1";
+      options.host = concat("host ", rank);
+      options.plain = false;
+      try {
+        const auto chosen = make_backend_by_host(store, rank, 2, options);
+        EXPECT_EQ(chosen.name, "hosts");
+        std::vector<Tensor> word{torch::full({4}, 5.0 * rank)};
+        if (rank == 1) chosen.backend->send(word, 0, 9)->wait();
+        if (rank == 0) {
+          const auto work = chosen.backend->recvAnysource(word, 9);
+          work->wait();
+          EXPECT_EQ(work->sourceRank(), 1);
+          EXPECT_EQ(word[0][3].item<double>(), 5.0);
+        }
+        chosen.backend->barrier(c10d::BarrierOptions())->wait();
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  for (auto& thread : threads) thread.join();
 }
 
 // One rank asks for MPI, which none has: all are told.
@@ -431,6 +463,53 @@ TEST_P(OnHosts, TheC10dViewReducesWhatGlooDoesNot) {
     EXPECT_EQ(reduced(torch::full({2}, -me, torch::kShort), c10d::ReduceOp::MIN)[0].item<int>(),
               1 - n);
     EXPECT_THROW(reduced(flags.clone(), c10d::ReduceOp::SUM), InvalidArgument);
+    // Complex numbers, in memory that is not in order too; and sums of what is weighted first.
+    for (const auto dtype : {torch::kComplexFloat, torch::kComplexDouble}) {
+      const c10::complex<double> z(me + 1.0, -0.5 * me),
+          sum(n * (n + 1) / 2.0, -0.25 * n * (n - 1));
+      const auto wide = torch::full({3, 2}, z, dtype);
+      EXPECT_TRUE(torch::equal(reduced(wide.t().clone(), c10d::ReduceOp::SUM),
+                               torch::full({2, 3}, sum, dtype)));
+      EXPECT_TRUE(torch::equal(reduced(torch::full({2, 3}, z, dtype).t(), c10d::ReduceOp::SUM),
+                               torch::full({3, 2}, sum, dtype)));
+      EXPECT_TRUE(torch::allclose(reduced(wide.clone(), c10d::ReduceOp::AVG),
+                                  torch::full({3, 2}, sum / static_cast<double>(n), dtype)));
+      EXPECT_THROW(reduced(wide.clone(), c10d::ReduceOp::PRODUCT), InvalidArgument);
+      EXPECT_THROW(reduced(wide.clone(), c10d::ReduceOp::MAX), InvalidArgument);
+    }
+    const auto weighted = [&](Tensor t, double weight) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = detail::to_c10d(ReduceOp::Kind::premultiplied, weight);
+      std::vector<Tensor> tensors{std::move(t)};
+      group->allreduce(tensors, options)->wait();
+      return tensors.front();
+    };
+    const double weights = 0.25 * n + 0.5 * n * (n - 1) / 2;
+    for (const auto dtype : {torch::kFloat, torch::kHalf, torch::kDouble, torch::kComplexFloat})
+      EXPECT_TRUE(torch::equal(weighted(torch::full({5}, 2.0, dtype), 0.25 + 0.5 * me),
+                               torch::full({5}, 2 * weights, dtype)))
+          << dtype;
+    EXPECT_THROW(weighted(torch::ones({2}, torch::kLong), 2), InvalidArgument);
+    {
+      c10d::ReduceScatterOptions mean;
+      mean.reduceOp = c10d::ReduceOp::AVG;
+      const c10::complex<double> z(1.0 * me, 2.0);
+      Tensor share = torch::zeros({2}, torch::kComplexDouble),
+             pairs = torch::full({2 * n}, z, torch::kComplexDouble);
+      group->getBackend(c10::DeviceType::CPU)->_reduce_scatter_base(share, pairs, mean)->wait();
+      const c10::complex<double> want((n - 1) / 2.0, 2.0);
+      EXPECT_TRUE(torch::allclose(share, torch::full({2}, want, torch::kComplexDouble)));
+      EXPECT_EQ(pairs[0].item<c10::complex<double>>(), z);
+      std::vector<Tensor> on_root{torch::full({4}, z, torch::kComplexDouble)};
+      c10d::ReduceOptions to_last;
+      to_last.rootRank = n - 1;
+      group->reduce(on_root, to_last)->wait();
+      const c10::complex<double> total(n * (n - 1) / 2.0, 2.0 * n);
+      EXPECT_EQ(on_root[0][3].item<c10::complex<double>>(), me == n - 1 ? total : z);
+    }
+    // A message from any rank would come on one of two ways.
+    std::vector<Tensor> word{torch::zeros({2})};
+    EXPECT_THROW(group->recvAnysource(word, 3), NotAvailable);
     std::vector<Tensor> whole{torch::full({2 * n}, me - 0.5), torch::full({n}, 1.0 * me)},
         shares{torch::zeros({2}), torch::zeros({1})};
     c10d::ReduceScatterOptions most;

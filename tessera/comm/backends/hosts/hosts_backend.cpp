@@ -21,9 +21,12 @@ using c10d::OpType;
 // error names the ranks that are missing.
 constexpr std::chrono::milliseconds kStepSlack{2000};
 
+/// The reduction that the steps make, for what was asked: sums for averages and premultiplied sums.
 std::optional<ReduceOp::Kind> kind_between_hosts(const c10d::ReduceOp& op) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::AVG:
+    case c10d::ReduceOp::PREMUL_SUM:
       return ReduceOp::Kind::sum;
     case c10d::ReduceOp::PRODUCT:
       return ReduceOp::Kind::product;
@@ -38,17 +41,26 @@ std::optional<ReduceOp::Kind> kind_between_hosts(const c10d::ReduceOp& op) {
 
 /// How a reduction is done in steps that are exact: each host's result is rounded, so half
 /// precision travels as float32. Min and max of floating-point numbers, of which Gloo's drop NaN,
-/// are those of integers that order alike; bool and int16 travel as integers that Gloo has.
+/// are those of integers that order alike; bool and int16 travel as integers that Gloo has, complex
+/// numbers as pairs of real ones.
 struct StepReduction {
   ReduceOp::Kind kind;
   c10d::ReduceOp op;
   /// The dtype in which values are computed, and the one in which they travel.
   c10::ScalarType values, wide;
   bool divide;
+  /// This rank's values are multiplied by it first.
+  double factor = 1;
 
-  bool by_order_keys() const { return values != wide; }
+  bool by_pairs() const { return c10::isComplexType(values); }
+  bool by_order_keys() const { return values != wide && !by_pairs(); }
+  /// Numbers that travel for each element.
+  std::int64_t width() const { return by_pairs() ? 2 : 1; }
+  /// May share memory with `flat`.
   at::Tensor widened(const at::Tensor& flat) const {
-    const at::Tensor result = flat.to(values);
+    at::Tensor result = flat.to(values);
+    if (factor != 1) result = result.mul(factor);
+    if (by_pairs()) return at::view_as_real(result).view({-1});
     return by_order_keys() ? order_keys(result, kind) : result;
   }
   /// Ends the reduction over `ranks` of `result`, and rounds it into `flat`.
@@ -60,7 +72,8 @@ struct StepReduction {
       return;
     }
     if (divide) result.div_(ranks);
-    if (!result.is_same(flat)) flat.copy_(result);
+    if (result.const_data_ptr() == flat.const_data_ptr()) return;
+    flat.copy_(by_pairs() ? at::view_as_complex(result.view({-1, 2})) : result);
   }
 };
 
@@ -73,24 +86,38 @@ c10::ScalarType computed_in(c10::ScalarType dtype, ReduceOp::Kind kind) {
 }
 
 c10::ScalarType travels_as(c10::ScalarType values, ReduceOp::Kind kind) {
+  if (c10::isComplexType(values))
+    return kind == ReduceOp::Kind::sum ? c10::toRealValueType(values) : values;
   if (kind != ReduceOp::Kind::min && kind != ReduceOp::Kind::max) return values;
   if (values == c10::ScalarType::Float) return c10::ScalarType::Int;
   return values == c10::ScalarType::Double ? c10::ScalarType::Long : values;
 }
 
+double factor_of(const char* name, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
+  const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (!given || given->tensor_factor.defined())
+    throw InvalidArgument(
+        concat(name, ": a premultiplied sum between hosts takes a number as factor"));
+  return given->double_factor;
+}
+
 StepReduction step_reduction(const char* name, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const auto dtype = tensor.scalar_type();
-  const bool average = op.op_ == c10d::ReduceOp::AVG;
-  const auto kind = average ? ReduceOp::Kind::sum : kind_between_hosts(op);
-  if (kind && (!average || c10::isFloatingType(dtype))) {
+  const bool average = op.op_ == c10d::ReduceOp::AVG,
+             scales = average || op.op_ == c10d::ReduceOp::PREMUL_SUM;
+  const auto kind = kind_between_hosts(op);
+  if (kind && (!scales || c10::isFloatingType(dtype) || c10::isComplexType(dtype))) {
     const auto values = computed_in(dtype, *kind), wide = travels_as(values, *kind);
-    if (gloo_reduces(wide, *kind)) return {*kind, to_c10d(*kind), values, wide, average};
+    if (gloo_reduces(wide, *kind))
+      return {*kind, to_c10d(*kind), values, wide, average, factor_of(name, op)};
   }
   throw InvalidArgument(concat(
       name, ": between hosts ", c10::toString(dtype),
-      " has no such reduction; floating-point numbers have sums, products, averages, min and "
-      "max, integers sums, products, min and max, and bool products, min and max. The calls "
-      "of tessera::Group do the others"));
+      " has no such reduction; floating-point numbers have sums, premultiplied sums, averages, "
+      "products, min and max, complex ones sums, premultiplied sums and averages, integers sums, "
+      "products, min and max, and bool products, min and max. The calls of tessera::Group do the "
+      "others"));
 }
 
 at::Tensor flat_view(const at::Tensor& plain) { return plain.as_strided({plain.numel()}, {1}); }
@@ -295,13 +322,14 @@ HostsBackend::WorkPtr HostsBackend::reduce_scatter_counts(const at::Tensor& outp
                                                           const c10d::ReduceOp& op, OwnCall how) {
   const auto reduction = step_reduction("reduce_scatter", input, op);
   const FlatTarget target(output);
+  for (auto& count : counts) count *= reduction.width();
   return post(std::move(how), [target, from = flat_values(input), counts = std::move(counts),
                                reduction](HostLinks& links, HostCall& call) {
     if (from.numel() == 0) return;
-    const at::Tensor result =
-        reduction.wide == from.scalar_type()
-            ? target.flat
-            : at::empty(target.flat.sizes(), target.flat.options().dtype(reduction.wide));
+    const at::Tensor result = reduction.wide == from.scalar_type()
+                                  ? target.flat
+                                  : at::empty({target.flat.numel() * reduction.width()},
+                                              target.flat.options().dtype(reduction.wide));
     links.reduce_scatter(call, result, reduction.widened(from), counts, reduction.kind,
                          reduction.op);
     reduction.settle(target.flat, result, links.map().size());
@@ -340,6 +368,15 @@ HostsBackend::WorkPtr HostsBackend::recv(Tensors& tensors, int from, int tag) {
   if (!links_->is_near(from)) return links_->wide().recv(tensors, from, tag);
   if (!links_->near()) throw InvalidArgument("receive: a rank does not receive from itself");
   return links_->near()->recv(tensors, links_->map().place_of[static_cast<std::size_t>(from)], tag);
+}
+
+HostsBackend::WorkPtr HostsBackend::recvAnysource(Tensors& tensors, int tag) {
+  // Of two ways on which a message may come, one would take it and the other wait for ever.
+  if (links_->map().count() < ranks())
+    throw NotAvailable(
+        "receive from any rank: some ranks of the group share a host and others do not, so that "
+        "messages come through memory or through the network; name the sender");
+  return links_->wide().recvAnysource(tensors, tag);
 }
 
 HostsBackend::WorkPtr HostsBackend::exchange(const std::vector<Message>& messages,

@@ -34,6 +34,8 @@ class HostsBackend final : public OwnBackend {
                                           const c10d::AllgatherOptions& options) override;
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  /// Throws NotAvailable where some ranks of the group share a host and others do not.
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
   // Lists of tensors: hosts_lists.cpp.
