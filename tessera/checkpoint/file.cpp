@@ -1,5 +1,6 @@
 #include "tessera/checkpoint/file.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
@@ -12,6 +13,7 @@
 #include <memory>
 
 #include "tessera/base/error.h"
+#include "tessera/base/hash.h"
 #include "tessera/base/json_text.h"
 #include "tessera/base/name.h"
 #include "tessera/base/text.h"
@@ -317,15 +319,31 @@ void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& 
   load_into(state_of(module), mesh, path);
 }
 
-void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::string& path) {
-  const at::NoGradGuard no_grad;
-  const Group all = mesh.all();
-  Reading file(all, path);
+namespace {
+
+// A tensor to load into, and its index in the file.
+struct Filled {
+  std::size_t stored = 0;
+  std::string name;
+  at::Tensor tensor;
+
+  ShardSpec layout(const DeviceMesh& mesh) const {
+    return is_sharded(tensor) ? spec(tensor) : ShardSpec::replicated(mesh, tensor.sizes().vec());
+  }
+  // What is written to.
+  at::Tensor local() const { return is_sharded(tensor) ? to_local(tensor) : tensor.detach(); }
+};
+
+// The tensors of `state` in the order of the file. Throws InvalidArgument if they do not fit it.
+std::vector<Filled> matched(const NamedTensors& state, const DeviceMesh& mesh, const Reading& file,
+                            const std::string& path) {
   std::map<std::string, std::size_t> stored;
   for (std::size_t i = 0; i < file.layouts.size(); ++i) stored[file.header.tensors[i].name] = i;
   std::string wrong;
   auto left_over = stored;
+  std::vector<Filled> all;
   for (const auto& [name, t] : state) {
+    if (!t.defined()) throw InvalidArgument(concat("load: '", name, "' is an undefined tensor"));
     const auto it = stored.find(name);
     if (it == stored.end()) {
       wrong += concat(" '", name, "' is not in the file.");
@@ -334,22 +352,68 @@ void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::str
     const auto& shape = file.layouts[it->second].shape;
     if (shape != t.sizes().vec())
       wrong += concat(" '", name, "' has shape ", t.sizes(), ", in the file ", list(shape), ".");
-    if (is_sharded(t)) refuse_partial(name, spec(t));
+    if (is_sharded(t)) {
+      refuse_partial(name, spec(t));
+      if (!(spec(t).mesh() == mesh))
+        throw InvalidArgument(concat("load: '", name, "' lies on another mesh: ", spec(t)));
+    }
     left_over.erase(name);
+    all.push_back({it->second, name, t});
   }
   for (const auto& [name, i] : left_over)
     wrong += concat(" '", printable(name), "' is in the file alone.");
   if (!wrong.empty()) throw InvalidArgument(concat("load: ", path, " does not fit:", wrong));
-  // Everything is read before anything is changed.
-  std::vector<at::Tensor> locals;
-  for (const auto& [name, t] : state) {
-    const ShardSpec to = is_sharded(t) ? spec(t) : ShardSpec::replicated(mesh, t.sizes().vec());
-    locals.push_back(file.read(all, stored.at(name), to));
-  }
-  for (std::size_t i = 0; i < state.size(); ++i) {
-    const at::Tensor& t = state[i].second;
-    (is_sharded(t) ? to_local(t) : t.detach()).copy_(locals[i]);
-    detail::wrote_shard(t);
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Filled& a, const Filled& b) { return a.stored < b.stored; });
+  return all;
+}
+
+// How the tensors lie, in one line: the same on all ranks, or they would not read the same.
+std::string layouts_of(const std::vector<Filled>& all, const DeviceMesh& mesh) {
+  std::string text;
+  for (const Filled& f : all) text += concat(" '", f.name, "' ", f.layout(mesh), ";");
+  return concat("tensors #", std::hex, Hash().text(text).value(), ':', printable(text, 2000));
+}
+
+// `read`, in the target's dtype and on its device. Throws if the target cannot be written to.
+at::Tensor ready_for(const Filled& filled, const at::Tensor& read) {
+  const at::Tensor target = filled.local();
+  if (target.is_inference() && !c10::InferenceMode::is_enabled())
+    throw InvalidArgument(concat("load: '", filled.name,
+                                 "' was made in inference mode and cannot be written to outside"));
+  if (at::has_internal_overlap(target) == at::MemOverlap::Yes)
+    throw InvalidArgument(concat("load: several elements of '", filled.name,
+                                 "' share memory; load into a tensor with memory of its own"));
+  return read.to(target.options());
+}
+
+}  // namespace
+
+void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::string& path) {
+  const at::NoGradGuard no_grad;
+  const Group all = mesh.all();
+  Reading file(all, path);
+  std::vector<Filled> filled;
+  std::string layouts;
+  detail::together(
+      all, "load",
+      [&] {
+        filled = matched(state, mesh, file, path);
+        layouts = layouts_of(filled, mesh);
+      },
+      call_on(all), layouts);
+  // Everything is read, and what may fail on one rank has been done, before anything is changed.
+  std::vector<at::Tensor> values;
+  for (const Filled& f : filled) values.push_back(file.read(all, f.stored, f.layout(mesh)));
+  detail::together(
+      all, "load",
+      [&] {
+        for (std::size_t i = 0; i < filled.size(); ++i) values[i] = ready_for(filled[i], values[i]);
+      },
+      call_on(all));
+  for (std::size_t i = 0; i < filled.size(); ++i) {
+    filled[i].local().copy_(values[i]);
+    detail::wrote_shard(filled[i].tensor);
   }
 }
 

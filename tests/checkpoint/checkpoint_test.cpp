@@ -460,6 +460,43 @@ TEST(Checkpoint, LoadingHasALimitOfItsOwn) {
   });
 }
 
+// What is wrong on one rank alone is told to all, before any tensor of any rank has changed.
+TEST(Checkpoint, AFileIsLoadedIntoAllTensorsOfAllRanksOrNone) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const std::string path = folder / "two.safetensors";
+    const auto rows = [&](double value) {
+      return distribute_tensor(at::full({5, 3}, value, at::kDouble), mesh, {Shard(0)});
+    };
+    const auto plain = [](double value) { return at::full({4}, value, at::kDouble); };
+    save({{"a", rows(1)}, {"b", plain(2)}}, mesh, path);
+    const bool odd = manager.rank() == 1;
+    const auto a = rows(7), b = plain(8);
+    const auto refused = [&](const NamedTensors& tensors) {
+      const auto error = thrown<InvalidArgument>([&] { load_into(tensors, mesh, path); });
+      EXPECT_TRUE(to_local(a).eq(7).all().item<bool>() && b.eq(8).all().item<bool>()) << error;
+      return error;
+    };
+    NamedTensors more{{"a", a}, {"b", b}};
+    if (odd) more.emplace_back("c", plain(0));
+    EXPECT_TRUE(contains(refused(more), "rank 1: load: ")) << refused(more);
+    // The last one cannot be written to, on one rank.
+    const auto shared = at::full({1}, 3.0, at::kDouble).expand({4});
+    const auto error = refused({{"a", a}, {"b", odd ? shared : b}});
+    EXPECT_TRUE(contains(error, "rank 1: load: several elements of 'b' share memory")) << error;
+    // Other layouts: the ranks would not read the same.
+    const auto other = odd ? distribute_tensor(plain(8), mesh, {Shard(0)}) : b;
+    EXPECT_TRUE(contains(refused({{"a", a}, {"b", other}}), "give all ranks the same"));
+    // Another order is none.
+    if (odd)
+      load_into({{"b", b}, {"a", a}}, mesh, path);
+    else
+      load_into({{"a", a}, {"b", b}}, mesh, path);
+    EXPECT_TRUE(to_local(a).eq(1).all().item<bool>() && b.eq(2).all().item<bool>());
+  });
+}
+
 TEST(Checkpoint, AnExportThatFailsLeavesNoFileAndNoDescriptor) {
   const Folder folder;
   on_threads(1, [&](DistributedManager& manager) {
