@@ -36,7 +36,11 @@ int main(int argc, char** argv) {
   }
   try {
     for (const auto& command : commands) {
-      if (command.parser->parsed()) return command.run();
+      if (!command.parser->parsed()) continue;
+      const int status = command.run();
+      std::cout.flush();
+      if (!std::cout) throw tessera::Error("the standard output cannot be written");
+      return status;
     }
   } catch (const std::exception& error) {
     std::cerr << "tessera: " << error.what() << "\n";

@@ -78,6 +78,24 @@ TEST(Hostile, LongScalarsAndMessagesThatStayShort) {
             2000u);
 }
 
+TEST(Hostile, WhatNoDocumentHolds) {
+  for (const std::string& number : {std::string("1e999999999"), repeated("9", 300'000)}) {
+    const std::string why = refused<ConfigFileError>(
+        [&] { group_config("{\"name\": " + number + "}", FileFormat::json); });
+    EXPECT_SAYS(why, "job: ");
+    EXPECT_LT(why.size(), 1000u);
+  }
+  EXPECT_SAYS(refused<ConfigFileError>([] { group_config("name: \"a\xff\"\n", FileFormat::yaml); }),
+              "UTF-8");
+  refused<InvalidArgument>([] {
+    format_group_config(ProcessGroupConfig(ProcessGroupNode{.name = "a\xff"}), FileFormat::json);
+  });
+  const std::string why = refused<ConfigFileError>(
+      [] { group_config("\"a\\e[2J\\nb\": 1\nname: w\n", FileFormat::yaml); });
+  EXPECT_SAYS(why, "is not a field");
+  EXPECT_EQ(why.find_first_of("\x1b\n"), std::string::npos) << why;
+}
+
 TEST(Hostile, LongLinesOfRankFiles) {
   const auto topology = Topology::uniform(2, 2);
   const std::string name(400'000, 'h');

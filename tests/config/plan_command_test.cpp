@@ -239,6 +239,12 @@ TEST_F(PlanCommand, BadInputIsAnErrorThatSaysWhy) {
   says("--mesh data=2 --hosts 1x2 --mapping r.txt", "ranks 0 and 1 both on slot 0");
 }
 
+TEST_F(PlanCommand, AFullDiskIsAnError) {
+  const auto output = plan("--mesh a=4 > /dev/full");
+  EXPECT_EQ(output.status, 125);
+  EXPECT_SAYS(output.err, "cannot be written");
+}
+
 TEST_F(PlanCommand, NeverDearerThanNaive) {
   std::mt19937 random(51);
   for (int n = 0; n < 12; ++n) {

@@ -132,9 +132,13 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
   if (format == FileFormat::yaml) {
     Limits limits(source);
     try {
+      // yaml-cpp takes any bytes, which could neither be written again nor compared.
+      static_cast<void>(Json(text).dump());
       return from_yaml(YAML::Load(text), limits, source, 0);
     } catch (const YAML::Exception& error) {
       throw ConfigFileError(concat(source, ":", error.mark.line + 1, ": ", error.msg));
+    } catch (const Json::type_error& error) {
+      throw ConfigFileError(concat(source, ": ", printable(error.what())));
     }
   }
   std::vector<std::set<std::string>> keys;
@@ -157,13 +161,21 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
       throw ConfigFileError(
           concat(source, ": the key '", printable(repeated), "' is duplicated in one object"));
     return document;
-  } catch (const Json::parse_error& error) {
-    throw ConfigFileError(concat(source, ": ", error.what()));
+  } catch (const Json::exception& error) {
+    // Of a number that is too large the message holds every digit.
+    throw ConfigFileError(concat(source, ": ", printable(error.what(), 500)));
   }
 }
 
 std::string write_document(const Json& value, FileFormat format) {
-  if (format == FileFormat::json) return value.dump(1) + "\n";
+  if (format == FileFormat::json) {
+    try {
+      return value.dump(1) + "\n";
+    } catch (const Json::type_error& error) {
+      throw InvalidArgument(
+          concat("a name that is no valid UTF-8 cannot be written: ", printable(error.what())));
+    }
+  }
   YAML::Emitter out;
   to_yaml(value, out);
   return std::string(out.c_str()) + "\n";

@@ -169,7 +169,7 @@ void Fields::finish() const {
   for (const auto& [name, unused] : value_.items()) {
     if (read_.contains(name)) continue;
     throw ConfigFileError(
-        concat(where(name), ": is not a field here; the fields are ", list(read_)));
+        concat(where(printable(name)), ": is not a field here; the fields are ", list(read_)));
   }
 }
 
