@@ -508,3 +508,40 @@ def test_the_sweep_takes_rounding_for_right_and_nothing_else():
     exact = narrow.double() @ w.double()
     assert judged(product, narrow.clone(), "autocast", "result 0", lambda e: exact.to(e.dtype))
     assert not judged(product, narrow.clone(), "autocast", "result 0", lambda e: e + 2 * (e - exact).abs().max())
+
+
+OPERATORS_THAT_PROGRAMS_USE = {
+    "max_pool1d": lambda t: F.max_pool1d(t.view(2, 3, 10), 3, 2, 1),
+    "max_pool1d without samples": lambda t: F.max_pool1d(t.view(3, 20), 4, ceil_mode=True),
+    "cdist of many points": lambda t: torch.cdist(t.view(30, 2), t.view(30, 2)[:27] * 2),
+    "cdist of batches": lambda t: torch.cdist(t.view(1, 30, 2), t.view(1, 30, 2).flip(1) + 1),
+    "repeat_interleave by a tensor": lambda t: t.view(12, 5).repeat_interleave((t.view(12, 5)[:, 0].abs() * 2).long(), 0),
+    "fill_diagonal_": lambda t: (t.view(12, 5) * 1).fill_diagonal_(-9.0),
+    "fill_diagonal_ wrapped": lambda t: (t.view(20, 3) * 1).fill_diagonal_(-9.0, wrap=True),
+    "fill_diagonal_ of three dims": lambda t: (t[:27].view(3, 3, 3) * 1).fill_diagonal_(-9.0),
+    "affine_grid": lambda t: F.affine_grid(t.view(10, 2, 3), (10, 1, 4, 3), align_corners=False),
+    "affine_grid of three dims": lambda t: F.affine_grid(t.view(5, 3, 4), (5, 2, 2, 1, 3), align_corners=True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS_THAT_PROGRAMS_USE)
+@pytest.mark.parametrize("grad", [False, True])
+def test_operators_that_programs_use(name, grad):
+    call, x = OPERATORS_THAT_PROGRAMS_USE[name], draw(60).requires_grad_(grad)
+    y = call(x)
+    given = draw(*y.shape, seed=5)
+    if grad:
+        (y * given).sum().backward()
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 3})
+        for sizes in (None, {0: [35, 0, 25]}):
+            t = ts.distribute_tensor(x.detach(), mesh, [ts.Shard(0)], sizes).detach().requires_grad_(grad)
+            out = call(t)
+            assert_same(out, y, name)
+            if grad:
+                (out * given).sum().backward()
+                assert_same(t.grad, x.grad, "gradient")
+
+    on_ranks(3, body)

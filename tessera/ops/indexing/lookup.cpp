@@ -1,10 +1,19 @@
 // Values looked up in a tensor that is replicated, and selections whose number depends on the data,
 // which are gathered.
 
+#include <ATen/ops/repeat_interleave.h>
+
+#include <optional>
 #include <vector>
 
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/redistribution.h"
+#include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::lookup_rules {
 
@@ -24,14 +33,22 @@ Plan looked_up(const OpCall& call) {
   return solve(p);
 }
 
+// The index of each repeated element, from how often each is repeated. libtorch's meta kernel cannot
+// say how many there are.
+at::Tensor repeat_interleave(const at::Tensor& repeats, std::optional<c10::SymInt> size) {
+  return promote(at::repeat_interleave_symint(full_tensor(repeats.detach()), std::move(size)),
+                 context_of(meta_or_throw(repeats).spec()));
+}
+
 const bool registered = [] {
   for (const char* op :
        {"aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::bucketize.Tensor"})
     register_rule(op, looked_up);
-  for (const char* op : {"aten::isin.Scalar_Tensor", "aten::bucketize.Scalar", "aten::searchsorted",
-                         "aten::masked_select", "aten::take", "aten::nonzero",
-                         "aten::nonzero_static", "aten::repeat_interleave.Tensor"})
+  for (const char* op :
+       {"aten::isin.Scalar_Tensor", "aten::bucketize.Scalar", "aten::searchsorted",
+        "aten::masked_select", "aten::take", "aten::nonzero", "aten::nonzero_static"})
     register_rule(op, on_gathered);
+  register_decomposition("repeat_interleave.Tensor", repeat_interleave);
   return true;
 }();
 

@@ -188,7 +188,7 @@ const bool registered = [] {
                 guarded([](const OpCall& c) { return batched(c, {{"atol", 0}, {"rtol", 0}}); }),
                 {.composed = true});
   register_rule("aten::_linalg_check_errors", checked);
-  for (const char* op : {"_cdist_forward", "_cdist_backward"})
+  for (const char* op : {"_cdist_forward", "_cdist_backward", "_euclidean_dist"})
     register_rule(concat("aten::", op), guarded(distances));
   for (const char* op : {"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
                          "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"})

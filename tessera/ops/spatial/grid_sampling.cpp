@@ -328,11 +328,46 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   return to.out.local_numel() > 0 ? from_local(y, to.out) : nothing(y);
 }
 
+// Coordinates of n pixels from -1 to 1: of the outermost ones, or of their outer edges.
+at::Tensor coordinates(std::int64_t n, bool align, const at::TensorOptions& options) {
+  if (n <= 1) return at::zeros({n}, options);
+  const at::Tensor outermost = at::linspace(-1, 1, n, options);
+  return align ? outermost : outermost * (n - 1) / n;
+}
+
+// The grid of an affine map: a product of each sample's matrix with the coordinates of all pixels.
+at::Tensor affine_grid_generator(const at::Tensor& theta, c10::SymIntArrayRef given, bool align) {
+  const Shape size = C10_AS_INTARRAYREF_SLOW(given).vec();
+  const auto inner = static_cast<std::int64_t>(size.size()) - 2;
+  if ((inner != 2 && inner != 3) ||
+      theta.sizes() != at::IntArrayRef{size.empty() ? 0 : size[0], inner, inner + 1})
+    throw InvalidArgument(concat("affine_grid_generator of matrices of shape ", theta.sizes(),
+                                 " to size ", list(size),
+                                 ": samples, channels and 2 or 3 spatial dims, and as many "
+                                 "matrices of 2 x 3 or 3 x 4 as samples"));
+  Shape to(size.begin() + 2, size.end());
+  std::vector<at::Tensor> columns;
+  for (std::int64_t d = inner; d-- > 0;) {
+    Shape along(inner, 1);
+    along[d] = to[d];
+    columns.push_back(
+        coordinates(to[d], align, meta_or_throw(theta).local.options()).view(along).expand(to));
+  }
+  columns.push_back(at::ones_like(columns[0]));
+  const at::Tensor pixels = at::stack(columns, -1).view({-1, inner + 1});
+  const at::Tensor grid =
+      at::matmul(promote(pixels, context_of(meta_or_throw(theta).spec())), theta.transpose(1, 2));
+  to.insert(to.begin(), size[0]);
+  to.push_back(inner);
+  return grid.view(to);
+}
+
 const bool registered = [] {
   for (const char* op : {"aten::grid_sampler_2d", "aten::grid_sampler_3d",
                          "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward"})
     register_rule(op, guarded(per_sample));
   register_decomposition("grid_sampler", grid_sampler);
+  register_decomposition("affine_grid_generator", affine_grid_generator);
   return true;
 }();
 

@@ -1,7 +1,10 @@
 // Pooling: max, average, adaptive (and Lp, which libtorch composes of average), any kernel, stride,
 // padding and ceil mode; all dims may be sharded. Indices are those of the global array.
 
+#include <ATen/ops/max_pool1d_with_indices.h>
+
 #include "tessera/base/text.h"
+#include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/pooling_halo.h"
 #include "tessera/partition/window_call.h"
@@ -170,9 +173,16 @@ void register_all() {
   register_rule("aten::_adaptive_avg_pool" + dims + "_backward", average_backward<inner>);
 }
 
+// Where no gradient is asked for, libtorch's own reads memory that a sharded tensor has not.
+at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil) {
+  return std::get<0>(at::max_pool1d_with_indices(self, kernel, stride, padding, dilation, ceil));
+}
+
 const bool registered = [] {
   register_all<2>();
   register_all<3>();
+  register_decomposition("max_pool1d", max_pool1d);
   return true;
 }();
 

@@ -1,8 +1,12 @@
 // Rearrangements of elements: flipped, rolled, repeated, put on diagonals or dropped beside them.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <set>
@@ -14,8 +18,10 @@
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::flip_roll_repeat_rules {
 
@@ -191,12 +197,36 @@ at::Tensor rot90(const at::Tensor& self, std::int64_t k, at::IntArrayRef dims) {
   }
 }
 
+// libtorch writes through other strides; here by a mask, of which each rank makes its shard.
+at::Tensor& fill_diagonal(at::Tensor& self, const at::Scalar& value, bool wrap) {
+  const std::int64_t n = self.dim();
+  TORCH_CHECK(n >= 2, "fill_diagonal_: expected a tensor of at least 2 dims, but got ", n);
+  TORCH_CHECK(n == 2 || std::all_of(self.sizes().begin(), self.sizes().end(),
+                                    [&](std::int64_t size) { return size == self.size(0); }),
+              "fill_diagonal_: of a tensor of more than 2 dims all sizes must be equal, they are ",
+              self.sizes());
+  const auto options = meta_or_throw(self).local.options().dtype(at::kLong);
+  const auto context = context_of(meta_or_throw(self).spec());
+  const auto along = [&](std::int64_t d) {
+    Shape shape(n, 1);
+    shape[d] = self.size(d);
+    return at::arange(self.size(d), options).view(shape);
+  };
+  const at::Tensor zero = at::zeros_like(self.detach(), options),
+                   rows = zero + promote(wrap && n == 2 ? along(0) % (self.size(1) + 1) : along(0),
+                                         context);
+  at::Tensor mask = rows.eq(promote(along(1), context));
+  for (std::int64_t d = 2; d < n; ++d) mask.logical_and_(rows.eq(promote(along(d), context)));
+  return self.masked_fill_(mask, value);
+}
+
 const bool registered = [] {
   for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
   register_rule("aten::repeat", repeat);
   for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, triangle);
   register_rule("aten::diag_embed", diag_embed);
   register_decomposition("rot90", rot90);
+  register_decomposition("fill_diagonal_", fill_diagonal);
   return true;
 }();
 
