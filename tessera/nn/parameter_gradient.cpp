@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/gradient/announce.h"
@@ -20,37 +22,6 @@
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail {
-
-bool reduction_between(const ShardSpec& have, const ShardSpec& wanted,
-                       UnreducedGradient& reduction) {
-  const auto& context = context_of(wanted);
-  if (context_of(have) != context || have.shape() != wanted.shape()) return false;
-  std::vector<int> reduced, scattered;
-  int dim = -1;
-  for (int axis = 0; axis < have.mesh_dims(); ++axis) {
-    const Placement h = have.placements()[axis], w = wanted.placements()[axis];
-    if (h == w) continue;
-    if (!h.is_partial(ReduceOp::Kind::sum) || (w.is_shard() && dim >= 0 && w.dim != dim))
-      return false;
-    if (w.is_shard()) {
-      dim = w.dim;
-      scattered.push_back(axis);
-    } else {
-      reduced.push_back(axis);
-    }
-  }
-  for (int d = 0; d < have.dims(); ++d) {
-    if (d == dim ? have.is_sharded(d) : !(have.dim(d) == wanted.dim(d))) return false;
-  }
-  std::erase_if(reduced, [&](int axis) { return context->sizes[axis] == 1; });
-  reduction.group = context->mesh.group(reduced);
-  reduction.scatter_dim = dim;
-  if (dim >= 0) {
-    reduction.scatter = context->mesh.group(scattered);
-    reduction.rows = wanted.dim(dim).partition.sizes();
-  }
-  return true;
-}
 
 bool make_partial(const at::Tensor& value, const ShardSpec& partial) {
   const ShardMeta& meta = *meta_of(value);
@@ -90,32 +61,113 @@ bool make_partial(const at::Tensor& value, const ShardSpec& partial) {
 
 namespace {
 
+// How a gradient of one spec becomes one of another by reducing its Partial axes alone.
+struct Reduction {
+  /// False: reductions alone do not do it, and what follows means nothing.
+  bool possible = false;
+  /// Over which axes it is all-reduced, and reduce-scattered along `dim`; -1: over none.
+  std::vector<int> reduced, scattered;
+  int dim = -1;
+  /// How many rows each rank keeps.
+  Sizes rows;
+};
+
+Reduction find_reduction(const ShardSpec& have, const ShardSpec& wanted) {
+  Reduction found;
+  const auto& context = context_of(wanted);
+  if (context_of(have) != context || have.shape() != wanted.shape()) return found;
+  for (int axis = 0; axis < have.mesh_dims(); ++axis) {
+    const Placement h = have.placements()[axis], w = wanted.placements()[axis];
+    if (h == w) continue;
+    if (!h.is_partial(ReduceOp::Kind::sum) ||
+        (w.is_shard() && found.dim >= 0 && w.dim != found.dim))
+      return found;
+    if (w.is_shard()) {
+      found.dim = w.dim;
+      found.scattered.push_back(axis);
+    } else {
+      found.reduced.push_back(axis);
+    }
+  }
+  for (int d = 0; d < have.dims(); ++d) {
+    if (d == found.dim ? have.is_sharded(d) : !(have.dim(d) == wanted.dim(d))) return found;
+  }
+  std::erase_if(found.reduced, [&](int axis) { return context->sizes[axis] == 1; });
+  if (found.dim >= 0) found.rows = wanted.dim(found.dim).partition.sizes();
+  found.possible = true;
+  return found;
+}
+
+// What is the same in every step, and costs more to find than to reduce a small gradient: by the
+// specs of a gradient and its parameter, and by the layout of the parameter. Keeps these alive, so
+// that their addresses stay theirs, but no group: after an error groups are made anew.
+class KnownGradients {
+ public:
+  std::shared_ptr<const Reduction> reduction(const ShardSpec& have, const ShardSpec& wanted) {
+    const std::lock_guard lock(mutex_);
+    const std::pair<const void*, const void*> key(have.data().get(), wanted.data().get());
+    if (const auto at = reductions_.find(key); at != reductions_.end()) return at->second.found;
+    if (reductions_.size() >= kMost) reductions_.clear();
+    auto found = std::make_shared<const Reduction>(find_reduction(have, wanted));
+    return reductions_.emplace(key, Found{have, wanted, std::move(found)}).first->second.found;
+  }
+  /// Of the gradient of a parameter, when it is reduced.
+  LayoutPtr layout(const LayoutPtr& parameter) {
+    const std::lock_guard lock(mutex_);
+    if (const auto at = layouts_.find(parameter); at != layouts_.end()) return at->second;
+    if (layouts_.size() >= kMost) layouts_.clear();
+    const Layout& of = *parameter;
+    return layouts_.emplace(parameter, make_layout(of.spec, of.strides, 0, of.dtype, of.device))
+        .first->second;
+  }
+
+ private:
+  static constexpr std::size_t kMost = 4096;
+  struct Found {
+    ShardSpec have, wanted;
+    std::shared_ptr<const Reduction> found;
+  };
+  // Engine threads of several devices fire hooks at the same time.
+  std::mutex mutex_;
+  std::map<std::pair<const void*, const void*>, Found> reductions_;
+  std::map<LayoutPtr, LayoutPtr> layouts_;
+};
+
 class ParameterAccess final : public GradientAccess {
  public:
-  explicit ParameterAccess(std::optional<at::ScalarType> message) : message_(message) {}
+  ParameterAccess(std::optional<at::ScalarType> message, std::shared_ptr<KnownGradients> known)
+      : message_(message), known_(std::move(known)) {}
   at::Tensor like(const at::Tensor& parameter) const override { return meta_of(parameter)->local; }
   std::string describe(const at::Tensor& parameter) const override {
     return concat(spec(parameter), ", ", parameter.scalar_type());
   }
   bool uniform() const override { return true; }  // one program on global tensors
 
-  UnreducedGradient unreduced(const at::Tensor& parameter, const Group&) const override {
+  UnreducedGradient unreduced(const at::Tensor& parameter, const Group& group) const override {
+    // Not Group(), which makes one.
+    UnreducedGradient result{.value = {}, .group = group, .scatter = group, .message = message_};
     const at::Tensor& grad = parameter.grad();
-    UnreducedGradient result;
     const ShardMeta* meta = grad.defined() ? meta_of(grad) : nullptr;
-    if (meta && !(meta->spec() == spec(parameter)) &&
-        reduction_between(meta->spec(), spec(parameter), result))
-      result.value = meta->local;
-    result.message = message_;
+    if (!meta) return result;
+    const ShardSpec& wanted = meta_of(parameter)->spec();
+    if (meta->spec() == wanted) return result;
+    const auto found = known_->reduction(meta->spec(), wanted);
+    if (!found->possible) return result;
+    const DeviceMesh& mesh = context_of(wanted)->mesh;
+    result.value = meta->local;
+    result.group = mesh.group(found->reduced);
+    result.scatter_dim = found->dim;
+    if (found->dim >= 0) {
+      result.scatter = mesh.group(found->scattered);
+      result.rows = found->rows;
+    }
     return result;
   }
 
   void packed(const at::Tensor& parameter) const override { parameter.mutable_grad().reset(); }
 
   void store(const at::Tensor& parameter, const at::Tensor& reduced, bool) const override {
-    const ShardMeta& meta = *meta_of(parameter);
-    at::Tensor value = wrap_fresh(reduced, make_layout(meta.spec(), parameter.strides(), 0,
-                                                       meta.layout->dtype, meta.layout->device));
+    at::Tensor value = wrap_fresh(reduced, known_->layout(meta_of(parameter)->layout));
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) {
       grad = std::move(value);
@@ -128,21 +180,20 @@ class ParameterAccess final : public GradientAccess {
 
  private:
   const std::optional<at::ScalarType> message_;
+  const std::shared_ptr<KnownGradients> known_;
 };
 
 // Before a partial gradient is added to one that has been reduced, that one becomes partial itself:
 // nothing is sent before the sum is complete.
 struct Accumulate {
   at::TensorBase operator()(const at::TensorBase& gradient) const {
-    const auto impl = parameter.lock();
-    if (!impl || !gradient.defined() || at::GradMode::is_enabled() ||
-        !accumulates_into(at::Tensor(impl)))
-      return gradient;
-    const at::Tensor& grad = at::Tensor(impl).grad();
+    if (!gradient.defined() || at::GradMode::is_enabled()) return gradient;
     const ShardMeta* incoming = meta_of(gradient);
-    if (grad.defined() && incoming && incoming->spec().has_partial() && meta_of(grad) &&
-        !(spec(grad) == incoming->spec()))
-      make_partial(grad, incoming->spec());
+    if (!incoming || !incoming->spec().has_partial()) return gradient;
+    const at::Tensor of(parameter.lock());
+    if (!of.defined() || !of.grad().defined() || !accumulates_into(of)) return gradient;
+    const at::Tensor& grad = of.grad();
+    if (meta_of(grad) && !(spec(grad) == incoming->spec())) make_partial(grad, incoming->spec());
     return gradient;
   }
 
@@ -152,18 +203,19 @@ struct Accumulate {
 // After accumulation, a gradient that the reducer does not deal with is redistributed at once to
 // its parameter's placements. The reducer's own hook follows.
 struct Accumulated final : ChainedHook {
+  explicit Accumulated(std::shared_ptr<KnownGradients> k) : known(std::move(k)) {}
   void accumulated(const at::Tensor& parameter) override {
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) return;
     const ShardSpec wanted = spec(parameter);
     if (!is_sharded(grad)) grad = promote(grad, context_of(wanted));
-    UnreducedGradient reduction;
-    if (spec(grad) == wanted ||
-        (!at::GradMode::is_enabled() && reduction_between(spec(grad), wanted, reduction)))
+    const ShardSpec& have = meta_of(grad)->spec();
+    if (have == wanted || (!at::GradMode::is_enabled() && known->reduction(have, wanted)->possible))
       return;
     grad = redistribute(grad, wanted);
   }
 
+  const std::shared_ptr<KnownGradients> known;
   // Set once it is made; the parameters own it.
   std::shared_ptr<GradientReducer> reducer;
 };
@@ -174,17 +226,18 @@ void reduce_parameters(const std::vector<UnitParameter>& parameters, const Devic
                        const ReducerOptions& options) {
   if (parameters.empty()) return;
   const Group all = MeshContext::of(mesh)->mesh.all();
+  const auto known = std::make_shared<KnownGradients>();
   std::map<std::optional<at::ScalarType>, std::shared_ptr<ParameterAccess>> access;
   std::vector<ReducedParameter> reduced;
   std::vector<Accumulated*> hooks;
   for (const auto& [name, parameter, unit, message] : parameters) {
     auto& of = access[message];
-    if (!of) of = std::make_shared<ParameterAccess>(message);
+    if (!of) of = std::make_shared<ParameterAccess>(message, known);
     reduced.push_back({parameter, name, all, ReduceOp::sum, of, unit});
     add_hook_before(
         parameter,
         Accumulate{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr())});
-    auto after = std::make_unique<Accumulated>();
+    auto after = std::make_unique<Accumulated>(known);
     hooks.push_back(after.get());
     add_hook_after(parameter, std::move(after));
   }

@@ -13,12 +13,6 @@
 
 namespace tessera::detail {
 
-/// Finds how a gradient with the spec `have` becomes one with the spec `wanted` by reducing its
-/// Partial axes alone: over which groups, and along which dim it is reduce-scattered. Leaves the
-/// value of `reduction` undefined. Returns false where reductions alone do not do it.
-bool reduction_between(const ShardSpec& have, const ShardSpec& wanted,
-                       UnreducedGradient& reduction);
-
 /// Turns `value` in place into a partial sum with the spec `partial`: one rank keeps what it holds,
 /// the others hold zero, and nothing is sent. Returns false, and changes nothing, where that is not
 /// possible.

@@ -1,7 +1,7 @@
 #include "tessera/gradient/detail/bucket_message.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/util/strides.h>
+#include <c10/core/TensorImpl.h>
 
 #include <cstring>
 
@@ -10,26 +10,37 @@ namespace tessera::detail {
 namespace {
 
 // A place in `flat` that is not a view to autograd: a gradient that is one could not be detached in
-// place, which Optimizer::zero_grad does.
+// place, which Optimizer::zero_grad does. Made without libtorch's operators, which cost more than
+// what is then copied there.
 at::Tensor place(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
-  return at::empty({0}, flat.options())
-      .set_(flat.storage(), offset, sizes, c10::contiguous_strides(sizes));
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(flat.storage()),
+                                                             flat.key_set(), flat.dtype());
+  made.unsafeGetTensorImpl()->set_storage_offset(offset);
+  made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return made;
 }
 
-// Bytes of a small gradient as they are: to find out that they can be copied so costs libtorch's
-// copy more than the bytes.
-void copy_to(const at::Tensor& flat, std::int64_t offset, const at::Tensor& piece) {
-  constexpr std::size_t kSmall = 64 << 10;
+// Copies `rows` rows of `value` along `dim`, from `begin`, to `offset` of `flat`; returns their
+// elements. Bytes of a small gradient as they are: to find out that they can be copied so costs
+// libtorch's copy more than the bytes.
+std::int64_t copy_rows(const at::Tensor& flat, std::int64_t offset, const at::Tensor& value,
+                       std::int64_t dim, std::int64_t begin, std::int64_t rows) {
+  constexpr std::int64_t kSmall = 64 << 10;
+  const std::int64_t row = value.numel() / value.size(dim), elements = rows * row;
   const auto width = static_cast<std::int64_t>(flat.element_size());
-  const auto bytes = static_cast<std::size_t>(piece.numel() * width);
-  if (bytes == 0) return;
-  if (bytes <= kSmall && piece.is_cpu() && piece.is_contiguous() && !piece.is_conj() &&
-      !piece.is_neg() && !piece._is_zerotensor() && piece.scalar_type() == flat.scalar_type()) {
-    std::memcpy(static_cast<char*>(flat.data_ptr()) + offset * width, piece.const_data_ptr(),
-                bytes);
+  if (elements == 0) return 0;
+  const bool interval = dim == 0 || rows == value.size(dim);
+  if (interval && elements * width <= kSmall && value.is_cpu() && value.is_contiguous() &&
+      !value.is_conj() && !value.is_neg() && !value._is_zerotensor() &&
+      value.scalar_type() == flat.scalar_type()) {
+    std::memcpy(static_cast<char*>(flat.data_ptr()) + offset * width,
+                static_cast<const char*>(value.const_data_ptr()) + begin * row * width,
+                static_cast<std::size_t>(elements * width));
   } else {
+    const at::Tensor piece = rows == value.size(dim) ? value : value.narrow(dim, begin, rows);
     place(flat, offset, piece.sizes()).copy_(piece);
   }
+  return elements;
 }
 
 }  // namespace
@@ -77,13 +88,8 @@ void BucketMessage::pack_scattered() {
       const UnreducedGradient& gradient = items_[i].gradient;
       const std::int64_t rows = gradient.rows[r];
       if (rows == 0) continue;
-      const at::Tensor& value = gradient.value;
-      const at::Tensor piece = rows == value.size(gradient.scatter_dim)
-                                   ? value
-                                   : value.narrow(gradient.scatter_dim, row[i], rows);
-      copy_to(flat_, offset, piece);
+      offset += copy_rows(flat_, offset, gradient.value, gradient.scatter_dim, row[i], rows);
       row[i] += rows;
-      offset += piece.numel();
     }
     rows_[r] = offset - begin;
   }
