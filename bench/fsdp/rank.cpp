@@ -32,7 +32,8 @@ struct SmallImpl : torch::nn::Module {
 };
 TORCH_MODULE(Small);
 
-// "NAME", "NAME memory" (counted, on a batch of a few numbers) or "NAME plain" (not sharded).
+// "NAME", "NAME memory" (counted, on a batch of a few numbers) or "NAME plain" (not sharded);
+// "units shm" communicates in shared memory, all others over Gloo.
 struct Model {
   explicit Model(const std::string& name)
       : counted(name.ends_with(" memory")), plain(name.ends_with(" plain")) {
@@ -59,7 +60,7 @@ int run(const std::string& backend, const std::string& name) {
   at::set_num_threads(1);
   if (name.ends_with(" memory")) bench_counter_install();
   tessera::ManagerOptions options;
-  options.backend = backend;
+  options.backend = name.starts_with("units shm") ? "shm" : backend;
   auto manager = tessera::DistributedManager::initialize(options);
   Model model(name);
   at::Tensor data = pattern(model.shape, manager.rank()),

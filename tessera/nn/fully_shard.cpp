@@ -230,6 +230,9 @@ class FullyShardPlan {
     if (options.prefetch < 0)
       throw InvalidArgument(
           concat("fully_shard: prefetch is ", options.prefetch, " units, but must be at least 0"));
+    if (options.coalesce_bytes < 0)
+      throw InvalidArgument(concat("fully_shard: coalesce_bytes is ", options.coalesce_bytes,
+                                   ", but must be at least 0"));
     const UnitNames names(module, options.units);
     std::set<std::string> unused(options.ignore.begin(), options.ignore.end());
     const auto ignored = [&](const std::string& name) {
@@ -292,7 +295,8 @@ class FullyShardPlan {
   std::string describe() const {
     return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ", reshard,
                   ", reshard_axes ", list(kept_axes), ", prefetch ", options_.prefetch,
-                  ", bucket_bytes ", options_.reducer.bucket_bytes, ", first_bucket_bytes ",
+                  ", coalesce_bytes ", options_.coalesce_bytes, ", bucket_bytes ",
+                  options_.reducer.bucket_bytes, ", first_bucket_bytes ",
                   options_.reducer.first_bucket_bytes, ", learn_order ",
                   options_.reducer.learn_order, ", overlap ", options_.reducer.overlap,
                   ", precisions ", list(described_precisions()), "\n", described_further());
@@ -441,6 +445,10 @@ class FullyShardPlan {
       cut_further(flat);
     }
   }
+  // Of the global tensor.
+  static std::int64_t bytes_of(const NamedTensor& p) {
+    return static_cast<std::int64_t>(p.tensor.numel() * p.tensor.element_size());
+  }
   // A flat buffer becomes up to four, of which no rank holds little: backward has the gradients of
   // one of them rather than of the unit, and sends sooner, evenly to all ranks. By the bytes of the
   // global tensors, from the last parameter, whose gradient comes first.
@@ -448,11 +456,8 @@ class FullyShardPlan {
     constexpr std::int64_t kMessages = 4, kLeastOfRank = 32 << 10;
     std::vector<Flat> divided;
     for (const Flat& flat : flats) {
-      const auto bytes = [](const NamedTensor& p) {
-        return static_cast<std::int64_t>(p.tensor.numel() * p.tensor.element_size());
-      };
       std::int64_t left = 0;
-      for (const NamedTensor& p : flat.parameters) left += bytes(p);
+      for (const NamedTensor& p : flat.parameters) left += bytes_of(p);
       const std::int64_t least = std::max(left / kMessages, kLeastOfRank * ranks);
       std::vector<Flat> parts{Flat{flat.unit, {}, {}}};
       std::int64_t taken = 0;
@@ -462,15 +467,25 @@ class FullyShardPlan {
           taken = 0;
         }
         parts.back().parameters.insert(parts.back().parameters.begin(), *p);
-        taken += bytes(*p);
-        left -= bytes(*p);
+        taken += bytes_of(*p);
+        left -= bytes_of(*p);
       }
       divided.insert(divided.end(), parts.rbegin(), parts.rend());
     }
     flats = std::move(divided);
+    // Small ones are reduced together.
+    std::size_t message = 0;
+    std::int64_t taken = 0;
     for (std::size_t f = 0; f < flats.size(); ++f) {
+      std::int64_t bytes = 0;
+      for (const NamedTensor& p : flats[f].parameters) bytes += bytes_of(p);
+      if (f == 0 || taken + bytes > options_.coalesce_bytes) {
+        message = f;
+        taken = 0;
+      }
+      taken += bytes;
       for (const NamedTensor& p : flats[f].parameters)
-        message_of_.emplace(p.tensor.unsafeGetTensorImpl(), f);
+        message_of_.emplace(p.tensor.unsafeGetTensorImpl(), message);
     }
   }
   // The ranks of the other axes cut alike, whatever they hold of a row.
@@ -614,7 +629,8 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
       [&](const std::string& name, const at::Tensor&) { return plan.placement(name); });
   const auto context = detail::MeshContext::of(mesh);
   const auto units = std::make_shared<GatherUnits>(
-      context, plan.axes, GatherUnits::Options{plan.reshard, options.prefetch, plan.kept_axes});
+      context, plan.axes,
+      GatherUnits::Options{plan.reshard, options.prefetch, options.coalesce_bytes, plan.kept_axes});
   // Made here, by all ranks at once, rather than in the middle of a forward.
   if (!plan.kept_axes.empty()) context->mesh.group(plan.kept_axes);
   for (std::size_t u = 0; u < plan.units.size(); ++u)

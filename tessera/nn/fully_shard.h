@@ -51,9 +51,10 @@
 // none; by itself, in autocast's, where that is a third one.
 //
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
-// overlapped. Gradients: its shards, and, of the full ones, those of one flat buffer and as much
-// again, which is packed or travels. A message of 64 KiB or more is packed once the reduce-scatter
-// before it has ended; smaller ones do not wait for each other.
+// overlapped, or of units that are gathered together up to three times `coalesce_bytes`.
+// Gradients: its shards, and, of the full ones, those of one message and as much again, which is
+// packed or travels. A message of 64 KiB or more is packed once the reduce-scatter before it has
+// ended; smaller ones do not wait for each other.
 
 #include <torch/nn/module.h>
 
@@ -104,7 +105,13 @@ struct FullyShardOptions {
   std::vector<std::string> reshard_axes = {};
   /// Units that are gathered ahead of use. At least 0.
   int prefetch = 1;
-  /// How gradients are reduced: by default in one message for each flat buffer of a unit.
+  /// Once their order is learnt, units of at most as many bytes together, gathered, are gathered in
+  /// one message, as many ahead of use as make half of that, and their gradients are reduced
+  /// together: a message costs more by itself than such units do. 0: each by itself. Gathers are by
+  /// themselves where `prefetch` is 0, too.
+  std::int64_t coalesce_bytes = 64 << 10;
+  /// How gradients are reduced: by default in one message for each flat buffer of a unit, or
+  /// several small ones.
   /// gradient_as_bucket_view has no meaning here.
   ReducerOptions reducer = {.first_bucket_bytes = std::int64_t{1} << 30,
                             .bucket_bytes = std::int64_t{1} << 30,
@@ -121,10 +128,10 @@ struct FullyShardOptions {
 /// before the optimizer is made. Modules that fully_shard() has sharded already, on this mesh or
 /// another one, are left as they are. Throws as distribute_module() does; ShardingError for a
 /// ShardTensor of another mesh, or one that is not replicated over `axes`; InvalidArgument for an
-/// axis that the mesh does not have, one in `reshard_axes` that is not among `axes`,
-/// `reshard_axes` of units that are not resharded, a pattern that matches nothing, a negative
-/// prefetch, a parameter without rows that shall stay, and for a precision that does not fit: a
-/// dtype that is not floating-point, a complex or integer parameter in a unit with one (give the
+/// axis that the mesh does not have, one in `reshard_axes` that is not among `axes`, `reshard_axes`
+/// of units that are not resharded, a pattern that matches nothing, a negative prefetch or
+/// coalesce_bytes, a parameter without rows that shall stay, and for a precision that does not fit:
+/// a dtype that is not floating-point, a complex or integer parameter in a unit with one (give the
 /// unit another, or leave the parameter out by `ignore`), an output dtype without one to compute
 /// in, or where a parameter already has that one.
 void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,

@@ -46,7 +46,7 @@ TEST(FullyShardAutocast, GathersUnitsAheadAndEqualsOneProcess) {
     for (const UnitPrecision& precision : precisions) {
       Sequential net = whole_numbers(), expected = whole_numbers();
       expected->to(at::kDouble);
-      fully_shard(*net, mesh, {.precision = precision});
+      fully_shard(*net, mesh, {.coalesce_bytes = 0, .precision = precision});
       for (int step = 0; step < 3; ++step) {
         net->zero_grad();
         expected->zero_grad();

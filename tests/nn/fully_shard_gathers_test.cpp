@@ -13,7 +13,7 @@ TEST(FullyShard, GathersEachUnitOnceAndNothingElse) {
     constexpr int kBlocks = 4;
     const auto mesh = manager.mesh({{"x", 3}});
     Net net = net_of({.blocks = kBlocks});
-    fully_shard(*net, mesh, {.units = {"blocks.*"}});
+    fully_shard(*net, mesh, {.units = {"blocks.*"}, .coalesce_bytes = 0});
     const at::Tensor x = distribute_tensor(randn({6, 5}, at::kDouble), mesh, {Shard(0)});
     loss_of(net->forward(x)).backward();
     for (int step = 0; step < 2; ++step) {
@@ -24,6 +24,81 @@ TEST(FullyShard, GathersEachUnitOnceAndNothingElse) {
       // root's first layer no more: no input asks for a gradient.
       EXPECT_EQ(moved["all_gather"].first, kBlocks + 2 + kBlocks) << trace->table();
       EXPECT_EQ(moved["reduce_scatter"].first, kBlocks + 1) << trace->table();
+    }
+  });
+}
+
+TEST(FullyShard, GathersSmallUnitsTogether) {
+  on_threads(3, [](DistributedManager& manager) {
+    constexpr int kBlocks = 6;
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor x = randn({6, 5}, at::kDouble);
+    const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+    const auto calls_with = [&](const FullyShardOptions& options) {
+      Net net = net_of({.blocks = kBlocks}), expected = net_of({.blocks = kBlocks});
+      fully_shard(*net, mesh, options);
+      std::map<std::string, std::pair<int, std::int64_t>> moved;
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        expected->zero_grad();
+        const CommTraceScope trace(manager);
+        loss_of(net->forward(mine)).backward();
+        moved = calls_of(*trace);
+        loss_of(expected->forward(x)).backward();
+        expect_same(*net, *expected, concat("step ", step));
+      }
+      return moved;
+    };
+    auto each = calls_with({.units = {"blocks.*"}, .coalesce_bytes = 0});
+    auto all = calls_with({.units = {"blocks.*"}});
+    // One message a pass: what forward ends with is what backward begins with.
+    EXPECT_EQ(all["all_gather"].first, 2);
+    EXPECT_EQ(all["reduce_scatter"].first, 1);
+    // A block's buffer is 600 to 1100 bytes.
+    auto some = calls_with({.units = {"blocks.*"}, .coalesce_bytes = 2000});
+    EXPECT_LT(some["all_gather"].first, each["all_gather"].first);
+    EXPECT_GT(some["all_gather"].first, 4);
+    EXPECT_LT(some["reduce_scatter"].first, each["reduce_scatter"].first);
+    EXPECT_GT(some["reduce_scatter"].first, 2);
+    auto none = calls_with({.units = {"blocks.*"}, .prefetch = 0});
+    EXPECT_EQ(none["all_gather"].first, each["all_gather"].first);
+  });
+}
+
+TEST(FullyShard, SeesWhatIsWrittenToUnitsOfOneMessage) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (const std::int64_t coalesced : {600, 2000, 64 << 10}) {
+      Net net = net_of({.blocks = 5}), expected = net_of({.blocks = 5});
+      fully_shard(*net, mesh, {.coalesce_bytes = coalesced});
+      const at::Tensor x = randn({5, 5}, at::kDouble);
+      const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)});
+      // The third block is written to in the middle of forward, the first is used once more, and
+      // the fourth is left out now and then.
+      const auto run = [](Net& n, const at::Tensor& input, int step) {
+        at::Tensor h = n->first->forward(input);
+        for (const int i : {0, 1, 0, 2, 3, 4}) {
+          if (i == 3 && step % 3 == 2) continue;
+          if (i == 1 && step % 2 == 1) {
+            const at::NoGradGuard no_grad;
+            for (const auto& p : n->blocks->ptr(2)->parameters()) p.mul_(0.9);
+          }
+          h = h + n->blocks->ptr<torch::nn::SequentialImpl>(i)->forward(h);
+        }
+        return loss_of(h.matmul(n->last));
+      };
+      for (int step = 0; step < 8; ++step) {
+        net->zero_grad();
+        expected->zero_grad();
+        const at::Tensor got = run(net, mine, step), wanted = run(expected, x, step);
+        EXPECT_LT(difference(got, wanted), 1e-10) << step;
+        got.backward();
+        wanted.backward();
+        expect_same(*net, *expected, concat("step ", step));
+        const at::NoGradGuard no_grad;
+        for (const auto& p : net->parameters()) p.mul_(1.01);
+        for (const auto& p : expected->parameters()) p.mul_(1.01);
+      }
     }
   });
 }
@@ -207,7 +282,7 @@ TEST(FullyShard, LearnsFromEvaluationAlone) {
     const auto mesh = manager.mesh({{"x", 2}});
     for (const bool tied : {false, true}) {
       Net net = net_of({.tied = tied}), expected = net_of({.tied = tied});
-      fully_shard(*net, mesh);
+      fully_shard(*net, mesh, {.coalesce_bytes = 0});
       const at::NoGradGuard no_grad;
       const at::Tensor x = randn({5, 5}, at::kDouble);
       const at::Tensor mine = distribute_tensor(x, mesh, {Shard(0)}), y = expected->forward(x);

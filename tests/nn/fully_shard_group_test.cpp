@@ -86,7 +86,7 @@ TEST(FullyShardSmallerGroup, BackwardGathersOverItAlone) {
     constexpr int kBlocks = 4;
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
     Net net = net_of({.blocks = kBlocks});
-    fully_shard(*net, mesh, {.units = {"blocks.*"}, .reshard_axes = {"b"}});
+    fully_shard(*net, mesh, {.units = {"blocks.*"}, .reshard_axes = {"b"}, .coalesce_bytes = 0});
     const at::Tensor x = distribute_tensor(randn({6, 5}, at::kDouble), mesh, {Shard(0), Shard(0)});
     loss_of(net->forward(x)).backward();
     for (int step = 0; step < 2; ++step) {

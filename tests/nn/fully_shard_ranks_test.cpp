@@ -24,7 +24,8 @@ std::vector<Axis> draw_axes(Draw& draw, int ranks) {
 }
 
 FullyShardOptions draw_options(Draw& draw) {
-  FullyShardOptions options{.prefetch = draw.below(3)};
+  const std::int64_t coalesced[] = {0, 600, 1500, 64 << 10};
+  FullyShardOptions options{.prefetch = draw.below(3), .coalesce_bytes = coalesced[draw.below(4)]};
   if (draw.chance(40)) options.units = {"blocks.*", "first"};
   if (draw.chance(25)) options.axes = {"b"};
   switch (draw.below(3)) {

@@ -134,7 +134,7 @@ TEST(FullyShardTensor, GathersEachUnitOnceInAPass) {
     const auto mesh = manager.mesh({{"sharded", 2}, {"tensor", 2}});
     Scorer net = scorer_of({.words = 8, .width = 6, .hidden = 4, .layers = 3});
     make_tensor_parallel(net, mesh, false);
-    fully_shard(*net, mesh, {.axes = {"sharded"}});
+    fully_shard(*net, mesh, {.axes = {"sharded"}, .coalesce_bytes = 0});
     const at::Tensor& up = net->layers->ptr<LayerImpl>(0)->up->weight;
     const at::Tensor& down = net->layers->ptr<LayerImpl>(0)->down->weight;
     // Along the dim that the tensor axis leaves.

@@ -65,8 +65,10 @@ TEST(FullyShard, TrainsLikeOneProcess) {
         const NetImpl::Shape shape{draw.between(1, 6), draw.between(4, 9), draw.between(1, 5),
                                    draw.between(1, 4), draw.chance(50)};
         Net net = net_of(shape), expected = net_of(shape);
+        const std::int64_t coalesced[] = {0, 600, 1500, 64 << 10};
         FullyShardOptions options{.reshard_after_forward = draw.chance(60),
-                                  .prefetch = draw.below(3)};
+                                  .prefetch = draw.below(3),
+                                  .coalesce_bytes = coalesced[draw.below(4)]};
         if (draw.chance(50)) options.axes = {"x"};
         if (draw.chance(40)) options.units = {"blocks.*", "first"};
         if (draw.chance(30)) options.reducer.bucket_bytes = options.reducer.first_bucket_bytes = 64;
@@ -250,8 +252,10 @@ TEST(FullyShard, RefusesWhatCannotBe) {
     EXPECT_THROW(fully_shard(*net, mesh, {.axes = {"y"}}), InvalidArgument);
     EXPECT_THROW(fully_shard(*net, mesh, {.ignore = {"nothing"}}), InvalidArgument);
     EXPECT_THROW(fully_shard(*net, mesh, {.prefetch = -1}), InvalidArgument);
+    EXPECT_THROW(fully_shard(*net, mesh, {.coalesce_bytes = -1}), InvalidArgument);
     // Ranks that ask for different things are told, all of them.
     EXPECT_THROW(fully_shard(*net, mesh, {.prefetch = manager.rank()}), MismatchError);
+    EXPECT_THROW(fully_shard(*net, mesh, {.coalesce_bytes = manager.rank()}), MismatchError);
     FullyShardOptions differs;
     differs.reducer.learn_order = manager.rank() == 0;
     EXPECT_THROW(fully_shard(*net, mesh, differs), MismatchError);

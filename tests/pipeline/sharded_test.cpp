@@ -66,7 +66,7 @@ Calls run_sharded(DistributedManager& manager, const PipelineSchedule& schedule,
   std::vector<std::shared_ptr<PipelineStage>> own;
   for (const int s : schedule.stages_of(mesh.coordinate()[1])) {
     auto net = sharded_net(s);
-    fully_shard(*net, shards);
+    fully_shard(*net, shards, {.coalesce_bytes = 0});
     own.push_back(make_stage(net.ptr(),
                              [=](const std::vector<at::Tensor>& in) mutable {
                                return std::vector<at::Tensor>{

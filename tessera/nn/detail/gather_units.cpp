@@ -6,10 +6,12 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -21,6 +23,38 @@
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
+
+namespace {
+
+// A view of a flat buffer, without libtorch's operators, which cost more than the rest of what a
+// use of a gathered parameter does.
+at::Tensor place_in(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes,
+                    at::IntArrayRef strides) {
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(flat.storage()), flat.key_set(), flat.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, flat.storage_offset() + offset);
+  return made;
+}
+
+at::Tensor interval(const at::Tensor& flat, std::int64_t begin, std::int64_t count) {
+  return place_in(flat, begin, {count}, {1});
+}
+
+// Between flat tensors of one dtype and device.
+void copy_interval(const at::Tensor& to, std::int64_t at, const at::Tensor& from,
+                   std::int64_t begin, std::int64_t count) {
+  if (count == 0) return;
+  if (!to.is_cpu()) {
+    interval(to, at, count).copy_(interval(from, begin, count));
+    return;
+  }
+  const auto width = static_cast<std::int64_t>(to.element_size());
+  std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + at * width,
+              static_cast<const char*>(from.const_data_ptr()) + begin * width,
+              static_cast<std::size_t>(count * width));
+}
+
+}  // namespace
 
 GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes,
                          Options options)
@@ -45,9 +79,13 @@ std::size_t GatherUnits::add_buffer(std::size_t unit, at::Tensor shard, Sizes si
     memory = at::zeros({std::max<std::int64_t>(shard.numel(), 1)}, shard.options().dtype(*compute));
     low = memory.narrow(0, 0, shard.numel());
   }
-  units_[unit].buffers.push_back(
+  Unit& to = units_[unit];
+  to.buffers.push_back(
       {std::move(shard), std::move(low), std::move(memory), std::move(sizes), numel, {}, {}});
-  return units_[unit].buffers.size() - 1;
+  const at::Tensor &first = sent_of(to.buffers.front()), &last = sent_of(to.buffers.back());
+  to.bytes += numel * static_cast<std::int64_t>(last.element_size());
+  to.alike &= first.scalar_type() == last.scalar_type() && first.device() == last.device();
+  return to.buffers.size() - 1;
 }
 
 void GatherUnits::add_parameter(std::size_t unit, std::size_t buffer, std::int64_t offset,
@@ -135,10 +173,10 @@ at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const
   const Place& place = places_[index];
   if (place.buffer == kNoBuffer) return {};
   const Buffer& buffer = units_[place.unit].buffers[place.buffer];
-  const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
   const ShardSpec whole = reduced_like(to, meta.spec());
   if (place.low != buffer.low.defined() || !gathers(place, meta, whole) ||
-      meta.layout->dtype != sent.scalar_type() || meta.local.is_conj() || meta.local.is_neg())
+      meta.layout->dtype != sent_of(buffer).scalar_type() || meta.local.is_conj() ||
+      meta.local.is_neg())
     return {};
   at::Tensor view;
   {
@@ -195,13 +233,12 @@ at::Tensor GatherUnits::take(std::size_t index, const Layout& layout, const Shar
   start(place.unit);
   wait(units_[place.unit]);
   const Buffer& buffer = units_[place.unit].buffers[place.buffer];
-  const LocalCallGuard guard;
   // A wrapper shows the strides and the offset that the whole tensor would have: views too.
   at::Tensor view =
       place.sharded_elsewhere == 0
-          ? buffer.full.as_strided(layout.sizes(), layout.strides, place.offset + layout.offset)
-          : buffer.full.as_strided(
-                to.local_shape(), strides_in_order(to.local_shape(), layout.strides), place.offset);
+          ? place_in(buffer.full, place.offset + layout.offset, layout.sizes(), layout.strides)
+          : place_in(buffer.full, place.offset, to.local_shape(),
+                     strides_in_order(to.local_shape(), layout.strides));
   used();
   return view;
 }
@@ -272,11 +309,9 @@ void GatherUnits::visit(std::size_t index) {
   seen_.push_back({unit, 1});
   const auto& visits = order().visits;
   following_ = following_ && at < visits.size() && visits[at].unit == unit;
-  start(unit);  // before those that come next
-  if (!following_) return;
-  for (std::size_t next = at + 1;
-       next < visits.size() && next <= at + static_cast<std::size_t>(options_.ahead); ++next)
-    start(visits[next].unit);
+  if (!following_) return start(unit);
+  // This one before those that come next.
+  for (std::size_t next = at, end = ahead_of(at); next < end; ++next) start_from(next);
 }
 
 // Whether a forward begins with this use, though none has ended: nothing tells of its end where no
@@ -353,12 +388,11 @@ bool GatherUnits::comes_again() const {
   const std::size_t unit = seen_.back().unit;
   const bool reshard = options_.reshard_after_forward;
   const auto& visits = order().visits;
-  const auto next =
-      visits.begin() + static_cast<std::ptrdiff_t>(following_ ? seen_.size() : visits.size());
+  const std::size_t at = following_ ? seen_.size() : visits.size();
+  const auto next = visits.begin() + static_cast<std::ptrdiff_t>(at);
   const auto is_it = [&](const Visit& v) { return v.unit == unit; };
   // It would be started again when the next unit is used.
-  if (std::any_of(next, next + std::min<std::ptrdiff_t>(visits.end() - next, options_.ahead + 1),
-                  is_it))
+  if (std::any_of(next, visits.begin() + static_cast<std::ptrdiff_t>(ahead_of(at)), is_it))
     return true;
   switch (pass_) {
     case Pass::forward: {
@@ -404,6 +438,131 @@ void GatherUnits::used() {
 
 // ---- gathers ----
 
+const at::Tensor& GatherUnits::sent_of(const Buffer& buffer) {
+  return buffer.low.defined() ? buffer.low : buffer.shard;
+}
+
+// The end of what is to be started of the learnt order when the visit `at` begins.
+std::size_t GatherUnits::ahead_of(std::size_t at) const {
+  const auto& visits = order().visits;
+  const std::size_t least = at + 1 + static_cast<std::size_t>(options_.ahead);
+  std::size_t end = at + 1;
+  std::int64_t bytes = 0;
+  while (options_.ahead > 0 && end < visits.size()) {
+    bytes += units_[visits[end].unit].bytes;
+    if (end >= least && 2 * bytes > options_.coalesced_bytes) break;
+    ++end;
+  }
+  return std::min(end, visits.size());
+}
+
+// Starts the unit that the learnt order uses at `at`, and with it those that follow and are small.
+void GatherUnits::start_from(std::size_t at) {
+  const auto& visits = order().visits;
+  const std::size_t first = visits[at].unit;
+  if (units_[first].state != Unit::State::sharded) return;
+  const auto alone = [](const Unit& unit) {
+    return unit.kept || !unit.alike || unit.buffers.empty();
+  };
+  std::vector<std::size_t> all{first};
+  std::int64_t bytes = units_[first].bytes;
+  for (std::size_t next = at + 1; options_.ahead > 0 && !alone(units_[first]) &&
+                                  bytes < options_.coalesced_bytes && next < visits.size();
+       ++next) {
+    const std::size_t u = visits[next].unit;
+    const Unit& unit = units_[u];
+    if (unit.state != Unit::State::sharded || std::find(all.begin(), all.end(), u) != all.end())
+      continue;
+    const at::Tensor& like = sent_of(units_[first].buffers.front());
+    bytes += unit.bytes;
+    if (alone(unit) || bytes > options_.coalesced_bytes ||
+        sent_of(unit.buffers.front()).scalar_type() != like.scalar_type() ||
+        sent_of(unit.buffers.front()).device() != like.device())
+      break;
+    all.push_back(u);
+  }
+  if (all.size() == 1) {
+    start(first);
+  } else {
+    start_message(all);
+  }
+}
+
+void GatherUnits::start_message(const std::vector<std::size_t>& all) {
+  const Group ranks = context_->mesh.group(axes_);
+  if (ranks.size() == 1) {
+    for (const std::size_t u : all) start(u);
+    return;
+  }
+  const LocalCallGuard guard;
+  const c10::InferenceMode normal(false);
+  const auto message = std::make_shared<Message>();
+  message->units = all;
+  try {
+    Sizes sizes(ranks.size(), 0);
+    std::int64_t numel = 0;
+    for (const std::size_t u : all) {
+      units_[u].state = Unit::State::started;
+      units_[u].message = message;
+      for (Buffer& buffer : units_[u].buffers) {
+        if (buffer.low.defined()) at::Tensor(buffer.low).copy_(buffer.shard);
+        for (std::size_t r = 0; r < sizes.size(); ++r) sizes[r] += buffer.sizes[r];
+        numel += buffer.numel;
+      }
+    }
+    const at::TensorOptions options = sent_of(units_[all.front()].buffers.front()).options();
+    message->sent = at::empty({sizes[ranks.rank()]}, options);
+    message->received = at::empty({numel}, options);
+    std::int64_t at = 0;
+    for (const std::size_t u : all) {
+      for (const Buffer& buffer : units_[u].buffers) {
+        const at::Tensor& shard = sent_of(buffer);
+        copy_interval(message->sent, at, shard, 0, shard.numel());
+        at += shard.numel();
+      }
+    }
+    const std::string label = concat("gather of units '", units_[all.front()].name, "' to '",
+                                     units_[all.back()].name, "'");
+    message->request =
+        ranks.start().all_gather(message->received, message->sent, sizes, {.name = label});
+  } catch (...) {
+    for (const std::size_t u : all) release(u);
+    throw;
+  }
+}
+
+// Gives each unit what has arrived of it; those that were released meanwhile are left out.
+void GatherUnits::take_apart(Message& message) {
+  const LocalCallGuard guard;
+  const c10::InferenceMode normal(false);
+  const at::Tensor all = at::empty(message.received.sizes(), message.received.options());
+  const std::size_t ranks = units_[message.units.front()].buffers.front().sizes.size();
+  std::int64_t from = 0;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    std::int64_t begin = 0;
+    for (const std::size_t u : message.units) {
+      for (const Buffer& buffer : units_[u].buffers) {
+        const std::int64_t before =
+            std::accumulate(buffer.sizes.begin(),
+                            buffer.sizes.begin() + static_cast<std::ptrdiff_t>(r), std::int64_t{0});
+        copy_interval(all, begin + before, message.received, from, buffer.sizes[r]);
+        from += buffer.sizes[r];
+        begin += buffer.numel;
+      }
+    }
+  }
+  std::int64_t begin = 0;
+  for (const std::size_t u : message.units) {
+    Unit& unit = units_[u];
+    const bool waits = unit.message.get() == &message;
+    for (Buffer& buffer : unit.buffers) {
+      if (waits) buffer.full = interval(all, begin, buffer.numel);
+      begin += buffer.numel;
+    }
+    if (waits) unit.state = Unit::State::gathered;
+  }
+}
+
 void GatherUnits::start(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.state != Unit::State::sharded) return;
@@ -437,6 +596,22 @@ void GatherUnits::start(std::size_t u) {
 
 void GatherUnits::wait(Unit& unit) {
   if (unit.state != Unit::State::started) return;
+  if (const auto message = unit.message) {
+    const auto mine = [&](std::size_t u) { return units_[u].message == message; };
+    try {
+      message->request.wait();
+      take_apart(*message);
+    } catch (...) {
+      for (const std::size_t u : message->units) {
+        if (mine(u)) release(u);
+      }
+      throw;
+    }
+    for (const std::size_t u : message->units) {
+      if (mine(u)) units_[u].message.reset();
+    }
+    return;
+  }
   try {
     for (Buffer& buffer : unit.buffers) buffer.request.wait();
   } catch (...) {
@@ -477,6 +652,7 @@ void GatherUnits::keep_near(std::size_t u) {
 void GatherUnits::free_gathered(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.state == Unit::State::sharded) return;
+  unit.message.reset();  // the last one waits for what nobody has waited for
   for (Buffer& buffer : unit.buffers) {
     buffer.request = Request();  // waits for what nobody has waited for
     buffer.full.reset();

@@ -13,6 +13,10 @@
 // of that follows from the operators that the program calls on sharded tensors, which are the same
 // on all ranks, and from nothing else.
 //
+// Small units. Where the order is learnt, units that are small together are gathered in one
+// message, which costs more by itself than what it carries. What has arrived is copied into one
+// piece of memory, of which each unit's buffer is an interval.
+//
 // A smaller group. Where units stay sharded over some of the axes alone between forward and
 // backward, the last use in forward leaves this rank's interval of the gathered buffer, cut evenly
 // over the ranks of those axes, and the next gather is theirs. It goes with what was gathered:
@@ -47,6 +51,9 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     bool reshard_after_forward = true;
     /// Units gathered ahead of their use.
     int ahead = 1;
+    /// Units of at most as many bytes together are gathered in one message; half as many are
+    /// started ahead of use whatever `ahead` says, unless it is 0.
+    std::int64_t coalesced_bytes = 0;
     /// Axes over which units stay sharded between forward and backward, in mesh order; empty: all
     /// that shard them.
     std::vector<int> kept_axes = {};
@@ -99,10 +106,23 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     // Between forward and backward: an interval of `full`, as the smaller group keeps it.
     at::Tensor kept = {};
   };
+  // The gather of several units, whose state is `started` until one of them is waited for.
+  struct Message {
+    std::vector<std::size_t> units;
+    // This rank's shards of all of them, and those of all ranks, rank by rank.
+    at::Tensor sent, received;
+    Request request;
+  };
   struct Unit {
     std::string name, label;
     ParameterPrecision precision;
     std::vector<Buffer> buffers;
+    // In bytes, gathered.
+    std::int64_t bytes = 0;
+    // Whether its buffers have one dtype and device, in which they are gathered.
+    bool alike = true;
+    // While it is started with others.
+    std::shared_ptr<Message> message = {};
     enum class State : unsigned char { sharded, started, gathered } state = State::sharded;
     bool held = false;
     // Every buffer has its `kept`.
@@ -145,7 +165,12 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   bool gathers(const Place& place, const ShardMeta& meta, const ShardSpec& to) const;
   at::Tensor take(std::size_t index, const Layout& layout, const ShardSpec& to);
   void start(std::size_t unit);
+  std::size_t ahead_of(std::size_t at) const;
+  void start_from(std::size_t at);
+  void start_message(const std::vector<std::size_t>& units);
+  static const at::Tensor& sent_of(const Buffer& buffer);
   void wait(Unit& unit);
+  void take_apart(Message& message);
   Sizes kept_sizes(std::int64_t numel) const;
   void keep_near(std::size_t unit);
   void free_gathered(std::size_t unit);
