@@ -190,9 +190,10 @@ at::Tensor padded_window(const at::Tensor& signal, const std::optional<at::Tenso
 }
 
 // libtorch takes the frames by strides of the global memory; unfold() gives the same ones.
-at::Tensor stft(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
-                MaybeInt win_length, const std::optional<at::Tensor>& window, bool normalized,
-                MaybeBool onesided, MaybeBool return_complex, MaybeBool align_to_window) {
+at::Tensor short_times(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
+                       MaybeInt win_length, const std::optional<at::Tensor>& window,
+                       bool normalized, MaybeBool onesided, MaybeBool return_complex,
+                       MaybeBool align_to_window) {
   if (align_to_window && *align_to_window)
     throw ShardingError("stft of a sharded tensor: align_to_window is not there");
   TORCH_CHECK(at::isFloatingType(self.scalar_type()) || self.is_complex(), "stft of ",
@@ -221,10 +222,11 @@ at::Tensor stft(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
   return return_complex.value_or(complex) ? made : at::view_as_real(made);
 }
 
-at::Tensor stft_centered(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
-                         MaybeInt win_length, const std::optional<at::Tensor>& window, bool center,
-                         c10::string_view pad_mode, bool normalized, MaybeBool onesided,
-                         MaybeBool return_complex, MaybeBool align_to_window) {
+at::Tensor short_times_centered(const at::Tensor& self, std::int64_t n_fft, MaybeInt hop_length,
+                                MaybeInt win_length, const std::optional<at::Tensor>& window,
+                                bool center, c10::string_view pad_mode, bool normalized,
+                                MaybeBool onesided, MaybeBool return_complex,
+                                MaybeBool align_to_window) {
   at::Tensor signal = self;
   if (center) {
     TORCH_CHECK(!align_to_window, "stft: align_to_window is for center = false");
@@ -235,13 +237,13 @@ at::Tensor stft_centered(const at::Tensor& self, std::int64_t n_fft, MaybeInt ho
     signal = at::pad(signal, {n_fft / 2, n_fft / 2}, pad_mode);
     for (std::int64_t i = 0; i < fields; ++i) signal = signal.squeeze(0);
   }
-  return stft(signal, n_fft, hop_length, win_length, window, normalized, onesided, return_complex,
-              align_to_window);
+  return short_times(signal, n_fft, hop_length, win_length, window, normalized, onesided,
+                     return_complex, align_to_window);
 }
 
 const bool registered = [] {
-  register_decomposition("stft", stft);
-  register_decomposition("stft.center", stft_centered);
+  register_decomposition("stft", short_times);
+  register_decomposition("stft.center", short_times_centered);
   register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, Kind::c2c); });
   register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, Kind::r2c); });
   register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, Kind::c2r); });
