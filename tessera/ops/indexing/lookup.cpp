@@ -8,6 +8,7 @@
 
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/rule.h"

@@ -17,6 +17,7 @@
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/spatial/needed_boxes.h"
+#include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
