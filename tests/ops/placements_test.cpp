@@ -503,4 +503,31 @@ TEST(Placements, PartialTensorsTimesInfinities) {
   }
 }
 
+// Of a sum of a Partial tensor and a product whose factors are sharded along the same axis only one
+// rank sees an infinity: that decides nothing.
+TEST(Placements, PartialTensorsPlusProductsOfInfinities) {
+  for (const int ranks : {2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      const at::Tensor value = at::tensor({1.0, -2.0, 3.0, 4.0}, at::kDouble).view({1, 2, 2});
+      at::Tensor a = at::ones({1, 2, 6}, at::kDouble);
+      const at::Tensor b = at::ones({1, 6, 2}, at::kDouble);
+      a[0][0][5] = std::numeric_limits<double>::infinity();
+      const at::Tensor x = from_local(value / ranks + (manager.rank() == 0 ? 1.0 : 0.0) -
+                                          (manager.rank() == 1 ? 1.0 : 0.0),
+                                      mesh, {Partial()})
+                               .detach();
+      const auto put = [&](const at::Tensor& t, int dim) {
+        return distribute_tensor(t.clone(), mesh, {Shard(dim)});
+      };
+      EXPECT_LT(difference(at::baddbmm(x, put(a, 2), put(b, 1), 0.5, 2.0),
+                           at::baddbmm(value, a, b, 0.5, 2.0)),
+                1e-12);
+      EXPECT_LT(difference(at::addmm(x.select(0, 0), put(a[0], 1), put(b[0], 0)),
+                           at::addmm(value[0], a[0], b[0])),
+                1e-12);
+    });
+  }
+}
+
 }  // namespace tessera::test

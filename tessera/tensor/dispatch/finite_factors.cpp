@@ -40,6 +40,19 @@ ShardSpec summed(const ShardSpec& spec) {
   return spec.with_placements(placements);
 }
 
+// True if a factor is sharded along an axis of which the tensor is Partial: then it is added to the
+// product of the factors, not multiplied by them, and the ranks of the axis see other values of
+// theirs.
+bool is_added(const ShardSpec& partial, const std::vector<ShardSpec>& factors) {
+  for (std::size_t a = 0; a < partial.placements().size(); ++a) {
+    if (partial.placements()[a].is_partial() &&
+        std::ranges::any_of(factors,
+                            [&](const ShardSpec& f) { return f.placements()[a].is_shard(); }))
+      return true;
+  }
+  return false;
+}
+
 // True if this rank's result counts: of equal results a mean is the same, a sum needs one of them.
 bool keeps_result(const ShardSpec& spec) {
   for (std::size_t a = 0; a < spec.placements().size(); ++a) {
@@ -57,6 +70,7 @@ LocalFunction with_finite_factors(const OpCall& call, const Plan& plan, LocalFun
   if (!plan.linear) return local;
   std::vector<Summand> summands;
   std::vector<int> factors;
+  std::vector<ShardSpec> of_factors;
   for (std::size_t i = 0; i < call.tensors().size(); ++i) {
     const TensorInfo& t = call.tensors()[i];
     const ShardSpec& spec = i < plan.inputs.size() && plan.inputs[i] ? *plan.inputs[i] : t.spec;
@@ -65,8 +79,10 @@ LocalFunction with_finite_factors(const OpCall& call, const Plan& plan, LocalFun
       summands.push_back({t.argument, spec, summed(spec)});
     } else if (at::isFloatingType(t.dtype) || at::isComplexType(t.dtype)) {
       factors.push_back(t.argument);
+      of_factors.push_back(spec);
     }
   }
+  std::erase_if(summands, [&](const Summand& s) { return is_added(s.spec, of_factors); });
   if (summands.empty() || factors.empty()) return local;
   // Inputs may be Partial along different axes: the result is along each of them.
   const bool keeps =
