@@ -479,7 +479,7 @@ class FullyShardPlan {
     for (std::size_t f = 0; f < flats.size(); ++f) {
       std::int64_t bytes = 0;
       for (const NamedTensor& p : flats[f].parameters) bytes += bytes_of(p);
-      if (f == 0 || taken + bytes > options_.coalesce_bytes) {
+      if (f == 0 || taken + bytes >= options_.coalesce_bytes) {
         message = f;
         taken = 0;
       }

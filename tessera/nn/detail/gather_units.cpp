@@ -475,7 +475,7 @@ void GatherUnits::start_from(std::size_t at) {
       continue;
     const at::Tensor& like = sent_of(units_[first].buffers.front());
     bytes += unit.bytes;
-    if (alone(unit) || bytes > options_.coalesced_bytes ||
+    if (alone(unit) || bytes >= options_.coalesced_bytes ||
         sent_of(unit.buffers.front()).scalar_type() != like.scalar_type() ||
         sent_of(unit.buffers.front()).device() != like.device())
       break;

@@ -51,7 +51,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     bool reshard_after_forward = true;
     /// Units gathered ahead of their use.
     int ahead = 1;
-    /// Units of at most as many bytes together are gathered in one message; half as many are
+    /// Units of fewer bytes together are gathered in one message; half as many are
     /// started ahead of use whatever `ahead` says, unless it is 0.
     std::int64_t coalesced_bytes = 0;
     /// Axes over which units stay sharded between forward and backward, in mesh order; empty: all

@@ -292,6 +292,7 @@ LayoutPtr under(const Layout& layout, const ShardSpec& to) {
 }
 
 ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced) {
+  if (!spec.has_partial()) return spec;
   auto placements = spec.placements();
   for (std::size_t a = 0; a < placements.size(); ++a) {
     if (placements[a].is_partial() && reduced.placements()[a].is_replicate())
