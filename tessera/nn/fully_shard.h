@@ -105,9 +105,9 @@ struct FullyShardOptions {
   std::vector<std::string> reshard_axes = {};
   /// Units that are gathered ahead of use. At least 0.
   int prefetch = 1;
-  /// Once their order is learnt, units of at most as many bytes together, gathered, are gathered in
-  /// one message, as many ahead of use as make half of that, and their gradients are reduced
-  /// together: a message costs more by itself than such units do. 0: each by itself. Gathers are by
+  /// Once their order is learnt, units that have fewer bytes than this together are gathered in one
+  /// message, as many ahead of use as make half of that, and their gradients are reduced together:
+  /// a message costs more by itself than such units do. 0: each by itself. Gathers are by
   /// themselves where `prefetch` is 0, too.
   std::int64_t coalesce_bytes = 64 << 10;
   /// How gradients are reduced: by default in one message for each flat buffer of a unit, or
