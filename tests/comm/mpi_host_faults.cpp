@@ -6,8 +6,11 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "mpi_on_hosts.h"
 #include "tessera/base/text.h"
@@ -51,6 +54,10 @@ void run_host_fault(const MpiWorld& world, const std::string& fault) {
   const auto end = fault.rfind('_');
   const int victim = std::stoi(fault.substr(end + 1));
   const std::string how = fault.substr(6, end - 6);
+  std::vector<int> others = all_ranks(world);
+  std::erase(others, victim);
+  BackendPtr survivors;
+  if (world.rank() != victim) survivors = backend(world, others, "survivors");
   ManagerOptions options;
   options.timeout = 60s;
   options.between_hosts = "mpi";
@@ -72,11 +79,14 @@ void run_host_fault(const MpiWorld& world, const std::string& fault) {
       if (how == "killed") ::raise(SIGKILL);
       throw std::runtime_error(kFault);
     }
-    tell(world, "waits for a rank that fails");
     tell_error(world, [&] { all.all_reduce(at::ones({300000})); });
+    // Who ends first ends the others: the launcher's doing.
+    survivors->barrier(c10d::BarrierOptions())->wait();
+    std::_Exit(0);
   } catch (const std::runtime_error& error) {
     if (std::string(error.what()) != kFault) throw;
     tell(world, "threw");
+    for (;;) ::pause();
   }
 }
 
