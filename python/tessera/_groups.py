@@ -3,6 +3,20 @@
 from tessera._library import classes, ops
 
 
+def _seconds(timeout):
+    """A limit; 0 is the group's own."""
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout}: give seconds, or 0 for the group's own limit")
+    return float(timeout)
+
+
+def _row_shape(tensor):
+    """The shape of one row."""
+    if not tensor.dim():
+        raise ValueError("a tensor of rows is needed, and this one has no dims: give tensor.view(1)")
+    return tensor.shape[1:]
+
+
 class Request:
     """A call that is under way. What was given to it must not be read or written before `wait()` has returned."""
 
@@ -75,7 +89,7 @@ class Group:
         self._handle.set_timeout(float(seconds))
 
     def _call(self, name, tensor, output, rank, op, factor, sizes, input_sizes, timeout, start):
-        arguments = (name, tensor, output, rank, op, float(factor), list(sizes or []), list(input_sizes or []), float(timeout))
+        arguments = (name, tensor, output, rank, op, float(factor), list(sizes or []), list(input_sizes or []), _seconds(timeout))
         result = tensor if output is None else output
         if start:
             return Request(self._handle.start(*arguments), result)
@@ -95,7 +109,8 @@ class Group:
         return self._call("reduce", tensor, None, root, op, factor, None, None, timeout, start)
 
     def _rows(self, tensor, sizes):
-        return tensor.new_empty([sum(sizes) if sizes else self.size * tensor.shape[0], *tensor.shape[1:]])
+        row = _row_shape(tensor)
+        return tensor.new_empty([sum(sizes) if sizes else self.size * tensor.shape[0], *row])
 
     def all_gather(self, tensor, output=None, *, sizes=None, timeout=0, start=False):
         """The rows of all ranks below each other, in group order. `output`: where they go; made where it is not given."""
@@ -105,14 +120,16 @@ class Group:
     def reduce_scatter(self, tensor, output=None, op="sum", *, factor=1, sizes=None, timeout=0, start=False):
         """`tensor` holds the rows of all ranks; the result is this rank's rows of the reduced value."""
         if output is None:
+            row = _row_shape(tensor)
             mine = sizes[self.rank] if sizes else tensor.shape[0] // self.size
-            output = tensor.new_empty([mine, *tensor.shape[1:]])
+            output = tensor.new_empty([mine, *row])
         return self._call("reduce_scatter", tensor, output, 0, op, factor, sizes, None, timeout, start)
 
     def all_to_all(self, tensor, output=None, *, output_sizes=None, input_sizes=None, timeout=0, start=False):
         """Rows of `tensor` go to the ranks, `input_sizes[r]` of them to rank r; those that arrive lie likewise. Sizes are this rank's own."""
         if output is None:
-            output = tensor.new_empty([sum(output_sizes) if output_sizes else tensor.shape[0], *tensor.shape[1:]])
+            row = _row_shape(tensor)
+            output = tensor.new_empty([sum(output_sizes) if output_sizes else tensor.shape[0], *row])
         return self._call("all_to_all", tensor, output, 0, "sum", 1, output_sizes, input_sizes, timeout, start)
 
     def gather(self, tensor, root, output=None, *, sizes=None, timeout=0, start=False):
@@ -181,8 +198,10 @@ def group(which, backend="", timeout=0):
     without. Raises where this rank is not a member, and for a name that is unknown, with the known ones.
     """
     if isinstance(which, str):
+        if backend or timeout:
+            raise ValueError(f"the family '{which}' has the backend and the limit that its configuration gave it: name its ranks for others")
         return Group(ops.group_named(which))
-    return Group(ops.group_of([int(rank) for rank in which], backend, float(timeout)))
+    return Group(ops.group_of([int(rank) for rank in which], backend, _seconds(timeout)))
 
 
 def group_names():

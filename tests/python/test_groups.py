@@ -421,3 +421,22 @@ def test_files_restore_placements_on_wish(tmp_path):
     assert placements == (ts.Shard(0),) and sizes == {0: [3, 2, 2]}  # another size: even
     with pytest.raises(RuntimeError, match="'data'"):
         on_ranks(2, lambda rank: ts.load_as_saved(path, ts.Mesh({"domain": 2})))
+
+
+def test_arguments_that_mean_nothing():
+    def body(rank):
+        world = ts.world()
+        for timeout in (-1, float("nan")):
+            with pytest.raises(ValueError, match="timeout"):
+                world.barrier(timeout=timeout)
+            with pytest.raises(ValueError, match="timeout"):
+                ts.group([0, 1], timeout=timeout)
+        with pytest.raises(ValueError, match="its configuration"):
+            ts.group("data_parallel", timeout=5)
+        number = torch.tensor(1.0)
+        for call in (world.all_gather, world.reduce_scatter, world.all_to_all, lambda t: world.gather(t, rank)):
+            with pytest.raises(ValueError, match="no dims"):
+                call(number)
+        world.barrier(timeout=float("inf"))
+
+    on_ranks(2, body)
