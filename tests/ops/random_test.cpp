@@ -172,7 +172,7 @@ TEST(Random, NormalNumbersOfTensors) {
     const at::Tensor mean =
         leaf(at::full({2, 50000}, 3.0, at::kDouble), ShardSpec(mesh, {2, 50000}, {Shard(1)}));
     const at::Tensor deviation =
-        distribute_tensor(at::tensor({{0.0}, {2.0}}, at::kDouble), mesh, {Replicate()});
+        distribute_tensor(at::tensor({0.0, 2.0}, at::kDouble).view({2, 1}), mesh, {Replicate()});
     const at::Tensor drawn = at::normal(mean, deviation), all = full_tensor(drawn.detach());
     EXPECT_TRUE(all[0].eq(3).all().item<bool>());
     EXPECT_NEAR(all[1].mean().item<double>(), 3, 5 * 2 / std::sqrt(50000.0));
