@@ -18,6 +18,9 @@ extern std::unique_ptr<MpiWorld> world;
 
 namespace {
 
+// Ranks that share cores take long over each.
+constexpr std::uint64_t kRounds = 12;
+
 /// The same numbers on all ranks.
 std::uint64_t drawn(std::uint64_t round, std::uint64_t rank, std::uint64_t below) {
   std::uint64_t x = round * 7919 + rank * 104729 + 12345;
@@ -30,8 +33,8 @@ std::uint64_t drawn(std::uint64_t round, std::uint64_t rank, std::uint64_t below
 TEST(MpiMeet, AllMakeTheGroupOrNone) {
   if (world->size() < 2) GTEST_SKIP() << "needs 2 ranks";
   const auto control = backend(*world, all_ranks(*world), "control");
-  int made_in = 0, given_up_in = 0;
-  for (std::uint64_t round = 1; round <= 60; ++round) {
+  int given_up_in = 0;
+  for (std::uint64_t round = 1; round <= kRounds; ++round) {
     // In turns the first rank of the list is another one. Each rank gives up after some looks.
     std::vector<int> ranks = all_ranks(*world);
     std::rotate(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(round % ranks.size()),
@@ -56,11 +59,10 @@ TEST(MpiMeet, AllMakeTheGroupOrNone) {
     control->allreduce(all)->wait();
     const auto makers = all[0].item<double>();
     EXPECT_TRUE(makers == 0 || makers == world->size()) << "round " << round << ": " << makers;
-    ++(makers == 0 ? given_up_in : made_in);
+    given_up_in += makers == 0;
   }
-  // Both are drawn; a machine may be slow.
+  // In one round at least a rank gives up at once.
   EXPECT_GT(given_up_in, 0);
-  EXPECT_EQ(made_in + given_up_in, 60);
   // What the tries have left is not in the way.
   backend(*world, all_ranks(*world), "after")->barrier(c10d::BarrierOptions())->wait();
 }
