@@ -76,7 +76,7 @@ struct Planner {
                                    "name the parameter itself and say sharded(dim)"));
     if (bias && s.kind == Kind::row) return whole();
     ParameterPlacement where = along(name, t, s.kind == Kind::row ? 1 : 0, s.units);
-    // Without a dim of the data the weight is marked all the same: it is not gathered over the axis.
+    // Without a dim of the data the weight is marked all the same: nothing gathers it on the axis.
     if (weight) where.sequence = {axis, sequence_dim.value_or(-1)};
     return where;
   }

@@ -34,8 +34,8 @@ Plan looked_up(const OpCall& call) {
   return solve(p);
 }
 
-// The index of each repeated element, from how often each is repeated. libtorch's meta kernel cannot
-// say how many there are.
+// The index of each repeated element, from how often each is repeated. libtorch's meta kernel
+// cannot say how many there are.
 at::Tensor repeat_interleave(const at::Tensor& repeats, std::optional<c10::SymInt> size) {
   return promote(at::repeat_interleave_symint(full_tensor(repeats.detach()), std::move(size)),
                  context_of(meta_or_throw(repeats).spec()));

@@ -91,8 +91,9 @@ class ShardedCall {
   std::size_t copied_index_ = 0;
 };
 
-/// An intermediate result that is Partial, or a view of all its elements, becomes the reduced value,
-/// with all its aliases. Returns false, with nothing done, if `tensor` is neither. Collective.
+/// An intermediate result that is Partial, or a view of all its elements, becomes the reduced
+/// value, with all its aliases. Returns false, with nothing done, if `tensor` is neither.
+/// Collective.
 bool reduce_intermediate(const at::Tensor& tensor);
 
 /// For several targets that are views in memory of their own: what is written to one of them must
