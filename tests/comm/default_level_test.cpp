@@ -77,6 +77,8 @@ std::vector<Difference> differences() {
       {"barrier", reduce(64), [](const Group& g) { g.barrier(); }},
       {"root", [](const Group& g) { g.broadcast(torch::ones({64}), 0); },
        [](const Group& g) { g.broadcast(torch::ones({64}), 1); }},
+      {"a root of its own", [](const Group& g) { g.broadcast(torch::ones({64}), 0); },
+       [](const Group& g) { g.broadcast(torch::ones({64}), 2); }},
       {"broadcast", [](const Group& g) { g.broadcast(torch::ones({1 << 18}), 0); },
        [](const Group& g) { g.broadcast(torch::ones({3}), 0); }},
       {"part of a gather",

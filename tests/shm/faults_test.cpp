@@ -296,6 +296,17 @@ TEST(Faults, DifferentCallsAreNoticed) {
         std::vector<double> v(100000);
         g.all_reduce(v.data(), v.data(), g.rank() == 0 ? 100000 : 99999, Element::float64, {});
       },
+      // Each rank takes itself for the root, and none reads what another has published.
+      [](Group& g) {
+        double v[2] = {};
+        g.broadcast(v, sizeof v, g.rank());
+        g.barrier();
+      },
+      [](Group& g) {
+        double v[2] = {};
+        g.scatter(v, v, {8, 8}, g.rank());
+        g.all_reduce(v, v, 2, Element::float64, {});
+      },
       [](Group& g) {
         int v[2] = {};
         if (g.rank() == 0) g.send(v, 8, 1);

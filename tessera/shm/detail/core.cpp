@@ -161,7 +161,7 @@ bool Core::ready(Op& op, int rank, std::uint64_t step) {
     throw MismatchError(
         concat(where(op), ": rank ", rank,
                " calls something else, or the same with other sizes, element type, ",
-               "reduction or root; calls must be the same on all ranks"));
+               "reduction or root, or did so before; calls must be the same on all ranks"));
   const std::uint64_t lag = (mark >> kStepBits) & kMostLag;
   std::uint64_t& seen = seen_done_[static_cast<std::size_t>(rank)];
   if (lag < kMostLag && lag <= step) seen = std::max(seen, step - lag);
@@ -278,6 +278,12 @@ void Core::enqueue(Op& op) {
   }
   op.first = next_step_;
   next_step_ += op.steps;
+  if (op.steps > 0) {
+    // All calls before it count: where each rank takes itself for the root, none reads what another
+    // has published, and the next call is the first that can differ.
+    calls_ = (calls_ ^ op.signature) * 0x9e3779b97f4a7c15ULL;
+    op.signature = calls_ >> kSignatureAt;
+  }
   queue_.push_back(&op);
 }
 

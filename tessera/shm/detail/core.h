@@ -214,6 +214,8 @@ class Core {
   std::exception_ptr broken_;
   bool single_copy_ = false;
   std::uint64_t next_step_ = 0, next_number_ = 0;
+  /// A hash of all collectives so far, the same on all ranks.
+  std::uint64_t calls_ = 0;
   /// For each rank: it is done with the steps below this number, as far as is known here.
   std::vector<std::uint64_t> seen_done_;
   int sleeping_here_ = 0, waiting_here_ = 0;
