@@ -17,7 +17,10 @@ class Generator {
 
   /// Uniform in [low, high].
   std::int64_t number(std::int64_t low, std::int64_t high) {
-    return low + static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(high - low + 1));
+    // Without signs: the range may be as wide as its type.
+    const auto from = static_cast<std::uint64_t>(low);
+    return static_cast<std::int64_t>(from +
+                                     engine_() % (static_cast<std::uint64_t>(high) - from + 1));
   }
   bool chance(int one_in) { return number(1, one_in) == 1; }
 
