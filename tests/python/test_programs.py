@@ -545,3 +545,30 @@ def test_operators_that_programs_use(name, grad):
                 assert_same(t.grad, x.grad, "gradient")
 
     on_ranks(3, body)
+
+
+@pytest.mark.parametrize("window, options", [
+    (None, {"return_complex": True}),
+    (6, {"hop_length": 3, "win_length": 6, "return_complex": True}),
+    (8, {"hop_length": 2, "center": False, "normalized": True, "onesided": False, "return_complex": True}),
+    (5, {"win_length": 5, "pad_mode": "constant", "return_complex": False}),
+])  # fmt: skip
+def test_short_time_transforms_of_a_sharded_batch(window, options):
+    signals = draw(7 * 30).view(7, 30).requires_grad_(True)
+    shape = None if window is None else torch.hann_window(window, dtype=torch.float64) + 0.1
+    y = torch.stft(signals, 8, window=shape, **options)
+    size = y.square().sum() if not y.is_complex() else y.abs().square().sum()
+    size.backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        for sizes in (None, {0: [4, 0, 3]}):
+            t = ts.distribute_tensor(signals.detach(), mesh, [ts.Shard(0)], sizes).detach().requires_grad_(True)
+            out = torch.stft(t, 8, window=shape, **options)
+            assert_same(out, y, "transform")
+            (out.square() if not out.is_complex() else out.abs().square()).sum().backward()
+            assert_same(t.grad, signals.grad, "gradient")
+            with pytest.raises(RuntimeError):
+                torch.stft(t, 31, center=False, return_complex=True)
+
+    on_ranks(3, body)
