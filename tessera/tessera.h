@@ -5,6 +5,7 @@
 #include "tessera/checkpoint/file.h"
 #include "tessera/comm/group/functional.h"
 #include "tessera/comm/group/group.h"
+#include "tessera/comm/group/shared_memory.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/comm/job/device_mesh.h"

@@ -14,6 +14,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/functional.h"
+#include "tessera/comm/group/shared_memory.h"
 #include "tessera/comm/job/parallel_groups.h"
 
 namespace tessera::python {
@@ -167,6 +168,21 @@ struct PyParallelGroups : torch::CustomClassHolder {
 };
 using ParallelPtr = c10::intrusive_ptr<PyParallelGroups>;
 
+struct PySharedMemory : torch::CustomClassHolder {
+  explicit PySharedMemory(SharedMemory m) : memory(std::move(m)) {}
+  SharedMemory memory;
+};
+using SharedMemoryPtr = c10::intrusive_ptr<PySharedMemory>;
+
+void register_shared_memory(torch::Library& library) {
+  library.class_<PySharedMemory>("SharedMemory")
+      .def("bytes", [](const SharedMemoryPtr& self) { return self->memory.bytes(); })
+      .def("used", [](const SharedMemoryPtr& self) { return self->memory.used(); })
+      .def("empty", [](const SharedMemoryPtr& self, const Numbers& shape, const at::Tensor& like) {
+        return self->memory.empty(shape, like.options());
+      });
+}
+
 void register_group_class(torch::Library& library) {
   library.class_<PyRequest>("Request")
       .def("done", [](const RequestPtr& self) { return self->done(); })
@@ -191,6 +207,14 @@ void register_group_class(torch::Library& library) {
       .def("process_group", [](const GroupPtr& self) { return self->group.process_group(); })
       .def("same",
            [](const GroupPtr& self, const GroupPtr& other) { return self->group == other->group; })
+      .def("shared_memory",
+           [](const GroupPtr& self, std::int64_t bytes, double timeout) {
+             CallOptions options;
+             if (timeout > 0)
+               options.timeout = bounded_limit(std::chrono::duration<double>(timeout));
+             return c10::make_intrusive<PySharedMemory>(
+                 SharedMemory::make(self->group, bytes, options));
+           })
       .def("all_gather_text",
            [](const GroupPtr& self, const std::string& mine) {
              return self->group.all_gather_bytes(mine);
@@ -301,6 +325,7 @@ void register_mesh_groups(torch::Library& library) {
 }  // namespace
 
 void register_groups(torch::Library& library) {
+  register_shared_memory(library);
   register_group_class(library);
   register_parallel_groups(library);
   register_mesh_groups(library);

@@ -1,5 +1,7 @@
 """Groups of ranks: the world, the groups of a mesh or a tree, and any other; what they send, and its gradients."""
 
+import torch
+
 from tessera._library import classes, ops
 
 
@@ -31,6 +33,35 @@ class Request:
         """Blocks until the call is complete and returns its result: the tensor that it fills, or what it gathers."""
         arrived = self._handle.wait()
         return self._result if arrived is None else arrived
+
+
+class SharedMemory:
+    """Memory of `nbytes` on each rank of a group that the other ranks reach as well: collectives on tensors in it are not copied in and out.
+
+    Of groups whose ranks meet in memory (`group.backend == "shm"`); `DistributedDataParallel` has its gradients in some by itself. Collective: every
+    rank asks for the same number, and has its own bytes claimed at once. The memory lives as long as it or a tensor in it.
+
+    >>> memory = ts.SharedMemory(ts.world(), 64 << 20)
+    >>> flat = memory.empty(1 << 20, dtype=torch.float32)
+    """
+
+    def __init__(self, group, nbytes, *, timeout=0):
+        self._handle = group._handle.shared_memory(int(nbytes), _seconds(timeout))
+
+    @property
+    def nbytes(self):
+        """What was asked for, rounded up to pages."""
+        return self._handle.bytes()
+
+    @property
+    def used(self):
+        """Bytes that tensors take."""
+        return self._handle.used()
+
+    def empty(self, *shape, dtype=None):
+        """A tensor of this rank alone in it, of undefined values; `dtype`: torch's default. Raises RuntimeError if no free range is large enough."""
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self._handle.empty(list(shape), torch.empty(0, dtype=dtype, device="cpu"))
 
 
 class Group:

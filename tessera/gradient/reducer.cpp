@@ -18,6 +18,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/agreement.h"
+#include "tessera/comm/group/shared_memory.h"
 #include "tessera/gradient/announce.h"
 #include "tessera/gradient/bucket.h"
 #include "tessera/gradient/detail/bucket_message.h"
@@ -97,6 +98,7 @@ struct Bucket {
   bool scatters = false;    // a message is reduce-scattered
   bool scattered = false;   // and that has been waited for
   std::int64_t numel = 0;   // without the flags
+  SharedMemory memory;      // for `flat`, if the ranks share any
   at::Tensor flat;          // numel values, then one flag a slot: did this rank use it
   std::size_t missing = 0;  // slots whose gradient has not been accumulated in this backward
   bool started = false;
@@ -210,6 +212,8 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   void learn();
   void write_back(Bucket& bucket);
   void reset();
+  void share_memory(const Group& group);
+  void leave_shared_memory();
 };
 
 namespace {
@@ -404,6 +408,7 @@ void GradientReducer::State::abandon() {
     }
   } catch (const std::exception& e) {  // another one is on its way already
     TORCH_WARN("gradients of a backward that failed could not be reduced: ", e.what());
+    leave_shared_memory();
   }
   reset();
 }
@@ -480,7 +485,9 @@ void GradientReducer::State::start(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   const auto slots = static_cast<std::int64_t>(bucket.slots.size());
   if (!bucket.flat.defined()) {
-    bucket.flat = at::empty({bucket.numel + slots}, bucket.slots.front().like.options());
+    const auto form = bucket.slots.front().like.options();
+    bucket.flat = bucket.memory ? bucket.memory.empty({bucket.numel + slots}, form)
+                                : at::empty({bucket.numel + slots}, form);
     // Not views to autograd: a gradient that is one could not be detached in place, which
     // Optimizer::zero_grad does.
     for (Slot& slot : bucket.slots)
@@ -571,10 +578,48 @@ void GradientReducer::State::finish() {
       }
     }
   } catch (...) {
+    leave_shared_memory();
     reset();
     throw;
   }
   reset();
+}
+
+// After a failure another rank may be late in a reduction that has been given up here, and may
+// still write a block of its result.
+void GradientReducer::State::leave_shared_memory() {
+  for (Bucket& bucket : buckets) {
+    if (!bucket.memory) continue;
+    bucket.memory = SharedMemory();
+    bucket.flat = at::Tensor();
+    for (Slot& slot : bucket.slots) slot.part = at::Tensor();
+  }
+}
+
+// Large buckets are reduced where they lie, in memory that the ranks of their group share.
+void GradientReducer::State::share_memory(const Group& group) {
+  constexpr std::int64_t kLarge = 64 << 10, kAlignment = 64;
+  if (!SharedMemory::available(group)) return;
+  std::int64_t bytes = 0;
+  std::vector<Bucket*> large;
+  for (Bucket& bucket : buckets) {
+    if (bucket.uniform || !(bucket.group == group)) continue;
+    const at::Tensor& like = bucket.slots.front().like;
+    const auto size = (bucket.numel + static_cast<std::int64_t>(bucket.slots.size())) *
+                      static_cast<std::int64_t>(like.element_size());
+    if (!like.is_cpu() || size < kLarge) continue;
+    bytes += (size + kAlignment - 1) / kAlignment * kAlignment;
+    large.push_back(&bucket);
+  }
+  if (large.empty()) return;
+  try {
+    const SharedMemory memory = SharedMemory::make(group, bytes);
+    for (Bucket* bucket : large) bucket->memory = memory;
+  } catch (const NotAvailable& error) {
+    TORCH_WARN("gradients of group '", group.name(),
+               "' are copied to be reduced, since its ranks get no memory in common for them: ",
+               error.what());
+  }
 }
 
 // After a reduction, until one has followed a backward on the first rank: all ranks are here, and
@@ -698,6 +743,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   }
   for (std::size_t b = 0; b < state.buckets.size(); ++b) state.order.push_back(b);
   state.reset();
+  for (const auto* group : order) state.share_memory(agreed.at(group).first);
 
   for (std::size_t i = 0; i < state.parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].parameter;

@@ -87,6 +87,40 @@ std::vector<Group> Group::threads(int size, const Options& options) {
 int Group::rank() const { return state_->core->rank(); }
 int Group::size() const { return state_->core->size(); }
 Arena& Group::arena() { return state_->arena; }
+
+std::shared_ptr<Arena> Group::share(std::size_t bytes, const Directory& directory, Call call) {
+  if (bytes == 0)
+    throw InvalidArgument("shm: memory of 0 bytes is to be shared; ask for at least 1");
+  Core& core = *state_->core;
+  // Ranks that are late or gone are found out by the group, which says so better than a meeting.
+  barrier(call, "sharing of memory");
+  const std::uint64_t number = core.next_memory();
+  Options options;
+  options.name = concat(core.options().name, " memory ", number);
+  options.timeout = state_->limit(call);
+  options.arena_bytes = bytes;
+  // Calls go through the group; of this memory only the arenas are used.
+  options.slot_bytes = options.frame_bytes = 1;
+  options.single_copy = false;
+  Directory patient = directory;
+  patient.get = [&](const std::string& key, milliseconds limit) {
+    const Deadline deadline = deadline_after(limit);
+    while (true) {
+      try {
+        return directory.get(key, std::min(time_left(deadline), milliseconds(200)));
+      } catch (const std::exception&) {
+        if (time_left(deadline).count() == 0) throw;
+      }
+      core.require_peers();
+    }
+  };
+  auto memory = detail::meet(core.rank(), core.size(), patient, options);
+  core.attach(number, memory);
+  std::byte* begin = memory->arena(core.rank());
+  const std::size_t size = memory->layout().arena_bytes();
+  return std::make_shared<Arena>(std::move(memory), begin, size);
+}
+
 void Group::abort(const std::string& reason) { state_->core->abort(reason); }
 void Group::interrupt(const std::string& reason) { state_->core->interrupt(reason); }
 bool Group::drive(milliseconds nap) { return state_->core->drive(nap); }

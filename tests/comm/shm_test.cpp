@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tessera/comm/backends/shm/shm.h"
+#include "tessera/comm/group/shared_memory.h"
 #include "tessera/comm/job/threads.h"
 
 namespace tessera {
@@ -214,6 +215,65 @@ TEST(Shm, ResultsHaveTheSameBitsOnAllRanks) {
               for (int r = 1; r < world.size(); ++r) want = want + all[r].to(want.scalar_type());
               EXPECT_TRUE(torch::equal(t, want.to(dtype))) << c10::toString(dtype) << n;
             }
+        },
+        over_shm());
+}
+
+TEST(Shm, SharedMemoryIsReducedWhereItLies) {
+  for (int ranks = 2; ranks <= 3; ++ranks)
+    run_threads(
+        ranks,
+        [](DistributedManager& manager) {
+          const auto world = manager.world();
+          const int r = world.rank(), n = world.size();
+          ASSERT_TRUE(SharedMemory::available(world));
+          auto memory = SharedMemory::make(world, 4 << 20);
+          EXPECT_EQ(memory.bytes(), 4 << 20);
+          {
+            const auto few = memory.empty({3}), none = memory.empty({0, 7});
+            EXPECT_EQ(memory.used(), 128);
+          }
+          EXPECT_EQ(memory.used(), 0);
+          auto random = at::detail::createCPUGenerator(5 + r);
+          for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kComplexDouble})
+            for (const std::int64_t size : {0, 3, 5000, 100001}) {
+              auto t = memory.empty({size}, dtype);
+              const auto mine = torch::randn({size}, random, torch::kDouble).to(dtype);
+              const auto elsewhere = mine.clone();
+              for (const auto op : {ReduceOp::sum, ReduceOp::product}) {
+                t.copy_(mine);
+                elsewhere.copy_(mine);
+                auto request = world.start().all_reduce(t, op);
+                world.all_reduce(elsewhere, op);
+                request.wait();
+                EXPECT_TRUE(torch::equal(t, elsewhere)) << c10::toString(dtype) << size;
+              }
+              // A view, of which other ranks reach a part alone.
+              if (size > 3) {
+                t.copy_(mine);
+                elsewhere.copy_(mine);
+                world.all_reduce(t.narrow(0, 1, size - 1), ReduceOp::avg);
+                auto tail = elsewhere.narrow(0, 1, size - 1).clone();
+                world.all_reduce(tail, ReduceOp::avg);
+                elsewhere.narrow(0, 1, size - 1).copy_(tail);
+                EXPECT_TRUE(torch::equal(t, elsewhere));
+              }
+            }
+          EXPECT_THROW(memory.empty({1 << 20}, torch::kDouble), NotAvailable);
+          EXPECT_THROW(memory.empty({-1}), InvalidArgument);
+          EXPECT_THROW(memory.empty({1}, torch::Device(torch::kMeta)), InvalidArgument);
+          EXPECT_THROW(SharedMemory().empty({1}), NotAvailable);
+          EXPECT_THROW(SharedMemory::make(world, 0), InvalidArgument);
+          EXPECT_THROW(SharedMemory::make(world, 4096 * (1 + r)), MismatchError);
+          EXPECT_THROW(SharedMemory::make(Group(), 4096), NotAvailable);
+          // A tensor keeps its memory; the group goes on, with more of it as well.
+          auto kept = memory.empty({50000}, torch::kDouble).fill_(r);
+          memory = SharedMemory::make(world, 1 << 20);
+          auto other = memory.empty({50000}, torch::kDouble).fill_(r);
+          world.all_reduce(kept);
+          world.all_reduce(other);
+          EXPECT_TRUE(torch::equal(kept, torch::full_like(kept, n * (n - 1) / 2)));
+          EXPECT_TRUE(torch::equal(other, kept));
         },
         over_shm());
 }

@@ -3,6 +3,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cinttypes>
+#include <cstdio>
+#include <fstream>
+#include <string>
+
 #include "tessera/comm/job/threads.h"
 
 namespace tessera {
@@ -112,6 +117,69 @@ TEST(Reducer, GoesOnAfterABackwardThatFailed) {
         }
       }
     });
+}
+
+// True if the ranks that share this host share these bytes.
+bool shared_by_ranks(const torch::Tensor& t) {
+  std::ifstream maps("/proc/self/maps");
+  const auto at = reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
+  for (std::string line; std::getline(maps, line);) {
+    std::uintptr_t begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR, &begin, &end) == 2 && at >= begin &&
+        at < end)
+      return line.find("memfd:tessera") != std::string::npos;
+  }
+  return false;
+}
+
+TEST(Reducer, LargeBucketsLieInMemoryThatRanksShare) {
+  ManagerOptions options;
+  options.backend = "shm";
+  for (int ranks = 2; ranks <= 3; ++ranks)
+    for (const bool view : {true, false})
+      run_threads(
+          ranks,
+          [&](DistributedManager& manager) {
+            const int r = manager.rank();
+            const double mean_r = (ranks - 1) / 2.0;
+            auto a = leaf(torch::ones({300, 100}, torch::kDouble)),
+                 b = leaf(torch::ones({20000}, torch::kDouble)),
+                 c = leaf(torch::ones({10}, torch::kDouble)),
+                 d = leaf(torch::ones({40000}, torch::kFloat));
+            const auto world = manager.world();
+            // Two at once on one group.
+            GradientReducer reducer({{a, "a", world}, {b, "b", world}, {c, "c", world}},
+                                    {80, 100000, true, view}),
+                another({{d, "d", world}}, {1 << 20, 1 << 20, true, view});
+            EXPECT_EQ(reducer.buckets().size(), 3U);
+            const auto step = [&](bool fails) {
+              const auto ends = [&](const torch::Tensor& t) {
+                auto same = t * 1;
+                if (fails)
+                  same.register_hook([](const torch::Tensor&) -> torch::Tensor {
+                    throw std::runtime_error("a hook");
+                  });
+                return same;
+              };
+              auto loss = (b * (r + 1)).sum() + (c * r).sum() + (d * r).sum();
+              (loss + (ends(a) * (r + 2)).sum()).backward();
+            };
+            for (int i = 0; i < 3; ++i) {
+              if (i == 1) {
+                EXPECT_THROW(step(true), std::runtime_error);
+              }
+              for (auto& p : {a, b, c, d}) p.mutable_grad().reset();
+              step(false);
+              expect_equal(a.grad(), torch::full_like(a, mean_r + 2));
+              expect_equal(b.grad(), torch::full_like(b, mean_r + 1));
+              expect_equal(c.grad(), torch::full_like(c, mean_r));
+              expect_equal(d.grad(), torch::full_like(d, mean_r));
+            }
+            EXPECT_EQ(shared_by_ranks(a.grad()), view);
+            EXPECT_EQ(shared_by_ranks(d.grad()), view);
+            EXPECT_FALSE(shared_by_ranks(c.grad()));
+          },
+          options);
 }
 
 TEST(Reducer, ParametersThatSomeOrNoRanksUse) {

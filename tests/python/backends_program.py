@@ -25,4 +25,14 @@ assert mesh.group("inner") == ts.group("inner") and mesh.axes == {"outer": 2, "i
 table = ts.Mesh({"x": 4}, ranks=[2, 3, 1, 0])
 t = ts.from_local(torch.tensor([float(ts.rank())]), table, [ts.Shard(0)])
 assert ts.full_tensor(t).tolist() == [2, 3, 1, 0]
+memory = ts.SharedMemory(ts.world(), 1 << 20)
+shared = memory.empty(100, 300, dtype=torch.float64).fill_(ts.rank())
+assert ts.world().all_reduce(shared).eq(6).all() and memory.used == shared.nbytes
+assert memory.empty((5,)).dtype == torch.float32 and memory.nbytes == 1 << 20
+for wrong in (lambda: ts.SharedMemory(ts.group("inner"), 4096), lambda: ts.SharedMemory(ts.world(), 0), lambda: memory.empty(1 << 20)):
+    try:
+        wrong()
+    except (RuntimeError, ValueError):
+        continue
+    raise AssertionError("taken")
 print(f"rank {ts.rank()}: {ts.group('inner').backend} and {ts.group('outer').backend}", flush=True)

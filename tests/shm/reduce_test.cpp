@@ -274,7 +274,8 @@ TEST(Reduce, EveryShortNumber) {
 }
 
 /// Sums of drawn floats, whose order shows: in rank order, and the same bits everywhere.
-std::string bits(Group& group, bool in_arena) {
+std::string bits(Group& group, Arena* shared) {
+  const bool in_arena = shared != nullptr;
   const int ranks = group.size(), me = group.rank();
   for (const std::size_t count : {1U, 13U, 14U, 1000U, 4096U, 5000U, 50001U, 300007U}) {
     std::vector<std::vector<float>> values;
@@ -288,7 +289,7 @@ std::string bits(Group& group, bool in_arena) {
     for (int r = 1; r < ranks; ++r)
       for (std::size_t i = 0; i < count; ++i) expected[i] += values[static_cast<std::size_t>(r)][i];
     std::vector<float> heap = values[static_cast<std::size_t>(me)];
-    std::byte* arena = in_arena ? group.arena().allocate(count * 4 + 256) : nullptr;
+    std::byte* arena = in_arena ? shared->allocate(count * 4 + 256) : nullptr;
     // Another place in each rank's arena.
     float* data = in_arena ? reinterpret_cast<float*>(arena + 64 * me) : heap.data();
     std::memcpy(data, values[static_cast<std::size_t>(me)].data(), count * 4);
@@ -306,7 +307,7 @@ std::string bits(Group& group, bool in_arena) {
     if (std::memcmp(mixed, expected.data(), count * 4) != 0)
       return concat(count, " mixed floats on ", ranks, " ranks");
     group.barrier();
-    if (in_arena) group.arena().deallocate(arena);
+    if (in_arena) shared->deallocate(arena);
   }
   return "";
 }
@@ -318,13 +319,106 @@ TEST(Reduce, SameBitsOnAllRanks) {
       options.arena_bytes = in_arena ? 2 << 20 : 0;
       for (const auto& end : fork_ranks(ranks, [&](int rank, const Directory& directory) {
              Group group = Group::meet(rank, ranks, directory, options);
-             return bits(group, in_arena);
+             return bits(group, in_arena ? &group.arena() : nullptr);
            }))
         EXPECT_EQ(end.report, "");
     }
   options.arena_bytes = 2 << 20;
-  for (const auto& end : thread_ranks(2, options, [](Group& group) { return bits(group, true); }))
+  for (const auto& end :
+       thread_ranks(2, options, [](Group& group) { return bits(group, &group.arena()); }))
     EXPECT_EQ(end.report, "");
+}
+
+/// Memory shared later: several at once, freed in another order on each rank, data in different
+/// ones.
+std::string in_shared_memory(Group& group, const Directory& directory) {
+  const int me = group.rank(), ranks = group.size();
+  std::shared_ptr<Arena> first = group.share(2 << 20, directory);
+  if (auto report = bits(group, first.get()); !report.empty()) return report;
+  std::shared_ptr<Arena> second = group.share(1 << 20, directory);
+  constexpr std::size_t kCount = 50000;
+  const auto values = [&](Arena& arena) {
+    auto* data = reinterpret_cast<float*>(arena.allocate(kCount * 4));
+    std::fill_n(data, kCount, static_cast<float>(me + 1));
+    return data;
+  };
+  float* a = values(*first);
+  float* b = values(*second);
+  const float sum = static_cast<float>(ranks * (ranks + 1) / 2);
+  const auto right = [&](const float* data, float value) {
+    return std::all_of(data, data + kCount, [&](float x) { return x == value; });
+  };
+  // Of each rank another memory: the data go through the slots.
+  float* mine = me % 2 == 0 ? a : b;
+  group.all_reduce(mine, mine, kCount, Element::float32, {});
+  if (!right(mine, sum)) return "two memories at once";
+  std::fill_n(mine, kCount, static_cast<float>(me + 1));
+  // Blocks that another rank reads: out of the memory where it holds it, else out of the process.
+  if (me == 1) {
+    first->deallocate(reinterpret_cast<std::byte*>(a));
+    first.reset();
+  }
+  std::vector<float> all(kCount * static_cast<std::size_t>(ranks));
+  const float* given = me == 1 ? b : a;
+  group.all_gather(given, all.data(), kCount * 4);
+  for (int r = 0; r < ranks; ++r)
+    if (!right(all.data() + kCount * static_cast<std::size_t>(r), static_cast<float>(r + 1)))
+      return "an all-gather";
+  // No rank waits for one that has let the first memory go.
+  std::vector<float> elsewhere(kCount, static_cast<float>(me + 1));
+  float* other = me == 1 ? elsewhere.data() : a;
+  group.all_reduce(other, other, kCount, Element::float32, {});
+  if (!right(other, sum)) return "after one rank let go";
+  group.all_reduce(b, b, kCount, Element::float32, {});
+  if (!right(b, sum)) return "in the second memory";
+  return "";
+}
+
+TEST(Reduce, InMemoryThatIsSharedLater) {
+  for (const int ranks : {2, 3})
+    for (const bool single_copy : {true, false}) {
+      Options options = brief("later");
+      options.single_copy = single_copy;
+      for (const auto& end : fork_ranks(ranks, [&](int rank, const Directory& directory) {
+             Group group = Group::meet(rank, ranks, directory, options);
+             return in_shared_memory(group, directory);
+           }))
+        EXPECT_EQ(end.report, "");
+    }
+}
+
+TEST(Reduce, SharingFailsOnAllRanksAndTheGroupGoesOn) {
+  for (const auto& end : fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
+         Group group = Group::meet(rank, 3, directory, brief("unequal"));
+         try {
+           group.share(rank == 1 ? 8192 : 4096, directory);
+           return "shared";
+         } catch (const SetupError& error) {
+           if (error.cause() != Cause::disagreement) return error.what();
+         }
+         const auto memory = group.share(1 << 20, directory);
+         constexpr std::size_t kCount = 100000;
+         auto* data = reinterpret_cast<float*>(memory->allocate(kCount * 4));
+         std::fill_n(data, kCount, 1.0f);
+         group.all_reduce(data, data, kCount, Element::float32, {});
+         return std::all_of(data, data + kCount, [](float x) { return x == 3; }) ? "" : "wrong";
+       }))
+    EXPECT_EQ(end.report, "");
+}
+
+TEST(Reduce, SharingWithARankThatIsGoneEnds) {
+  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+    Group group = Group::meet(rank, 2, directory, brief("gone"));
+    group.barrier();
+    if (rank == 1) ::_exit(0);
+    try {
+      group.share(4096, directory);
+      return "shared";
+    } catch (const PeerLostError&) {
+      return "";
+    }
+  });
+  EXPECT_EQ(ends[0].report, "");
 }
 
 }  // namespace

@@ -228,7 +228,8 @@ class ReducePieces final : public Op {
   /// collected.
   std::uint64_t dealt_ = 0, reduced_rounds_ = 0, collected_ = 0;
   int from_ = 1;
-  std::vector<std::uint64_t> arena_at_;
+  /// The data of each rank, if path_ is in_place.
+  std::vector<std::shared_ptr<std::byte>> data_;
   std::vector<double> factors_;
   std::vector<const std::byte*> sources_;
 };

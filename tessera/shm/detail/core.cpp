@@ -109,6 +109,52 @@ Core::~Core() {
   ::munmap(unforked_, kPageBytes);
 }
 
+// ---- memory in which calls work in place ----
+
+std::uint64_t Core::next_memory() {
+  const std::lock_guard lock(mutex_);
+  memories_.emplace_back();
+  return ++memory_count_;
+}
+
+void Core::attach(std::uint64_t number, std::weak_ptr<Core> memory) {
+  const std::lock_guard lock(mutex_);
+  memories_.at(number - 1) = std::move(memory);
+}
+
+std::uint64_t Core::place_of(const std::byte* data, std::size_t bytes) const {
+  const auto inside = [&](const Core& core) -> std::uint64_t {
+    const auto at = reinterpret_cast<std::uintptr_t>(data) -
+                    reinterpret_cast<std::uintptr_t>(core.arena(core.rank()));
+    const std::size_t size = core.layout().arena_bytes();
+    return at < size && bytes <= size - at ? at + 1 : 0;
+  };
+  if (const auto at = inside(*this)) return at;
+  for (std::size_t i = 0; i < memories_.size(); ++i) {
+    const auto memory = memories_[i].lock();
+    if (!memory) continue;
+    if (const auto at = inside(*memory)) return (std::uint64_t{i + 1} << kPlaceBits) + at;
+  }
+  return 0;
+}
+
+std::shared_ptr<std::byte> Core::at_place(int rank, std::uint64_t place, std::size_t bytes) const {
+  const std::uint64_t number = memory_of(place);
+  const std::uint64_t at = (place & ((std::uint64_t{1} << kPlaceBits) - 1)) - 1;
+  std::shared_ptr<const Core> other;
+  if (number > 0 && number <= memories_.size()) {
+    other = memories_[number - 1].lock();
+    if (!other) return nullptr;
+  }
+  const Core& core = other ? *other : *this;
+  const std::size_t size = core.layout().arena_bytes();
+  if (number > memories_.size() || at >= size || bytes > size - at)
+    throw MismatchError(concat("shm group '", options_.name, "': ", who(rank), " says that ", bytes,
+                               " bytes are in memory ", number, " of the group at ", at,
+                               ", where they are not"));
+  return {other, core.arena(rank) + at};
+}
+
 std::string Core::where(const Op& op) const {
   return concat("shm group '", options_.name, "', rank ", rank(), " of ", size(), ", ", op.name,
                 " (call ", op.number, ")");
@@ -236,6 +282,20 @@ void Core::require_held(int rank) const {
   throw PeerLostError(concat("shm group '", options_.name, "': ", who(rank),
                              " gave its calls up before all ranks had its data"),
                       {rank});
+}
+
+void Core::require_peers() {
+  const std::lock_guard lock(mutex_);
+  if (broken_) std::rethrow_exception(broken_);
+  if (header_.failed.load() != 0) std::rethrow_exception(heard());
+  liveness_.look();
+  for (int r = 0; r < size(); ++r) {
+    const bool left = state(r).left.load() != 0;
+    if (left || liveness_.gone(r))
+      throw PeerLostError(concat("shm group '", options_.name, "': ", who(r),
+                                 left ? " has left the group" : " died"),
+                          {r});
+  }
 }
 
 void Core::let_go() {

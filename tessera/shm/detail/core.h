@@ -15,6 +15,7 @@
 // publication an atomic exchange, which includes one. tests/shm/model_test.cpp tries all
 // interleavings of both.
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -128,6 +129,25 @@ class Core {
   Line& line(int rank, std::uint64_t step) const { return state(rank).lines[step % kSlots]; }
   std::byte* region(int rank) const { return memory_->data() + layout().region(rank); }
   std::byte* arena(int rank) const { return region(rank) + layout().arena_at(); }
+
+  // ---- memory in which calls work in place: number 0 is the arena of this group itself, number n
+  // that of the n-th Group::share(), the same on all ranks ----
+  /// The number of the next one, whether or not it comes about.
+  std::uint64_t next_memory();
+  /// `memory` is used for as long as something else keeps it alive.
+  void attach(std::uint64_t number, std::weak_ptr<Core> memory);
+  /// True if there is or was any, which all ranks answer alike.
+  bool shares() const { return layout().arena_bytes() > 0 || memory_count_.load() > 0; }
+  /// Where these bytes of this rank are, as at_place() finds them; 0 if they are not in memory that
+  /// all ranks reach.
+  std::uint64_t place_of(const std::byte* data, std::size_t bytes) const;
+  /// What `rank` said that place_of() gave it, in this process' memory; null if this process has
+  /// let that memory go. Throws MismatchError if it cannot be true.
+  std::shared_ptr<std::byte> at_place(int rank, std::uint64_t place, std::size_t bytes) const;
+  /// The number of the memory of a place other than 0.
+  static std::uint64_t memory_of(std::uint64_t place) { return place >> kPlaceBits; }
+
+  // ---- slots, lines, channels ----
   Channel& channel(int from, int to) const {
     return reinterpret_cast<Channel*>(region(from) + layout().channels_at())[to];
   }
@@ -163,6 +183,9 @@ class Core {
   /// Throws what the group has ended by if this rank has given its calls up, so that what was read
   /// of its memory may be no data.
   void require_held(int rank) const;
+  /// Throws PeerLostError if a rank has left or its process has ended, and what the group has ended
+  /// by.
+  void require_peers();
   /// Copies as copy_from(); returns false and sets errno if that fails.
   bool try_copy_from(int rank, std::byte* to, std::uint64_t address,
                      std::size_t bytes) const noexcept;
@@ -178,6 +201,7 @@ class Core {
 
  private:
   friend class Messages;
+  static constexpr int kPlaceBits = 41;
   using Lock = std::unique_lock<std::mutex>;
 
   void require_usable(const Op& op);
@@ -216,6 +240,9 @@ class Core {
   std::uint64_t next_step_ = 0, next_number_ = 0;
   /// A hash of all collectives so far, the same on all ranks.
   std::uint64_t calls_ = 0;
+  std::atomic<std::uint64_t> memory_count_{0};
+  /// Element i is number i + 1.
+  std::vector<std::weak_ptr<Core>> memories_;
   /// For each rank: it is done with the steps below this number, as far as is known here.
   std::vector<std::uint64_t> seen_done_;
   int sleeping_here_ = 0, waiting_here_ = 0;

@@ -13,33 +13,26 @@ constexpr std::size_t kPulledBlock = 32768;
 // ---- where data is ----
 
 void Places::say(Core& core, std::uint64_t step, const std::byte* data, std::size_t bytes) {
-  const std::size_t arena = core.layout().arena_bytes();
-  const auto at = reinterpret_cast<std::uintptr_t>(data) -
-                  reinterpret_cast<std::uintptr_t>(core.arena(core.rank()));
-  const Where where{at < arena && bytes <= arena - at ? at + 1 : 0,
-                    reinterpret_cast<std::uint64_t>(data)};
+  const Where where{core.place_of(data, bytes), reinterpret_cast<std::uint64_t>(data)};
   std::memcpy(core.line(core.rank(), step).payload, &where, sizeof where);
 }
 
 void Places::note(Core& core, int rank, std::uint64_t step, std::size_t bytes) {
   Where where;
   std::memcpy(&where, core.line(rank, step).payload, sizeof where);
-  const std::size_t arena = core.layout().arena_bytes();
-  if (where.arena != 0 && (where.arena - 1 > arena || bytes > arena - (where.arena - 1)))
-    throw MismatchError(concat("shm: rank ", rank, " says that its data are in its arena at ",
-                               where.arena - 1, ", where they are not"));
   where_[static_cast<std::size_t>(rank)] = where;
+  bytes_[static_cast<std::size_t>(rank)] = bytes;
 }
 
-const std::byte* Places::here(Core& core, int rank) const {
-  const Where& where = where_[static_cast<std::size_t>(rank)];
-  return where.arena != 0 ? core.arena(rank) + (where.arena - 1) : nullptr;
+std::shared_ptr<const std::byte> Places::here(Core& core, int rank) const {
+  const auto i = static_cast<std::size_t>(rank);
+  return where_[i].place == 0 ? nullptr : core.at_place(rank, where_[i].place, bytes_[i]);
 }
 
 void Places::copy(Core& core, int rank, std::size_t at, std::byte* to, std::size_t bytes) const {
   if (bytes == 0) return;
-  if (const std::byte* data = here(core, rank)) {
-    std::memcpy(to, data + at, bytes);
+  if (const auto data = here(core, rank)) {
+    std::memcpy(to, data.get() + at, bytes);
     core.require_held(rank);
   } else {
     core.copy_from(rank, to, where_[static_cast<std::size_t>(rank)].address + at, bytes);
@@ -131,14 +124,17 @@ void PulledReduction::operator()(Core& core, const Places& places, const std::by
                                  std::size_t at, std::byte* output, std::size_t bytes,
                                  const std::vector<double>& factors) {
   const int ranks = core.size();
+  std::vector<std::shared_ptr<const std::byte>> mapped;
+  for (int r = 0; r < ranks; ++r)
+    mapped.push_back(r == core.rank() ? nullptr : places.here(core, r));
   for (std::size_t done = 0; done < bytes; done += kPulledBlock) {
     const std::size_t part = std::min(kPulledBlock, bytes - done);
     for (int r = 0; r < ranks; ++r) {
       const auto i = static_cast<std::size_t>(r);
       if (r == core.rank()) {
         sources_[i] = own + at + done;
-      } else if (const std::byte* data = places.here(core, r)) {
-        sources_[i] = data + at + done;
+      } else if (mapped[i]) {
+        sources_[i] = mapped[i].get() + at + done;
       } else {
         fetched_.resize(sources_.size() * kPulledBlock);
         places.copy(core, r, at + done, fetched_.data() + i * kPulledBlock, part);

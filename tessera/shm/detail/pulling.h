@@ -19,8 +19,8 @@ inline constexpr std::size_t kPullReduceBytes = std::size_t{8} << 20;
 
 /// Where some bytes of a rank are, as the other ranks find them.
 struct Where {
-  /// Offset in its arena + 1, or 0.
-  std::uint64_t arena = 0;
+  /// Core::place_of().
+  std::uint64_t place = 0;
   /// Address in its process.
   std::uint64_t address = 0;
 };
@@ -28,18 +28,21 @@ struct Where {
 /// Where the bytes of each rank are, as they published it in their lines of one step.
 class Places {
  public:
-  explicit Places(int ranks) : where_(static_cast<std::size_t>(ranks)) {}
+  explicit Places(int ranks)
+      : where_(static_cast<std::size_t>(ranks)), bytes_(static_cast<std::size_t>(ranks)) {}
 
   /// Writes where `data` is into this rank's line. The caller publishes it.
   static void say(Core& core, std::uint64_t step, const std::byte* data, std::size_t bytes);
-  /// Records what `rank` published. Throws MismatchError if that is not within its arena.
+  /// Records what `rank` published.
   void note(Core& core, int rank, std::uint64_t step, std::size_t bytes);
-  /// The bytes as this process sees them, if they are in an arena; else null.
-  const std::byte* here(Core& core, int rank) const;
+  /// The bytes as this process sees them, if they are in memory that it reaches; else null. Throws
+  /// as Core::at_place().
+  std::shared_ptr<const std::byte> here(Core& core, int rank) const;
   void copy(Core& core, int rank, std::size_t at, std::byte* to, std::size_t bytes) const;
 
  private:
   std::vector<Where> where_;
+  std::vector<std::size_t> bytes_;
 };
 
 /// Base of the calls below: publish, take, report done, wait for the others.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tessera/base/text.h"
 #include "tessera/shm/detail/calls.h"
 
 namespace tessera::shm::detail {
@@ -106,7 +107,7 @@ ReducePieces::ReducePieces(Core& core, const char* name, const ReduceArguments& 
       std::clamp(Layout::rounded(bytes / (4 * n), kLineBytes), std::min(kLeastPiece, most), most);
   piece_count_ = piece_bytes_ / element_bytes_;
   rounds_ = blocks_of(arguments.count, n * piece_count_);
-  asks_ = core.layout().arena_bytes() > 0 && bytes >= kInPlaceBytes;
+  asks_ = core.shares() && bytes >= kInPlaceBytes;
   // The two steps for arenas come first; if the data is not in arenas, the others follow.
   steps = 2 * rounds_ + (asks_ ? 2 : 0);
   signature = signature_of(4, arguments);
@@ -128,14 +129,10 @@ ReducePieces::Piece ReducePieces::piece(std::uint64_t round, int rank) const {
 bool ReducePieces::announce(Core& core) {
   if (announced_) return true;
   if (!core.writable(*this, first)) return false;
-  const std::byte* arena = core.arena(rank_);
-  const std::size_t bytes = arguments_.count * element_bytes_;
-  const auto at =
-      reinterpret_cast<std::uintptr_t>(arguments_.output) - reinterpret_cast<std::uintptr_t>(arena);
-  const bool inside = at < core.layout().arena_bytes() &&
-                      bytes <= core.layout().arena_bytes() - at &&
-                      arguments_.input == arguments_.output;
-  const std::uint64_t word = inside ? at + 1 : 0;
+  const std::uint64_t word =
+      arguments_.input == arguments_.output
+          ? core.place_of(arguments_.output, arguments_.count * element_bytes_)
+          : 0;
   Line& line = core.line(rank_, first);
   std::memcpy(line.payload, &word, sizeof word);
   std::memcpy(line.payload + kFactorAt, &arguments_.reduction.factor, sizeof(double));
@@ -149,20 +146,26 @@ bool ReducePieces::decide(Core& core) {
     if (r != rank_ && !core.ready(*this, r, first)) return false;
   const std::size_t bytes = arguments_.count * element_bytes_;
   bool all = true;
-  arena_at_.clear();
+  std::vector<std::uint64_t> places;
   for (int r = 0; r < ranks_; ++r) {
     std::uint64_t word = 0;
     std::memcpy(&word, core.line(r, first).payload, sizeof word);
     std::memcpy(&factors_[static_cast<std::size_t>(r)], core.line(r, first).payload + kFactorAt,
                 sizeof(double));
-    const std::uint64_t at = word - 1;
-    if (word == 0 || at > core.layout().arena_bytes() || bytes > core.layout().arena_bytes() - at ||
-        at % element_bytes_ != 0)
+    // One memory for all: where this rank's data is in it, this rank has not let it go.
+    if (word == 0 || (word - 1) % element_bytes_ != 0 ||
+        Core::memory_of(word) != Core::memory_of(places.empty() ? word : places.front()))
       all = false;
-    arena_at_.push_back(at);
+    places.push_back(word);
   }
   // All ranks have read the same words, so all choose the same path.
   path_ = all && arguments_.root < 0 ? Path::in_place : Path::slots;
+  data_.clear();
+  for (int r = 0; path_ == Path::in_place && r < ranks_; ++r) {
+    data_.push_back(core.at_place(r, places[static_cast<std::size_t>(r)], bytes));
+    if (!data_.back())
+      throw InvalidArgument(concat(core.where(*this), ": its memory was freed during the call"));
+  }
   base_ = first + 2;
   if (path_ == Path::slots) core.finish(first + 1);
   return true;
@@ -181,7 +184,7 @@ bool ReducePieces::reduce_in_place(Core& core) {
     for (std::size_t at = begin; at < end; at += block) {
       const std::size_t count = std::min(block, end - at);
       const auto data = [&](int r) {
-        return core.arena(r) + arena_at_[static_cast<std::size_t>(r)] + at * element_bytes_;
+        return data_[static_cast<std::size_t>(r)].get() + at * element_bytes_;
       };
       for (int r = 0; r < ranks_; ++r) {
         // Results are written to the memory of all: only while it is theirs.

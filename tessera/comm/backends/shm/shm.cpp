@@ -14,9 +14,7 @@
 
 namespace tessera {
 
-c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   int rank, int size,
-                                                   const ShmBackendOptions& options) {
+shm::Directory directory_at(const c10::intrusive_ptr<c10d::Store>& store) {
   shm::Directory directory;
   directory.put = [store](const std::string& key, const std::string& bytes) {
     store->set(key, std::vector<std::uint8_t>(bytes.begin(), bytes.end()));
@@ -27,7 +25,13 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d
     const auto bytes = store->get(key);
     return std::string(bytes.begin(), bytes.end());
   };
-  return make_shm_backend(directory, rank, size, options);
+  return directory;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   int rank, int size,
+                                                   const ShmBackendOptions& options) {
+  return make_shm_backend(directory_at(store), rank, size, options);
 }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const shm::Directory& directory, int rank,

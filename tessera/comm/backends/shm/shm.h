@@ -32,6 +32,9 @@ struct ShmBackendOptions {
   std::shared_ptr<detail::GroupWatch> watch;
 };
 
+/// The ranks meet at `store`, which belongs to their group alone.
+shm::Directory directory_at(const c10::intrusive_ptr<c10d::Store>& store);
+
 /// Meets the other ranks, whose processes must be on this host and of this user. Each writes a few
 /// short texts to `store`, which belongs to this group alone; that the ranks share a host is proven
 /// by meeting in memory, never by a name. Costs some milliseconds, 2 descriptors and one more per

@@ -5,6 +5,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/shm/shm.h"
 #include "tessera/comm/backends/shm/shm_calls.h"
 
 namespace tessera::detail {
@@ -49,6 +50,20 @@ ShmBackend::WorkPtr ShmBackend::broadcast_one(const at::Tensor& tensor, int root
       std::move(call), limit, signature(tensor.scalar_type()),
       [&](shm::Call o) { group().broadcast(data, tensor.nbytes(), root, o); },
       [&](shm::Call o) { return group().start_broadcast(data, tensor.nbytes(), root, o); });
+}
+
+std::shared_ptr<shm::Arena> ShmBackend::share(std::size_t bytes,
+                                              const c10::intrusive_ptr<c10d::Store>& store,
+                                              std::chrono::milliseconds limit) {
+  try {
+    return group().share(bytes, directory_at(store), {bounded_limit(limit)});
+  } catch (const shm::SetupError& error) {
+    if (error.cause() == shm::Cause::disagreement) throw MismatchError(error.what());
+    if (error.cause() == shm::Cause::absent) throw PeerLostError(error.what(), {});
+    throw NotAvailable(error.what());
+  } catch (const Error&) {
+    link_->rethrow();
+  }
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {

@@ -14,7 +14,7 @@
 
 namespace tessera::detail {
 
-class ShmBackend final : public OwnBackend {
+class ShmBackend final : public OwnBackend, public SharingBackend {
  public:
   ShmBackend(std::shared_ptr<ShmLink> link, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
@@ -28,6 +28,9 @@ class ShmBackend final : public OwnBackend {
   }
   /// How calls travel, and why, for reports.
   std::string describe() const { return shm::to_string(link_->group().describe()); }
+
+  std::shared_ptr<shm::Arena> share(std::size_t bytes, const c10::intrusive_ptr<c10d::Store>& store,
+                                    std::chrono::milliseconds limit) override;
 
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& options) override;

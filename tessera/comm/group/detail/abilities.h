@@ -4,10 +4,19 @@
 // dynamic_cast once, when it is made.
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "tessera/comm/group/types.h"
+
+namespace tessera::shm {
+class Arena;
+}  // namespace tessera::shm
 
 namespace tessera::detail {
 
@@ -68,6 +77,17 @@ class SigningBackend {
   /// Announces the next collective by a number that stands for its operation and arguments
   /// (CallCard::hash()). 0: nothing is known of it.
   virtual void sign(std::uint64_t call) = 0;
+};
+
+/// A backend whose ranks meet in memory, and can have more of it in common.
+class SharingBackend {
+ public:
+  virtual ~SharingBackend() = default;
+  /// See SharedMemory::make(). The ranks meet at `store`, which belongs to their group alone.
+  /// Throws MismatchError, NotAvailable, TimeoutError, PeerLostError.
+  virtual std::shared_ptr<shm::Arena> share(std::size_t bytes,
+                                            const c10::intrusive_ptr<c10d::Store>& store,
+                                            std::chrono::milliseconds limit) = 0;
 };
 
 /// A mismatch that the other ranks may not detect by themselves, or after which the backend cannot
