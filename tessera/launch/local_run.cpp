@@ -63,7 +63,7 @@ class Runner {
   LocalRunResult run() {
     begin_ns_ = monotonic_ns();
     prepare();
-    for (int r = 0; r < run_.ranks; ++r) start(r);
+    start_all();
     while (!done()) step();
     report();
     finish_output();
@@ -114,6 +114,36 @@ class Runner {
     winsize size{};
     const bool terminal = outputs_.error_is_terminal() && ioctl(run_.err, TIOCGWINSZ, &size) == 0;
     environment_ = shared_environment(run_, usable, port_, terminal ? size.ws_col : 0);
+  }
+
+  // Thousands of ranks take minutes to start: a signal, a failure or the end of the time is noticed
+  // meanwhile, and the others are not started any more. To look for reports costs a call per rank,
+  // so that it is done more rarely the more have been started.
+  void start_all() {
+    int look = 32;
+    for (int r = 0; r < run_.ranks; ++r) {
+      start(r);
+      if (ranks_.size() >= static_cast<std::size_t>(look)) {
+        read_reports();
+        look += std::max(32, look / 32);
+      }
+      if (ending_ || (timeout_ns() > 0 && monotonic_ns() >= timeout_ns()) || asked_to_end()) break;
+    }
+    not_started_ = run_.ranks - static_cast<int>(ranks_.size());
+  }
+
+  // True if a signal that ends the run waits to be read.
+  static bool asked_to_end() {
+    sigset_t waiting;
+    sigpending(&waiting);
+    for (const int signal : {SIGHUP, SIGINT, SIGQUIT, SIGTERM}) {
+      // One that is ignored waits all the same while it is blocked.
+      struct sigaction now{};
+      if (sigismember(&waiting, signal) == 1 && sigaction(signal, nullptr, &now) == 0 &&
+          now.sa_handler != SIG_IGN)
+        return true;
+    }
+    return false;
   }
 
   void start(int r) {
@@ -366,7 +396,7 @@ class Runner {
       say(concat("cannot start '", run_.command[0], "': ", std::strerror(start_error_)));
     } else if (result_.timed_out) {
       say(concat("the time limit of ", run_.timeout, " s was reached; ",
-                 result_.still_running.empty()
+                 result_.still_running.empty() && not_started_ == 0
                      ? std::string("the ranks had ended, but their output was not taken")
                      : concat("still running: ranks ", list(result_.still_running))));
       for (int r : result_.still_running) outputs_.say_last_lines(r, 3);
@@ -375,6 +405,11 @@ class Runner {
       say(concat(run_.ranks > 1 ? "first failure: rank " : "rank ", result_.first_failed, ": ",
                  how(first), " after ", seconds_since_begin(first.ended_ns)));
       outputs_.say_last_lines(result_.first_failed, RankOutputs::last_lines_kept);
+    }
+    if (not_started_ > 0) {
+      say(concat(not_started_, " of ", run_.ranks, " ranks had not been started"));
+      // Ranks that end well on the signal are no whole run.
+      if (result_.exit_status == 0 && forwarded_) result_.exit_status = 128 + forwarded_;
     }
     if (reader_gone_noted_) say("the reader of the output went away; the ranks were ended");
     if (killed_ && !start_error_)
@@ -415,6 +450,8 @@ class Runner {
   std::set<pid_t> older_children_;
   LocalRunResult result_;
   int start_error_ = 0;
+  // Ranks that were not started any more, since the run was to end.
+  int not_started_ = 0;
   int forwarded_ = 0;
   bool ending_ = false;
   bool killed_ = false;

@@ -51,8 +51,8 @@ struct LocalRun {
 struct LocalRunResult {
   /// 0; the first failed rank's exit code, or 128 + its signal; 124 after the time limit; 126 or
   /// 127 if the program could not be started; 128 + signal if ranks had to be killed after a
-  /// forwarded signal; 141 if the reader of the output went away; 125 if every rank succeeded, but
-  /// output could not be written (a full disk).
+  /// forwarded signal, or it came before all were started; 141 if the reader of the output went
+  /// away; 125 if every rank succeeded, but output could not be written (a full disk).
   int exit_status = 0;
   /// The rank that failed first, or -1.
   int first_failed = -1;
@@ -76,7 +76,8 @@ struct LocalRunResult {
 /// every rank, and after `grace` all are killed (after a second such signal: at once); SIGUSR1 and
 /// SIGUSR2 are passed on and change nothing else. A signal that this process ignores (nohup, jobs
 /// of scripts) stays ignored. The ranks' descendants end with their rank, and all of them with this
-/// process.
+/// process. Once the run is to end, ranks that have not been started yet are not started any more,
+/// and the report says how many.
 ///
 /// During the call it takes over the process' handling of these signals, of SIGCHLD and of SIGPIPE,
 /// makes the process a subreaper, and raises its soft limit of descriptors to the hard one (the

@@ -66,6 +66,22 @@ TEST(LauncherEnd, LastLinesAreTheLast) {
   EXPECT_FALSE(run.err().find("  | line 50\n") != std::string::npos);
 }
 
+TEST(LauncherEnd, TheTimeMayEndWhileRanksAreStarted) {
+  Process run(command(200, {"--timeout", "0.001"}, {"pause"}));
+  EXPECT_EQ(run.finish(), 124);
+  EXPECT_TRUE(run.holds("still running: ranks [0")) << run.err();
+  EXPECT_TRUE(run.holds(" of 200 ranks had not been started")) << run.err();
+  EXPECT_TRUE(run.all_gone());
+}
+
+TEST(LauncherEnd, ARankMayFailWhileOthersAreStarted) {
+  // None of the first ones can start, which is known long before all would have been.
+  Process run({TESSERA_PROGRAM, "run", "-n", "2000", "--grace", "0.2", "--", "/no/such/program"});
+  EXPECT_EQ(run.finish(), 127);
+  EXPECT_TRUE(run.holds(" of 2000 ranks had not been started")) << run.err();
+  EXPECT_TRUE(run.all_gone());
+}
+
 TEST(LauncherEnd, RanksThatIgnoreSigtermAreKilledAfterTheGrace) {
   const Folder folder;
   const std::string meeting = (folder.path() / "meeting").string();
@@ -183,6 +199,19 @@ TEST(LauncherSignals, IgnoredOnesStayIgnored) {
   EXPECT_EQ(run.finish(), 128 + SIGTERM);
   for (int number : {SIGHUP, SIGINT, SIGQUIT})
     EXPECT_FALSE(run.holds(concat("got signal ", number, " ("))) << run.err();
+}
+
+TEST(LauncherSignals, AreNoticedWhileRanksAreStarted) {
+  // The signal waits from before the start, so that the first rank is the only one.
+  const std::string blocked = "env --block-signal=TERM ";
+  Process possible({"sh", "-c", blocked + "true"});
+  if (possible.finish() != 0) GTEST_SKIP() << "env cannot block signals: " << possible.err();
+  const std::string script = blocked + "sh -c 'kill -TERM $$; exec \"$@\"' sh \"$@\"";
+  Process run(in_shell(script, command(200, {}, {"exit=0"})));
+  EXPECT_EQ(run.finish(), 128 + SIGTERM) << "a rank that ended well is no whole run";
+  EXPECT_TRUE(run.holds("got signal 15")) << run.err();
+  EXPECT_TRUE(run.holds("199 of 200 ranks had not been started")) << run.err();
+  EXPECT_TRUE(run.all_gone());
 }
 
 TEST(LauncherSignals, UserSignalsArePassedOnAndChangeNothing) {
