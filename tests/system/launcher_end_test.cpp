@@ -66,6 +66,14 @@ TEST(LauncherEnd, LastLinesAreTheLast) {
   EXPECT_FALSE(run.err().find("  | line 50\n") != std::string::npos);
 }
 
+TEST(LauncherEnd, ALimitOnTheSizeOfFilesIsAnErrorAndNoSignal) {
+  const Folder folder;
+  const std::string file = (folder.path() / "output").string();
+  Process run(in_shell("ulimit -f 1; exec \"$@\" > " + file, command(1, {}, {"lines=1000"})));
+  EXPECT_EQ(run.finish(), 125);
+  EXPECT_TRUE(run.holds("bytes of output could not be written")) << run.err();
+}
+
 TEST(LauncherEnd, TheTimeMayEndWhileRanksAreStarted) {
   Process run(command(200, {"--timeout", "0.001"}, {"pause"}));
   EXPECT_EQ(run.finish(), 124);

@@ -129,6 +129,12 @@ SignalScope::~SignalScope() {
   if (fd_ >= 0) close(fd_);
   sigaction(SIGCHLD, &child_action_, nullptr);
   sigaction(SIGPIPE, &pipe_action_, nullptr);
+  // A write that failed has left its signal, which would end this process now.
+  sigset_t limit;
+  sigemptyset(&limit);
+  sigaddset(&limit, SIGXFSZ);
+  const timespec now{};
+  if (sigismember(&mask_, SIGXFSZ) == 0) sigtimedwait(&limit, nullptr, &now);
   sigprocmask(SIG_SETMASK, &mask_, nullptr);
 }
 
