@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -16,8 +18,18 @@ def test_pythons_own_training_over_it_equals_gloo(ranks):
     assert sorted(re.findall(r"rank (\d) of \d: equal", done.stdout)) == [str(r) for r in range(ranks)]
 
 
+LIBRARY = next(pathlib.Path(tessera.__file__).parent.glob("lib*/libtessera_python.so"))
+
+
 def test_the_library_alone_registers_it():
-    library = next(pathlib.Path(tessera.__file__).parent.glob("lib*/libtessera_python.so"))
-    done = torchrun(2, "library_program.py", library)
+    done = torchrun(2, "library_program.py", LIBRARY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("without the package") == 2
+
+
+@pytest.mark.parametrize("way", ["alone", "package"])
+def test_loading_it_waits_for_no_thread_that_opens_libraries(way):
+    program = pathlib.Path(__file__).with_name("loading_program.py")
+    done = subprocess.run([sys.executable, program, LIBRARY, way], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "registered: True\n", done.stdout + done.stderr
