@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 
@@ -56,6 +57,40 @@ void expect_timeout(const MpiWorld& world, const char* what, Call&& call) {
                    (waited < 5s ? "the limit" : "too long") + ", missing" + missing + ": " +
                    e.what());
   }
+}
+
+/// In each round a rank, in turns the first one of the group, comes when all others have tried in
+/// vain, each as often and for as long as it is drawn; then all make the group.
+void run_many_tries(const MpiWorld& world) {
+  std::mt19937 drawn(7);
+  const auto comm = world.context()->comm();
+  const int rounds = 12;
+  for (int round = 0; round < rounds; ++round) {
+    auto ranks = tessera::test::all_ranks(world);
+    std::rotate(ranks.begin(), ranks.begin() + round % world.size(), ranks.end());
+    const int absent = static_cast<int>(drawn() % ranks.size());
+    int word = 0;
+    tessera::MpiBackendOptions o;
+    for (const int r : ranks) {
+      // The same numbers on all ranks.
+      const auto tries = 1 + drawn() % 3;
+      for (std::size_t i = 0; i < tries; ++i) {
+        o.timeout = std::chrono::milliseconds(1 + drawn() % 20);
+        if (r != world.rank() || r == absent) continue;
+        try {
+          tessera::make_mpi_backend(world, ranks, o);
+          say(world, "made without rank " + std::to_string(absent));
+        } catch (const tessera::TimeoutError&) {
+        }
+      }
+    }
+    if (world.rank() != absent) MPI_Send(&word, 1, MPI_INT, absent, 32767, comm);
+    for (int i = 0; world.rank() == absent && i < world.size() - 1; ++i)
+      MPI_Recv(&word, 1, MPI_INT, MPI_ANY_SOURCE, 32767, comm, MPI_STATUS_IGNORE);
+    o.timeout = 30s;
+    tessera::make_mpi_backend(world, ranks, o)->barrier(c10d::BarrierOptions())->wait();
+  }
+  say(world, "so do " + std::to_string(rounds) + " rounds of many tries");
 }
 
 void run(const MpiWorld& world, const std::string& fault) {
@@ -129,12 +164,13 @@ void run(const MpiWorld& world, const std::string& fault) {
     return;
   }
   if (fault == "retried") {
-    // The last rank comes when the others have waited in vain; then all make the group.
+    // The last rank comes when the others have waited in vain; then all make the group. Of three
+    // ranks the second one reports once more while the first one is still in its first try.
     const auto ranks = test::all_ranks(world);
     const auto comm = world.context()->comm();
     int word = 0;
     MpiBackendOptions o;
-    o.timeout = 500ms;
+    o.timeout = world.rank() == 0 ? 500ms : 150ms;
     if (world.rank() != last) {
       expect_timeout(world, "first", [&] { tessera::make_mpi_backend(world, ranks, o); });
       MPI_Send(&word, 1, MPI_INT, last, 32767, comm);
@@ -148,6 +184,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     group->allreduce(t, sum)->wait();
     if (t[0].eq(world.size()).all().item<bool>()) say(world, "the second try works");
     group->barrier(c10d::BarrierOptions())->wait();
+    run_many_tries(world);
     return;
   }
   MpiBackendOptions short_end;

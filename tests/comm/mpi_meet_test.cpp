@@ -67,6 +67,40 @@ TEST(MpiMeet, AllMakeTheGroupOrNone) {
   backend(*world, all_ranks(*world), "after")->barrier(c10d::BarrierOptions())->wait();
 }
 
+// Each rank gives up some tries of one number, whenever, and then comes until the group is made: a
+// rank that comes again while the first one is still in an older try is not forgotten.
+TEST(MpiMeet, WhoComesAgainIsMet) {
+  if (world->size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  const auto me = static_cast<std::uint64_t>(world->rank());
+  for (std::uint64_t round = 1; round <= 8 * kRounds; ++round) {
+    std::vector<int> ranks = all_ranks(*world);
+    std::rotate(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(round % ranks.size()),
+                ranks.end());
+    const auto give_ups = 1 + drawn(round, me, 6);
+    MpiBackendOptions options;
+    options.name = concat("round ", round);
+    options.timeout = kLimit;
+    std::uint64_t given_up = 0;
+    bool made = false;
+    while (!made) {
+      // Up to some looks, a few or many; none once it has given up often enough.
+      auto left = drawn(round * 100 + given_up, me, std::uint64_t{1} << drawn(round, 99, 12));
+      const detail::MpiAttempt attempt{1000 + round, [&] {
+                                         const bool now =
+                                             given_up < give_ups && (left == 0 || --left == 0);
+                                         given_up += now;
+                                         return now;
+                                       }};
+      try {
+        made = detail::make_mpi_comm(world->context(), ranks, options, attempt)->size() ==
+               world->size();
+      } catch (const PeerLostError&) {
+        // This rank's own end of a try, or another one's.
+      }
+    }
+  }
+}
+
 // The first rank makes a group while the others wait for a call that it has started.
 TEST(MpiMeet, CallsInProgressGoOnMeanwhile) {
   const auto group = backend(*world, all_ranks(*world));

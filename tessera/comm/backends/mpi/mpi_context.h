@@ -9,10 +9,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends/mpi/mpi.h"
@@ -155,6 +157,27 @@ MPI_Comm duplicate(MPI_Comm comm, std::chrono::milliseconds limit);
 /// True once all ranks of the communicator have come, false after `limit`.
 bool all_come(MPI_Comm comm, std::chrono::milliseconds limit);
 
+/// What members have reported to this process, the first rank of their groups, and no try of it to
+/// make the group has answered: the next try begins with it, since a member reports once in a try.
+class MpiReports {
+ public:
+  /// The member's last try of the group; it replaces an earlier one.
+  void keep(std::uint64_t group, int rank, std::uint64_t its_try) {
+    const std::lock_guard lock(mutex_);
+    tries_[{group, rank}] = its_try;
+  }
+  /// What was kept, which is forgotten; 0: nothing.
+  std::uint64_t take(std::uint64_t group, int rank) {
+    const std::lock_guard lock(mutex_);
+    const auto found = tries_.extract({group, rank});
+    return found ? found.mapped() : 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<std::uint64_t, int>, std::uint64_t> tries_;
+};
+
 /// A communicator that groups are made from.
 class MpiContext {
  public:
@@ -169,6 +192,7 @@ class MpiContext {
   int size() const { return size_; }
   /// A number that this process has not given yet, for messages on comm(): 1, 2, ...
   std::uint64_t next_try() { return ++tries_; }
+  MpiReports& reports() { return reports_; }
 
  private:
   const std::shared_ptr<MpiLibrary> library_;
@@ -177,6 +201,7 @@ class MpiContext {
   int rank_ = 0;
   int size_ = 1;
   std::atomic<std::uint64_t> tries_{0};
+  MpiReports reports_;
 };
 
 /// Prints rank, host and reason, then ends the job.

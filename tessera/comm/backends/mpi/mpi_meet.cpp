@@ -39,7 +39,8 @@ enum class Says : unsigned char {
   refuse = 5,
   /// This rank has given the group up.
   give_up = 6,
-  /// The time is over.
+  /// The time is over: a member's, which waits no more, or the first one's, in whose next try the
+  /// member may go on.
   late = 7,
 };
 
@@ -71,13 +72,7 @@ class Post {
   /// Takes back the receives. What MPI may still read or write stays alive.
   ~Post() {
     const auto lock = context_.library()->serialize();
-    for (auto& [rank, in] : inbox_) {
-      if (in->request == MPI_REQUEST_NULL) continue;
-      MPI_Cancel(&in->request);
-      if (ended(*in)) continue;
-      context_.library()->set_broken();
-      [[maybe_unused]] const auto* const kept = in.release();
-    }
+    for (auto& [rank, in] : inbox_) cancel(in);
     for (auto& out : outbox_) {
       if (ended(*out)) continue;
       MPI_Request_free(&out->request);
@@ -102,6 +97,14 @@ class Post {
     auto& in = *inbox_.at(rank);
     if (in.request == MPI_REQUEST_NULL || !is_over(in)) return std::nullopt;
     return in.note;
+  }
+  /// Takes back the receive of a rank. The note that had come before that, if any; without it the
+  /// note would be lost.
+  std::optional<Note> withdraw(int rank) {
+    const auto found = inbox_.find(rank);
+    if (found == inbox_.end()) return std::nullopt;
+    const auto lock = context_.library()->serialize();
+    return cancel(found->second);
   }
   void send(int rank, const Note& note) {
     auto out = std::make_unique<Slot>();
@@ -139,9 +142,23 @@ class Post {
     return done != 0;
   }
   /// As is_over(), for the end: with the lock held, and an error counts as no end.
-  static bool ended(Slot& slot) noexcept {
+  static bool ended(Slot& slot, MPI_Status* status = MPI_STATUS_IGNORE) noexcept {
     int done = 0;
-    return MPI_Test(&slot.request, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && done != 0;
+    return MPI_Test(&slot.request, &done, status) == MPI_SUCCESS && done != 0;
+  }
+  /// As withdraw(), with the lock held.
+  std::optional<Note> cancel(std::unique_ptr<Slot>& in) noexcept {
+    if (!in || in->request == MPI_REQUEST_NULL) return std::nullopt;
+    MPI_Cancel(&in->request);
+    MPI_Status status;
+    if (!ended(*in, &status)) {
+      context_.library()->set_broken();
+      [[maybe_unused]] const auto* const kept = in.release();
+      return std::nullopt;
+    }
+    int cancelled = 1;
+    MPI_Test_cancelled(&status, &cancelled);
+    return cancelled ? std::nullopt : std::optional(in->note);
   }
 
   MpiContext& context_;
@@ -156,6 +173,11 @@ class Post {
 /// who consents gives up no more by itself; when all have consented in time, the first one tells
 /// them to go on. So either all go on or none, although each may hear at another time that the
 /// group is given up (two-phase commit).
+///
+/// The time of each rank is its own: when that of the first one is over, the others wait on for its
+/// next try, and a member may report again, in a new try, while the first one is still in an old
+/// one. A member reports once in a try, so that no report may be lost: those that the first one has
+/// heard, and that are not over when its try ends, are kept for its next one.
 class Meeting {
  public:
   Meeting(MpiContext& context, const std::vector<int>& ranks, int tag,
@@ -170,55 +192,76 @@ class Meeting {
         post_(context, tag) {}
 
   /// Returns once every member has come with the same list. Throws what make_mpi_comm() throws.
-  void run() { context_.rank() == ranks_.front() ? lead() : follow(); }
+  void run() {
+    if (context_.rank() != ranks_.front()) return follow();
+    try {
+      lead();
+    } catch (...) {
+      keep_reports();
+      throw;
+    }
+  }
 
  private:
   /// What the first member knows of another one.
   struct Member {
     int rank = 0;
-    std::uint64_t its_try = 0;
-    bool came = false, differs = false, consents = false;
+    /// Its last try that is known, and the group that it makes in it.
+    std::uint64_t its_try = 0, group = 0;
+    bool came = false, consents = false;
+    /// How many of its tries have been heard of in this try of the first one.
+    int tries = 0;
   };
 
   void lead() {
-    std::vector<Member> members;
     for (std::size_t i = 1; i < ranks_.size(); ++i) {
-      members.push_back({.rank = ranks_[i]});
-      post_.expect(ranks_[i]);
+      const int rank = ranks_[i];
+      members_.push_back({.rank = rank});
+      if (const auto its_try = context_.reports().take(group_, rank))
+        note_hello(members_.back(), {.group = group_, .from = its_try});
     }
+    for (const Member& member : members_) post_.expect(member.rank);
     const auto all = [&](bool Member::* is) {
-      return std::all_of(members.begin(), members.end(), [is](const auto& m) { return m.*is; });
+      return std::all_of(members_.begin(), members_.end(), [is](const auto& m) { return m.*is; });
     };
     bool asked = false;
     Clock::time_point asked_at, latest = Clock::time_point::max();
     for (;; post_.pause()) {
-      for (Member& member : members) {
+      for (Member& member : members_) {
         const auto note = post_.take(member.rank);
         if (!note) continue;
         hear(member, *note, asked, asked_at, latest);
         if (!member.consents) post_.expect(member.rank);
       }
       if (!asked && all(&Member::came)) {
-        require_alike(members);
+        require_alike();
         asked = true;
         asked_at = Clock::now();
-        tell(members, Says::ask);
+        tell(Says::ask);
       }
       const bool ready = asked && all(&Member::consents);
       if (ready && Clock::now() < latest) break;
       if (!ready && gives_up()) {
-        tell(members, Says::give_up);
+        end_tries(Says::give_up);
         give_up();
       }
       if (ready || is_past(deadline_)) {
-        tell(members, Says::late);
-        miss(members, asked);
+        tell(Says::late);
+        miss(asked);
       }
     }
-    tell(members, Says::go);
+    tell(Says::go);
     // All have been told, or will be: who has consented is reading.
     const auto enough = deadline_after(std::chrono::seconds(10));
     while (!post_.sent() && !is_past(enough)) post_.pause();
+  }
+
+  static void note_hello(Member& member, const Note& note) {
+    member = {.rank = member.rank,
+              .its_try = note.from,
+              .group = note.group & ~std::uint64_t{7},
+              .came = true,
+              .tries = member.tries + 1};
   }
 
   /// A note of a member to the first one. A consent holds for a time after the question at least.
@@ -227,10 +270,13 @@ class Meeting {
     const bool same = (note.group & ~std::uint64_t{7}) == group_;
     switch (note.says()) {
       case Says::hello:
-        member = {.rank = member.rank, .its_try = note.from, .came = true, .differs = !same};
+        note_hello(member, note);
         // it has come once more
         if (asked && same) tell(member, Says::ask);
-        if (asked && !same) tell(member, Says::refuse);
+        if (asked && !same) end_try(member, Says::refuse);
+        break;
+      case Says::late:
+        if (note.from == member.its_try) member.came = member.consents = false;
         break;
       case Says::consent:
         if (!same || note.to != try_ || note.from != member.its_try) break;
@@ -238,11 +284,27 @@ class Meeting {
         latest = std::min(latest, asked_at + std::chrono::milliseconds(note.left_ms));
         break;
       case Says::give_up:
-        if (same && note.from == member.its_try) member_gave_up_ = true;
+        if (!same || note.from != member.its_try) break;
+        member.came = false;
+        member_gave_up_ = true;
         break;
       default:
         break;
     }
+  }
+
+  /// For the next try of this process to make the group; at the end of one that has failed.
+  void keep_reports() noexcept try {
+    for (Member& member : members_) {
+      if (const auto note = post_.withdraw(member.rank)) {
+        if (note->says() == Says::hello) note_hello(member, *note);
+        const bool over = note->says() == Says::give_up || note->says() == Says::late;
+        if (over && note->from == member.its_try) member.came = false;
+      }
+      if (member.came) context_.reports().keep(member.group, member.rank, member.its_try);
+    }
+  } catch (...) {
+    // Out of memory: these members wait until their own time is over.
   }
 
   void follow() {
@@ -256,7 +318,10 @@ class Meeting {
         const bool mine = note->to == try_;
         if (mine && note->says() == Says::go) break;
         if (mine && note->says() == Says::give_up) give_up();
-        if (mine && note->says() == Says::late) miss_the_first();
+        if (mine && note->says() == Says::late) {
+          consents = false;
+          until = deadline_;
+        }
         if (mine && note->says() == Says::refuse)
           refuse(concat("its first rank ", first, " met ranks that make another group"));
         if (mine && note->says() == Says::ask) {
@@ -273,7 +338,10 @@ class Meeting {
         post_.send(first, {group_ | bits(Says::give_up), try_, 0, 0});
         give_up();
       }
-      if (is_past(until)) miss_the_first();
+      if (is_past(until)) {
+        post_.send(first, {group_ | bits(Says::late), try_, 0, 0});
+        miss_the_first();
+      }
     }
   }
 
@@ -283,17 +351,27 @@ class Meeting {
   void tell(const Member& member, Says says) {
     post_.send(member.rank, {group_ | bits(says), try_, member.its_try, 0});
   }
-  void tell(const std::vector<Member>& members, Says says) {
-    for (const Member& member : members)
+  void tell(Says says) {
+    for (const Member& member : members_)
       if (member.came) tell(member, says);
   }
+  void end_try(Member& member, Says says) {
+    tell(member, says);
+    member.came = false;
+  }
+  /// Ends the tries of those that have come. Who has come again is not given up: that try is for
+  /// the next one of this rank.
+  void end_tries(Says says) {
+    for (Member& member : members_)
+      if (member.came && (member.tries == 1 || says == Says::refuse)) end_try(member, says);
+  }
 
-  void require_alike(const std::vector<Member>& members) {
+  void require_alike() {
     std::vector<int> different;
-    for (const Member& member : members)
-      if (member.differs) different.push_back(member.rank);
+    for (const Member& member : members_)
+      if (member.group != group_) different.push_back(member.rank);
     if (different.empty()) return;
-    tell(members, Says::refuse);
+    end_tries(Says::refuse);
     refuse(concat("ranks ", list(different), " make another group at this point"));
   }
 
@@ -311,9 +389,9 @@ class Meeting {
   [[noreturn]] void miss_the_first() const {
     throw_late(concat("its first rank ", ranks_.front(), " has not seen all members"), {});
   }
-  [[noreturn]] void miss(const std::vector<Member>& members, bool asked) const {
+  [[noreturn]] void miss(bool asked) const {
     std::vector<int> missing;
-    for (const Member& member : members)
+    for (const Member& member : members_)
       if (asked ? !member.consents : !member.came) missing.push_back(member.rank);
     throw_late(missing.empty() ? "all ranks have come, but too late for one of them"
                                : concat("ranks ", list(missing),
@@ -335,6 +413,7 @@ class Meeting {
   const Deadline deadline_;
   const std::uint64_t group_, try_;
   Post post_;
+  std::vector<Member> members_;
   bool member_gave_up_ = false;
 };
 
