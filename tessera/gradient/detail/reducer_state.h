@@ -1,0 +1,161 @@
+#pragma once
+// GradientReducer::State: what the reducer's hooks share, and when buckets are reduced. reducer.cpp
+// makes it.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/group/shared_memory.h"
+#include "tessera/gradient/detail/bucket_message.h"
+#include "tessera/gradient/reducer.h"
+
+namespace tessera {
+
+struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State> {
+  // The place of a parameter in its bucket's flat tensor.
+  struct Slot {
+    std::size_t parameter;
+    std::int64_t offset;
+    at::Tensor like;
+    at::Tensor part;  // a tensor over that place, once there is a flat tensor
+  };
+
+  struct Bucket {
+    Group group;
+    ReduceOp op;
+    double factor = 1.0;  // of what is copied into the flat tensor
+    // GradientAccess::uniform() of its parameters, which then say what is reduced over which
+    // groups.
+    bool uniform = false;
+    std::vector<Slot> slots;
+    std::vector<detail::BucketMessage> messages;
+    std::int64_t bytes = 0;   // of the global tensors
+    bool scatters = false;    // a message is reduce-scattered
+    bool scattered = false;   // and that has been waited for
+    std::int64_t numel = 0;   // without the flags
+    SharedMemory memory;      // for `flat`, if the ranks share any
+    at::Tensor flat;          // numel values, then one flag a slot: did this rank use it
+    std::size_t missing = 0;  // slots whose gradient has not been accumulated in this backward
+    bool started = false;
+    Request request;
+  };
+
+  // What backward said of a parameter's gradient.
+  struct Announcement {
+    GradientForm form;
+    std::vector<int> ranks;
+    int backward;
+  };
+
+  // Over how many ranks the gradient of an averaged parameter is complete: 1 where it is each
+  // rank's own.
+  struct MeanForm {
+    /// By the backward of this number.
+    int announced = 1, backward = -1;
+    /// Of what has been accumulated last.
+    int copies = 1;
+    /// What has been accumulated since the last reduction differs in that.
+    bool mixed = false;
+  };
+
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
+    std::string name;
+    Group group;
+    ReduceOp op;
+    std::shared_ptr<const GradientAccess> access;
+
+    /// What has been reduced is not to be reduced again: the group's first rank contributes it.
+    bool sums() const {
+      return (op.kind == ReduceOp::Kind::sum || op.kind == ReduceOp::Kind::premultiplied) &&
+             !(access && access->uniform());
+    }
+    bool first() const { return group.rank() == 0; }
+
+    at::Tensor tensor() const {  // undefined once the parameter is gone
+      auto impl = parameter.lock();
+      return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+    }
+  };
+
+  std::vector<Entry> parameters;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> index;
+  // Reducers that parameters had before: theirs is done first.
+  std::vector<std::weak_ptr<State>> earlier;
+  ReducerOptions options;
+  std::vector<std::vector<std::size_t>> layout;
+  std::vector<Bucket> buckets;
+  std::vector<std::size_t> bucket_of;
+  std::vector<bool> pending;  // accumulated since the last reduction
+  std::vector<bool> fired;    // accumulated in this backward
+  std::vector<bool> reduced;  // what .grad() holds, but for what is pending
+  // Of parameters whose gradients are weighted by hand, since they were reduced.
+  std::map<std::size_t, std::vector<Announcement>> announced;
+  // Of parameters whose gradients are averaged, from the first that is complete.
+  std::map<std::size_t, MeanForm> forms;
+  bool sync = true;
+  bool late = false;  // something uniform was accumulated after its bucket had started
+  bool open = false;  // between the first hook of a backward and its end
+  // Identifies the backward that is open.
+  const void* backward = nullptr;
+  std::size_t next = 0;              // the bucket that starts next, by its place in `order`
+  std::vector<std::size_t> order;    // in which buckets start
+  std::vector<std::size_t> arrival;  // in which they were complete in this backward
+  bool learnt = false;               // `order` is what it will stay
+  // Engine threads of several devices fire hooks at the same time.
+  mutable std::mutex mutex;
+
+  bool syncing() const override {
+    const std::lock_guard lock(mutex);
+    return sync;
+  }
+  void set_syncing(bool on) override {
+    const std::lock_guard lock(mutex);
+    sync = on;
+  }
+  void reduce() override {
+    for (const auto& weak : earlier) {
+      if (const auto inner = weak.lock()) inner->reduce();
+    }
+    const std::lock_guard lock(mutex);
+    finish();
+  }
+  std::optional<double> scale(const at::Tensor& parameter) const override;
+  std::vector<int> ranks(const at::Tensor& parameter) const override;
+  void receives(const at::Tensor& parameter, GradientForm form,
+                const std::vector<int>& ranks) override;
+
+  void find_earlier(const ReducedParameter& p);
+  const GradientAccess& access(std::size_t i) const {
+    static const GradientAccess plain;
+    return parameters[i].access ? *parameters[i].access : plain;
+  }
+
+  at::Tensor accumulating(std::size_t i, const at::Tensor& gradient);
+  void note_form(std::size_t i);
+  void accumulated(std::size_t i);
+  void begin();
+  void abandon();
+  void start(Bucket& bucket);
+  void start_uniform(Bucket& bucket);
+  void make_room_for(const Bucket& bucket);
+  void complete(Bucket& bucket);
+  void finish();
+  void learn();
+  void write_back(Bucket& bucket);
+  void reset();
+  void share_memory(const Group& group);
+  void leave_shared_memory();
+};
+
+}  // namespace tessera
