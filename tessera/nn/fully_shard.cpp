@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -20,7 +21,9 @@
 #include "tessera/nn/detail/gather_units.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/parameter_gradient.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
@@ -227,6 +230,7 @@ class FullyShardPlan {
       : mesh_(mesh), options_(options) {
     UnitPrecisions precision(options);
     find_axes();
+    find_device();
     if (options.prefetch < 0)
       throw InvalidArgument(
           concat("fully_shard: prefetch is ", options.prefetch, " units, but must be at least 0"));
@@ -283,7 +287,8 @@ class FullyShardPlan {
       for (const int axis : axes) placements[axis] = Shard(0);
     }
     const bool stays = staying_.contains(name);
-    if (at == rows_.end() || at->second.empty()) return {.placements = placements, .stays = stays};
+    if (at == rows_.end() || at->second.empty() || axes.empty())
+      return {.placements = placements, .stays = stays};
     return {placements, {{0, at->second}}};
   }
   /// Gradients of equal numbers are reduced together.
@@ -293,13 +298,14 @@ class FullyShardPlan {
     return at == message_of_.end() ? flats.size() + unit_of.at(key) : at->second;
   }
   std::string describe() const {
-    return concat("units ", list(units), ", axes ", list(axes), ", reshard_after_forward ", reshard,
-                  ", reshard_axes ", list(kept_axes), ", prefetch ", options_.prefetch,
-                  ", coalesce_bytes ", options_.coalesce_bytes, ", bucket_bytes ",
-                  options_.reducer.bucket_bytes, ", first_bucket_bytes ",
-                  options_.reducer.first_bucket_bytes, ", learn_order ",
-                  options_.reducer.learn_order, ", overlap ", options_.reducer.overlap,
-                  ", precisions ", list(described_precisions()), "\n", described_further());
+    return concat(
+        "units ", list(units), ", axes ", list(axes), ", reshard_after_forward ", reshard,
+        ", reshard_axes ", list(kept_axes), ", prefetch ", options_.prefetch, ", coalesce_bytes ",
+        options_.coalesce_bytes, ", bucket_bytes ", options_.reducer.bucket_bytes,
+        ", first_bucket_bytes ", options_.reducer.first_bucket_bytes, ", learn_order ",
+        options_.reducer.learn_order, ", overlap ", options_.reducer.overlap, ", precisions ",
+        list(described_precisions()), ", offload ",
+        device ? concat("from ", device->type()) : std::string("none"), "\n", described_further());
   }
 
   std::vector<NamedTensor> all;
@@ -308,6 +314,8 @@ class FullyShardPlan {
   // Those over which units stay sharded after forward; empty: all.
   std::vector<int> kept_axes;
   bool reshard = true;
+  // Shards lie in host memory, and units are gathered on this device.
+  std::optional<c10::Device> device;
   std::vector<std::string> units;
   std::vector<UnitPrecision> precisions;
   std::vector<Flat> flats;
@@ -386,6 +394,26 @@ class FullyShardPlan {
               (options_.reshard_axes.empty() || axes.empty() || !kept_axes.empty());
     if (kept_axes == axes) kept_axes.clear();
   }
+  void find_device() {
+    if (!options_.offload.to_host) return;
+    const DistributedManager& manager = mesh_.manager();
+    device = options_.offload.device.value_or(manager.device());
+    if (device->is_cpu())
+      throw InvalidArgument(concat(
+          "fully_shard: offload is from a device to host memory, and the device is the CPU (",
+          options_.offload.device ? "as offload.device says" : "the manager's",
+          "): give ManagerOptions::device or offload.device"));
+    const Group ranks = mesh_.all();
+    if (!c10::impl::hasDeviceGuardImpl(device->type()))
+      throw NotAvailable(
+          concat("fully_shard: offload from ", *device, ", of which this libtorch has none"));
+    if (!device->has_index()) device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
+    if (ranks.size() == 1) return;
+    ranks.backend(device->type());  // throws where there is none
+    if (const c10::Device own = manager.device(); own.type() == device->type() && own != *device)
+      throw InvalidArgument(concat("fully_shard: offload from ", *device, ", but groups serve ",
+                                   own, ", the manager's device, on this rank"));
+  }
   void find_kept_axes() {
     kept_axes = find(options_.reshard_axes, "to stay sharded over after forward");
     if (!kept_axes.empty() && !options_.reshard_after_forward)
@@ -431,7 +459,8 @@ class FullyShardPlan {
   void cut() {
     int ranks = 1;
     for (const int axis : axes) ranks *= mesh_.layout().axes()[axis].size;
-    if (ranks == 1) flats.clear();
+    // Nothing is gathered of one rank's parameters, unless they are to be copied to the device.
+    if (ranks == 1 && !device) flats.clear();
     divide(ranks);
     for (Flat& flat : flats) {
       std::vector<detail::FlatRows> rows;
@@ -504,7 +533,7 @@ class FullyShardPlan {
       auto placements = at->spec.placements();
       for (const int axis : axes) placements[axis] = Shard(dim);
       ShardSizes sizes = at->spec.sizes();
-      sizes[dim] = flat.plan.rows[i];
+      if (!axes.empty()) sizes[dim] = flat.plan.rows[i];
       at->dim = dim;
       at->spec = ShardSpec(mesh_, at->spec.shape(), placements, sizes);
     }
@@ -544,9 +573,11 @@ void make_flat(const Flat& flat, int rank, const std::vector<Further>& further,
                const std::shared_ptr<GatherUnits>& units) {
   const at::NoGradGuard no_grad;
   const Sizes sizes = flat.plan.sizes();
-  const at::TensorOptions options =
-      to_local(flat.parameters.front().tensor.detach()).options().requires_grad(false);
-  const at::Tensor memory = at::zeros({std::max<std::int64_t>(sizes[rank], 1)}, options);
+  const detail::ShardMeta& front = *detail::meta_of(flat.parameters.front().tensor);
+  const c10::Device device = front.layout->device;
+  const at::TensorOptions options = front.local.options().requires_grad(false);
+  const at::Tensor memory =
+      at::zeros({std::max<std::int64_t>(sizes[rank], 1)}, options.pinned_memory(units->pins()));
   const std::size_t buffer = units->add_buffer(flat.unit, memory.narrow(0, 0, sizes[rank]), sizes);
   const std::int64_t width = memory.element_size(), begin = flat.plan.cuts[rank];
   for (std::size_t i = 0; i < flat.parameters.size(); ++i) {
@@ -573,9 +604,8 @@ void make_flat(const Flat& flat, int rank, const std::vector<Further>& further,
     for (int d = 0; d < to.dims(); ++d) elsewhere |= d != dim && to.is_sharded(d);
     detail::install(
         parameter, place,
-        detail::as_parameter(
-            detail::make_layout(to, strides, 0, parameter.scalar_type(), memory.device()),
-            sequence));
+        detail::as_parameter(detail::make_layout(to, strides, 0, parameter.scalar_type(), device),
+                             sequence));
     units->add_parameter(flat.unit, buffer, flat.plan.offset[i], place, elsewhere ? to.numel() : 0);
   }
 }
@@ -592,6 +622,24 @@ at::Tensor keep_units(const at::Tensor& parameter, const std::shared_ptr<GatherU
       memory.data_ptr(), local.sizes(), local.strides(), [memory, units](void*) {}, options);
   detail::install(parameter, place, meta.layout);
   return place;
+}
+
+// Moves a parameter to host memory, and shows the device; a buffer lies there.
+void offload(const NamedTensor& entry, c10::Device device, bool pinned) {
+  const at::NoGradGuard no_grad;
+  const detail::ShardMeta& meta = *detail::meta_of(entry.tensor);
+  const detail::Layout& have = *meta.layout;
+  detail::LayoutPtr layout =
+      detail::make_layout(have.spec, have.strides, have.offset, have.dtype, device);
+  if (have.parameter) layout = detail::as_parameter(layout, have.sequence);
+  if (have.stays) layout = detail::as_staying(layout);
+  at::Tensor local;
+  {
+    const detail::LocalCallGuard guard;
+    local = entry.parameter ? detail::to_host(meta.local, pinned) : meta.local.to(device);
+  }
+  at::Tensor tensor = entry.tensor;
+  tensor.set_data(detail::wrap_shown(std::move(local), std::move(layout), device));
 }
 
 struct AccumulatedInUnit final : detail::ChainedHook {
@@ -628,9 +676,16 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
       plan.all, mesh,
       [&](const std::string& name, const at::Tensor&) { return plan.placement(name); });
   const auto context = detail::MeshContext::of(mesh);
+  const bool pinned = plan.device && plan.device->is_cuda() && options.offload.pin_memory;
+  if (plan.device) {
+    for (const NamedTensor& entry : placed) offload(entry, *plan.device, pinned);
+    for (const Further& f : plan.further) offload(f.parameter, *plan.device, pinned);
+  }
   const auto units = std::make_shared<GatherUnits>(
       context, plan.axes,
-      GatherUnits::Options{plan.reshard, options.prefetch, options.coalesce_bytes, plan.kept_axes});
+      // What is copied to the device is gathered from there, unit by unit.
+      GatherUnits::Options{plan.reshard, options.prefetch, plan.device ? 0 : options.coalesce_bytes,
+                           plan.kept_axes, plan.device, pinned});
   // Made here, by all ranks at once, rather than in the middle of a forward.
   if (!plan.kept_axes.empty()) context->mesh.group(plan.kept_axes);
   for (std::size_t u = 0; u < plan.units.size(); ++u)

@@ -50,6 +50,17 @@
 // `precision.parameters` where that is autocast's dtype, in the parameters' own where there is
 // none; by itself, in autocast's, where that is a third one.
 //
+// Offload. Shards of parameters, their gradients and what an optimizer makes like them may lie in
+// host memory, where the optimizer then steps; units are gathered on the device, each copied there
+// ahead of its use.
+//
+//   fully_shard(*net, mesh, {.offload = {.to_host = true}});     // on the manager's device
+//   x = from_local(batch.to(manager.device()), mesh, {Shard(0)});
+//
+// Parameters show the device that operators compute on; to_local() gives the shard, in host memory.
+// Operators on what lies there compute there, and one that takes such a tensor together with data
+// on the device computes on the device.
+//
 // Memory of parameters on each rank: its shards, and `prefetch` + 1 gathered units while a pass is
 // overlapped, or of units that are gathered together up to three times `coalesce_bytes`.
 // Gradients: its shards, and, of the full ones, those of one message and as much again, which is
@@ -80,6 +91,17 @@ struct UnitPrecision {
   std::optional<at::ScalarType> output = {};
 };
 
+/// Whether shards lie in host memory.
+struct OffloadOptions {
+  /// Shards of parameters, reduced gradients, and optimizer states.
+  bool to_host = false;
+  /// The device that units are gathered on, and buffers lie on; none: the manager's.
+  std::optional<c10::Device> device = {};
+  /// Where that is a CUDA device: host memory of parameters and gradients is page-locked, without
+  /// which copies do not overlap with computing.
+  bool pin_memory = true;
+};
+
 struct FullyShardOptions {
   /// Patterns of module names ("*" matches any characters, dots included); a module that matches is
   /// a unit, unless it lies in another one that the same pattern matches. What lies in no unit is
@@ -108,7 +130,7 @@ struct FullyShardOptions {
   /// Once their order is learnt, units that have fewer bytes than this together are gathered in one
   /// message, as many ahead of use as make half of that, and their gradients are reduced together:
   /// a message costs more by itself than such units do. 0: each by itself. Gathers are by
-  /// themselves where `prefetch` is 0, too.
+  /// themselves where `prefetch` is 0 and where shards lie in host memory, too.
   std::int64_t coalesce_bytes = 64 << 10;
   /// How gradients are reduced: by default in one message for each flat buffer of a unit, or
   /// several small ones.
@@ -121,6 +143,8 @@ struct FullyShardOptions {
   /// Patterns of units' names, each with the precision of the units that it matches. The first
   /// pattern that matches counts; the unit of what lies in no other one has the name "".
   std::vector<std::pair<std::string, UnitPrecision>> unit_precision = {};
+  /// Of all parameters but those that are ignored.
+  OffloadOptions offload = {};
 };
 
 /// Shards the parameters of `module` over `mesh`, in place, and replicates its buffers; values are
@@ -133,7 +157,9 @@ struct FullyShardOptions {
 /// coalesce_bytes, a parameter without rows that shall stay, and for a precision that does not fit:
 /// a dtype that is not floating-point, a complex or integer parameter in a unit with one (give the
 /// unit another, or leave the parameter out by `ignore`), an output dtype without one to compute
-/// in, or where a parameter already has that one.
+/// in, or where a parameter already has that one; for an offload whose device is the CPU, or
+/// another one than the manager's where both are of one type. NotAvailable for an offload from a
+/// device that the mesh's group has no backend for. What one rank refuses is refused on all.
 void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
                  const FullyShardOptions& options = {});
 

@@ -15,6 +15,7 @@
 #include "tessera/base/text.h"
 #include "tessera/gradient/announce.h"
 #include "tessera/gradient/hooks.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/promote.h"
@@ -46,7 +47,9 @@ bool make_partial(const at::Tensor& value, const ShardSpec& partial) {
   }
   const LocalCallGuard guard;
   auto layout = make_layout(partial, value.strides(), 0, meta.layout->dtype, meta.layout->device);
-  at::Tensor local = at::zeros(partial.local_shape(), meta.local.options());
+  // What is to be reduced lies on the device, also where parameters and their gradients do not.
+  at::Tensor local =
+      at::zeros(partial.local_shape(), meta.local.options().device(meta.layout->device));
   if (mine && meta.local.numel() > 0) {
     at::Tensor place = local;
     for (int d = 0; d < have.dims(); ++d)
@@ -133,6 +136,12 @@ class KnownGradients {
   std::map<LayoutPtr, LayoutPtr> layouts_;
 };
 
+// The gradient of a parameter that lies in host memory, there too, once it is complete.
+at::Tensor beside(const ShardMeta& parameter, at::Tensor local) {
+  if (!in_host_memory(parameter) || local.is_cpu()) return local;
+  return to_host(local, parameter.layout->device.is_cuda() && parameter.local.is_pinned());
+}
+
 class ParameterAccess final : public GradientAccess {
  public:
   ParameterAccess(std::optional<at::ScalarType> message, std::shared_ptr<KnownGradients> known)
@@ -154,7 +163,7 @@ class ParameterAccess final : public GradientAccess {
     const auto found = known_->reduction(meta->spec(), wanted);
     if (!found->possible) return result;
     const DeviceMesh& mesh = context_of(wanted)->mesh;
-    result.value = meta->local;
+    result.value = on_device(*meta);
     result.group = mesh.group(found->reduced);
     result.scatter_dim = found->dim;
     if (found->dim >= 0) {
@@ -167,7 +176,9 @@ class ParameterAccess final : public GradientAccess {
   void packed(const at::Tensor& parameter) const override { parameter.mutable_grad().reset(); }
 
   void store(const at::Tensor& parameter, const at::Tensor& reduced, bool) const override {
-    at::Tensor value = wrap_fresh(reduced, known_->layout(meta_of(parameter)->layout));
+    const ShardMeta& meta = *meta_of(parameter);
+    at::Tensor value =
+        wrap_fresh(beside(meta, reduced), known_->layout(meta.layout), meta.layout->device);
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) {
       grad = std::move(value);
@@ -207,12 +218,22 @@ struct Accumulated final : ChainedHook {
   void accumulated(const at::Tensor& parameter) override {
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) return;
-    const ShardSpec wanted = spec(parameter);
+    const ShardMeta& own = *meta_of(parameter);
+    const ShardSpec wanted = own.spec();
+    const bool offloaded = in_host_memory(own);
     if (!is_sharded(grad)) grad = promote(grad, context_of(wanted));
-    const ShardSpec& have = meta_of(grad)->spec();
-    if (have == wanted || (!at::GradMode::is_enabled() && known->reduction(have, wanted)->possible))
-      return;
-    grad = redistribute(grad, wanted);
+    if (const ShardSpec& have = meta_of(grad)->spec(); !(have == wanted)) {
+      if (at::GradMode::is_enabled() || !known->reduction(have, wanted)->possible) {
+        grad = redistribute(grad, wanted);
+      } else if (!offloaded || reducer->syncing()) {
+        return;
+      }
+    }
+    // A graph of the gradient goes on where it is. What no_sync() accumulates waits beside the
+    // parameter until it is reduced.
+    if (!offloaded || at::GradMode::is_enabled()) return;
+    if (const ShardMeta& made = *meta_of(grad); !made.local.is_cpu())
+      grad = wrap_shown(beside(own, made.local), made.layout, made.layout->device);
   }
 
   const std::shared_ptr<KnownGradients> known;

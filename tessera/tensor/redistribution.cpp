@@ -2,6 +2,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/carry.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
@@ -27,7 +28,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype,
                                       meta.layout->device);
     at::Tensor local =
-        run ? run->finish() : detail::redistribute_local(meta.local, meta.spec(), to);
+        run ? run->finish() : detail::redistribute_local(detail::on_device(meta), meta.spec(), to);
     const LocalCallGuard guard;
     // A slice of the input is copied: a write to the result must not be one to the input, and the
     // input's memory can be freed.
@@ -62,7 +63,8 @@ class Started final : public detail::Unfinished<at::Tensor> {
  public:
   Started(at::Tensor tensor, const ShardSpec& to) : tensor_(std::move(tensor)), to_(to) {
     const ShardMeta& meta = detail::meta_or_throw(tensor_);
-    run_ = std::make_shared<detail::Redistribution>(meta.local, meta.spec(), to, false);
+    run_ =
+        std::make_shared<detail::Redistribution>(detail::on_device(meta), meta.spec(), to, false);
   }
   bool done() override { return run_->done(); }
   at::Tensor finish() override {

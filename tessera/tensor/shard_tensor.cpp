@@ -15,6 +15,7 @@
 #include "tessera/gradient/announce.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/dispatch.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/promote.h"
@@ -205,6 +206,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& gradient) {
     const ShardMeta& meta = meta_or_throw(t);
     carry(ctx, gradient);
+    if (detail::in_host_memory(meta)) ctx->saved_data["device"] = meta.layout->device;
     const LocalCallGuard guard;
     if (meta.copy) return meta.local.clone();  // a write to it could not reach the base
     at::Tensor local = meta.local.detach();
@@ -215,7 +217,11 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
     require_sum(carried(ctx), "to_local");
-    return {detail::meta_of(g[0]) ? g[0] : from_local(g[0], carried(ctx)), at::Tensor()};
+    if (detail::meta_of(g[0])) return {g[0], at::Tensor()};
+    const auto shown = ctx->saved_data.find("device");
+    const at::Tensor local =
+        shown == ctx->saved_data.end() ? g[0] : g[0].to(shown->second.toDevice());
+    return {from_local(local, carried(ctx)), at::Tensor()};
   }
 };
 
@@ -225,7 +231,8 @@ struct FullTensor : torch::autograd::Function<FullTensor> {
     const ShardMeta& meta = meta_or_throw(t);
     carry(ctx, gradient);
     carry(ctx, gradient_spec(meta.spec()), "own");
-    const at::Tensor local = detail::redistribute_local(meta.local, meta.spec(), whole);
+    const at::Tensor local =
+        detail::redistribute_local(detail::on_device(meta), meta.spec(), whole);
     const LocalCallGuard guard;
     return local.is_same(meta.local) ? local.detach() : local;
   }

@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -58,7 +59,9 @@ void copy_interval(const at::Tensor& to, std::int64_t at, const at::Tensor& from
 
 GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes,
                          Options options)
-    : context_(std::move(context)), axes_(std::move(axes)), options_(options) {}
+    : context_(std::move(context)), axes_(std::move(axes)), options_(std::move(options)) {
+  if (options_.device) uploads_.emplace(*options_.device);
+}
 
 GatherUnits::~GatherUnits() = default;
 
@@ -76,7 +79,8 @@ std::size_t GatherUnits::add_buffer(std::size_t unit, at::Tensor shard, Sizes si
   const auto compute = units_[unit].precision.compute;
   at::Tensor low, memory;
   if (compute && *compute != shard.scalar_type()) {
-    memory = at::zeros({std::max<std::int64_t>(shard.numel(), 1)}, shard.options().dtype(*compute));
+    memory = at::zeros({std::max<std::int64_t>(shard.numel(), 1)},
+                       shard.options().dtype(*compute).pinned_memory(options_.pinned));
     low = memory.narrow(0, 0, shard.numel());
   }
   Unit& to = units_[unit];
@@ -571,6 +575,8 @@ void GatherUnits::start(std::size_t u) {
   const c10::InferenceMode normal(false);
   unit.state = Unit::State::started;
   try {
+    c10::OptionalStreamGuard aside;
+    if (uploads_) aside.reset_stream(uploads_->begin());
     for (Buffer& buffer : unit.buffers) {
       if (unit.kept) {
         buffer.full = at::empty({buffer.numel}, buffer.kept.options());
@@ -579,7 +585,9 @@ void GatherUnits::start(std::size_t u) {
         continue;
       }
       if (buffer.low.defined()) at::Tensor(buffer.low).copy_(buffer.shard);
-      const at::Tensor& sent = buffer.low.defined() ? buffer.low : buffer.shard;
+      const at::Tensor& shard = buffer.low.defined() ? buffer.low : buffer.shard;
+      if (uploads_) buffer.sent = uploads_->copy(shard);
+      const at::Tensor& sent = uploads_ ? buffer.sent : shard;
       if (ranks.size() == 1) {
         buffer.full = sent;
         continue;
@@ -588,6 +596,7 @@ void GatherUnits::start(std::size_t u) {
       buffer.request =
           ranks.start().all_gather(buffer.full, sent, buffer.sizes, {.name = unit.label});
     }
+    if (uploads_) unit.copies = uploads_->end();
   } catch (...) {
     release(u);
     throw;
@@ -613,12 +622,23 @@ void GatherUnits::wait(Unit& unit) {
     return;
   }
   try {
-    for (Buffer& buffer : unit.buffers) buffer.request.wait();
+    for (Buffer& buffer : unit.buffers) {
+      buffer.request.wait();
+      buffer.sent.reset();
+    }
+    finish_copies(unit);
   } catch (...) {
     release(static_cast<std::size_t>(&unit - units_.data()));
     throw;
   }
   unit.state = Unit::State::gathered;
+}
+
+// A shard in host memory may be written to afterwards.
+void GatherUnits::finish_copies(Unit& unit) {
+  if (!unit.copies) return;
+  uploads_->wait(*unit.copies);
+  unit.copies.reset();
 }
 
 // Of each rank of the smaller group: as even as elements go.
@@ -653,8 +673,10 @@ void GatherUnits::free_gathered(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.state == Unit::State::sharded) return;
   unit.message.reset();  // the last one waits for what nobody has waited for
+  for (Buffer& buffer : unit.buffers) buffer.request = Request();  // waits if nobody has
+  finish_copies(unit);
   for (Buffer& buffer : unit.buffers) {
-    buffer.request = Request();  // waits for what nobody has waited for
+    buffer.sent.reset();
     buffer.full.reset();
   }
   unit.state = Unit::State::sharded;

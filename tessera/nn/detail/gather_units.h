@@ -29,6 +29,10 @@
 // Autocast makes copies of parameters in another dtype. Such a copy is known as long as it lives
 // (ParameterCopy), and taken from what its unit has gathered, if that still has its value and the
 // same dtype, or the parameter's own, which is then cast.
+//
+// Offload. Where shards lie in host memory, the gather of a unit begins with a copy of this rank's
+// shard to the device, on a stream of its own (Uploads). What is gathered lies on the device, also
+// where nothing has to be gathered, since one rank has it all.
 
 #include <ATen/core/Tensor.h>
 
@@ -40,6 +44,7 @@
 #include <vector>
 
 #include "tessera/comm/group/group.h"
+#include "tessera/nn/detail/upload.h"
 #include "tessera/tensor/dispatch/parameter_source.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
@@ -57,6 +62,10 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     /// Axes over which units stay sharded between forward and backward, in mesh order; empty: all
     /// that shard them.
     std::vector<int> kept_axes = {};
+    /// Shards lie in host memory, and units are gathered on this device.
+    std::optional<c10::Device> device = {};
+    /// Host memory is page-locked.
+    bool pinned = false;
   };
   /// `axes`: over which parameters are sharded, in mesh order.
   GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes, Options options);
@@ -87,6 +96,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   /// A gradient of one of the parameters was accumulated: a backward runs, though it may use none.
   void accumulated();
 
+  /// Whether memory of shards is page-locked.
+  bool pins() const { return options_.pinned; }
   std::size_t unit_of(std::size_t index) const { return places_[index].unit; }
   /// Starts the gather of a unit and keeps it until let_go(). Collective over the sharded axes.
   void hold(std::size_t unit);
@@ -103,6 +114,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     std::int64_t numel;
     at::Tensor full;  // undefined: not gathered
     Request request;
+    // What is sent, on the device; undefined where shards lie there.
+    at::Tensor sent = {};
     // Between forward and backward: an interval of `full`, as the smaller group keeps it.
     at::Tensor kept = {};
   };
@@ -129,6 +142,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     bool kept = false;
     // How often its parameters were written to.
     std::uint64_t writes = 0;
+    // The copies to the device, until they have been waited for.
+    std::shared_ptr<c10::Event> copies = {};
   };
   struct Place {
     std::size_t unit, buffer;
@@ -171,6 +186,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   static const at::Tensor& sent_of(const Buffer& buffer);
   void wait(Unit& unit);
   void take_apart(Message& message);
+  void finish_copies(Unit& unit);
   Sizes kept_sizes(std::int64_t numel) const;
   void keep_near(std::size_t unit);
   void free_gathered(std::size_t unit);
@@ -183,6 +199,8 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   const Options options_;
   std::vector<Unit> units_;
   std::vector<Place> places_;
+
+  std::optional<Uploads> uploads_;
 
   // Engine threads of several devices use parameters at the same time.
   std::mutex mutex_;

@@ -118,7 +118,9 @@ void agree_on_rows(Exchange& e, const at::Tensor& indices) {
 
 // The rows of the table that this rank's indices name.
 at::Tensor look_up(const Exchange& e, const at::Tensor& table) {
-  const at::Tensor rows = e.from_owners(table.index_select(0, e.rows), "embedding");
+  // The table may lie in host memory: then its rows move to the device, rather than itself.
+  const at::Tensor mine = table.index_select(0, e.rows.to(table.device())).to(e.rows.device());
+  const at::Tensor rows = e.from_owners(mine, "embedding");
   auto shape = e.result.local_shape();
   return rows.index_select(0, e.place).reshape(shape);
 }

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/parameter_source.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -29,7 +30,7 @@ at::Tensor alias_in(const at::Tensor& parameter, at::Tensor local) {
       make_layout(layout.spec, layout.strides, layout.offset, local.scalar_type(), layout.device);
   if (layout.parameter) own = as_parameter(own, layout.sequence);
   if (layout.stays) own = as_staying(own);
-  at::Tensor made = wrap(std::move(local), std::move(own));
+  at::Tensor made = wrap_shown(std::move(local), std::move(own), layout.device);
   if (!made.is_inference() && !parameter.is_inference())
     made.unsafeGetTensorImpl()->set_version_counter(
         parameter.unsafeGetTensorImpl()->version_counter());

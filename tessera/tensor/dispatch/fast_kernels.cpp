@@ -16,6 +16,7 @@
 #include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/failure.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/plan_cache.h"
@@ -149,6 +150,15 @@ bool is_simple(const ReadyPlan& plan) {
          !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional;
 }
 
+bool lies_in_host_memory(const at::Tensor& t) {
+  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+  return meta && in_host_memory(*meta);
+}
+template <class T>
+bool lies_in_host_memory(const T&) {
+  return false;
+}
+
 // The plan of a call, if it is simple; nullptr: the general path handles the call.
 ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
   if (!builder.usable) return nullptr;
@@ -194,6 +204,14 @@ struct Kernels<Op, Result(Arguments...)> {
   template <class First, class... Rest>
   static First& first(First& f, Rest&...) {
     return f;
+  }
+
+  // The plan, unless a local lies in host memory.
+  static const ReadyPlan* find(const KeyBuilder& builder, const Arguments&... arguments) {
+    const ReadyPlan* plan = find_simple(*info, number, builder);
+    if (plan && plan->on_device && (lies_in_host_memory(arguments) || ...)) [[unlikely]]
+      return nullptr;
+    return plan;
   }
 
   // Runs the operator on the locals. Undefined: the result is not as planned (an operator's
@@ -244,7 +262,7 @@ struct Kernels<Op, Result(Arguments...)> {
       if (c10::InferenceMode::is_enabled() && builder.first && casts_parameters(*builder.first))
         return boxed(arguments...);
     }
-    if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
+    if (const ReadyPlan* plan = find(builder, arguments...)) {
       if constexpr (kInPlace) {
         return run(*plan, builder, arguments...);
       } else {
@@ -320,7 +338,7 @@ struct Kernels<Op, Result(Arguments...)> {
           return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
         } else {
           const KeyBuilder builder(arguments...);
-          if (const ReadyPlan* plan = find_simple(*info, number, builder)) {
+          if (const ReadyPlan* plan = find(builder, arguments...)) {
             if constexpr (kInPlace) {
               run(*plan, builder, arguments...);
               if (keys.has(c10::DispatchKey::ADInplaceOrView))

@@ -1,6 +1,7 @@
 #include "tessera/tensor/dispatch/layout.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -11,6 +12,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 
@@ -227,14 +229,19 @@ LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device d
 }
 
 at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
+  const c10::Device device = local.device();
+  return wrap_shown(std::move(local), std::move(layout), device);
+}
+
+at::Tensor wrap_shown(at::Tensor local, LayoutPtr layout, c10::Device device) {
   if (local.sizes() != at::IntArrayRef(layout->spec.local_shape())) {
     throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec,
                            " says ", list(layout->spec.local_shape()),
                            ": the rule that made it does not hold for these inputs"));
   }
-  if (local.scalar_type() != layout->dtype || local.device() != layout->device)
-    layout = make_layout(layout->spec, layout->strides, layout->offset, local.scalar_type(),
-                         local.device());
+  if (local.scalar_type() != layout->dtype || device != layout->device)
+    layout =
+        make_layout(layout->spec, layout->strides, layout->offset, local.scalar_type(), device);
   const bool conj = local.is_conj(), neg = local.is_neg();
   at::Tensor t = wrap_checked(std::move(local), layout);
   // libtorch asks the wrapper whether conjugation has to be resolved
@@ -247,6 +254,19 @@ at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout) {
   const auto& shown = static_cast<const ShardImpl&>(*layout->shown);
   return at::Tensor(c10::make_intrusive<ShardImpl>(
       shown, shown.key_set(), c10::make_intrusive<ShardMeta>(std::move(local), layout)));
+}
+
+at::Tensor on_device(const ShardMeta& meta) {
+  if (!in_host_memory(meta)) return meta.local;
+  const LocalCallGuard guard;
+  return meta.local.to(meta.layout->device);
+}
+
+at::Tensor to_host(const at::Tensor& t, bool pinned) {
+  const LocalCallGuard guard;
+  at::Tensor made = at::empty_like(t, t.options().device(at::kCPU).pinned_memory(pinned));
+  made.copy_(t);
+  return made;
 }
 
 void as_view_of_normal(const at::Tensor& made) {
@@ -271,11 +291,16 @@ at::Tensor aligned(at::Tensor local, const Layout& layout) {
 }
 
 at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout) {
+  const c10::Device device = local.device();
+  return wrap_fresh(std::move(local), layout, device);
+}
+
+at::Tensor wrap_fresh(at::Tensor local, const LayoutPtr& layout, c10::Device device) {
   if (local.is_conj() || local.is_neg()) {
     const LocalCallGuard guard;
     local = local.resolve_conj().resolve_neg();
   }
-  return wrap(aligned(std::move(local), *layout), layout);
+  return wrap_shown(aligned(std::move(local), *layout), layout, device);
 }
 
 void install(const at::Tensor& target, at::Tensor local, LayoutPtr layout,

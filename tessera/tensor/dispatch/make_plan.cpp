@@ -266,13 +266,18 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
 
 ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
                     bool& asked_for_numbers) {
+  const auto with_memory = [](ReadyPlan plan) {
+    plan.on_device = std::any_of(plan.inputs.begin(), plan.inputs.end(),
+                                 [](const LayoutPtr& l) { return l && !l->device.is_cpu(); });
+    return plan;
+  };
   try {
-    return strict_plan(info, arguments, scan, asked_for_numbers);
+    return with_memory(strict_plan(info, arguments, scan, asked_for_numbers));
   } catch (const ShardingError& refusal) {
     const auto notes = refusals_of(scan);
     if (!notes || info.writes || info.random) throw;
     notes->add({info.name, refusal.what()});
-    return gathered_plan(info, arguments);
+    return with_memory(gathered_plan(info, arguments));
   }
 }
 

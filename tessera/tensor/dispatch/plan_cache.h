@@ -98,6 +98,9 @@ struct ReadyPlan {
   LocalFunction local;
   std::vector<Output> outputs;
   bool view_copied = false;
+  // A tensor among the arguments shows a device other than the CPU: its local may lie in host
+  // memory (host_memory.h).
+  bool on_device = false;
   bool once = false;  // not kept: the operator was refused within a RefusalScope
 };
 

@@ -14,6 +14,7 @@
 #include "tessera/base/text.h"
 #include "tessera/gradient/announce.h"
 #include "tessera/tensor/dispatch/failure.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/promote_view.h"
@@ -205,7 +206,7 @@ struct Demote : torch::autograd::Function<Demote> {
     const ShardSpec whole =
         meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
     const LocalCallGuard guard;
-    const at::Tensor local = redistribute_local(meta.local, meta.spec(), whole);
+    const at::Tensor local = redistribute_local(on_device(meta), meta.spec(), whole);
     return local.is_same(meta.local) ? local.detach() : local;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {

@@ -11,6 +11,7 @@
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/failure.h"
 #include "tessera/tensor/dispatch/gathered_parameters.h"
+#include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
@@ -162,6 +163,46 @@ void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
   }
 }
 
+// Of a tensor, or the first of a list: whether it shows a device other than the CPU.
+bool shows_device(const c10::IValue& v) {
+  if (v.isTensor()) return v.toTensor().defined() && !v.toTensor().is_cpu();
+  return v.isTensorList() && !v.toListRef().empty() && shows_device(v.toListRef().front());
+}
+
+// Calls `call` with each tensor among the arguments, and whether it is written to.
+template <class Call>
+void each_tensor(const OpInfo& info, const c10::IValue* arguments, const Call& call) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    const c10::IValue& v = arguments[i];
+    if (v.isTensor() && v.toTensor().defined()) call(v.toTensor(), info.written[i]);
+    if (info.kinds[i] == OpInfo::Kind::other || !v.isList()) continue;
+    for (const c10::IValue& t : v.toListRef()) {
+      if (t.isTensor() && t.toTensor().defined()) call(t.toTensor(), info.written[i]);
+    }
+  }
+}
+
+bool any_in_host_memory(const OpInfo& info, const c10::IValue* arguments) {
+  bool any = false;
+  each_tensor(info, arguments, [&](const at::Tensor& t, bool) {
+    const ShardMeta* meta = meta_of(t);
+    any |= meta && in_host_memory(*meta);
+  });
+  return any;
+}
+
+// Whether some of the targets lie in host memory, and others on the device that they show. Where
+// the first shows the CPU it is not asked.
+bool in_two_memories(const OpInfo& info, const c10::IValue* arguments) {
+  bool host = false, device = false;
+  if (!shows_device(arguments[0])) return false;
+  each_tensor(info, arguments, [&](const at::Tensor& t, bool written) {
+    const ShardMeta* meta = written ? meta_of(t) : nullptr;
+    if (meta) (in_host_memory(*meta) ? host : device) = true;
+  });
+  return host && device;
+}
+
 // Argument `i` of an operator on lists, for element `e` of the lists.
 c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, std::size_t e) {
   if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
@@ -198,12 +239,13 @@ ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack*
       alias_targets_(info.out_variant || info.resizes),
       targets_(info.writes ? count_ : 0),
       view_copy_(info.view ? scan.first->copy : nullptr),
-      view_base_(info.view && stack_[first_].isTensor() ? stack_[first_].toTensor()
-                                                        : at::Tensor()) {}
+      view_base_(info.view && stack_[first_].isTensor() ? stack_[first_].toTensor() : at::Tensor()),
+      offloaded_(plan.on_device && any_in_host_memory(info, &stack_[first_])) {}
 
 void ShardedCall::run() {
   if (plan_.moves_shards) check_policy();
   if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
+  if (offloaded_) choose_memory();
   redistribute_inputs();
   find_copied();
   substitute_locals();
@@ -251,6 +293,41 @@ void ShardedCall::refuse_overlap() const {
   }
 }
 
+// The same on all ranks: it depends on which tensors the program keeps in host memory alone.
+void ShardedCall::choose_memory() {
+  bool writes_host = false, writes_device = false;
+  std::int64_t host_dims = -1, device_dims = -1;
+  each_tensor(info_, &stack_[first_], [&](const at::Tensor& t, bool written) {
+    const ShardMeta* meta = meta_of(t);
+    if (!meta) return;
+    if (in_host_memory(*meta)) shown_ = meta->layout->device;
+    const bool host = meta->local.is_cpu();
+    if (written) (host ? writes_host : writes_device) = true;
+    std::int64_t& dims = host ? host_dims : device_dims;
+    dims = std::max(dims, t.dim());
+  });
+  if (writes_host && writes_device)
+    throw ShardingError(concat(info_.name,
+                               " writes to tensors in host memory and to others on the device at "
+                               "once. Call it for each of the two."));
+  on_host_ =
+      writes_host || (!writes_device && (device_dims < 0 || (device_dims == 0 && host_dims > 0)));
+}
+
+// A result that is asked for on the device shown is one like its input, in host memory: that is
+// what libtorch's factories pass on by default.
+void ShardedCall::keep_device_arguments() {
+  for (std::size_t i = 0; i < count_; ++i) {
+    c10::IValue& v = stack_[first_ + i];
+    if (!v.isDevice()) continue;
+    if (v.toDevice() == shown_) {
+      v = c10::Device(c10::kCPU);
+    } else {
+      elsewhere_ = true;
+    }
+  }
+}
+
 void ShardedCall::redistribute_inputs() {
   for (const ReadyPlan::Move& move : plan_.moves) {
     const at::Tensor t = argument(move);
@@ -261,7 +338,7 @@ void ShardedCall::redistribute_inputs() {
     }
     Moved moved{move.argument, move.element, {}};
     if (as_planned) {
-      moved.local = meta_of(t)->local;
+      moved.local = placed(meta_of(t)->local, *meta_of(t));
     } else if (const Moved* before = moved_before(t, move.to)) {
       moved.local = before->local;
     } else {
@@ -270,7 +347,7 @@ void ShardedCall::redistribute_inputs() {
       if (!plan_.view_copied && shows_intermediate(*meta_of(t), move.to)) {
         reduce_below(moved);
       } else {
-        moved.local = redistributed(t, move);
+        moved.local = placed(redistributed(t, move), *meta_of(t));
       }
     }
     moved_.push_back(std::move(moved));
@@ -290,6 +367,7 @@ void ShardedCall::find_copied() {
 
 void ShardedCall::substitute_locals() {
   const LocalCallGuard guard;
+  if (on_host_) keep_device_arguments();
   for (std::size_t i = 0; i < count_; ++i) {
     c10::IValue& v = stack_[first_ + i];
     const int argument = static_cast<int>(i);
@@ -410,8 +488,8 @@ at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move
   GatheredParameters* kept = plan_.view_copied ? nullptr : GatheredParameters::current();
   at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
   if (!local.defined()) {
-    local = aligned(redistribute_local(meta.local, meta.spec(), move.to),
-                    *under(*meta.layout, move.to));
+    const at::Tensor own = offloaded_ && !on_host_ ? on_device(meta) : meta.local;
+    local = aligned(redistribute_local(own, meta.spec(), move.to), *under(*meta.layout, move.to));
     if (kept) kept->add(t, move.to, local);
   }
   if (plan_.view_copied && info_.view && move.argument == 0)
@@ -427,7 +505,30 @@ at::Tensor ShardedCall::local_of(const at::Tensor& t, int argument, int element)
   for (const Moved& m : moved_) {
     if (m.argument == argument && m.element == element) return m.local;
   }
-  return meta->local;
+  return offloaded_ && !on_host_ && in_host_memory(*meta) ? uploaded(*meta)
+                                                          : placed(meta->local, *meta);
+}
+
+// A local, where the call computes.
+at::Tensor ShardedCall::placed(at::Tensor local, const ShardMeta& of) const {
+  if (!offloaded_ || !local.defined()) return local;
+  if (on_host_) return local.is_cpu() ? local : to_host(local);
+  return in_host_memory(of) ? local.to(of.layout->device) : local;
+}
+
+// A local that lies in host memory, on the device: as its source has it, if it is a parameter's and
+// its rank needs no other's shard.
+at::Tensor ShardedCall::uploaded(const ShardMeta& meta) const {
+  if (const auto [source, index] = context_.state->sources.find(meta.local); source && !meta.copy) {
+    if (at::Tensor gathered = source->gathered(index, meta, meta.spec()); gathered.defined())
+      return gathered;
+  }
+  return on_device(meta);
+}
+
+// The device that a result shows.
+c10::Device ShardedCall::shown_by(const at::Tensor& result) const {
+  return on_host_ && !elsewhere_ ? shown_ : result.device();
 }
 
 void ShardedCall::run_local_function() {
@@ -455,12 +556,17 @@ void ShardedCall::run_on_aliases() {
     if (!meta) continue;
     // A local that was not replaced is still a view of its base.
     auto copy = alias.is_alias_of(meta->local) ? meta->copy : nullptr;
-    install(target, alias, replicated_layout(context_of(like_->spec), alias), std::move(copy));
+    LayoutPtr layout = replicated_layout(context_of(like_->spec), alias);
+    if (const c10::Device shown = shown_by(alias); shown != layout->device)
+      layout = make_layout(layout->spec, layout->strides, layout->offset, layout->dtype, shown);
+    install(target, alias, std::move(layout), std::move(copy));
   }
 }
 
 at::Tensor ShardedCall::wrap(at::Tensor local, bool view, std::size_t position) {
   if (!local.defined()) return local;
+  // What a rule has made for a rank without elements.
+  if (on_host_ && !elsewhere_ && !local.is_cpu()) local = to_host(local);
   return plan_.mode == ReadyPlan::Mode::replicated
              ? wrap_replicated(std::move(local), view, position)
              : wrap_ruled(std::move(local), view, position);
@@ -473,13 +579,16 @@ at::Tensor ShardedCall::wrap_replicated(at::Tensor local, bool view, std::size_t
   }
   if (position >= plan_.outputs.size()) plan_.outputs.resize(position + 1);
   LayoutPtr& known = plan_.outputs[position].layout;
+  const c10::Device shown = shown_by(local);
   if (!known || local.sizes() != at::IntArrayRef(known->sizes()) ||
       local.strides() != at::IntArrayRef(known->strides) ||
       local.storage_offset() != known->offset || local.scalar_type() != known->dtype ||
-      local.device() != known->device) {
+      shown != known->device) {
     known = replicated_layout(context_of(like_->spec), local);
+    if (shown != known->device)
+      known = make_layout(known->spec, known->strides, known->offset, known->dtype, shown);
   }
-  at::Tensor t = detail::wrap(std::move(local), known);
+  at::Tensor t = wrap_shown(std::move(local), known, shown);
   if (view) meta_of(t)->copy = view_copy_;
   if (view && view_of_normal_) as_view_of_normal(t);
   return t;
@@ -490,22 +599,23 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
     throw RuleError(concat("the rule of ", info_.name, " plans ", plan_.outputs.size(),
                            " outputs, the operator makes more"));
   ReadyPlan::Output& out = plan_.outputs[position];
+  const c10::Device shown = shown_by(local);
   if (!out.layout) {
     if (!out.spec)
       throw RuleError(concat("the rule of ", info_.name, " gives no spec for result ", position));
     out.layout =
         make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
-                    local.scalar_type(), local.device());
+                    local.scalar_type(), shown);
   }
   if (!view) {
     if (copied_from_)
       local = copied_from_->copied(copied_index_, *like_, *out.layout,
                                    aligned(std::move(local), *out.layout));
-    at::Tensor made = wrap_fresh(std::move(local), out.layout);
+    at::Tensor made = wrap_fresh(std::move(local), out.layout, shown);
     if (out.layout->spec.data()->partial) meta_of(made)->intermediate = true;
     return made;
   }
-  at::Tensor t = detail::wrap(std::move(local), out.layout);
+  at::Tensor t = wrap_shown(std::move(local), out.layout, shown);
   meta_of(t)->copy = view_copy_;
   if (plan_.moves.empty() && out.layout->spec.has_partial()) as_view_of_partial(t, view_base_);
   if (view_of_normal_) as_view_of_normal(t);
@@ -526,7 +636,7 @@ bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size(), first = stack->size() - n;
   const c10::IValue* arguments = stack->data() + first;
   const Copies copies = copies_among(info, arguments, true);
-  if (copies.empty()) return false;
+  if (copies.empty() && !in_two_memories(info, arguments)) return false;
   for (const auto& copy : copies) copy->require_fresh(info.name);
   const bool on_lists = info.name.starts_with("aten::_foreach_") && arguments[0].isList();
   const std::size_t elements = on_lists ? arguments[0].toListRef().size() : 0;

@@ -1,13 +1,14 @@
 #pragma once
-// ShardedCall: one call of an operator on sharded tensors whose plan is ready, in five steps:
+// ShardedCall: one call of an operator on sharded tensors whose plan is ready, in six steps:
 //
+//   choose_memory         whether it runs on the device or in host memory (host_memory.h)
 //   redistribute_inputs   inputs whose spec is not the plan's are redistributed
 //   substitute_locals     every tensor on the stack is replaced by this rank's local
 //   run_local             the operator, or the rule's function in its place, runs on the locals
 //   wrap_results          the results get their specs
 //   write_back            what was written to a copy of a view is written to the view's base
 //
-// Errors that follow from the specs alone are thrown before the third step, on every rank or on
+// Errors that follow from the specs alone are thrown before the fourth step, on every rank or on
 // none. A failure from there on may happen on one rank only, and the others are told.
 
 #include <ATen/core/stack.h>
@@ -49,6 +50,8 @@ class ShardedCall {
 
   void check_policy() const;
   void refuse_overlap() const;
+  void choose_memory();
+  void keep_device_arguments();
   void redistribute_inputs();
   void find_copied();
   void substitute_locals();
@@ -61,6 +64,9 @@ class ShardedCall {
   void reduce_below(Moved& moved);
   at::Tensor redistributed(const at::Tensor& t, const ReadyPlan::Move& move);
   at::Tensor local_of(const at::Tensor& t, int argument, int element) const;
+  at::Tensor placed(at::Tensor local, const ShardMeta& of) const;
+  at::Tensor uploaded(const ShardMeta& meta) const;
+  c10::Device shown_by(const at::Tensor& result) const;
   void run_local_function();
   void run_on_aliases();
   // `position`: index of the result among those that are not arguments.
@@ -86,6 +92,11 @@ class ShardedCall {
   // For views of a copy: the copy, and the tensor that it was made of.
   std::shared_ptr<ViewCopy> view_copy_;
   at::Tensor view_base_;
+  // A tensor among the arguments lies in host memory, and shows this device.
+  const bool offloaded_;
+  c10::Device shown_ = c10::kCPU;
+  // The call computes in host memory; the program asks for a device other than the one shown.
+  bool on_host_ = false, elsewhere_ = false;
   // For a copy of a parameter in another dtype: its source, if it has one.
   std::shared_ptr<ParameterSource> copied_from_;
   std::size_t copied_index_ = 0;

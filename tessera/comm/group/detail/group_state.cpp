@@ -251,7 +251,8 @@ void GroupState::set_timeout(std::chrono::milliseconds limit) {
 
 void GroupState::set_endpoint(c10::Device device, std::string name,
                               c10::intrusive_ptr<c10d::Backend> backend, std::string reason) {
-  Endpoint& endpoint = device.is_cuda() ? cuda_ : cpu_;
+  // One besides the CPU's: CUDA, or a device that another library brings.
+  Endpoint& endpoint = device.is_cpu() ? cpu_ : cuda_;
   endpoint.device = device;
   endpoint.signing = dynamic_cast<SigningBackend*>(backend.get());
   endpoint.uneven = dynamic_cast<UnevenBackend*>(backend.get());
@@ -262,8 +263,8 @@ void GroupState::set_endpoint(c10::Device device, std::string name,
 }
 
 bool GroupState::has_endpoint(c10::DeviceType device) const {
-  return (device == c10::DeviceType::CPU && cpu_.backend) ||
-         (device == c10::DeviceType::CUDA && cuda_.backend);
+  const Endpoint& endpoint = device == c10::DeviceType::CPU ? cpu_ : cuda_;
+  return endpoint.backend && endpoint.device.type() == device;
 }
 
 void GroupState::require_open() const {
@@ -277,14 +278,15 @@ bool GroupState::meets_at_store() const {
 }
 
 const Endpoint& GroupState::endpoint(c10::DeviceType device) const {
-  if (device == c10::DeviceType::CPU && cpu_.backend) return cpu_;
-  if (device == c10::DeviceType::CUDA && cuda_.backend) return cuda_;
+  if (has_endpoint(device)) return device == c10::DeviceType::CPU ? cpu_ : cuda_;
   require_open();
-  throw NotAvailable(concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
-                            " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name,
-                            cuda_.backend ? ", CUDA over " : "", cuda_.name,
-                            "). Move the tensor to a device the group serves, or build and choose "
-                            "a backend for it (tessera doctor lists them)"));
+  throw NotAvailable(
+      concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
+             " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name,
+             cuda_.backend ? concat(", ", c10::DeviceTypeName(cuda_.device.type()), " over ") : "",
+             cuda_.name,
+             "). Move the tensor to a device the group serves, or build and choose "
+             "a backend for it (tessera doctor lists them)"));
 }
 
 void GroupState::set_trace(std::shared_ptr<CommTrace> trace) {
@@ -302,7 +304,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> GroupState::process_group() {
     if (cpu_.backend)
       group->setBackend(c10::DeviceType::CPU, backend_type(cpu_.name), cpu_.backend);
     if (cuda_.backend)
-      group->setBackend(c10::DeviceType::CUDA, backend_type(cuda_.name), cuda_.backend);
+      group->setBackend(cuda_.device.type(), backend_type(cuda_.name), cuda_.backend);
     if (cpu_.backend) group->setDefaultBackend(backend_type(cpu_.name));
     group->setGroupName(name_);
     process_group_ = std::move(group);
