@@ -218,7 +218,12 @@ void Redistribution::launch_move() {
                                              : before->pieces[before->rank];
   switch (move.kind) {
     case Kind::none:
-      complete_ = [this, &held, &move] { return slice(local_, held, move.after); };
+      complete_ = [this, &held, &move] {
+        // Without elements, perhaps along another dim than what is held.
+        if (volume(move.after) == 0 && !(move.after == held))
+          return at::empty(shape_of(move.after), local_.options());
+        return slice(local_, held, move.after);
+      };
       return;
     case Kind::all_gather: {
       const Group ranks = group(move.axes);

@@ -142,6 +142,23 @@ bool contained(const ShardedDims& inner, const ShardedDims& outer) {
   return true;
 }
 
+// True if every rank has all that it is to have, of what is sharded another way: where one rank has
+// everything, along whichever dim the others have nothing.
+bool all_stays(const ShardedDims& from, const ShardedDims& to) {
+  Axes axes;
+  for (std::size_t d = 0; d < from.dims.size(); ++d)
+    axes = sorted_union(axes, sorted_union(from.dims[d].axes, to.dims[d].axes));
+  bool stays = true;
+  for_each_coordinate(
+      from.mesh, axes, std::vector<int>(from.mesh.size()), [&](const std::vector<int>& c) {
+        if (!stays) return;
+        const Box has = from.box(c), wanted = to.box(c);
+        if (volume(wanted) == 0) return;
+        for (std::size_t d = 0; d < has.size(); ++d) stays = stays && has[d].contains(wanted[d]);
+      });
+  return stays;
+}
+
 // True if the shards of `from`, over the axes that `to` drops, tile every rank's shard of `to`:
 // then the move is an all-gather over those axes.
 bool gathers(const ShardedDims& from, const ShardedDims& to, Axes& over) {
@@ -252,6 +269,7 @@ RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& t
     return move;
   }
   move.axes.clear();
+  if (all_stays(from, to)) return move;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     if (!(from.dims[d] == to.dims[d]))
       move.axes.insert(move.axes.end(), from.dims[d].axes.begin(), from.dims[d].axes.end());
