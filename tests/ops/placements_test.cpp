@@ -114,6 +114,52 @@ TEST(Placements, JoinsAlongShardedDims) {
   });
 }
 
+// One sample over several ranks: the one that has it keeps it where its dim is merged with others,
+// and where it is split off again.
+TEST(Placements, ADimOfOneElementIsMergedAndSplitOffWhereItLies) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::error});
+      Draw draw(70 + ranks);
+      for (int i = 0; i < 30; ++i) {
+        const int batch = ranks == 4 && draw.chance(60) ? 2 : draw.chance(70) ? ranks : 1;
+        const auto mesh = manager.mesh({{"batch", batch}, {"rest", ranks / batch}});
+        const Shape shape{1, draw.between(1, 6), draw.between(1, 4)};
+        Sizes one(batch, 0);
+        one[draw.below(batch)] = 1;
+        const int rest = draw.below(3);
+        ShardSizes sizes{{0, one}};
+        std::vector<Placement> placements{Shard(0), Replicate()};
+        if (rest > 0) {
+          placements[1] = Shard(rest);
+          sizes.emplace(rest, draw.sizes(shape[rest], ranks / batch));
+        }
+        const ShardSpec lies(mesh, shape, placements, sizes);
+        const std::string where = concat("round ", i, " ", lies);
+        test::seed(i);
+        const at::Tensor value = randn(shape, at::kDouble);
+        const at::Tensor x = leaf(value, lies), plain = value.clone().requires_grad_();
+        const auto apart = [&](const at::Tensor& t) {
+          const at::Tensor rows = t.reshape({shape[1], shape[2]}).sin();
+          return std::pair(rows, rows.reshape(shape) + t);
+        };
+        const CommTraceScope trace(manager);
+        const auto [rows, y] = apart(x);
+        const auto [wanted_rows, wanted] = apart(plain);
+        EXPECT_EQ(to_local(rows).numel(), to_local(x).numel()) << where;
+        EXPECT_EQ(to_local(y).numel(), to_local(x).numel()) << where;
+        y.square().sum().backward();
+        wanted.square().sum().backward();
+        EXPECT_TRUE(trace->summary().empty()) << where << "\n" << trace->table();
+        EXPECT_LT(difference(rows.detach(), wanted_rows.detach()), 1e-12) << where;
+        EXPECT_LT(difference(y.detach(), wanted.detach()), 1e-12) << where;
+        EXPECT_LT(difference(x.grad(), plain.grad()), 1e-12) << where;
+        EXPECT_EQ(to_local(x.grad()).numel(), to_local(x).numel()) << where;
+      }
+    });
+  }
+}
+
 TEST(Placements, GroupNormOverChannelsAndSpace) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut("group_norm", ranks, 30,

@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <set>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -17,6 +20,7 @@
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::views_rules {
 
@@ -292,6 +296,92 @@ std::optional<Partition> between_rows(const Partition& parts, std::int64_t rows)
   return scaled(moved, rows);
 }
 
+// Dims of size 1. Where one is sharded, the ranks at one coordinate on its axes hold everything, and
+// where it is merged with other dims these lie there as well: nothing moves.
+
+// The rows of a dim at a position of the mesh.
+std::int64_t rows_at(const DimSharding& dim, const std::vector<int>& mesh,
+                     const std::vector<int>& at) {
+  int shard = 0;
+  for (const int axis : dim.axes) shard = shard * mesh[axis] + at[axis];
+  return dim.partition.size(shard);
+}
+
+// A dim that is sharded over `axes`, with `rows` of each position.
+template <class Rows>
+DimSharding sharded_over(std::vector<int> axes, const std::vector<int>& mesh, const Rows& rows) {
+  std::sort(axes.begin(), axes.end());
+  int positions = 1;
+  for (const int axis : axes) positions *= mesh[axis];
+  Shape sizes;
+  std::vector<int> at(mesh.size(), 0);
+  for (int p = 0; p < positions; ++p) {
+    int rest = p;
+    for (std::size_t i = axes.size(); i-- > 0; rest /= mesh[axes[i]])
+      at[axes[i]] = rest % mesh[axes[i]];
+    sizes.push_back(rows(at));
+  }
+  return {std::move(axes), Partition(std::span<const std::int64_t>(sizes))};
+}
+
+// A dim of `extent`, sharded as `own` says (without axes: not), whose rows are held where all of
+// the dims of size 1 are.
+DimSharding held_with(const DimSharding& own, const std::vector<DimSharding>& ones,
+                      std::int64_t extent, const std::vector<int>& mesh) {
+  std::vector<int> axes = own.axes;
+  for (const DimSharding& one : ones) axes.insert(axes.end(), one.axes.begin(), one.axes.end());
+  return sharded_over(std::move(axes), mesh, [&](const std::vector<int>& at) {
+    std::int64_t n = own.axes.empty() ? extent : rows_at(own, mesh, at);
+    for (const DimSharding& one : ones) n *= rows_at(one, mesh, at);
+    return n;
+  });
+}
+
+// The way back: the axes on which one coordinate has all rows of a dim shard a dim of size 1 before
+// it, and the others the dim.
+struct WithOne {
+  WithOne(const DimSharding& dim, const std::vector<int>& mesh) {
+    std::vector<int> single, others;
+    std::vector<int> holder(mesh.size(), 0);
+    for (const int axis : dim.axes) {
+      std::set<int> held;
+      sharded_over(dim.axes, mesh, [&](const std::vector<int>& at) {
+        const std::int64_t n = rows_at(dim, mesh, at);
+        if (n > 0) held.insert(at[axis]);
+        return n;
+      });
+      const bool on_one = mesh[axis] > 1 && held.size() == 1;
+      (on_one ? single : others).push_back(axis);
+      if (on_one) holder[axis] = *held.begin();
+    }
+    const auto on_holder = [&](const std::vector<int>& at) {
+      return std::ranges::all_of(single, [&](int axis) { return at[axis] == holder[axis]; });
+    };
+    if (single.empty()) return;
+    one = sharded_over(single, mesh,
+                       [&](const std::vector<int>& at) { return on_holder(at) ? 1 : 0; });
+    if (others.empty()) return;
+    rest = sharded_over(others, mesh, [&](std::vector<int> at) {
+      for (const int axis : single) at[axis] = holder[axis];
+      return rows_at(dim, mesh, at);
+    });
+  }
+  DimSharding one = {}, rest = {};
+};
+
+// The spec with some dims sharded in another way, over axes that shard nothing else.
+ShardSpec with_dims(const ShardSpec& spec, const std::vector<std::pair<int, DimSharding>>& given) {
+  if (given.empty()) return spec;
+  auto placements = spec.placements();
+  std::vector<DimSharding> dims;
+  for (int d = 0; d < spec.dims(); ++d) dims.push_back(spec.dim(d));
+  for (const auto& [d, sharding] : given) {
+    for (const int axis : sharding.axes) placements[axis] = Shard(d);
+    dims[d] = sharding;
+  }
+  return make_spec(context_of(spec), spec.shape(), std::move(placements), std::move(dims));
+}
+
 // How the input of a view is to be sharded: where its shards do not pass to dims of the result they
 // are moved between ranks, if another sharding does, rather than gathered.
 struct Reshaping {
@@ -322,6 +412,8 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   std::vector<int> from(target.size(), -1);
   std::set<int> whole;
   std::vector<std::pair<int, Partition>> parts;
+  std::vector<std::pair<int, DimSharding>> joined;
+  const std::vector<int>& mesh = context_of(in)->sizes;
   if (in.numel() == 0) {
     // No elements: only dims that stay as they are keep their sharding.
     for (int d = 0; d < in.dims(); ++d) {
@@ -335,10 +427,20 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   } else {
     for (const Group& g : groups(shape, target)) {
       const int a = first_wide(g.in, shape), b = first_wide(g.out, target);
+      std::vector<DimSharding> ones;
       for (const int d : g.in) {
-        if (d != a && in.is_sharded(d)) as.shard_instead(d, a);
+        if (d == a || !in.is_sharded(d)) continue;
+        if (shape[d] == 1 && b >= 0) {
+          ones.push_back(in.dim(d));
+        } else {
+          as.shard_instead(d, a);
+        }
       }
-      if (a < 0 || !in.is_sharded(a)) continue;
+      if (a < 0) continue;
+      if (!in.is_sharded(a)) {
+        if (!ones.empty()) joined.emplace_back(b, held_with({}, ones, target[b], mesh));
+        continue;
+      }
       if (b < 0) {
         whole.insert(a);
         continue;
@@ -349,15 +451,27 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
       const auto fits = [&](std::int64_t n) { return n * inner_in % inner_out == 0; };
       if (!std::ranges::all_of(in.dim(a).partition.sizes(), fits))
         as.move_boundaries(a, inner_out / std::gcd(inner_in, inner_out));
-      if (!in.is_sharded(a)) continue;
-      Shape sizes;
-      for (const auto n : in.dim(a).partition.sizes()) sizes.push_back(n * inner_in / inner_out);
-      from[b] = a;
-      parts.emplace_back(b, Partition(std::span<const std::int64_t>(sizes)));
+      DimSharding own;
+      if (in.is_sharded(a)) {
+        Shape sizes;
+        for (const auto n : in.dim(a).partition.sizes()) sizes.push_back(n * inner_in / inner_out);
+        own = {in.dim(a).axes, Partition(std::span<const std::int64_t>(sizes))};
+      }
+      if (!ones.empty()) {
+        joined.emplace_back(b, held_with(own, ones, target[b], mesh));
+      } else if (own.axes.empty()) {
+        continue;
+      } else if (const WithOne apart(own, mesh); g.out.front() != b && !apart.one.axes.empty()) {
+        joined.emplace_back(g.out.front(), apart.one);
+        if (!apart.rest.axes.empty()) joined.emplace_back(b, apart.rest);
+      } else {
+        from[b] = a;
+        parts.emplace_back(b, own.partition);
+      }
     }
   }
   Source source(call, as.spec, whole);
-  const ShardSpec out = mapped_spec(source.spec, target, from, true, parts);
+  const ShardSpec out = with_dims(mapped_spec(source.spec, target, from, true, parts), joined);
   source.plan.outputs = {{out}};
   if (!source.plan.view_copied &&
       (call.name() == "aten::view" || call.name() == "aten::_unsafe_view")) {
