@@ -103,6 +103,7 @@ std::shared_ptr<Arena> Group::share(std::size_t bytes, const Directory& director
   options.slot_bytes = options.frame_bytes = 1;
   options.single_copy = false;
   Directory patient = directory;
+  // A rank that is gone will not come.
   patient.get = [&](const std::string& key, milliseconds limit) {
     const Deadline deadline = deadline_after(limit);
     while (true) {

@@ -193,8 +193,8 @@ class Group {
   /// One more arena of `bytes` on each rank, in which calls of this group work in place as in
   /// arena(); it lives as long as what is returned. Collective: the same `bytes`, of which each
   /// rank claims its own at once, on the NUMA node of the calling thread. The ranks meet as for the
-  /// group: some milliseconds, and one descriptor per rank while the arena lives. Throws
-  /// InvalidArgument (no bytes), and as meet() and barrier().
+  /// group, which takes some milliseconds. Throws InvalidArgument (no bytes), and as meet() and
+  /// barrier().
   std::shared_ptr<Arena> share(std::size_t bytes, const Directory& directory, Call call = {});
 
   /// How calls of this group travel, and why, for reports.

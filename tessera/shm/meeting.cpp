@@ -349,6 +349,13 @@ std::shared_ptr<Core> Meeting::finish() {
   ReduceOnce end(*core, "the first call", arguments);
   core->run(end, time_left(deadline_));
   core->allow_single_copy(readable != 0);
+  if (rank_ == 0 && directory_.erase) {
+    try {
+      directory_.erase(key_ + "address");
+      for (int r = 1; r < size_; ++r) directory_.erase(concat(key_, "met/", r));
+    } catch (const std::exception&) {  // The ranks have met; what is left there is only untidy.
+    }
+  }
   return core;
 }
 

@@ -18,6 +18,8 @@ struct Directory {
   std::function<void(const std::string& key, const std::string& bytes)> put;
   /// Waits until the key exists. Throws once the limit has passed.
   std::function<std::string(const std::string& key, std::chrono::milliseconds limit)> get;
+  /// Deletes a key that no rank will read any more; may be empty.
+  std::function<void(const std::string& key)> erase = {};
 };
 
 struct Options {

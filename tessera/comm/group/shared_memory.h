@@ -29,7 +29,7 @@ class SharedMemory {
   /// True if the group's ranks meet in memory (its CPU backend is "shm"); the same on all ranks.
   static bool available(const Group& group);
   /// Memory of `bytes` on each rank, claimed at once. Collective: the same number on all ranks.
-  /// Takes some milliseconds, and one descriptor per rank while it lives.
+  /// Takes some milliseconds.
   ///
   /// Throws InvalidArgument (`bytes` below 1), NotAvailable on every rank (not available(), or too
   /// little memory: the message says how much was asked for, and what refused it), MismatchError on

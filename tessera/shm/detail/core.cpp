@@ -113,13 +113,15 @@ Core::~Core() {
 
 std::uint64_t Core::next_memory() {
   const std::lock_guard lock(mutex_);
-  memories_.emplace_back();
+  std::erase_if(memories_, [](const auto& memory) { return memory.second.expired(); });
   return ++memory_count_;
 }
 
-void Core::attach(std::uint64_t number, std::weak_ptr<Core> memory) {
+void Core::attach(std::uint64_t number, const std::shared_ptr<Core>& memory) {
+  // The descriptors of the ranks' processes are those of this group as well.
+  memory->liveness_ = Liveness();
   const std::lock_guard lock(mutex_);
-  memories_.at(number - 1) = std::move(memory);
+  memories_[number] = memory;
 }
 
 std::uint64_t Core::place_of(const std::byte* data, std::size_t bytes) const {
@@ -130,10 +132,10 @@ std::uint64_t Core::place_of(const std::byte* data, std::size_t bytes) const {
     return at < size && bytes <= size - at ? at + 1 : 0;
   };
   if (const auto at = inside(*this)) return at;
-  for (std::size_t i = 0; i < memories_.size(); ++i) {
-    const auto memory = memories_[i].lock();
+  for (const auto& [number, weak] : memories_) {
+    const auto memory = weak.lock();
     if (!memory) continue;
-    if (const auto at = inside(*memory)) return (std::uint64_t{i + 1} << kPlaceBits) + at;
+    if (const auto at = inside(*memory)) return (number << kPlaceBits) + at;
   }
   return 0;
 }
@@ -142,13 +144,14 @@ std::shared_ptr<std::byte> Core::at_place(int rank, std::uint64_t place, std::si
   const std::uint64_t number = memory_of(place);
   const std::uint64_t at = (place & ((std::uint64_t{1} << kPlaceBits) - 1)) - 1;
   std::shared_ptr<const Core> other;
-  if (number > 0 && number <= memories_.size()) {
-    other = memories_[number - 1].lock();
+  if (number > 0 && number <= memory_count_.load()) {
+    const auto known = memories_.find(number);
+    if (known != memories_.end()) other = known->second.lock();
     if (!other) return nullptr;
   }
   const Core& core = other ? *other : *this;
   const std::size_t size = core.layout().arena_bytes();
-  if (number > memories_.size() || at >= size || bytes > size - at)
+  if (number > memory_count_.load() || at >= size || bytes > size - at)
     throw MismatchError(concat("shm group '", options_.name, "': ", who(rank), " says that ", bytes,
                                " bytes are in memory ", number, " of the group at ", at,
                                ", where they are not"));

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -134,8 +135,8 @@ class Core {
   // that of the n-th Group::share(), the same on all ranks ----
   /// The number of the next one, whether or not it comes about.
   std::uint64_t next_memory();
-  /// `memory` is used for as long as something else keeps it alive.
-  void attach(std::uint64_t number, std::weak_ptr<Core> memory);
+  /// `memory` is used for as long as something else keeps it alive. It makes no calls.
+  void attach(std::uint64_t number, const std::shared_ptr<Core>& memory);
   /// True if there is or was any, which all ranks answer alike.
   bool shares() const { return layout().arena_bytes() > 0 || memory_count_.load() > 0; }
   /// Where these bytes of this rank are, as at_place() finds them; 0 if they are not in memory that
@@ -241,8 +242,8 @@ class Core {
   /// A hash of all collectives so far, the same on all ranks.
   std::uint64_t calls_ = 0;
   std::atomic<std::uint64_t> memory_count_{0};
-  /// Element i is number i + 1.
-  std::vector<std::weak_ptr<Core>> memories_;
+  /// By number: those that may still be alive.
+  std::map<std::uint64_t, std::weak_ptr<Core>> memories_;
   /// For each rank: it is done with the steps below this number, as far as is known here.
   std::vector<std::uint64_t> seen_done_;
   int sleeping_here_ = 0, waiting_here_ = 0;

@@ -25,6 +25,7 @@ shm::Directory directory_at(const c10::intrusive_ptr<c10d::Store>& store) {
     const auto bytes = store->get(key);
     return std::string(bytes.begin(), bytes.end());
   };
+  directory.erase = [store](const std::string& key) { store->deleteKey(key); };
   return directory;
 }
 
