@@ -3,6 +3,7 @@
 // sharded. With --device cuda on a GPU, where what the host takes is what counts. DTensor runs in a
 // child process (dtensor.py), in turn with ours, sample by sample.
 
+#include <malloc.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
@@ -234,6 +235,8 @@ void count(const std::vector<Case>& all) {
     const int calls = c.calls > 100 ? 100 : 1;
     for (const bool ours : {false, true}) {
       const auto& f = ours ? c.sharded : c.plain;
+      // Otherwise malloc merges what other cases have freed in the middle of one of them.
+      malloc_trim(0);
       microseconds(f, 2, c10::kCPU);
       CALLGRIND_START_INSTRUMENTATION;
       CALLGRIND_ZERO_STATS;

@@ -56,7 +56,8 @@ struct KeyBuilder {
     }
     words[size++] = word;
   }
-  void add(const at::Tensor& t) {
+  // flatten: meta_of() is called often enough for the compiler to keep it a call
+  [[gnu::flatten]] void add(const at::Tensor& t) {
     if (!t.defined()) {
       push(kUndefined);
       return;
@@ -102,13 +103,22 @@ const at::Tensor& local_of(const at::Tensor& t) {
   return meta ? meta->local : t;
 }
 const at::Tensor& local_of(const at::Tensor& t, const ReadyPlan&) { return local_of(t); }
-// For a view: the local sizes.
+// For a view: the local sizes, none of them symbolic.
 c10::SymIntArrayRef local_of(const c10::SymIntArrayRef& sizes, const ReadyPlan& plan) {
-  return plan.local_sizes ? c10::fromIntArrayRefSlow(*plan.local_sizes) : sizes;
+  return plan.local_sizes ? c10::fromIntArrayRefUnchecked(*plan.local_sizes) : sizes;
 }
 template <class T>
 const T& local_of(const T& value, const ReadyPlan&) {
   return value;
+}
+
+// Without calling memcmp, which takes longer than a few dims do.
+bool same_dims(at::IntArrayRef a, const Dims& b) {
+  if (a.size() != b.size()) return false;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (a[i] != b[i]) return false;
+  }
+  return true;
 }
 
 // What the kernel above autograd must know of the tensors before it continues.
@@ -116,7 +126,7 @@ struct Look {
   const ShardMeta* sharded = nullptr;
   bool plain = false;           // something must be promoted
   bool differentiable = false;  // autograd has something to do
-  bool tangents = false;        // so has forward-mode autograd
+  bool attached = false;        // autograd has attached something: tangents are possible
 
   template <class... Arguments>
   explicit Look(const Arguments&... arguments) {
@@ -131,12 +141,19 @@ struct Look {
     if (meta && !sharded) sharded = meta;
     plain |= !meta && !impl.is_wrapped_number();
     if (!impl.autograd_meta()) return;
-    tangents |= t._fw_grad(0).defined();
+    attached = true;
     differentiable |= impl.requires_grad() && at::GradMode::is_enabled();
   }
   template <class T>
   void see(const T&) {}
 };
+
+// True if forward-mode autograd has something to do.
+bool has_tangent(const at::Tensor& t) { return t.defined() && t._fw_grad(0).defined(); }
+template <class T>
+bool has_tangent(const T&) {
+  return false;
+}
 
 // True if only our own kernel is left below autograd: no mode, no functionalization, no lazy bits.
 bool straight_below(c10::DispatchKeySet keys) {
@@ -231,7 +248,7 @@ struct Kernels<Op, Result(Arguments...)> {
         return {};
       const LayoutPtr& layout = plan.outputs[0].layout;
       if (local.scalar_type() != layout->dtype ||
-          local.sizes() != at::IntArrayRef(layout->spec.local_shape()))
+          !same_dims(local.sizes(), layout->spec.local_shape()))
         return {};
       if (plan.mode == ReadyPlan::Mode::ruled) {
         if constexpr (kView) {
@@ -239,14 +256,13 @@ struct Kernels<Op, Result(Arguments...)> {
           if (layout->spec.data()->partial) as_view_of_partial(view, first(arguments...));
           return view;
         }
-        at::Tensor made = local.strides() == at::IntArrayRef(layout->local_strides)
+        at::Tensor made = same_dims(local.strides(), layout->local_strides)
                               ? wrap_checked(std::move(local), layout)
                               : wrap_fresh(std::move(local), layout);
         if (layout->spec.data()->partial) meta_of(made)->intermediate = true;
         return made;
       }
-      if (local.strides() != at::IntArrayRef(layout->strides) ||
-          local.storage_offset() != layout->offset)
+      if (!same_dims(local.strides(), layout->strides) || local.storage_offset() != layout->offset)
         return {};
       return wrap_checked(std::move(local), layout);
     }
@@ -259,7 +275,7 @@ struct Kernels<Op, Result(Arguments...)> {
     const KeyBuilder builder(arguments...);
     if constexpr (kCasts) {
       // In inference mode nothing has run above.
-      if (c10::InferenceMode::is_enabled() && builder.first && casts_parameters(*builder.first))
+      if (builder.first && casts_parameters(*builder.first) && c10::InferenceMode::is_enabled())
         return boxed(arguments...);
     }
     if (const ReadyPlan* plan = find(builder, arguments...)) {
@@ -329,25 +345,25 @@ struct Kernels<Op, Result(Arguments...)> {
                             from_stack(stack, arguments...));
         });
       }
-    } else if (!look.tangents && straight_below(keys)) {
+    } else if ((kDetach || !look.differentiable) && straight_below(keys) &&
+               !(look.attached && (has_tangent(arguments) || ...))) {
       // If autograd would only pass the call on, its kernels are skipped.
-      if constexpr (kDetach) return another(arguments..., false);
-      if (!look.differentiable) {
-        if constexpr (kView) {
-          const ViewReplay replay(true);
-          return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
-        } else {
-          const KeyBuilder builder(arguments...);
-          if (const ReadyPlan* plan = find(builder, arguments...)) {
-            if constexpr (kInPlace) {
-              run(*plan, builder, arguments...);
-              if (keys.has(c10::DispatchKey::ADInplaceOrView))
-                first(arguments...).unsafeGetTensorImpl()->bump_version();
-              return first(arguments...);
-            } else {
-              at::Tensor result = run(*plan, builder, arguments...);
-              if (result.defined()) return result;
-            }
+      if constexpr (kDetach) {
+        return another(arguments..., false);
+      } else if constexpr (kView) {
+        const ViewReplay replay(true);
+        return Op::redispatch(keys & c10::after_autograd_keyset, arguments...);
+      } else {
+        const KeyBuilder builder(arguments...);
+        if (const ReadyPlan* plan = find(builder, arguments...)) {
+          if constexpr (kInPlace) {
+            run(*plan, builder, arguments...);
+            if (keys.has(c10::DispatchKey::ADInplaceOrView))
+              first(arguments...).unsafeGetTensorImpl()->bump_version();
+            return first(arguments...);
+          } else {
+            at::Tensor result = run(*plan, builder, arguments...);
+            if (result.defined()) return result;
           }
         }
       }
