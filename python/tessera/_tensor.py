@@ -48,6 +48,18 @@ def _deepcopy(tensor, memo):
     return memo[id(tensor)]
 
 
+def _copy(tensor):
+    """copy.copy(): a leaf over the same memory, with the same attributes."""
+    if not _sharded(tensor):  # what copy.copy() does with what has no __copy__
+        return copy_module._reconstruct(tensor, None, *tensor.__reduce_ex__(4))
+    copy = tensor.data
+    if isinstance(tensor, torch.nn.Parameter):
+        copy = torch.nn.Parameter(copy, tensor.requires_grad)
+    copy.requires_grad_(tensor.requires_grad)
+    copy.__dict__.update(tensor.__dict__)
+    return copy
+
+
 def _format(tensor, spec):
     """Never a collective: a line of logging that one rank alone writes must not wait for the others."""
     if tensor.dim() == 0 and all(isinstance(p, Replicate) for p in _api.spec(tensor).placements):
@@ -82,6 +94,7 @@ _instead("__repr__", lambda t, **_: f"<{_api.summary(t)}>")
 _instead("__format__", _format)
 _instead("__reduce_ex__", _refuse("cannot pickle or torch.save", f"Save plain tensors: {_WHOLE}"))
 _instead("__deepcopy__", _deepcopy)
+torch.Tensor.__copy__ = _copy
 _instead("numpy", _refuse("numpy() of", _WHOLE))
 _instead("__array__", _refuse("numpy() of", _WHOLE))
 _instead("tolist", lambda t: t.item() if t.dim() == 0 else _refuse("tolist() of", _WHOLE)(t))

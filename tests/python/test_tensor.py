@@ -371,6 +371,29 @@ def test_deepcopy():
     on_ranks(2, body)
 
 
+def test_copy():
+    def same_as_plain(put):
+        x = put(X).detach().requires_grad_(True)
+        x.name_of_mine = "x"
+        (x * 2).sum().backward()
+        twin, product, parameter = copy.copy(x), copy.copy(x * 3), copy.copy(torch.nn.Parameter(put(X)))
+        assert twin.is_leaf and twin.requires_grad and twin.grad is None and twin.name_of_mine == "x"
+        assert product.is_leaf and product.requires_grad
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+        with torch.no_grad():
+            twin.add_(1)  # the same memory
+        return [x, product, parameter]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ours = same_as_plain(lambda t: ts.distribute_tensor(t.clone(), mesh, [ts.Shard(0)]))
+        for got, expected in zip(ours, same_as_plain(torch.clone)):
+            assert ts.is_sharded(got)
+            assert_same(got, expected)
+
+    on_ranks(2, body)
+
+
 def test_errors():
     def body(rank):
         mesh = ts.Mesh({"x": 2})
