@@ -6,6 +6,8 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <optional>
 #include <string>
@@ -16,12 +18,14 @@
 #include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/failure.h"
+#include "tessera/tensor/dispatch/gathered_parameters.h"
 #include "tessera/tensor/dispatch/host_memory.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/plan_cache.h"
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/view_replay.h"
+#include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
@@ -36,9 +40,13 @@ struct KeyBuilder {
   std::size_t size = 0;
   const ShardMeta* first = nullptr;
   bool usable = true;  // false: an argument that only the boxed path handles
+  // Of each tensor argument in order, or the argument itself; valid while no tensor is changed.
+  static constexpr std::size_t kTensors = 4;
+  const at::Tensor* locals[kTensors];
 
+  // flatten: otherwise meta_of() is a call
   template <class... Arguments>
-  explicit KeyBuilder(const Arguments&... arguments) {
+  [[gnu::flatten]] explicit KeyBuilder(const Arguments&... arguments) {
     (add(arguments), ...);
     usable &= first != nullptr;
     if (first && needs_default_dtype(*first->layout)) {
@@ -49,15 +57,16 @@ struct KeyBuilder {
   Key key() const { return Key(words, words + size); }
 
  private:
-  void push(std::uint64_t word) {
+  [[gnu::always_inline]] void push(std::uint64_t word) {
     if (size == kWords) {
       usable = false;
       return;
     }
     words[size++] = word;
   }
-  // flatten: meta_of() is called often enough for the compiler to keep it a call
-  [[gnu::flatten]] void add(const at::Tensor& t) {
+  [[gnu::always_inline]] void add(const at::Tensor& t) {
+    const at::Tensor*& local = locals[tensors_++];
+    local = &t;
     if (!t.defined()) {
       push(kUndefined);
       return;
@@ -69,6 +78,7 @@ struct KeyBuilder {
       push(static_cast<std::uint64_t>(t.scalar_type()));
       return;
     }
+    local = &meta->local;
     if (!first) first = meta;
     usable &= !meta->copy;
     // tensors of one mesh: no plan is found for others
@@ -85,6 +95,16 @@ struct KeyBuilder {
     push(static_cast<std::uint64_t>(n));
   }
   void add(bool b) { push(b ? kTrue : kFalse); }
+  void add(at::OptionalIntArrayRef list) {
+    if (!list) return push(kNone);
+    push(kList);
+    push(list->size());
+    for (const std::int64_t n : *list) add(n);
+  }
+  void add(std::optional<at::ScalarType> type) {
+    if (!type) return push(kNone);
+    add(static_cast<std::int64_t>(*type));
+  }
   void add(const c10::SymIntArrayRef& list) {
     push(kList);
     push(list.size());
@@ -96,19 +116,21 @@ struct KeyBuilder {
       add(n.as_int_unchecked());
     }
   }
+
+  std::size_t tensors_ = 0;
 };
 
-const at::Tensor& local_of(const at::Tensor& t) {
-  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
-  return meta ? meta->local : t;
+// What the local call gets for an argument; `local`: of a tensor.
+const at::Tensor& argument_of(const at::Tensor&, const at::Tensor* local, const ReadyPlan&) {
+  return *local;
 }
-const at::Tensor& local_of(const at::Tensor& t, const ReadyPlan&) { return local_of(t); }
 // For a view: the local sizes, none of them symbolic.
-c10::SymIntArrayRef local_of(const c10::SymIntArrayRef& sizes, const ReadyPlan& plan) {
+c10::SymIntArrayRef argument_of(const c10::SymIntArrayRef& sizes, const at::Tensor*,
+                                const ReadyPlan& plan) {
   return plan.local_sizes ? c10::fromIntArrayRefUnchecked(*plan.local_sizes) : sizes;
 }
 template <class T>
-const T& local_of(const T& value, const ReadyPlan&) {
+const T& argument_of(const T& value, const at::Tensor*, const ReadyPlan&) {
   return value;
 }
 
@@ -129,12 +151,12 @@ struct Look {
   bool attached = false;        // autograd has attached something: tangents are possible
 
   template <class... Arguments>
-  explicit Look(const Arguments&... arguments) {
+  [[gnu::flatten]] explicit Look(const Arguments&... arguments) {
     (see(arguments), ...);
   }
 
  private:
-  void see(const at::Tensor& t) {
+  [[gnu::always_inline]] void see(const at::Tensor& t) {
     if (!t.defined()) return;
     const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
     const ShardMeta* meta = meta_of(t);
@@ -176,7 +198,21 @@ bool lies_in_host_memory(const T&) {
   return false;
 }
 
-// The plan of a call, if it is simple; nullptr: the general path handles the call.
+// True for plans that need nothing more than parameters gathered before: Policies::redistribution
+// says nothing about that, and no other tensor is to find what was gathered.
+bool only_gathers(const ReadyPlan& plan) {
+  if (plan.moves.empty() || plan.moves_shards || !plan.arguments.empty() || plan.local ||
+      plan.view_copied || plan.mode != ReadyPlan::Mode::ruled || plan.outputs.size() != 1 ||
+      !plan.outputs[0].layout || plan.outputs[0].layout->parameter)
+    return false;
+  return std::all_of(plan.moves.begin(), plan.moves.end(), [](const ReadyPlan::Move& move) {
+    return move.element < 0 && !move.from.has_partial() && move.from.has_shard();
+  });
+}
+
+// The plan of a call, if it is simple or, with `gathers`, gathers parameters; nullptr: the general
+// path handles the call.
+template <bool gathers>
 ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
   if (!builder.usable) return nullptr;
   PlanCache& cache = PlanCache::of_thread();
@@ -186,7 +222,8 @@ ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder
   OpPlans& of = cache.of(info);
   if (of.numbers) return nullptr;
   const auto it = of.plans.find(builder.key());
-  if (it == of.plans.end() || !is_simple(it->second)) return nullptr;
+  if (it == of.plans.end() || !(is_simple(it->second) || (gathers && only_gathers(it->second))))
+    return nullptr;
   recent = {&it->first, &it->second};
   return &it->second;
 }
@@ -203,6 +240,7 @@ struct Kernels<Op, Result(Arguments...)> {
   static constexpr bool kInPlace = std::is_same_v<Result, at::Tensor&>;
   static constexpr bool kView =
       std::string_view(Op::schema_str).find("(a)") != std::string_view::npos;
+  static constexpr bool kGathers = !kInPlace && !kView;
   static constexpr bool kDetach = std::is_same_v<Op, at::_ops::detach>;
   // An operator on one tensor never casts a parameter.
   static constexpr bool kCasts = (std::is_same_v<std::decay_t<Arguments>, at::Tensor> + ...) > 1;
@@ -225,25 +263,56 @@ struct Kernels<Op, Result(Arguments...)> {
 
   // The plan, unless a local lies in host memory.
   static const ReadyPlan* find(const KeyBuilder& builder, const Arguments&... arguments) {
-    const ReadyPlan* plan = find_simple(*info, number, builder);
+    const ReadyPlan* plan = find_simple<kGathers>(*info, number, builder);
     if (plan && plan->on_device && (lies_in_host_memory(arguments) || ...)) [[unlikely]]
       return nullptr;
     return plan;
+  }
+
+  template <class T>
+  static constexpr bool is_tensor = std::is_same_v<std::decay_t<T>, at::Tensor>;
+  static constexpr std::size_t kTensors = (std::size_t{is_tensor<Arguments>} + ...);
+  static_assert(kTensors <= KeyBuilder::kTensors);
+  // Which of the tensors argument `I` is; kTensors: none.
+  template <std::size_t I>
+  static constexpr std::size_t tensor_at() {
+    constexpr bool tensors[] = {is_tensor<Arguments>...};
+    std::size_t before = 0;
+    for (std::size_t i = 0; i < I; ++i) before += tensors[i];
+    return tensors[I] ? before : kTensors;
+  }
+  using Indices = std::index_sequence_for<Arguments...>;
+
+  // The operator on `locals`, those of its tensors.
+  template <std::size_t... I>
+  static at::Tensor call(const ReadyPlan& plan, const at::Tensor* const* locals,
+                         std::index_sequence<I...>, Arguments... arguments) {
+    return Op::call(argument_of(
+        arguments, tensor_at<I>() < kTensors ? locals[tensor_at<I>()] : nullptr, plan)...);
   }
 
   // Runs the operator on the locals. Undefined: the result is not as planned (an operator's
   // data-dependent choice), and the general path handles the call.
   static Result run(const ReadyPlan& plan, const KeyBuilder& builder, Arguments... arguments) {
     if constexpr (kInPlace) {
-      at::Tensor local = local_of(first(arguments...));
-      guarded(plan, builder, [&] { call_in_place(plan, local, arguments...); });
+      at::Tensor local = *builder.locals[0];
+      guarded(plan, builder,
+              [&] { call_in_place(plan, local, builder.locals, Indices(), arguments...); });
       RankState& state = *context_of(builder.first->spec())->state;
       if (state.copies.any()) state.copies.wrote(local, nullptr);
       if (state.sources.any()) state.sources.wrote(local);
       return first(arguments...);
     } else {
-      at::Tensor local =
-          guarded(plan, builder, [&] { return Op::call(local_of(arguments, plan)...); });
+      at::Tensor local;
+      if constexpr (kGathers) {
+        if (!plan.moves.empty()) {
+          local = gather_and_call(plan, builder, arguments...);
+          if (!local.defined()) return {};
+        }
+      }
+      if (!local.defined())
+        local = guarded(plan, builder,
+                        [&] { return call(plan, builder.locals, Indices(), arguments...); });
       if (plan.outputs.size() != 1 || !plan.outputs[0].layout || local.is_conj() || local.is_neg())
         return {};
       const LayoutPtr& layout = plan.outputs[0].layout;
@@ -266,6 +335,41 @@ struct Kernels<Op, Result(Arguments...)> {
         return {};
       return wrap_checked(std::move(local), layout);
     }
+  }
+
+  // Undefined: not all of it is gathered by a source. To gather may fail, or wait for other ranks,
+  // which learn of a failure by themselves.
+  static at::Tensor gather_and_call(const ReadyPlan& plan, const KeyBuilder& builder,
+                                    Arguments... arguments) {
+    const at::Tensor* tensors[sizeof...(Arguments)] = {tensor_in(arguments)...};
+    // By position of the argument.
+    std::array<at::Tensor, sizeof...(Arguments)> gathered;
+    {
+      const WithoutHostLock released;
+      for (const ReadyPlan::Move& move : plan.moves) {
+        const at::Tensor& t = *tensors[move.argument];
+        at::Tensor& local = gathered[move.argument];
+        for (const ReadyPlan::Move* before = plan.moves.data(); before != &move; ++before) {
+          if (tensors[before->argument]->is_same(t) && before->to == move.to)
+            local = gathered[before->argument];
+        }
+        if (!local.defined()) local = gathered_by_source(t, move.to);
+        if (!local.defined()) return {};
+      }
+    }
+    const at::Tensor* locals[kTensors] = {};
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < sizeof...(Arguments); ++i) {
+      if (!tensors[i]) continue;
+      const ShardMeta* meta = tensors[i]->defined() ? meta_of(*tensors[i]) : nullptr;
+      locals[at++] = gathered[i].defined() ? &gathered[i] : meta ? &meta->local : tensors[i];
+    }
+    return guarded(plan, builder, [&] { return call(plan, locals, Indices(), arguments...); });
+  }
+  static const at::Tensor* tensor_in(const at::Tensor& t) { return &t; }
+  template <class T>
+  static const at::Tensor* tensor_in(const T&) {
+    return nullptr;
   }
 
   static Result below(c10::DispatchKeySet, Arguments... arguments) {
@@ -306,9 +410,14 @@ struct Kernels<Op, Result(Arguments...)> {
     }
   }
 
-  template <class First, class... Rest>
-  static void call_in_place(const ReadyPlan& plan, at::Tensor& local, First&, Rest&... rest) {
-    Op::call(local, local_of(rest, plan)...);
+  template <std::size_t Target, std::size_t... I>
+  static void call_in_place(const ReadyPlan& plan, at::Tensor& local,
+                            const at::Tensor* const* locals, std::index_sequence<Target, I...>,
+                            Arguments... arguments) {
+    const auto given = std::forward_as_tuple(arguments...);
+    Op::call(local,
+             argument_of(std::get<I>(given),
+                         tensor_at<I>() < kTensors ? locals[tensor_at<I>()] : nullptr, plan)...);
   }
 
   // The result of detach(): the meta is immutable, so that two tensors may share it.
@@ -447,6 +556,7 @@ const std::map<std::string, Registration>& fast_operators() {
       {"aten::sigmoid", add<sigmoid>},
       {"aten::tanh", add<at::_ops::tanh>},
       {"aten::threshold_backward", add<threshold_backward>},
+      {"aten::sum.dim_IntList", add<sum_dim_IntList>},
       {"aten::mm", add<mm>},
       {"aten::bmm", add<bmm>},
       {"aten::addmm", add<addmm>},

@@ -4,6 +4,10 @@
 
 #include <algorithm>
 
+#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/rank_state.h"
+
 namespace tessera::detail {
 
 namespace {
@@ -73,6 +77,13 @@ void GatheredParameters::add(const at::Tensor& parameter, const ShardSpec& to,
   if (entries_.size() == most_) entries_.erase(entries_.begin());
   entries_.push_back({meta.local, meta.layout, to,
                       parameter.unsafeGetTensorImpl()->version_counter().current_version(), local});
+}
+
+at::Tensor gathered_by_source(const at::Tensor& parameter, const ShardSpec& to) {
+  const ShardMeta& meta = *meta_of(parameter);
+  if (!meta.layout->parameter || meta.copy) return {};
+  const auto [source, index] = context_of(to)->state->sources.find(meta.local);
+  return source ? source->gathered(index, meta, to) : at::Tensor();
 }
 
 }  // namespace tessera::detail

@@ -1,6 +1,6 @@
 #pragma once
-// GatheredParameters: the sharded parameters of a layer whose operators use them repeatedly (a
-// recurrent layer, in every step), gathered once and kept while the layer runs.
+// What is gathered of sharded parameters. GatheredParameters: those of a layer whose operators use
+// them repeatedly (a recurrent layer, in every step), gathered once and kept while the layer runs.
 
 #include <ATen/core/Tensor.h>
 
@@ -49,5 +49,9 @@ class GatheredParameters {
   const int task_;
   std::vector<Entry> entries_;  // the one used last at the end
 };
+
+/// What its source (fully_shard) has gathered of a parameter, or of a view of it, under `to`.
+/// Undefined: it has no source, or that does not gather this. All ranks call it alike.
+at::Tensor gathered_by_source(const at::Tensor& parameter, const ShardSpec& to);
 
 }  // namespace tessera::detail

@@ -479,11 +479,8 @@ void ShardedCall::reduce_below(Moved& moved) {
 // In the memory order of the global tensor, like every local: kernels and views decide by strides.
 at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move& move) {
   const ShardMeta& meta = *meta_of(t);
-  if (meta.layout->parameter && !meta.copy && !plan_.view_copied) {
-    if (const auto [source, index] = context_.state->sources.find(meta.local); source) {
-      if (at::Tensor gathered = source->gathered(index, meta, move.to); gathered.defined())
-        return gathered;
-    }
+  if (!plan_.view_copied) {
+    if (at::Tensor gathered = gathered_by_source(t, move.to); gathered.defined()) return gathered;
   }
   GatheredParameters* kept = plan_.view_copied ? nullptr : GatheredParameters::current();
   at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
