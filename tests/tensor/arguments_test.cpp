@@ -108,6 +108,37 @@ TEST(Refused, WhereTheTargetDoesNotFit) {
   });
 }
 
+// A rank that writes no slice looks at none: all ranks must see it in the shapes.
+TEST(Refused, OnEveryRankWhereSlicesDoNotFit) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (const auto& shape :
+         std::vector<std::vector<std::int64_t>>{{2}, {2, 5}, {2, 1}, {2, 6, 1}, {1, 6}, {}}) {
+      for (const int dim : {0, 1}) {
+        const at::Tensor x = distribute_tensor(ones({4, 6}), mesh, {Shard(dim)});
+        const at::Tensor source = ones(shape), first = at::arange(2);
+        const std::vector<std::function<void()>> calls = {
+            [&] { x.index_add_(0, first, source); },
+            [&] { x.index_add(0, first, source); },
+            [&] { x.index_copy_(0, first, source); },
+            [&] { x.index_copy(0, first, source); },
+            [&] { x.index_reduce_(0, first, source, "prod"); },
+            [&] { x.index_reduce(0, first, source, "amax"); }};
+        for (std::size_t i = 0; i < calls.size(); ++i) {
+          try {
+            calls[i]();
+            ADD_FAILURE() << "call " << i << " takes a source of shape " << at::IntArrayRef(shape);
+          } catch (const PeerFailedError& e) {
+            ADD_FAILURE() << "call " << i << " is refused on the other rank alone: " << e.what();
+          } catch (const std::exception&) {
+          }
+        }
+        EXPECT_DOUBLE_EQ(x.sum().item<double>(), 24);
+      }
+    }
+  });
+}
+
 TEST(Refused, WhereWhatIsReadIsWritten) {
   const auto check = expect_refused_alike;
   for (const int dim : {0, 1}) {

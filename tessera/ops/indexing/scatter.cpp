@@ -22,6 +22,20 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
+// Kernels check only slices that are written, which not every rank has.
+void require_slices(const OpCall& call, const TensorInfo& x, const TensorInfo& index,
+                    const TensorInfo& source, int d) {
+  const std::int64_t count = index.spec.numel();
+  const bool copies = call.schema().name().starts_with("aten::index_copy");
+  if (copies && source.spec.dims() == 0 && x.spec.dims() == 1 && count == 1) return;
+  Shape needed = x.spec.shape();
+  needed[d] = count;
+  if (source.spec.shape() != needed)
+    throw InvalidArgument(concat(call.name(), ": source has shape ", list(source.spec.shape()),
+                                 ", and needs ", list(needed), " for ", count,
+                                 " indices along dim ", d, " of ", list(x.spec.shape())));
+}
+
 // index_add, index_copy, index_fill, index_reduce: complete slices along a dim.
 Plan slices(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
@@ -32,9 +46,7 @@ Plan slices(const OpCall& call, bool adds) {
   if (index.spec.dims() > 1)
     throw InvalidArgument(
         concat(call.name(), ": index has ", index.spec.dims(), " dims, and needs one"));
-  if (source && source->spec.dims() == n && source->spec.shape()[d] != index.spec.numel())
-    throw InvalidArgument(concat(call.name(), ": ", index.spec.numel(), " indices for the ",
-                                 source->spec.shape()[d], " slices of source; give one per slice"));
+  if (source) require_slices(call, x, index, *source, d);
   const bool sums = adds && index.spec.dims() == 1;
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
@@ -62,7 +74,10 @@ Plan slices(const OpCall& call, bool adds) {
       part.check(given, name.c_str(), fills);
       const at::Tensor at = part.global(given), positions = part.mine(at).nonzero().view(-1);
       a[2] = at.index_select(0, positions) - part.begin;
-      if (has_source) a[3] = a[3].toTensor().index_select(d, positions);
+      if (has_source) {
+        const at::Tensor source = a[3].toTensor();
+        a[3] = (source.dim() == 0 ? source.reshape({1}) : source).index_select(d, positions);
+      }
     }
     const at::Tensor self = a[0].toTensor();
     // some kernels expect a slice
