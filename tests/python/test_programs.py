@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -545,6 +546,107 @@ def test_operators_that_programs_use(name, grad):
                 assert_same(t.grad, x.grad, "gradient")
 
     on_ranks(3, body)
+
+
+ROWS = torch.arange(30, dtype=torch.float64).reshape(5, 6) / 10 + 0.1
+BYTES = (torch.arange(30).reshape(5, 6) % 3 == 0).to(torch.uint8)
+MASK = BYTES.bool()
+SQUARE = torch.arange(18, dtype=torch.float64).reshape(2, 3, 3) / 20
+
+
+def written(x, put, where, values):
+    y = x * 1
+    y[put(where) if where.dim() == 2 else where] = values
+    return y
+
+
+def renormed(x, order):
+    table = x.detach().clone()
+    rows = torch.nn.functional.embedding(torch.tensor([[0, 4], [2, 0]]), table, max_norm=1.5, norm_type=order)
+    return torch.cat([rows.flatten(0, 1), table]) + x.sum()
+
+
+def in_place(x, scan):
+    y, z = x * 1, x * 2
+    getattr(y, scan)(0)
+    getattr(z, scan)(-1)
+    return y + z
+
+
+ONCE_REFUSED = {
+    "elements where bytes say": lambda x, put: x[put(BYTES)] + x[BYTES],
+    "rows where bytes say": lambda x, put: x[torch.tensor([1, 0, 0, 1, 1], dtype=torch.uint8)],
+    "a choice by bytes": lambda x, put: torch.where(put(BYTES), x, 0.0),
+    "a vector where a mask is true": lambda x, put: written(x, put, MASK, torch.arange(10.0, dtype=torch.float64)),
+    "a sharded vector": lambda x, put: written(x, put, MASK, put(torch.arange(10.0, dtype=torch.float64))),
+    "a vector where bytes say": lambda x, put: written(x, put, BYTES, torch.arange(10.0, dtype=torch.float64)),
+    "rows where a mask is true": lambda x, put: written(x, put, MASK[:, 1], ROWS[:1] * 3),
+    "a product where a mask is true": lambda x, put: written(x, put, MASK, x[put(MASK)] * x[MASK]),
+    "a square root in place": lambda x, put: written(x, put, ROWS > 1, torch.sqrt(x[put(ROWS) > 1])),
+    "nowhere": lambda x, put: written(x, put, ROWS > 9, torch.zeros(0, dtype=torch.float64)),
+    "sums in place": lambda x, put: in_place(x, "cumsum_"),
+    "products in place": lambda x, put: in_place(x, "cumprod_"),
+    **{f"rows of norm {order}": lambda x, put, order=order: renormed(x, order) for order in (1.0, 2.0, math.inf, 0.5)},
+    "averages of nothing": lambda x, put: torch.nn.functional.adaptive_avg_pool2d(x.detach().view(1, 5, 6), (0, 2)).sum() + x,
+    "maxima of nothing": lambda x, put: torch.nn.functional.adaptive_max_pool1d(x.detach(), 0).sum() + x,
+}
+
+
+@pytest.mark.parametrize("name", ONCE_REFUSED)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*uint8.*")
+def test_what_was_refused(name, dim):
+    def run(put):
+        x = put(ROWS).detach().requires_grad_(True)
+        y = ONCE_REFUSED[name](x, put)
+        (y * y).sum().backward()
+        return y, x.grad
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 3})
+        put = lambda t: ts.distribute_tensor(t.clone(), mesh, [ts.Shard(min(dim, t.dim() - 1))])
+        for got, expected in zip(run(put), run(torch.clone)):
+            assert_same(got, expected, name)
+
+    on_ranks(3, body)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_exponential_of_matrices(dim):
+    def run(put):
+        x = put(SQUARE).detach().requires_grad_(True)
+        y = torch.matrix_exp(x)
+        (first,) = torch.autograd.grad((y * y.detach()).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * first.detach()).sum(), x)
+        return y, first, second
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        for got, expected in zip(run(lambda t: ts.distribute_tensor(t.clone(), mesh, [ts.Shard(dim)])), run(torch.clone)):
+            assert_same(got, expected)
+
+    on_ranks(2, body)
+
+
+def test_wrong_values_for_a_mask_are_refused_on_every_rank():
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        x = ts.distribute_tensor(ROWS.clone(), mesh, [ts.Shard(0)])
+        for wrong in (
+            lambda: x.__setitem__(MASK, torch.zeros(9, dtype=torch.float64)),
+            lambda: x.__setitem__(MASK[:4], torch.zeros(2, dtype=torch.float64)),
+            lambda: torch.nn.functional.pad(x.unsqueeze(0), (-20, 0), mode="circular"),
+            lambda: torch.nn.functional.pad(x.unsqueeze(0), (-4, -3), mode="circular"),
+        ):
+            with pytest.raises((RuntimeError, IndexError, ValueError)) as error:
+                wrong()
+            assert "failed" not in str(error.value), "refused on one rank alone"
+        assert_same(x, ROWS)
+
+    on_ranks(2, body)
 
 
 @pytest.mark.parametrize("window, options", [

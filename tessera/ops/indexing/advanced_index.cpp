@@ -1,14 +1,17 @@
 // x[i, j, ...] and x[i, j, ...] = y by lists of index tensors, and by masks.
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/broadcast_tensors.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/indexing/dim_shard.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::advanced_index_rules {
 
@@ -114,6 +117,55 @@ Plan index(const OpCall& call) {
   return plan;
 }
 
+// x[mask] = values, or x[..., mask, ...] = values: a value for each place where the mask is true,
+// in the order of the global tensor. The mask and the values are replicated; each rank finds by the
+// mask which of them are written to its shard.
+Plan put_where(const OpCall& call, const Advanced& a) {
+  const TensorInfo &x = *call.find("self"), &mask = *a.indices[0], &values = *call.find("values");
+  const int n = x.spec.dims(), first = a.dims[0], covered = mask.spec.dims();
+  if (values.dtype != x.dtype)
+    throw InvalidArgument(concat(call.name(), ": values are ", c10::toString(values.dtype),
+                                 ", and self is ", c10::toString(x.dtype), "; convert them"));
+  LabelProblem p(call);
+  p.inputs = {all_labels(n), Labels(covered, kUnsharded), Labels(values.spec.dims(), kUnsharded)};
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {x.spec.shape()};
+  Plan plan = solve(p);
+  const ShardSpec& spec = *plan.inputs[0];
+  plan.local = [first, covered, shape = spec.shape(), offset = spec.local_offset(),
+                local = spec.local_shape(), in_place = call.in_place()](
+                   const c10::OperatorHandle& op, torch::jit::Stack stack) {
+    const at::Tensor whole = stack[1].toListRef()[first].toTensor().to(at::kBool);
+    at::Tensor values = stack[2].toTensor(), mine = whole;
+    at::Tensor which = whole.reshape(-1).cumsum(0).view(whole.sizes()) - 1;
+    const std::int64_t count = whole.sum().item<std::int64_t>();
+    Shape made(shape.begin(), shape.begin() + first);
+    made.push_back(count);
+    made.insert(made.end(), shape.begin() + first + covered, shape.end());
+    TORCH_CHECK_INDEX(at::is_expandable_to(values.sizes(), made), "index_put: values of shape ",
+                      values.sizes(), " for a selection of shape ", at::IntArrayRef(made));
+    values = values.expand(made);
+    for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
+      if (d >= first && d < first + covered) {
+        mine = mine.narrow(d - first, offset[d], local[d]);
+        which = which.narrow(d - first, offset[d], local[d]);
+      } else {
+        values = values.narrow(d < first ? d : d - covered + 1, offset[d], local[d]);
+      }
+    }
+    const at::Tensor self = stack[0].toTensor(), own = which.masked_select(mine);
+    if (own.numel() == 0) return torch::jit::Stack{in_place ? self : self.clone()};
+    c10::List<std::optional<at::Tensor>> list;
+    list.resize(first);
+    for (const at::Tensor& positions : mine.nonzero_numpy()) list.push_back(positions);
+    stack[1] = list;
+    stack[2] = values.index_select(first, own);
+    op.callBoxed(stack);
+    return stack;
+  };
+  return plan;
+}
+
 Plan index_put(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &values = *call.find("values");
   const int n = x.spec.dims();
@@ -122,6 +174,16 @@ Plan index_put(const OpCall& call) {
   p.outputs = {all_labels(n)};
   p.output_shapes = {x.spec.shape()};
   if (a.masks) {
+    if (a.indices.size() == 1 && a.indices[0]->spec.dims() > 0) {
+      const Shape& mask = a.indices[0]->spec.shape();
+      const auto covered = static_cast<std::ptrdiff_t>(mask.size());
+      if (a.dims[0] + covered > n ||
+          !std::equal(mask.begin(), mask.end(), x.spec.shape().begin() + a.dims[0]))
+        throw InvalidArgument(concat(call.name(), ": a mask of shape ", list(mask), " at dim ",
+                                     a.dims[0], " of a tensor of shape ", list(x.spec.shape()),
+                                     "; give one value per element that it selects from"));
+      if (values.spec.numel() != 1) return put_where(call, a);
+    }
     // One value where the mask is true: the mask is sharded like the dims that it covers.
     const bool one = a.indices.size() == 1 && values.spec.numel() == 1;
     if (!one && !call.in_place()) return on_gathered(call);

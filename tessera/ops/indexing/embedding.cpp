@@ -2,6 +2,14 @@
 // that it has; the result is Partial, or, if the indices are sharded by the same axes, sharded like
 // them.
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_unique.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
+
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -10,6 +18,7 @@
 #include "tessera/ops/indexing/dim_shard.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/over_ranks.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
@@ -133,6 +142,29 @@ Plan embedding_backward(const OpCall& call) {
   return solve(p);
 }
 
+// Scales the rows that are looked up and longer than `most`, in place. Their columns may be on
+// several ranks. The same small number is added as by libtorch's kernel.
+void scale_rows(const at::Tensor& table, const at::Tensor& rows, double most, double order,
+                const OverRanks& over_columns) {
+  const at::Tensor which = std::get<0>(at::_unique(rows.reshape(-1)));
+  if (which.numel() == 0) return;
+  const at::Tensor values = table.index_select(0, which).to(at::kDouble);
+  const bool largest = order == std::numeric_limits<double>::infinity(),
+             smallest = order == -std::numeric_limits<double>::infinity(),
+             powers = !largest && !smallest && order != 0;
+  at::Tensor norms;
+  if (values.size(1) == 0) {
+    norms = at::full({values.size(0)}, smallest ? -order : 0.0, values.options());
+  } else {
+    norms = at::linalg_vector_norm(values, order, {1});
+    if (powers) norms = norms.pow(order);
+  }
+  norms = over_columns(norms, largest ? ReduceOp::max : smallest ? ReduceOp::min : ReduceOp::sum);
+  if (powers) norms = norms.pow(1 / order);
+  const at::Tensor factor = at::where(norms.gt(most), most / (norms + 1e-7), at::ones_like(norms));
+  table.index_copy_(0, which, (values * factor.unsqueeze(1)).to(table.scalar_type()));
+}
+
 // max_norm: the rows that are looked up are scaled in place.
 Plan renorm(const OpCall& call) {
   const TensorInfo &weight = call.tensor(0), &indices = *call.find("indices");
@@ -141,18 +173,22 @@ Plan renorm(const OpCall& call) {
     plan.inputs.emplace_back(
         t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
   const ShardSpec table = without_partial(weight.spec);
-  if (table.is_sharded(1))
-    throw ShardingError(concat("aten::embedding_renorm_ of ", weight.spec,
-                               ", whose columns are sharded, has no rule: shard its rows"));
   plan.inputs[0] = table;
   plan.outputs = {{table}};
   plan.inputs[call.index_of(indices)] =
       indices.spec.with_placements(std::vector<Placement>(indices.spec.placements().size()));
-  if (!table.is_sharded(0)) return plan;
-  plan.local = [part = part_of(table, 0)](const c10::OperatorHandle& op, torch::jit::Stack a) {
+  if (!table.has_shard()) return plan;
+  const OverRanks over_columns{context_of(table), axes_that_shard(table, 1), "embedding_renorm_"};
+  plan.local = [part = part_of(table, 0), over_columns](const c10::OperatorHandle& op,
+                                                        torch::jit::Stack a) {
     const at::Tensor at = a[1].toTensor();
     part.check(at, "embedding_renorm_", false);
-    a[1] = (at.masked_select(part.mine(at)) - part.begin).to(at.scalar_type());
+    const at::Tensor rows = (at.masked_select(part.mine(at)) - part.begin).to(at.scalar_type());
+    if (!over_columns.axes.empty()) {
+      scale_rows(a[0].toTensor(), rows, a[2].toDouble(), a[3].toDouble(), over_columns);
+      return torch::jit::Stack{a[0]};
+    }
+    a[1] = rows;
     op.callBoxed(a);
     return a;
   };

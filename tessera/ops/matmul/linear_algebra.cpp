@@ -1,12 +1,17 @@
 // Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, whose
 // batch dims may be sharded; distances between rows; traces.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/kron.h>
+#include <ATen/ops/linalg_matrix_exp.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tril.h>
 #include <ATen/ops/triu.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <map>
@@ -18,6 +23,7 @@
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/empty_shards.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/dispatch.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::linear_algebra_rules {
@@ -144,6 +150,40 @@ at::Tensor& kron_out(const at::Tensor& self, const at::Tensor& other, at::Tensor
   return out;
 }
 
+// The derivative of the exponential of matrices at `at` in the direction `by`: the upper right
+// block of exp([[at, by], [0, at]]) (Mathias, "A chain rule for matrix functions and applications",
+// 1996).
+at::Tensor derivative_of_exp(const at::Tensor& at, const at::Tensor& by) {
+  const auto n = at.sym_size(-1);
+  const at::Tensor above = at::cat({at, by}, -1), below = at::cat({at::zeros_like(at), at}, -1);
+  return at::linalg_matrix_exp(at::cat({above, below}, -2))
+      .slice_symint(-2, 0, n)
+      .slice_symint(-1, n, 2 * n);
+}
+
+// libtorch's own gradient writes the blocks into a plain tensor of the global shape.
+struct MatrixExp : torch::autograd::Function<MatrixExp> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& self) {
+    ctx->save_for_backward({self});
+    ctx->set_materialize_grads(false);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return at::linalg_matrix_exp(self);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& g) {
+    if (!g[0].defined()) return {at::Tensor()};
+    return {derivative_of_exp(ctx->get_saved_variables()[0].mH(), g[0])};
+  }
+};
+
+bool differentiable_exp(torch::jit::Stack* stack) {
+  const at::Tensor self = stack->back().toTensor();
+  if (!self.requires_grad() || !at::GradMode::is_enabled() || self._fw_grad(0).defined())
+    return false;
+  stack->back() = MatrixExp::apply(self);
+  return true;
+}
+
 const bool registered = [] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
       {{"linalg_inv_ex",
@@ -193,6 +233,7 @@ const bool registered = [] {
   for (const char* op : {"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
                          "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"})
     register_rule(op, on_gathered);
+  register_above("aten::linalg_matrix_exp", differentiable_exp);
   register_decomposition("trace", trace);
   register_decomposition("kron.out", kron_out);
   return true;

@@ -26,6 +26,8 @@
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/over_ranks.h"
 #include "tessera/ops/rules/windowed.h"
+#include "tessera/tensor/dispatch/dispatch.h"
+#include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 
@@ -359,6 +361,34 @@ at::Tensor quantile_scalar(const at::Tensor& self, double q, std::optional<std::
   return quantile<skip_nan>(self, at::scalar_tensor(q, self.options()), dim, keepdim, how);
 }
 
+// Along a dim that is sharded the scan moves its input, which a target may not: what it makes is
+// written back. Elsewhere each rank scans what it has.
+template <at::Tensor (*scan)(const at::Tensor&, std::int64_t, std::optional<at::ScalarType>)>
+bool scan_in_place(torch::jit::Stack* stack) {
+  const std::size_t first = stack->size() - 3;
+  const at::Tensor self = (*stack)[first].toTensor();
+  const std::int64_t dim = (*stack)[first + 1].toInt();
+  const auto dtype = (*stack)[first + 2].toOptional<at::ScalarType>();
+  const std::int64_t n = self.dim();
+  if (!meta_of(self) || n == 0 || dim < -n || dim >= n ||
+      !meta_of(self)->spec().is_sharded(static_cast<int>(normal_dim(dim, n))) ||
+      (dtype && *dtype != self.scalar_type()))
+    return false;
+  // What backward saves must not be written over.
+  const at::Tensor before = self.requires_grad() ? self.clone() : self;
+  self.copy_(scan(before, dim, self.scalar_type()));
+  stack->resize(first);
+  stack->emplace_back(self);
+  return true;
+}
+
+at::Tensor sums(const at::Tensor& self, std::int64_t dim, std::optional<at::ScalarType> dtype) {
+  return self.cumsum(dim, dtype);
+}
+at::Tensor products(const at::Tensor& self, std::int64_t dim, std::optional<at::ScalarType> dtype) {
+  return self.cumprod(dim, dtype);
+}
+
 const bool registered = [] {
   for (const char* op :
        {"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"}) {
@@ -377,6 +407,8 @@ const bool registered = [] {
   }
   register_decomposition("value_selecting_reduction_backward", value_selecting_reduction_backward);
   register_decomposition("cummaxmin_backward", cummaxmin_backward);
+  register_above("aten::cumsum_", scan_in_place<sums>);
+  register_above("aten::cumprod_", scan_in_place<products>);
   register_decomposition("quantile", quantile<false>);
   register_decomposition("quantile.scalar", quantile_scalar<false>);
   register_decomposition("nanquantile", quantile<true>);

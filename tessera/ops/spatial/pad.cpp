@@ -127,6 +127,13 @@ at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   std::vector<std::int64_t> pads;
   for (const auto& n : pad) pads.push_back(n.expect_int());
   at::Tensor x = self;
+  for (std::size_t i = 0; i < pads.size() / 2 && static_cast<std::int64_t>(i) < self.dim(); ++i) {
+    const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i);
+    if (self.size(dim) + pads[2 * i] + pads[2 * i + 1] < 0)
+      throw InvalidArgument(concat("circular pad of ", pads[2 * i], " and ", pads[2 * i + 1],
+                                   " in dim ", dim, " of a tensor of shape ", self.sizes(),
+                                   ": it crops more than there is"));
+  }
   // What a negative width crops does not come back around: the rest is continued.
   for (std::size_t i = 0; i + 1 < pads.size(); i += 2) {
     const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i / 2),

@@ -57,7 +57,7 @@ struct Pooling {
           throw ShardingError(concat(call.name(), ": padding ", padding[i],
                                      " is more than half of the window of kernel ", kernel[i]));
       }
-      if (dim.outputs < 1 || dim.extent < 1)
+      if (dim.outputs < (adaptive ? 0 : 1) || dim.extent < 1)
         throw ShardingError(concat(call.name(), " of an input of shape ", list(shape),
                                    ": no window fits in dim ", d));
       shape[d] = dim.outputs;
@@ -67,6 +67,9 @@ struct Pooling {
     y = mapped_spec(x, shape, all_labels(n), false, parts);
     sharded = any_distributed(x, lead) || x.local_numel() == 0;
   }
+
+  // No output has a window: an adaptive pooling to size 0.
+  bool nothing() const { return y.numel() == 0 && x.numel() > 0; }
 
   static Partition outputs_of(const Partition& inputs, const PoolDim& dim) {
     if (!dim.adaptive) return output_partition(inputs, dim.window, dim.outputs);
@@ -93,11 +96,18 @@ Plan largest(const OpCall& call) {
   Plan plan;
   plan.inputs = {p.x};
   plan.outputs = {{p.y}, {p.y}};
-  if (p.sharded)
+  if (p.nothing()) {
+    plan.local = [local = p.y.local_shape()](const c10::OperatorHandle&,
+                                             torch::jit::Stack arguments) {
+      const at::Tensor y = arguments[0].toTensor().new_empty(local);
+      return torch::jit::Stack{y, y.to(at::kLong)};
+    };
+  } else if (p.sharded) {
     plan.local = [halo = p.halo()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       auto [y, indices] = halo->largest(arguments[0].toTensor());
       return torch::jit::Stack{y, indices};
     };
+  }
   return plan;
 }
 
@@ -140,10 +150,16 @@ Plan average(const OpCall& call) {
   Plan plan;
   plan.inputs = {p.x};
   plan.outputs = {{p.y}};
-  if (p.sharded)
+  if (p.nothing()) {
+    plan.local = [local = p.y.local_shape()](const c10::OperatorHandle&,
+                                             torch::jit::Stack arguments) {
+      return torch::jit::Stack{arguments[0].toTensor().new_empty(local)};
+    };
+  } else if (p.sharded) {
     plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
       return torch::jit::Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};
     };
+  }
   return plan;
 }
 
