@@ -149,6 +149,71 @@ def test_random_numbers_do_not_depend_on_placement():
             assert torch.equal(dropped, alone[0]) and torch.equal(drawn, alone[1])
 
 
+def test_numbers_whose_distribution_each_element_gives():
+    n = 4000
+    rates = torch.tensor([0.0, 0.5, 8.0, 12.0, 300.0], dtype=torch.float64)
+    shapes = torch.tensor([0.2, 1.0, 2.5, 40.0, 1000.0], dtype=torch.float64)
+    counts = torch.tensor([0.0, 7.0, 30.0, 400.0, 400.0], dtype=torch.float64)
+    chances = torch.tensor([0.3, 0.9, 0.2, 0.5, 0.97], dtype=torch.float64)
+    wide = lambda t: t.repeat(n, 1)
+
+    def draw(place):
+        ts.manual_seed(11)
+        shape = place(wide(shapes)).detach().requires_grad_(True)
+        gamma = torch._standard_gamma(shape)
+        gamma.sum().backward()
+        return [torch.poisson(place(wide(rates))), torch.binomial(place(wide(counts)), place(wide(chances))), gamma,
+                torch._sample_dirichlet(place(wide(shapes[:3]))), shape.grad]
+
+    def body(rank, ranks):
+        mesh = ts.Mesh({"x": ranks})
+        ts.set_policies("allow", "allow")
+        return [[ts.full_tensor(t.detach()) for t in draw(lambda t: ts.distribute_tensor(t, mesh, [p]))]
+                for p in (ts.Shard(0), ts.Shard(1), ts.Replicate())]
+
+    first = on_ranks(1, body, 1)[0][0]
+    for ranks in (2, 3):
+        for result in on_ranks(ranks, body, ranks):
+            for drawn in result:
+                assert all(torch.equal(a, b) for a, b in zip(drawn, first))
+    poisson, binomial, gamma, dirichlet, grad = first
+
+    def like(drawn, mean, variance):
+        spread = (variance / n).sqrt()
+        assert ((drawn.mean(0) - mean).abs() <= 5 * spread).all(), (drawn.mean(0), mean)
+        fourth = ((drawn - mean) ** 4).mean(0)
+        assert ((drawn.var(0) - variance).abs() <= 6 * ((fourth - variance**2).clamp_min(0) / n).sqrt() + 1e-12).all(), (drawn.var(0), variance)
+
+    like(poisson, rates, rates)
+    like(binomial, counts * chances, counts * chances * (1 - chances))
+    like(gamma, shapes, shapes)
+    total = shapes[:3].sum()
+    share = shapes[:3] / total
+    like(dirichlet, share, share * (1 - share) / (total + 1))
+    assert (binomial <= counts).all() and (poisson == poisson.floor()).all() and (gamma > 0).all()
+    assert (dirichlet.sum(1) - 1).abs().max() < 1e-12
+    assert_same(grad, torch._standard_gamma_grad(wide(shapes), gamma))
+
+
+def test_draws_are_refused_as_plain_ones():
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        put = lambda t: ts.distribute_tensor(t, mesh, [ts.Shard(0)])
+        for wrong in (
+            lambda place: torch.poisson(place(torch.tensor([-1.0, -2.0]))),
+            lambda place: torch.poisson(place(torch.tensor([1, 2]))),
+            lambda place: torch._standard_gamma(place(torch.tensor([1, 2]))),
+        ):
+            for place in (torch.clone, put):
+                with pytest.raises(RuntimeError):
+                    wrong(place)
+        with pytest.raises(RuntimeError, match="manual_seed"):
+            torch.poisson(put(torch.ones(2)), generator=torch.Generator())
+        assert_same(put(torch.ones(2)).sum(), torch.tensor(2.0))
+
+    on_ranks(2, body)
+
+
 def test_what_reads_memory():
     def body(rank):
         mesh = ts.Mesh({"x": 2})

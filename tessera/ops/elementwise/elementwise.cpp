@@ -297,6 +297,8 @@ const bool registered = [] {
                          "aten::logit_backward",
                          "aten::mish_backward",
                          "aten::native_dropout_backward",
+                         "aten::_standard_gamma_grad",
+                         "aten::_dirichlet_grad",
                          "aten::hardswish",
                          "aten::_prelu_kernel",
                          "aten::_prelu_kernel_backward",

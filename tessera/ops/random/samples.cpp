@@ -1,5 +1,6 @@
 // Draws whose parameters are tensors: categories by their weights, normal numbers of means and
-// deviations, and the slopes of rrelu. By global index, like all draws.
+// deviations, gamma, Dirichlet, Poisson and binomial numbers, and the slopes of rrelu. By global
+// index, like all draws.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -17,6 +18,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <utility>
 #include <vector>
 
@@ -145,6 +147,187 @@ Plan multinomial(const OpCall& call) {
   return plan;
 }
 
+// ---- numbers whose distribution each element gives ----
+
+using Words = std::array<std::uint32_t, 4>;
+
+// As many uniform numbers for one element as a method asks for: Philox again, of the element's own
+// words.
+class Numbers {
+ public:
+  explicit Numbers(const Words& w) : key_{w[0], w[1]}, counter_{0, 0, w[2], w[3]} {}
+  // In [0, 1).
+  double unit() {
+    if (left_ == 0) {
+      words_ = philox(counter_, key_);
+      ++counter_[0];
+      left_ = 4;
+    }
+    left_ -= 2;
+    return unit_double(words_[left_], words_[left_ + 1]);
+  }
+  // In (0, 1].
+  double positive() { return 1 - unit(); }
+  double normal() {
+    const double u = positive();
+    return std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * unit());
+  }
+
+ private:
+  const std::array<std::uint32_t, 2> key_;
+  Words counter_, words_ = {};
+  std::size_t left_ = 0;
+};
+
+// std::lgamma writes to a variable of the process.
+double log_gamma(double x) {
+  int sign = 0;
+  return lgamma_r(x, &sign);
+}
+
+// Marsaglia and Tsang, "A simple method for generating gamma variables" (2000); below 1 with their
+// power of a uniform number.
+double standard_gamma(double shape, Numbers& numbers) {
+  if (!(shape >= 0)) return std::numeric_limits<double>::quiet_NaN();
+  if (std::isinf(shape)) return shape;
+  if (shape < 1)
+    return standard_gamma(shape + 1, numbers) * std::pow(numbers.positive(), 1 / shape);
+  const double d = shape - 1.0 / 3, c = 1 / std::sqrt(9 * d);
+  for (;;) {
+    const double x = numbers.normal(), root = 1 + c * x, v = root * root * root;
+    if (v > 0 && std::log(numbers.positive()) < x * x / 2 + d - d * v + d * std::log(v))
+      return d * v;
+  }
+}
+
+// Few: uniform numbers until their product falls below exp(-rate) (Knuth). Many: transformed
+// rejection (Hoermann, "The transformed rejection method for generating Poisson random variables",
+// 1993, algorithm PTRS).
+double poisson(double rate, Numbers& numbers) {
+  TORCH_CHECK(rate >= 0 && std::isfinite(rate), "poisson: a rate is ", rate,
+              ", and must be a finite number of at least 0");
+  if (rate < 10) {
+    const double least = std::exp(-rate);
+    double count = 0;
+    for (double product = numbers.positive(); product > least; product *= numbers.positive())
+      ++count;
+    return count;
+  }
+  const double b = 0.931 + 2.53 * std::sqrt(rate), a = -0.059 + 0.02483 * b,
+               inverse_alpha = 1.1239 + 1.1328 / (b - 3.4), limit = 0.9277 - 3.6224 / (b - 2);
+  for (;;) {
+    const double u = numbers.unit() - 0.5, v = numbers.positive(), us = 0.5 - std::abs(u);
+    if (us <= 0) continue;
+    const double k = std::floor((2 * a / us + b) * u + rate + 0.43);
+    if (us >= 0.07 && v <= limit) return k;
+    if (k < 0 || (us < 0.013 && v > us)) continue;
+    if (std::log(v * inverse_alpha / (a / (us * us) + b)) <=
+        k * std::log(rate) - rate - log_gamma(k + 1))
+      return k;
+  }
+}
+
+// For a probability of at most one half. Few successes: the gaps between them, which are geometric
+// (Devroye, "Non-uniform random variate generation", 1986, X.4). Many: transformed rejection
+// (Hoermann, "The generation of binomial random variates", 1993, algorithm BTRS).
+double successes(double count, double p, Numbers& numbers) {
+  if (count * p < 10) {
+    const double log_failure = std::log1p(-p);
+    double done = 0;
+    for (double k = 0;; ++k) {
+      done += std::max(1.0, std::ceil(std::log(numbers.positive()) / log_failure));
+      if (!(done <= count)) return k;
+    }
+  }
+  const double odds = p / (1 - p), deviation = std::sqrt(count * p * (1 - p)),
+               b = 1.15 + 2.53 * deviation, a = -0.0873 + 0.0248 * b + 0.01 * p,
+               limit = 0.92 - 4.2 / b, alpha = (2.83 + 5.1 / b) * deviation,
+               mode = std::floor((count + 1) * p);
+  const double at_mode = log_gamma(mode + 1) + log_gamma(count - mode + 1);
+  for (;;) {
+    const double u = numbers.unit() - 0.5, v = numbers.positive(), us = 0.5 - std::abs(u);
+    if (us <= 0) continue;
+    const double k = std::floor((2 * a / us + b) * u + count * p + 0.5);
+    if (k < 0 || k > count) continue;
+    if (us >= 0.07 && v <= limit) return k;
+    if (std::log(v * alpha / (a / (us * us) + b)) <=
+        at_mode - log_gamma(k + 1) - log_gamma(count - k + 1) + (k - mode) * std::log(odds))
+      return k;
+  }
+}
+
+double binomial(double count, double p, Numbers& numbers) {
+  if (std::isnan(count) || std::isnan(p)) return std::numeric_limits<double>::quiet_NaN();
+  TORCH_CHECK(std::isfinite(count), "binomial: a count is infinite");
+  if (count <= 0 || p <= 0) return 0;
+  count = std::floor(count);
+  if (p >= 1) return count;
+  return p <= 0.5 ? successes(count, p, numbers) : count - successes(count, 1 - p, numbers);
+}
+
+at::Tensor flat_doubles(const at::Tensor& t) {
+  return t.to(at::TensorOptions(at::kCPU).dtype(at::kDouble)).contiguous();
+}
+
+// Draws each element by itself, from the parameters at its place. `trailing`: dims at the end that
+// a rank needs complete.
+template <class Draw>
+Plan each_by_itself(const OpCall& call, int trailing, Draw draw) {
+  if (call.has("generator"))
+    refuse_given(call.schema().name().substr(6).c_str(), call.value("generator").toGenerator());
+  const TensorInfo& first = call.tensor(0);
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) {
+    if (!at::isFloatingType(t.dtype))
+      throw InvalidArgument(concat(call.name(), " of ", c10::toString(t.dtype),
+                                   " parameters: give floating-point ones"));
+    if (t.spec.shape() != first.spec.shape())
+      throw ShardingError(concat(call.name(), " of parameters of shapes ", list(first.spec.shape()),
+                                 " and ", list(t.spec.shape()), ": expand them to one shape"));
+    p.inputs.push_back(last_dims_unsharded(t.spec.dims(), trailing));
+  }
+  p.outputs = {p.inputs[0]};
+  p.output_shapes = {first.spec.shape()};
+  Plan plan = solve(p);
+  plan.local = [spec = plan.outputs[0].spec, parameters = call.tensors().size(), draw](
+                   const c10::OperatorHandle&, torch::jit::Stack a) {
+    const at::Tensor& like = a[0].toTensor();
+    const at::Tensor one = flat_doubles(like),
+                     two = parameters > 1 ? flat_doubles(a[1].toTensor()) : one;
+    at::Tensor made = at::empty(spec.local_shape(), at::kDouble);
+    const double *x = one.const_data_ptr<double>(), *y = two.const_data_ptr<double>();
+    auto* drawn = made.mutable_data_ptr<double>();
+    each_element(next_draw(*context_of(spec)), spec.shape(), spec.local_offset(),
+                 spec.local_shape(), [&](std::int64_t i, const Words& w) {
+                   Numbers numbers(w);
+                   drawn[i] = draw(x[i], y[i], numbers);
+                 });
+    return torch::jit::Stack{made.to(like.options())};
+  };
+  return plan;
+}
+
+// What is too small for the dtype is its smallest normal number: logarithms are taken of it.
+at::Tensor at_least_smallest(const at::Tensor& drawn) {
+  double least = std::numeric_limits<double>::min();
+  if (drawn.scalar_type() == at::kHalf) least = 0x1p-14;
+  if (drawn.scalar_type() == at::kFloat || drawn.scalar_type() == at::kBFloat16)
+    least = std::numeric_limits<float>::min();
+  return drawn.clamp_min(least);
+}
+
+Plan gammas(const OpCall& call, bool shares) {
+  Plan plan = each_by_itself(call, shares ? 1 : 0, [](double shape, double, Numbers& numbers) {
+    return standard_gamma(shape, numbers);
+  });
+  plan.local = [drawn = plan.local, shares](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    at::Tensor t = at_least_smallest(drawn(op, std::move(a))[0].toTensor());
+    if (shares && t.dim() > 0) t = at_least_smallest(t / t.sum(-1, true));
+    return torch::jit::Stack{t};
+  };
+  return plan;
+}
+
 // What libtorch gives for the gradient of a draw with respect to its parameters.
 struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& mean,
@@ -223,7 +406,19 @@ at::Tensor& rrelu_with_noise_in_place(at::Tensor& x, at::Tensor& noise, const at
 }
 
 const bool registered = [] {
-  register_rule("aten::multinomial", multinomial, RuleOptions{.for_replicated = true});
+  const RuleOptions always{.for_replicated = true};
+  register_rule("aten::multinomial", multinomial, always);
+  register_rule(
+      "aten::poisson",
+      [](const OpCall& c) {
+        return each_by_itself(c, 0,
+                              [](double rate, double, Numbers& n) { return poisson(rate, n); });
+      },
+      always);
+  register_rule(
+      "aten::binomial", [](const OpCall& c) { return each_by_itself(c, 0, binomial); }, always);
+  register_rule("aten::_standard_gamma", [](const OpCall& c) { return gammas(c, false); }, always);
+  register_rule("aten::_sample_dirichlet", [](const OpCall& c) { return gammas(c, true); }, always);
   register_decomposition("normal.Tensor_Tensor", normal_of_tensors);
   register_decomposition("normal.Tensor_float", normal_of_means);
   register_decomposition("normal.float_Tensor", normal_of_deviations);

@@ -35,6 +35,16 @@ std::string describe_inputs(const OpCall& call) {
              "register a rule (tessera::register_rule)."));
 }
 
+// Of an operator that draws, whatever the placements.
+[[noreturn]] void throw_no_draw(const OpCall& call) {
+  throw NoRuleError(concat("no sharding rule for ", call.name(), " with inputs ",
+                           describe_inputs(call),
+                           ": it draws random numbers, and the ranks' own generators would give "
+                           "each rank others. Draw plain tensors, alike on all ranks, and "
+                           "distribute them (tessera::distribute_tensor), or register a rule "
+                           "(tessera::register_rule)."));
+}
+
 // True if `to` is `from` with some of its partial axes reduced.
 bool only_reduces(const ShardSpec& from, const ShardSpec& to) {
   auto placements = from.placements();
@@ -247,7 +257,7 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
   const bool draws = info.random && context_of(scan.first->spec())->mesh.layout().size() > 1;
   const auto rule = info.rule();
   if (scan.replicated && !(rule && (rule->options.for_replicated || draws))) {
-    if (draws) throw_no_rule(call);
+    if (draws) throw_no_draw(call);
     return ready;
   }
   if (info.out_variant && !scan.replicated) {
@@ -256,6 +266,7 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
     ready.mode = ReadyPlan::Mode::by_functional;
     return ready;
   }
+  if (!rule && draws) throw_no_draw(call);
   if (!rule) throw_no_rule(call);
   plan_by_rule(info, call, rule->rule, *scan.first->layout, ready);
   asked_for_numbers = call.asked_for_numbers() || numbers_may_fail(info, call);
