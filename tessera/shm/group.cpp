@@ -169,6 +169,10 @@ typename How::Result reduce_any(const How& how, Core& core, const char* name,
   require_data(a.input, size, "the input");
   if (a.root < 0 || a.root == core.rank()) require_data(a.output, size, "the output");
   if (size <= ReduceOnce::limit(core)) return how.template operator()<ReduceOnce>(core, name, a);
+  // Where memory is shared the ranks first find out whether all data are in it.
+  if (core.single_copy() && core.options().crowded && !core.shares() &&
+      a.root < 0 && size >= detail::kPullAllReduceBytes)
+    return how.template operator()<detail::PullReduce>(core, name, a);
   return how.template operator()<ReducePieces>(core, name, a);
 }
 
@@ -177,7 +181,7 @@ typename How::Result spread_any(const How& how, Core& core, const char* name, Bl
                                 const void* input, void* output, int reader) {
   require_data(input, blocks.size(core.rank()), "the input");
   if (reader < 0 || reader == core.rank()) require_data(output, blocks.total(), "the output");
-  if (core.single_copy() && blocks.largest() >= detail::kPullBytes)
+  if (blocks.largest() >= detail::pull_bytes(core, false))
     return how.template operator()<detail::PullSpread>(core, name, std::move(blocks), bytes(input),
                                                        bytes(output), reader);
   return how.template operator()<Spread>(core, name, std::move(blocks), bytes(input), bytes(output),
@@ -190,8 +194,7 @@ typename How::Result deal_any(const How& how, Core& core, const char* name, Bloc
                               std::optional<Reducer> reducer, const Reduction& reduction) {
   if (source < 0 || source == core.rank()) require_data(input, blocks.total(), "the input");
   require_data(output, blocks.size(core.rank()), "the output");
-  if (core.single_copy() &&
-      blocks.largest() >= (reducer ? detail::kPullReduceBytes : detail::kPullBytes))
+  if (blocks.largest() >= detail::pull_bytes(core, reducer.has_value()))
     return how.template operator()<detail::PullDeal>(core, name, std::move(blocks), bytes(input),
                                                      bytes(output), source, reducer, reduction);
   return how.template operator()<Deal>(core, name, std::move(blocks), bytes(input), bytes(output),
@@ -315,6 +318,7 @@ Request Group::start_reduce_scatter(const void* input, void* output,
 }
 void Group::reduce_scatter(const void* input, void* output, std::size_t count_each, Element element,
                            Reduction reduction, Call call) {
+  if (count_each == 0 && reduces(element, reduction.kind) && state_->core->whole()) return;
   deal_any(TESSERA_SHM_RUNS, *state_->core, "reduce_scatter",
            Blocks::equal(size(), count_each * size_of(element)), input, output, -1,
            Reducer(element, reduction.kind), reduction);
@@ -334,6 +338,8 @@ void add(Batch& batch, const Message& message, std::uint64_t tag) {
 }
 
 void fill(Batch& batch, const Core& core, const std::vector<Message>& messages) {
+  batch.sends.reserve(messages.size());
+  batch.receives.reserve(messages.size());
   for (const auto& m : messages) {
     const bool any = m.kind == Message::Kind::receive && m.peer == Message::kAnySource;
     if (!any && (m.peer < 0 || m.peer >= core.size()))
@@ -359,6 +365,8 @@ void fill_all_to_all(Batch& batch, const Core& core, const void* input,
   const auto start = [](const std::vector<std::size_t>& sizes, int rank) {
     return std::accumulate(sizes.begin(), sizes.begin() + rank, std::size_t{0});
   };
+  batch.sends.reserve(static_cast<std::size_t>(ranks));
+  batch.receives.reserve(static_cast<std::size_t>(ranks));
   // Every rank begins with another one.
   for (int step = 1; step < ranks; ++step) {
     const int from = (me - step + ranks) % ranks, to = (me + step) % ranks;
@@ -484,7 +492,8 @@ Group::Description Group::describe() const {
   const auto& layout = core.layout();
   return {core.size(),          layout.total(),         layout.slot_bytes(),
           layout.frame_bytes(), layout.arena_bytes(),   ReduceOnce::limit(core),
-          core.single_copy(),   core.options().crowded, Reducer::unit()};
+          core.single_copy(),   core.options().crowded, core.stores().for_one,
+          Reducer::unit()};
 }
 
 std::string to_string(const Group::Description& d) {
@@ -497,7 +506,7 @@ std::string to_string(const Group::Description& d) {
                 "\nwaiting: ",
                 d.crowded ? "fewer cores than ranks, waits yield theirs soon"
                           : "a core for each rank, waits keep it at first",
-                "\nreductions: ", d.vector_unit, "\n");
+                "\nmessages: ", to_string(d.stores), "\nreductions: ", d.vector_unit, "\n");
 }
 
 }  // namespace tessera::shm

@@ -208,6 +208,9 @@ class Group {
     bool single_copy = false;
     /// There are fewer cores than ranks: a wait yields its core soon.
     bool crowded = false;
+    /// How this rank writes what one other reads: found fastest when the group was made, or chosen
+    /// by Options.
+    Stores stores = Stores::cached;
     /// The code that reduces: "avx2", "baseline".
     std::string vector_unit;
   };

@@ -4,15 +4,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <optional>
 
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
 #include "tessera/shm/detail/calls.h"
 #include "tessera/shm/detail/meet.h"
+#include "tessera/shm/detail/messages.h"
 #include "tessera/shm/detail/socket.h"
 
 namespace tessera::shm::detail {
@@ -21,6 +24,11 @@ namespace {
 
 constexpr std::size_t kLeastSlot = 131072, kMostSlot = 524288, kSlotForEach = 16384;
 constexpr std::size_t kMessageBytes = std::size_t{4} << 20, kLeastFrame = 4096, kMostFrame = 65536;
+// Of the trial that compares kinds of stores: every frame is first used with each.
+constexpr std::size_t kTrialBytes = 32768;
+constexpr int kWarmTrials = static_cast<int>(kFrames), kTrials = 4;
+/// Others than plain stores have to need less than this share of the time.
+constexpr double kClearlyFaster = 0.8;
 constexpr std::size_t kMostArena = std::size_t{1} << 40;
 
 void require_arguments(int rank, int size, const Options& options) {
@@ -82,6 +90,11 @@ Account read_account(const std::string& text) {
                      "shm: what came over the local socket is no message of this library");
   for (int cpu = 0; in >> cpu;) a.cpus.push_back(cpu);
   return a;
+}
+
+std::optional<ChosenStores> chosen_stores(const Options& options) {
+  if (!options.stores) return std::nullopt;
+  return ChosenStores{*options.stores, *options.stores == Stores::past_cache};
 }
 
 std::string failure_text(const SetupError& error) {
@@ -308,6 +321,9 @@ class Meeting {
   // ---- all ranks ----
 
   std::shared_ptr<Core> finish();
+  /// The stores that bring data to another rank in the least time, the same on all ranks.
+  /// Collective.
+  ChosenStores fastest_stores(Core& core) const;
 
   const int rank_, size_;
   const Directory& directory_;
@@ -349,6 +365,9 @@ std::shared_ptr<Core> Meeting::finish() {
   ReduceOnce end(*core, "the first call", arguments);
   core->run(end, time_left(deadline_));
   core->allow_single_copy(readable != 0);
+  // All ranks take part, also where some are told what to use.
+  const ChosenStores fastest = fastest_stores(*core);
+  core->write_by(chosen_stores(options_).value_or(fastest));
   if (rank_ == 0 && directory_.erase) {
     try {
       directory_.erase(key_ + "address");
@@ -357,6 +376,39 @@ std::shared_ptr<Core> Meeting::finish() {
     }
   }
   return core;
+}
+
+ChosenStores Meeting::fastest_stores(Core& core) const {
+  // Messages around the ring, of a size that is fetched line by line. Ranks that share cores would
+  // measure the scheduler.
+  const std::size_t bytes = std::min(layout_.frame_bytes(), kTrialBytes);
+  if (size_ < 2 || core.options().crowded || bytes < kStreamBytes) return {};
+  std::vector<std::byte> from(bytes), to(bytes);
+  constexpr Stores kKinds[] = {Stores::cached, Stores::handed_over, Stores::past_cache};
+  std::array<double, std::size(kKinds)> best;
+  best.fill(std::numeric_limits<double>::max());
+  for (std::size_t kind = 0; kind < best.size(); ++kind) {
+    core.write_by({kKinds[kind], false});
+    for (int trial = -kWarmTrials; trial < kTrials; ++trial) {
+      const auto begin = std::chrono::steady_clock::now();
+      Batch batch("the first call");
+      batch.sends.push_back({from.data(), bytes, (rank_ + 1) % size_, 0});
+      batch.receives.push_back({to.data(), bytes, (rank_ + size_ - 1) % size_, 0});
+      core.run(batch, time_left(deadline_));
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+      if (trial >= 0) best[kind] = std::min(best[kind], took.count());
+    }
+  }
+  ReduceArguments arguments;
+  arguments.input = arguments.output = reinterpret_cast<std::byte*>(best.data());
+  arguments.count = best.size();
+  arguments.element = Element::float64;
+  ReduceOnce sum(core, "the first call", arguments);
+  core.run(sum, time_left(deadline_));
+  const auto fastest = std::min_element(best.begin(), best.end());
+  const double enough = kClearlyFaster * best.front();
+  return {*fastest < enough ? kKinds[fastest - best.begin()] : Stores::cached,
+          best.back() < enough};
 }
 
 }  // namespace
@@ -407,7 +459,10 @@ std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options
   for (int rank = 0; rank < size; ++rank)
     cores.push_back(std::make_shared<Core>(
         CoreOptions{options.name, rank, size, layout, crowded, barriers}, memory, Liveness()));
-  for (const auto& core : cores) core->allow_single_copy(options.single_copy);
+  for (const auto& core : cores) {
+    core->allow_single_copy(options.single_copy);
+    core->write_by(chosen_stores(options).value_or(ChosenStores{}));
+  }
   return cores;
 }
 

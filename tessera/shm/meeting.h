@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,9 @@ struct Options {
   std::size_t frame_bytes = 0;
   /// Copy large messages out of the sender's memory where the kernel allows it.
   bool single_copy = true;
+  /// How data for other ranks are written; if it is not given, measured when the group is made.
+  /// Ranks may differ.
+  std::optional<Stores> stores;
 };
 
 }  // namespace tessera::shm

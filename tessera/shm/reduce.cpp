@@ -398,7 +398,8 @@ Reducer::Reducer(Element element, Kind kind, bool vectors)
 const char* Reducer::unit() { return has_avx2() ? "avx2" : "baseline"; }
 
 void Reducer::operator()(std::byte* out, std::byte* copy, const std::byte* const* sources,
-                         int ranks, std::size_t count, const double* factors) const {
+                         int ranks, std::size_t count, const double* factors,
+                         bool past_cache) const {
   const std::size_t bytes = count * items_per_element_ * item_bytes_;
   const std::size_t block = kBlockBytes;
   if (ranks == 1 && !factored_) {
@@ -418,7 +419,11 @@ void Reducer::operator()(std::byte* out, std::byte* copy, const std::byte* const
     const std::size_t part = std::min(block, bytes - done);
     for (int r = 0; r < ranks; ++r) at[r] = sources[r] + done;
     block_(out + done, at, ranks, part / item_bytes_, factors);
-    if (copy != nullptr) detail::stream_bytes(copy + done, out + done, part);
+    if (copy == nullptr) continue;
+    if (past_cache)
+      detail::stream_bytes(copy + done, out + done, part);
+    else
+      std::memcpy(copy + done, out + done, part);
   }
 }
 

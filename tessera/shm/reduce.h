@@ -18,9 +18,10 @@ class Reducer {
   /// Computes out[i] = the reduction of sources[0][i], ..., sources[ranks - 1][i] for `count`
   /// elements; the same bytes are written to `copy` too unless it is null. `out` and `copy` may be
   /// one of the sources (the same address), and are disjoint from them otherwise. `factors` holds
-  /// one number per rank for premultiplied reductions and is ignored by others.
+  /// one number per rank for premultiplied reductions and is ignored by others. `past_cache`: the
+  /// copy is written past the cache.
   void operator()(std::byte* out, std::byte* copy, const std::byte* const* sources, int ranks,
-                  std::size_t count, const double* factors) const;
+                  std::size_t count, const double* factors, bool past_cache = false) const;
 
   Element element() const { return element_; }
   /// The code that was chosen for this CPU: "avx2" or "baseline".

@@ -58,6 +58,14 @@ const char* to_string(Cause cause) {
   return i < std::size(kNames) ? kNames[i] : "?";
 }
 
+const char* to_string(Stores stores) {
+  static constexpr const char* kNames[] = {"written through the cache",
+                                           "written through the cache, lines are handed over",
+                                           "written past the cache"};
+  const auto i = static_cast<std::size_t>(stores);
+  return i < std::size(kNames) ? kNames[i] : "?";
+}
+
 bool reduces(Element element, Reduction::Kind kind) {
   const bool integer = element <= Element::uint64;
   const bool complex = element >= Element::complex64;

@@ -59,6 +59,18 @@ const char* to_string(Reduction::Kind kind);
 /// have one only for those two.
 bool reduces(Element element, Reduction::Kind kind);
 
+/// How data are written that another rank reads next.
+enum class Stores : unsigned char {
+  /// Through the cache.
+  cached,
+  /// Through the cache; who alone reads them leaves their lines to itself, by a store to each, so
+  /// that the next write to them need not take them from two caches.
+  handed_over,
+  /// By stores that bypass the cache.
+  past_cache,
+};
+const char* to_string(Stores stores);
+
 /// The reason why ranks cannot share memory.
 enum class Cause : unsigned char {
   /// Another kernel, or a network namespace of its own: the ranks' sockets do not meet.

@@ -254,18 +254,27 @@ TEST(Collectives, SmallPiecesAndNoSingleCopy) {
 
 // So large that each rank takes its share out of the others' processes.
 TEST(Collectives, LargeReduceScatter) {
-  const std::vector<std::size_t> counts{(1 << 20) + 3, 5};
-  expect_good(fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
-    Group group = Group::meet(rank, 2, directory, brief("large"));
-    const std::vector<double> mine = drawn_values(1, rank, counts[0] + counts[1]),
-                              theirs = drawn_values(1, 1 - rank, mine.size());
-    std::vector<double> share(counts[static_cast<std::size_t>(rank)]);
-    group.reduce_scatter(mine.data(), share.data(), counts, Element::float64, {});
-    const std::size_t before = rank == 0 ? 0 : counts[0];
-    for (std::size_t i = 0; i < share.size(); ++i)
-      if (share[i] != mine[before + i] + theirs[before + i]) return concat("element ", i);
-    return "";
-  }));
+  for (const int ranks : {2, 3}) {
+    std::vector<std::size_t> counts{(1 << 20) + 3, 5};
+    if (ranks == 3) counts.push_back(0);
+    expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) -> std::string {
+      Group group = Group::meet(rank, ranks, directory, brief("large"));
+      const std::size_t total = counts[0] + counts[1];
+      const std::vector<double> mine = drawn_values(1, rank, total);
+      std::vector<double> sum(total), share(counts[static_cast<std::size_t>(rank)]);
+      for (int r = 0; r < ranks; ++r) {
+        const std::vector<double> theirs = drawn_values(1, r, total);
+        for (std::size_t i = 0; i < total; ++i) sum[i] += theirs[i];
+      }
+      group.reduce_scatter(mine.data(), share.data(), counts, Element::float64, {});
+      const std::size_t before = rank == 0 ? 0 : counts[0];
+      for (std::size_t i = 0; i < share.size(); ++i)
+        if (share[i] != sum[before + i]) return concat("element ", i);
+      std::vector<double> cast = mine;
+      group.broadcast(cast.data(), total * sizeof(double), 1);
+      return cast == drawn_values(1, 1, total) ? "" : "broadcast";
+    }));
+  }
 }
 
 TEST(Collectives, CoresOfTheirOwn) {
@@ -287,6 +296,85 @@ TEST(Collectives, CoresOfTheirOwn) {
            return group.describe().crowded ? "crowded" : "free";
          }))
       EXPECT_EQ(end.report, shared ? "crowded" : "free");
+}
+
+// Ranks that share a core take other ways with much data: a tree, and shares out of each other's
+// memory.
+TEST(Collectives, LargeWhereRanksShareACore) {
+  cpu_set_t allowed, one;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  CPU_ZERO(&one);
+  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) < 1; ++cpu)
+    if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &one);
+  for (const int ranks : {2, 3, 6}) {
+    SCOPED_TRACE(ranks);
+    expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) -> std::string {
+      ::sched_setaffinity(0, sizeof one, &one);
+      Group group = Group::meet(rank, ranks, directory, brief("share"));
+      if (!group.describe().crowded) return "not crowded";
+      const std::size_t count = (std::size_t{1} << 17) + 5;
+      std::vector<double> sum(count);
+      for (int r = 0; r < ranks; ++r) {
+        const auto values = drawn_values(7, r, count);
+        for (std::size_t i = 0; i < count; ++i) sum[i] += values[i];
+      }
+      const auto mine = drawn_values(7, rank, count);
+      std::vector<double> out(count), in_place = mine;
+      group.all_reduce(mine.data(), out.data(), count, Element::float64, {});
+      group.all_reduce(in_place.data(), in_place.data(), count, Element::float64, {});
+      if (out != sum || in_place != sum) return "sums differ";
+      if (mine != drawn_values(7, rank, count)) return "the input was written";
+      // Of which rank r counts r-fold.
+      std::vector<double> weighted(count);
+      group.all_reduce(mine.data(), weighted.data(), count, Element::float64,
+                       {Reduction::Kind::premultiplied, static_cast<double>(rank)});
+      for (std::size_t i = 0; i < count; i += 1009) {
+        double expected = 0;
+        for (int r = 0; r < ranks; ++r) expected += r * drawn_values(7, r, i + 1)[i];
+        if (weighted[i] != expected) return concat("weighted ", i);
+      }
+      // Several under way, from every root.
+      std::vector<Bytes> data;
+      std::vector<Request> requests;
+      for (int root = 0; root < ranks; ++root)
+        data.push_back(rank == root ? drawn_bytes(root, root, 300001) : Bytes(300001));
+      for (int root = 0; root < ranks; ++root)
+        requests.push_back(
+            group.start_broadcast(data[static_cast<std::size_t>(root)].data(), 300001, root));
+      requests.push_back(
+          group.start_all_reduce(out.data(), out.data(), count, Element::float64, {}));
+      for (auto& request : requests) request.wait();
+      for (int root = 0; root < ranks; ++root)
+        if (data[static_cast<std::size_t>(root)] != drawn_bytes(root, root, 300001))
+          return concat("broadcast of rank ", root);
+      for (std::size_t i = 0; i < count; ++i)
+        if (out[i] != ranks * sum[i]) return concat("started sum, element ", i);
+      return "";
+    }));
+  }
+}
+
+// What fits into a line is sent ahead, and waits for its readers.
+TEST(Collectives, ASenderIsAhead) {
+  auto groups = Group::threads(2, brief("ahead"));
+  constexpr int kCalls = 64;
+  for (int i = 0; i < kCalls; ++i) groups[0].broadcast(&i, sizeof i, 0);
+  int late = -1;
+  EXPECT_THROW(groups[0].broadcast(&late, sizeof late, 0, {std::chrono::milliseconds(20)}),
+               TimeoutError);
+  groups = Group::threads(2, brief("ahead"));
+  std::thread reader([&group = groups[1]] {
+    for (int i = 0; i < 3 * kCalls; ++i) {
+      int got = -1;
+      group.broadcast(&got, sizeof got, 0);
+      EXPECT_EQ(got, i);
+    }
+  });
+  for (int i = 0; i < 3 * kCalls; ++i) {
+    int value = i;
+    groups[0].broadcast(&value, sizeof value, 0);
+  }
+  reader.join();
 }
 
 std::chrono::microseconds cpu_time() {
@@ -332,6 +420,61 @@ TEST(Collectives, WhoWaitsLeavesTheCore) {
         return concat("waited with ", used.count(), " us of a core's time");
       return "";
     }));
+  }
+}
+
+// However data are written, the bytes are the same, also where ranks differ.
+TEST(Collectives, AllKindsOfStores) {
+  constexpr Stores kKinds[] = {Stores::cached, Stores::handed_over, Stores::past_cache};
+  for (const int ranks : {2, 3}) {
+    for (int kind = 0; kind < 4; ++kind)
+      expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) -> std::string {
+        Options options = brief("stores");
+        options.stores = kKinds[(kind < 3 ? kind : rank) % 3];
+        Group group = Group::meet(rank, ranks, directory, options);
+        if (group.describe().stores != options.stores) return "not as it was told";
+        return everything(group, 5);
+      }));
+  }
+}
+
+// Short calls one after the other, some of which only some ranks write in: slots are written again
+// by either rank, as soon as the other is done with them.
+TEST(Collectives, SlotsChangeHands) {
+  Options options = brief("hands");
+  options.slot_bytes = 1024;
+  for (const Stores stores : {Stores::cached, Stores::handed_over, Stores::past_cache}) {
+    options.stores = stores;
+    for (const int ranks : {2, 3})
+      expect_good(thread_ranks(ranks, options, [&](Group& group) -> std::string {
+        std::mt19937 draw(5);
+        for (int call = 0; call < 3000; ++call) {
+          const auto root = static_cast<int>(draw() % static_cast<unsigned>(ranks));
+          const std::size_t n = 8 * (1 + draw() % (call % 10 == 0 ? 1000 : 120));
+          const unsigned kind = draw() % 4;
+          const auto value = [&](int r) { return static_cast<double>(call * 8 + r); };
+          std::vector<double> mine(n / 8, value(group.rank())), all(n / 8 * group.size());
+          double sum = 0;
+          for (int r = 0; r < ranks; ++r) sum += value(r);
+          std::vector<double> expected(n / 8, kind == 0 ? value(root) : sum);
+          if (kind == 0) {
+            group.broadcast(mine.data(), n, root);
+          } else if (kind == 1) {
+            group.all_reduce(mine.data(), mine.data(), n / 8, Element::float64, {});
+          } else if (kind == 2) {
+            group.reduce(mine.data(), mine.data(), n / 8, Element::float64, {}, root);
+            if (group.rank() != root) continue;
+          } else {
+            group.all_gather(mine.data(), all.data(), n);
+            expected = all;
+            for (std::size_t i = 0; i < all.size(); ++i)
+              expected[i] = value(static_cast<int>(i / (n / 8)));
+            mine = all;
+          }
+          if (mine != expected) return concat("call ", call, " of kind ", kind);
+        }
+        return "";
+      }));
   }
 }
 

@@ -259,6 +259,24 @@ TEST(Faults, LeftAndAborted) {
   expect_has(ends[1].report, "enough");
 }
 
+// A call that has nothing to do says, too, that the group has ended.
+TEST(Faults, EmptyCallsAfterTheEnd) {
+  auto groups = Group::threads(2, brief("empty"));
+  double nothing = 0;
+  const auto empty = [&](Group& group) {
+    return outcome([&] { group.reduce_scatter(&nothing, &nothing, 0, Element::float64, {}); });
+  };
+  EXPECT_EQ(empty(groups[0]), "good");
+  EXPECT_THROW(
+      groups[0].reduce_scatter(nullptr, nullptr, 0, Element::float64, {Reduction::Kind::bit_and}),
+      InvalidArgument);
+  groups[1].interrupt("enough");
+  EXPECT_EQ(empty(groups[0]), "good");
+  EXPECT_NE(empty(groups[1]), "good");
+  groups[1].abort("enough");
+  EXPECT_NE(empty(groups[0]), "good");
+}
+
 TEST(Faults, LimitsOfAllLengths) {
   const auto body = [](Group& group) -> std::string {
     double value = 1;

@@ -65,6 +65,8 @@ class Blocks {
                           : starts_[static_cast<std::size_t>(rank)];
   }
   std::size_t largest() const { return largest_; }
+  /// The only rank that has a block, or -1.
+  int only() const { return only_; }
   std::size_t total() const {
     return only_ >= 0       ? each_
            : sizes_.empty() ? each_ * static_cast<std::size_t>(ranks_)
@@ -115,6 +117,8 @@ class Spread final : public Op {
   const std::byte* const input_;
   std::byte* const output_;
   const bool reading_, barrier_;
+  /// One rank writes or reads everything: two ranks do not take turns.
+  const bool one_reader_;
   const int rank_, ranks_;
   std::size_t piece_;
   std::uint64_t published_ = 0, consumed_ = 0;

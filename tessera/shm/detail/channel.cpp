@@ -111,7 +111,7 @@ bool Messages::send(int to) {
       std::byte* place = message.bytes <= Frame::kPayload
                              ? frame.payload
                              : core_.frame_data(core_.rank(), to, next);
-      stream_bytes(place, message.data + message.sent, part);
+      core_.put(place, message.data + message.sent, part, Readers::one);
       message.sent += part;
     }
     core_.write(frame.mark, ++next);
@@ -227,10 +227,10 @@ bool Messages::take(int from, Stream& stream, const Frame& frame) {
   if (direct) {
     core_.copy_from(from, to, frame.address, part);
   } else if (part != 0) {
-    const std::byte* place = stream.bytes <= Frame::kPayload
-                                 ? frame.payload
-                                 : core_.frame_data(from, core_.rank(), stream.next);
-    std::memcpy(to, place, part);
+    if (stream.bytes <= Frame::kPayload)
+      std::memcpy(to, frame.payload, part);
+    else
+      core_.take(to, core_.frame_data(from, core_.rank(), stream.next), part);
   }
   stream.got += part;
   return stream.got == stream.bytes;

@@ -31,11 +31,13 @@ constexpr int kStepBits = 40, kSignatureAt = 48;
 constexpr std::uint64_t kStepMask = (std::uint64_t{1} << kStepBits) - 1, kMostLag = 255;
 /// Sleeps are divided into intervals of this length, so that a rank that died is noticed soon.
 constexpr nanoseconds kNap = milliseconds(100);
-/// How long a wait spins on its core: with a core for each rank, and with fewer.
 // How long a rank that gives up waits for threads that are copying its memory.
 constexpr milliseconds kLongestCopy = milliseconds(10000);
+/// How long a wait spins on its core: with a core for each rank, and with fewer.
 constexpr nanoseconds kSpin = milliseconds(2), kCrowdedSpin = microseconds(50);
 constexpr int kLooksPerClock = 64;
+/// Number of looks, one right after the other, before a wait pauses the core between them.
+constexpr int kQuickLooks = 64;
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -85,7 +87,7 @@ std::vector<int> Op::missing(const Core& core) const {
   std::vector<int> ranks;
   for (int r = 0; r < core.size(); ++r) {
     if (r == core.rank()) continue;
-    if (need.kind == Need::Kind::done ? !core.freed(r, need.step)
+    if (need.kind == Need::Kind::done ? !core.is_done(r, need.step)
                                       : (reads(r) && !core.marked(r, need.step)))
       ranks.push_back(r);
   }
@@ -170,19 +172,38 @@ std::string Core::who(int rank) const {
 
 // ---- the protocol ----
 
-bool Core::freed(int rank, std::uint64_t step) const {
-  return state(rank).done.load(std::memory_order_acquire) + kSlots > step;
+bool Core::is_done(int rank, std::uint64_t step) const {
+  return state(rank).done.load(std::memory_order_acquire) > step;
 }
 
-bool Core::writable(Op& op, std::uint64_t step) {
-  for (int r = 0; r < size(); ++r) {
-    std::uint64_t& seen = seen_done_[static_cast<std::size_t>(r)];
-    if (seen + kSlots > step) continue;
-    seen = state(r).done.load(std::memory_order_acquire);
-    if (seen + kSlots > step) continue;
-    op.need = {Need::Kind::done, r, step};
+bool Core::is_done(Op& op, int rank, std::uint64_t step) {
+  std::uint64_t& seen = seen_done_[static_cast<std::size_t>(rank)];
+  if (seen > step) return true;
+  const std::uint64_t done = state(rank).done.load(std::memory_order_acquire);
+  if (done <= step) {
+    op.need = {Need::Kind::done, rank, step};
     return false;
   }
+  seen = done;
+  return true;
+}
+
+bool Core::writable(Op& op, std::uint64_t step, Place place) {
+  if (step >= kLines) {
+    // All lines are full: waiting until half of them are free takes the word from its writer once
+    // for as many steps. The slowest rank never waits here, so the others get there.
+    for (int r = 0; r < size(); ++r)
+      if (seen_done_[static_cast<std::size_t>(r)] + kLines <= step &&
+          !is_done(op, r, step - kLines / 2))
+        return false;
+  }
+  if (place == Place::line) return true;
+  const std::uint64_t number = slot_number(op, step);
+  if (number < kSlots) return true;
+  const std::uint64_t user =
+      number - op.first_slot < kSlots ? op.slot_users[number % kSlots] : step - kSlots;
+  for (int r = 0; r < size(); ++r)
+    if (!is_done(op, r, user)) return false;
   return true;
 }
 
@@ -228,8 +249,10 @@ void Core::ring() {
   const auto me = static_cast<std::uint32_t>(rank()) + 1;
   for (int r = 0; r < size(); ++r) {
     Bell& bell = state(r).bell;
-    const std::uint32_t waits_for = bell.waits_for.load();
-    if (waits_for == Bell::kAnybody || (waits_for == me && r != rank())) ring_bell(bell);
+    std::uint32_t waits_for = bell.waits_for.load();
+    if (waits_for != Bell::kAnybody && (waits_for != me || r == rank())) continue;
+    // Before it rings: afterwards the sleeper may be up, and have announced another sleep.
+    if (bell.waits_for.compare_exchange_strong(waits_for, Bell::kNobody)) ring_bell(bell);
   }
 }
 
@@ -317,6 +340,8 @@ void Core::require_usable(const Op& op) {
         concat("shm group '", options_.name, "': this process was forked from rank ", rank(),
                " and is no rank of the group"),
         {rank()});
+  // A call without steps looks at nothing that the other ranks wrote.
+  if (!broken_ && op.collective && op.steps == 0 && header_.failed.load() != 0) fail(heard());
   if (broken_) rethrow(op);
 }
 
@@ -333,12 +358,8 @@ void Core::rethrow(const Op& op) {
   }
 }
 
-void Core::enqueue(Op& op) {
+void Core::number(Op& op) {
   op.number = next_number_++;
-  if (!op.collective) {
-    messages_->post(static_cast<Batch&>(op));
-    return;
-  }
   op.first = next_step_;
   next_step_ += op.steps;
   if (op.steps > 0) {
@@ -347,13 +368,47 @@ void Core::enqueue(Op& op) {
     calls_ = (calls_ ^ op.signature) * 0x9e3779b97f4a7c15ULL;
     op.signature = calls_ >> kSignatureAt;
   }
-  queue_.push_back(&op);
+  if (op.in_lines >= op.steps) return;
+  op.first_slot = next_slot_;
+  op.slot_users = slot_users_;
+  next_slot_ += op.steps - op.in_lines;
+  const std::uint64_t last = op.first + op.steps;
+  for (std::uint64_t back = std::min(kSlots, op.steps - op.in_lines); back > 0; --back)
+    slot_users_[(next_slot_ - back) % kSlots] = last - back;
+}
+
+void Core::enqueue(Op& op) {
+  if (op.collective) {
+    number(op);
+    queue_.push_back(&op);
+  } else {
+    op.number = next_number_++;
+    messages_->post(static_cast<Batch&>(op));
+  }
 }
 
 void Core::run(Op& op, milliseconds limit) {
   Lock lock(mutex_);
   require_usable(op);
-  enqueue(op);
+  // Where nothing else is under way most calls end at once, and need no queue.
+  const bool alone = op.collective && queue_.empty() && !messages_->waiting();
+  if (alone)
+    number(op);
+  else
+    enqueue(op);
+  try {
+    for (int look = options_.crowded ? 1 : kQuickLooks; look > 0 && !op.complete; --look) {
+      if (alone)
+        op.complete = op.advance(*this);
+      else
+        progress();
+    }
+  } catch (...) {
+    fail(std::current_exception());
+    std::rethrow_exception(broken_);
+  }
+  if (op.complete) return;
+  if (alone) queue_.push_back(&op);
   wait_locked(lock, op, limit);
 }
 
@@ -584,6 +639,7 @@ void Core::say_last_words(std::uint32_t kind, int culprit, const std::string& te
 void Core::fail(std::exception_ptr error) {
   if (!broken_) {
     broken_ = error;
+    ended_.store(true);
     try {
       std::rethrow_exception(error);
     } catch (const TimeoutError& e) {
@@ -622,6 +678,7 @@ void Core::interrupt(const std::string& reason) {
     if (!broken_)
       broken_ = std::make_exception_ptr(
           PeerLostError(concat("shm group '", options_.name, "': ", reason), {}));
+    ended_.store(true);
     end_all();
   }
   nudge();

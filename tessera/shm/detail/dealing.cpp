@@ -24,6 +24,7 @@ Deal::Deal(Core& core, const char* name, Blocks blocks, const std::byte* input, 
                       std::min(kLeastPiece, most), most);
   inline_ = blocks_.total() <= kFactorAt;
   steps = blocks_of(blocks_.largest(), piece_);
+  in_lines = inline_ ? steps : 0;
   signature = signature_of(2, blocks_.digest(), static_cast<std::uint64_t>(source + 1),
                            reducer_ ? 256U * static_cast<unsigned>(reducer_->element()) +
                                           static_cast<unsigned>(reduction.kind) + 1U
@@ -40,15 +41,17 @@ bool Deal::publish_pieces(Core& core) {
   while (published_ < steps && published_ < consumed_ + kAhead) {
     if (sends() && ranks_ > 1) {
       const std::uint64_t step = first + published_;
-      if (!core.writable(*this, step)) return moved;
+      if (!core.writable(*this, step, inline_ ? Core::Place::line : Core::Place::slot))
+        return moved;
       Line& line = core.line(rank_, step);
       if (inline_) {
         copy_bytes(line.payload, input_, blocks_.total());
       } else {
         for (int other = 1; other < ranks_; ++other) {
           const int to = (rank_ + other) % ranks_;
-          stream_bytes(core.slot(rank_, step) + static_cast<std::size_t>(other - 1) * piece_,
-                       input_ + blocks_.start(to) + published_ * piece_, piece_of(to, published_));
+          core.put(core.slot(*this, rank_, step) + static_cast<std::size_t>(other - 1) * piece_,
+                   input_ + blocks_.start(to) + published_ * piece_, piece_of(to, published_),
+                   reducer_ ? core.readers() : Readers::one);
         }
       }
       std::memcpy(line.payload + kFactorAt, &reduction_.factor, sizeof(double));
@@ -63,14 +66,19 @@ bool Deal::publish_pieces(Core& core) {
 void Deal::consume(Core& core, std::uint64_t round) {
   const std::size_t bytes = piece_of(rank_, round), at = round * piece_;
   const std::uint64_t step = first + round;
-  const auto from = [&](int r) -> const std::byte* {
-    if (r == rank_) return input_ + blocks_.start(rank_) + at;
-    if (inline_) return core.line(r, step).payload + blocks_.start(rank_);
-    return core.slot(r, step) +
+  const auto in_slot = [&](int r) {
+    return core.slot(*this, r, step) +
            static_cast<std::size_t>((rank_ - r - 1 + ranks_) % ranks_) * piece_;
   };
+  const auto from = [&](int r) -> const std::byte* {
+    if (r == rank_) return input_ + blocks_.start(rank_) + at;
+    return inline_ ? core.line(r, step).payload + blocks_.start(rank_) : in_slot(r);
+  };
   if (!reducer_) {
-    copy_bytes(output_ + at, from(source_), bytes);
+    if (source_ == rank_ || inline_)
+      copy_bytes(output_ + at, from(source_), bytes);
+    else
+      core.take(output_ + at, in_slot(source_), bytes);
     return;
   }
   std::vector<const std::byte*> sources;

@@ -15,8 +15,11 @@ namespace tessera::shm::detail {
 
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kPageBytes = 4096;
-/// Number of steps that a rank may be ahead of the slowest one.
+/// Number of steps with a slot that a rank may be ahead of the slowest one. Two ranks exchange their
+/// slots (Core::slot), whosever region they are in.
 inline constexpr std::uint64_t kSlots = 4;
+/// The same for all steps: a rank that only sends what fits into a line need not wait.
+inline constexpr std::uint64_t kLines = 64;
 /// Number of frames in transit from one rank to another.
 inline constexpr std::uint64_t kFrames = 4;
 inline constexpr int kMaxRanks = 250;
@@ -40,7 +43,8 @@ struct alignas(kLineBytes) Bell {
   static constexpr std::uint32_t kNobody = 0, kAnybody = 0xffffffffU;
   /// The futex word; a rank that rings adds one.
   std::atomic<std::uint32_t> rings;
-  /// kNobody: awake. r + 1: asleep until rank r has done something. kAnybody: until any has.
+  /// kNobody: awake. r + 1: asleep until rank r has done something. kAnybody: until any has. A rank
+  /// that rings sets it to kNobody first.
   std::atomic<std::uint32_t> waits_for;
 };
 
@@ -55,7 +59,7 @@ struct alignas(kLineBytes) LastWords {
 };
 
 struct alignas(kLineBytes) RankState {
-  Line lines[kSlots];
+  Line lines[kLines];
   /// Number of steps that this rank has finished with: their slots may be written again.
   alignas(kLineBytes) std::atomic<std::uint64_t> done;
   Bell bell;
@@ -69,9 +73,10 @@ struct alignas(kLineBytes) RankState {
   LastWords last_words;
 };
 
-/// One piece of a message, in a line of its own.
-struct alignas(kLineBytes) Frame {
-  static constexpr std::size_t kPayload = 32;
+/// One piece of a message, in two lines that the CPU fetches together; a few bytes are in the
+/// first.
+struct alignas(2 * kLineBytes) Frame {
+  static constexpr std::size_t kPayload = 2 * kLineBytes - 4 * sizeof(std::uint64_t);
   /// Number of the frame + 1.
   std::atomic<std::uint64_t> mark;
   std::uint64_t tag;
@@ -81,7 +86,7 @@ struct alignas(kLineBytes) Frame {
   std::uint64_t address;
   std::byte payload[kPayload];
 };
-static_assert(sizeof(Frame) == kLineBytes);
+static_assert(sizeof(Frame) == 2 * kLineBytes);
 
 /// The frames from one rank to another.
 struct alignas(kLineBytes) Channel {

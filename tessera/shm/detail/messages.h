@@ -4,10 +4,12 @@
 // receiver copies it out of the sender's memory. Messages with the same tag match in order. A
 // message that arrives before its receive was posted is stored.
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <list>
+#include <memory_resource>
 #include <vector>
 
 #include "tessera/shm/detail/core.h"
@@ -54,15 +56,19 @@ struct Incoming {
 
 /// Several sends and receives as one call, in any order without deadlock.
 class Batch final : public Op {
+  // A few messages need no memory of the heap.
+  alignas(std::max_align_t) std::array<std::byte, 512> first_;
+  std::pmr::monotonic_buffer_resource memory_{first_.data(), first_.size()};
+
  public:
   explicit Batch(const char* name) : Op(name) { collective = false; }
   ~Batch() override;
   bool advance(Core&) override { return complete; }
   std::vector<int> missing(const Core& core) const override;
 
-  // Lists, so that addresses stay valid.
-  std::list<Outgoing> sends;
-  std::list<Incoming> receives;
+  /// Filled before the batch is posted: their addresses are kept from then on.
+  std::pmr::vector<Outgoing> sends{&memory_};
+  std::pmr::vector<Incoming> receives{&memory_};
 };
 
 class Messages {
@@ -104,7 +110,7 @@ class Messages {
   std::vector<std::deque<Outgoing*>> outgoing_, untaken_;
   std::vector<std::uint64_t> next_frame_;
   /// Receives in the order in which they were posted.
-  std::list<Incoming*> posted_;
+  std::vector<Incoming*> posted_;
   /// Number of frames that each receiver has taken, as far as is known here.
   std::vector<std::uint64_t> taken_;
   std::vector<Stream> streams_;

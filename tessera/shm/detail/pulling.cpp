@@ -47,14 +47,14 @@ Pull::Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t
       ranks_(core.size()),
       places_(ranks_),
       factors_(static_cast<std::size_t>(ranks_), 1.0) {
-  steps = step_count;
+  steps = in_lines = step_count;
   signature = call_signature;
 }
 
 bool Pull::announce(Core& core) {
   if (announced_) return true;
   if (gives()) {
-    if (!core.writable(*this, first)) return false;
+    if (!core.writable(*this, first, Core::Place::line)) return false;
     const auto [address, bytes] = data();
     Places::say(core, first, address, bytes);
     const double own = factor();
@@ -83,8 +83,9 @@ bool Pull::others_are_done(Core& core) {
   const std::uint64_t last = first + steps - 1;
   if (!taken_) core.finish(last);
   taken_ = true;
-  // A slot that may be written again is one that all ranks are done with.
-  return !gives() || core.writable(*this, last + kSlots);
+  for (int r = 0; r < ranks_; ++r)
+    if (serves(r) && !core.is_done(*this, r, last)) return false;
+  return true;
 }
 
 // ---- broadcast, all-gather, gather ----
@@ -95,10 +96,31 @@ PullSpread::PullSpread(Core& core, const char* name, Blocks blocks, const std::b
       blocks_(std::move(blocks)),
       input_(input),
       output_(output),
-      reading_(reader < 0 || reader == core.rank()) {}
+      reading_(reader < 0 || reader == core.rank()),
+      tree_(core.options().crowded && reader < 0 && blocks_.only() >= 0) {
+  if (!tree_) return;
+  parent_ = parent_of(rank_);
+  for (int r = 0; r < ranks_; ++r) children_ = children_ || serves(r);
+}
+
+bool PullSpread::advance_in_tree(Core& core) {
+  if (!copied_) {
+    if (parent_ >= 0) {
+      if (!core.ready(*this, parent_, first)) return false;
+      places_.note(core, parent_, first, blocks_.total());
+      places_.copy(core, parent_, 0, output_, blocks_.total());
+    } else {
+      copy_bytes(output_, input_, blocks_.total());
+    }
+    copied_ = true;
+  }
+  return announce(core);
+}
 
 bool PullSpread::advance(Core& core) {
-  if (!taken_) {
+  if (!taken_ && tree_) {
+    if (!advance_in_tree(core)) return false;
+  } else if (!taken_) {
     if (!announce(core)) return false;
     // Taken in the order of arrival; every rank begins with another one.
     for (; reading_ && from_ < ranks_; ++from_) {
@@ -118,7 +140,7 @@ bool PullSpread::advance(Core& core) {
   return others_are_done(core);
 }
 
-// ---- scatter, reduce-scatter ----
+// ---- all-reduce, scatter, reduce-scatter ----
 
 void PulledReduction::operator()(Core& core, const Places& places, const std::byte* own,
                                  std::size_t at, std::byte* output, std::size_t bytes,
@@ -146,6 +168,56 @@ void PulledReduction::operator()(Core& core, const Places& places, const std::by
   }
   for (int r = 0; r < ranks; ++r)
     if (r != core.rank()) core.require_held(r);
+}
+
+namespace {
+
+/// Equal shares of `count` elements that end where cache lines do, but for the last.
+Blocks shares_of(std::size_t count, std::size_t element_bytes, int ranks) {
+  const auto n = static_cast<std::size_t>(ranks);
+  const std::size_t line = kLineBytes / element_bytes;
+  const std::size_t each = blocks_of(blocks_of(count, n), line) * line;
+  std::vector<std::size_t> sizes;
+  for (std::size_t r = 0, left = count; r < n; ++r) {
+    sizes.push_back(std::min(each, left) * element_bytes);
+    left -= std::min(each, left);
+  }
+  return Blocks::of(std::move(sizes));
+}
+
+}  // namespace
+
+PullReduce::PullReduce(Core& core, const char* name, const ReduceArguments& arguments)
+    : Pull(core, name, 2,
+           signature_of(7, arguments.count,
+                        256U * static_cast<unsigned>(arguments.element) +
+                            static_cast<unsigned>(arguments.reduction.kind))),
+      arguments_(arguments),
+      reducer_(arguments.element, arguments.reduction.kind),
+      shares_(shares_of(arguments.count, size_of(arguments.element), ranks_)),
+      results_(ranks_) {}
+
+bool PullReduce::advance(Core& core) {
+  const std::uint64_t result = first + 1;
+  if (!reduced_) {
+    if (!announce(core) || !noted(core)) return false;
+    if (!core.writable(*this, result, Core::Place::line)) return false;
+    const std::size_t at = shares_.start(rank_);
+    PulledReduction reduce(reducer_, ranks_);
+    reduce(core, places_, arguments_.input, at, arguments_.output + at, shares_.size(rank_),
+           factors_);
+    Places::say(core, result, arguments_.output, shares_.total());
+    core.publish(*this, result);
+    reduced_ = true;
+  }
+  // What is overwritten here, if it is the input, has been read: its rank has published its share.
+  for (; from_ < ranks_; ++from_) {
+    const int r = (rank_ + from_) % ranks_;
+    if (!core.ready(*this, r, result)) return false;
+    results_.note(core, r, result, shares_.total());
+    results_.copy(core, r, shares_.start(r), arguments_.output + shares_.start(r), shares_.size(r));
+  }
+  return others_are_done(core);
 }
 
 PullDeal::PullDeal(Core& core, const char* name, Blocks blocks, const std::byte* input,

@@ -4,6 +4,7 @@
 // two; the call ends for a rank when all others have taken theirs. Used only where
 // Core::single_copy() holds.
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -14,8 +15,24 @@ namespace tessera::shm::detail {
 /// Used if the largest block has at least this many bytes. Below, two copies through the slots are
 /// as quick: what is fetched out of a process is still in its core's cache.
 inline constexpr std::size_t kPullBytes = 131072;
-/// The threshold for reductions, which read from many ranks at once. An all-reduce never gains.
+/// The threshold for reductions, which read from many ranks at once.
 inline constexpr std::size_t kPullReduceBytes = std::size_t{8} << 20;
+/// The threshold for two ranks with a core each, whose slots are fast: two copies at once, in the
+/// caches, take less time than one through the kernel.
+inline constexpr std::size_t kPullAloneBytes = std::size_t{8} << 20;
+/// The threshold for all-reduces where ranks share cores: two waits instead of two for each piece.
+/// With a core for each rank they never gain.
+inline constexpr std::size_t kPullAllReduceBytes = std::size_t{512} << 10;
+
+/// From this size of the largest block on, data are pulled that are only moved, or `reduced` too;
+/// the same on all ranks.
+inline std::size_t pull_bytes(const Core& core, bool reduced) {
+  if (!core.single_copy()) return std::numeric_limits<std::size_t>::max();
+  // Data in arenas are copied without the kernel.
+  if (core.size() == 2 && !core.options().crowded && core.layout().arena_bytes() == 0)
+    return reduced ? std::numeric_limits<std::size_t>::max() : kPullAloneBytes;
+  return reduced ? kPullReduceBytes : kPullBytes;
+}
 
 /// Where some bytes of a rank are, as the other ranks find them.
 struct Where {
@@ -61,6 +78,9 @@ class Pull : public Op {
   virtual std::size_t given(int rank) const = 0;
   virtual double factor() const { return 1; }
 
+  /// The ranks that take data from this one.
+  virtual bool serves(int) const { return gives(); }
+
   bool announce(Core& core);
   /// True once the lines of all ranks that this one wants data from have been recorded.
   bool noted(Core& core);
@@ -73,25 +93,47 @@ class Pull : public Op {
   int noted_ = 0;
 };
 
-/// Broadcast, all-gather, gather.
+/// Broadcast, all-gather, gather. A broadcast between ranks that share cores goes along a binomial
+/// tree: all of them cannot copy at the same time, and a rank is free when its children have
+/// copied.
 class PullSpread final : public Pull {
  public:
   PullSpread(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
              int reader);
   bool advance(Core& core) override;
+  void early(Core& core) override {
+    if (!tree_ || place_in_tree(rank_) == 0) announce(core);
+  }
 
  private:
-  bool gives() const override { return blocks_.size(rank_) > 0; }
-  bool wants(int rank) const override { return reading_ && blocks_.size(rank) > 0; }
-  std::pair<const std::byte*, std::size_t> data() const override {
-    return {input_, blocks_.size(rank_)};
+  bool gives() const override { return tree_ ? children_ : blocks_.size(rank_) > 0; }
+  bool wants(int rank) const override {
+    return tree_ ? rank == parent_ : reading_ && blocks_.size(rank) > 0;
   }
-  std::size_t given(int rank) const override { return blocks_.size(rank); }
+  bool serves(int rank) const override {
+    return tree_ ? rank != rank_ && parent_of(rank) == rank_ : gives();
+  }
+  std::pair<const std::byte*, std::size_t> data() const override {
+    return {tree_ ? output_ : input_, tree_ ? blocks_.total() : blocks_.size(rank_)};
+  }
+  std::size_t given(int rank) const override {
+    return tree_ ? blocks_.total() : blocks_.size(rank);
+  }
+  /// 0 for the root.
+  int place_in_tree(int rank) const { return (rank - blocks_.only() + ranks_) % ranks_; }
+  /// Without the last bit that is set; -1 for the root.
+  int parent_of(int rank) const {
+    const int place = place_in_tree(rank);
+    return place == 0 ? -1 : ((place & (place - 1)) + blocks_.only()) % ranks_;
+  }
+  bool advance_in_tree(Core& core);
 
   const Blocks blocks_;
   const std::byte* const input_;
   std::byte* const output_;
-  const bool reading_;
+  const bool reading_, tree_;
+  int parent_ = -1;
+  bool children_ = false, copied_ = false;
   int from_ = 0;
 };
 
@@ -108,6 +150,30 @@ class PulledReduction {
   const Reducer reducer_;
   std::vector<const std::byte*> sources_;
   std::vector<std::byte> fetched_;
+};
+
+/// All-reduce: a rank reduces its share out of the memory of all, and then takes the other shares
+/// from the ranks that have reduced them.
+class PullReduce final : public Pull {
+ public:
+  PullReduce(Core& core, const char* name, const ReduceArguments& arguments);
+  bool advance(Core& core) override;
+
+ private:
+  bool gives() const override { return true; }
+  bool wants(int) const override { return true; }
+  std::pair<const std::byte*, std::size_t> data() const override {
+    return {arguments_.input, shares_.total()};
+  }
+  std::size_t given(int) const override { return shares_.total(); }
+  double factor() const override { return arguments_.reduction.factor; }
+
+  const ReduceArguments arguments_;
+  const Reducer reducer_;
+  const Blocks shares_;
+  Places results_;
+  bool reduced_ = false;
+  int from_ = 1;
 };
 
 /// Scatter and reduce-scatter.

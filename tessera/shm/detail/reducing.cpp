@@ -13,6 +13,9 @@ constexpr std::size_t kOnceBytes = 16384;
 constexpr std::size_t kExpected = 4096;
 /// From this size on ranks ask whether all data is in arenas: finding out costs one more step.
 constexpr std::size_t kInPlaceBytes = 65536;
+/// From this size on results go past the cache into the arenas of others: they would not stay in
+/// it.
+constexpr std::size_t kPastCacheBytes = std::size_t{16} << 20;
 /// In arenas, one block is written to all ranks while it is still in the cache.
 constexpr std::size_t kInPlaceBlock = 32768;
 
@@ -40,15 +43,17 @@ ReduceOnce::ReduceOnce(Core& core, const char* name, const ReduceArguments& argu
                              : Line::kPayload)),
       wanted_(arguments.root < 0 || arguments.root == core.rank()) {
   steps = 1;
+  in_lines = inline_ ? 1 : 0;
   signature = signature_of(3, arguments);
 }
 
 bool ReduceOnce::publish_all(Core& core) {
   if (published_) return true;
-  if (!core.writable(*this, first)) return false;
+  if (!core.writable(*this, first, inline_ ? Core::Place::line : Core::Place::slot)) return false;
   if (core.size() > 1) {
     Line& line = core.line(core.rank(), first);
-    stream_bytes(inline_ ? line.payload : core.slot(core.rank(), first), arguments_.input, bytes_);
+    core.put(inline_ ? line.payload : core.slot(*this, core.rank(), first), arguments_.input,
+             bytes_, core.readers());
     if (arguments_.reduction.kind == Reduction::Kind::premultiplied)
       std::memcpy(line.payload + kFactorAt, &arguments_.reduction.factor, sizeof(double));
     core.publish(*this, first);
@@ -78,7 +83,7 @@ bool ReduceOnce::advance(Core& core) {
     }
     for (int r = 0; r < ranks; ++r) {
       const Line& line = core.line(r, first);
-      sources[r] = r == me ? arguments_.input : inline_ ? line.payload : core.slot(r, first);
+      sources[r] = r == me ? arguments_.input : inline_ ? line.payload : core.slot(*this, r, first);
       factors[r] = arguments_.reduction.factor;
       if (r != me && !inline_) expect_bytes(sources[r], std::min(bytes_, kExpected));
       if (r != me && arguments_.reduction.kind == Reduction::Kind::premultiplied)
@@ -109,7 +114,8 @@ ReducePieces::ReducePieces(Core& core, const char* name, const ReduceArguments& 
   rounds_ = blocks_of(arguments.count, n * piece_count_);
   asks_ = core.shares() && bytes >= kInPlaceBytes;
   // The two steps for arenas come first; if the data is not in arenas, the others follow.
-  steps = 2 * rounds_ + (asks_ ? 2 : 0);
+  in_lines = asks_ ? 2 : 0;
+  steps = 2 * rounds_ + in_lines;
   signature = signature_of(4, arguments);
   factors_.assign(n, arguments.reduction.factor);
   sources_.resize(n);
@@ -128,7 +134,7 @@ ReducePieces::Piece ReducePieces::piece(std::uint64_t round, int rank) const {
 
 bool ReducePieces::announce(Core& core) {
   if (announced_) return true;
-  if (!core.writable(*this, first)) return false;
+  if (!core.writable(*this, first, Core::Place::line)) return false;
   const std::uint64_t word =
       arguments_.input == arguments_.output
           ? core.place_of(arguments_.output, arguments_.count * element_bytes_)
@@ -174,13 +180,14 @@ bool ReducePieces::decide(Core& core) {
 bool ReducePieces::reduce_in_place(Core& core) {
   const std::uint64_t last = first + 1;
   if (!reduced_) {
-    if (!core.writable(*this, last)) return false;
+    if (!core.writable(*this, last, Core::Place::line)) return false;
     const auto n = static_cast<std::size_t>(ranks_);
     const std::size_t line = kLineBytes / element_bytes_;
     const std::size_t each = blocks_of(blocks_of(arguments_.count, n), line) * line;
     const std::size_t begin = std::min(arguments_.count, each * static_cast<std::size_t>(rank_));
     const std::size_t end = std::min(arguments_.count, begin + each);
     const std::size_t block = kInPlaceBlock / element_bytes_;
+    const bool large = arguments_.count * element_bytes_ >= kPastCacheBytes;
     for (std::size_t at = begin; at < end; at += block) {
       const std::size_t count = std::min(block, end - at);
       const auto data = [&](int r) {
@@ -193,7 +200,7 @@ bool ReducePieces::reduce_in_place(Core& core) {
       }
       const int other = (rank_ + 1) % ranks_;
       reducer_(data(rank_), ranks_ > 1 ? data(other) : nullptr, sources_.data(), ranks_, count,
-               factors_.data());
+               factors_.data(), large);
       for (int r = 2; r < ranks_; ++r)
         copy_bytes(data((rank_ + r) % ranks_), data(rank_), count * element_bytes_);
     }
@@ -209,12 +216,12 @@ bool ReducePieces::reduce_in_place(Core& core) {
 
 bool ReducePieces::deal(Core& core) {
   const std::uint64_t step = deal_step(dealt_);
-  if (!core.writable(*this, step)) return false;
+  if (!core.writable(*this, step, Core::Place::slot)) return false;
   for (int other = 1; other < ranks_; ++other) {
     const int to = (rank_ + other) % ranks_;
     const Piece p = piece(dealt_, to);
-    stream_bytes(core.slot(rank_, step) + place(to, rank_),
-                 arguments_.input + p.at * element_bytes_, p.count * element_bytes_);
+    core.put(core.slot(*this, rank_, step) + place(to, rank_),
+             arguments_.input + p.at * element_bytes_, p.count * element_bytes_, core.readers());
   }
   std::memcpy(core.line(rank_, step).payload + kFactorAt, &arguments_.reduction.factor,
               sizeof(double));
@@ -227,20 +234,20 @@ bool ReducePieces::reduce_own(Core& core) {
   const std::uint64_t step = deal_step(reduced_rounds_), result = result_step(reduced_rounds_);
   for (; from_ < ranks_; ++from_)
     if (!core.ready(*this, (rank_ + from_) % ranks_, step)) return false;
-  if (!core.writable(*this, result)) return false;
+  if (!core.writable(*this, result, Core::Place::slot)) return false;
   const Piece p = piece(reduced_rounds_, rank_);
   for (int r = 0; r < ranks_; ++r) {
     const auto i = static_cast<std::size_t>(r);
     sources_[i] = r == rank_ ? arguments_.input + p.at * element_bytes_
-                             : core.slot(r, step) + place(rank_, r);
+                             : core.slot(*this, r, step) + place(rank_, r);
     if (r != rank_)
       std::memcpy(&factors_[i], core.line(r, step).payload + kFactorAt, sizeof(double));
   }
   const bool wanted = arguments_.root < 0 || arguments_.root == rank_;
-  std::byte* slot = core.slot(rank_, result);
+  std::byte* slot = core.slot(*this, rank_, result);
   std::byte* own = wanted ? arguments_.output + p.at * element_bytes_ : slot;
   reducer_(own, wanted && arguments_.root < 0 ? slot : nullptr, sources_.data(), ranks_, p.count,
-           factors_.data());
+           factors_.data(), core.past_cache(core.readers()));
   core.publish(*this, result);
   core.finish(step);
   ++reduced_rounds_;
@@ -255,7 +262,7 @@ bool ReducePieces::collect(Core& core) {
       const int r = (rank_ + from_) % ranks_;
       if (!core.ready(*this, r, step)) return false;
       const Piece p = piece(collected_, r);
-      copy_bytes(arguments_.output + p.at * element_bytes_, core.slot(r, step),
+      copy_bytes(arguments_.output + p.at * element_bytes_, core.slot(*this, r, step),
                  p.count * element_bytes_);
     }
   }

@@ -14,12 +14,14 @@ Spread::Spread(Core& core, const char* name, Blocks blocks, const std::byte* inp
       output_(output),
       reading_(reader < 0 || reader == core.rank()),
       barrier_(barrier),
+      one_reader_(reader >= 0 || (core.size() == 2 && blocks_.only() >= 0)),
       rank_(core.rank()),
       ranks_(core.size()) {
   const std::size_t most = core.layout().slot_bytes();
   piece_ = std::clamp(Layout::rounded(blocks_.largest() / 4, kLineBytes),
                       std::min(kLeastPiece, most), most);
   steps = std::max<std::uint64_t>(barrier ? 1 : 0, blocks_of(blocks_.largest(), piece_));
+  in_lines = blocks_.largest() <= Line::kPayload ? steps : 0;
   signature =
       signature_of(1, blocks_.digest(), static_cast<std::uint64_t>(reader + 1), barrier ? 1 : 0);
 }
@@ -29,14 +31,15 @@ bool Spread::publish_pieces(Core& core) {
   while (published_ < steps && published_ < consumed_ + kAhead) {
     const std::uint64_t step = first + published_;
     if (has(rank_, published_)) {
-      if (!core.writable(*this, step)) return moved;
       const std::size_t at = published_ * piece_;
       const std::size_t bytes =
           blocks_.size(rank_) > at ? std::min(piece_, blocks_.size(rank_) - at) : 0;
+      const bool in_line = bytes <= Line::kPayload;
+      if (!core.writable(*this, step, in_line ? Core::Place::line : Core::Place::slot))
+        return moved;
       if (ranks_ > 1) {
-        std::byte* to =
-            bytes <= Line::kPayload ? core.line(rank_, step).payload : core.slot(rank_, step);
-        stream_bytes(to, input_ + at, bytes);
+        core.put(in_line ? core.line(rank_, step).payload : core.slot(*this, rank_, step),
+                 input_ + at, bytes, one_reader_ ? Readers::one : core.readers());
         core.publish(*this, step);
       }
       if (reading_) copy_bytes(output_ + blocks_.start(rank_) + at, input_ + at, bytes);
@@ -60,9 +63,13 @@ bool Spread::advance(Core& core) {
           const std::size_t at = consumed_ * piece_;
           const std::size_t bytes =
               blocks_.size(r) > at ? std::min(piece_, blocks_.size(r) - at) : 0;
-          const std::byte* data =
-              bytes <= Line::kPayload ? core.line(r, step).payload : core.slot(r, step);
-          copy_bytes(output_ + blocks_.start(r) + at, data, bytes);
+          std::byte* to = output_ + blocks_.start(r) + at;
+          if (bytes <= Line::kPayload)
+            copy_bytes(to, core.line(r, step).payload, bytes);
+          else if (one_reader_)
+            core.take(to, core.slot(*this, r, step), bytes);
+          else
+            std::memcpy(to, core.slot(*this, r, step), bytes);
         }
       }
       core.finish(step);
