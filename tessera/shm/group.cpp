@@ -430,11 +430,13 @@ Request Group::start_receive(void* data, std::size_t n, int from, std::uint32_t 
 void Group::exchange(const std::vector<Message>& messages, Call call, const char* name) {
   Batch batch(name);
   fill(batch, *state_->core, messages);
+  batch.buffered = !batch.receives.empty();
   state_->core->run(batch, state_->limit(call));
 }
 Request Group::start_exchange(const std::vector<Message>& messages, Call call, const char* name) {
   auto batch = std::make_unique<Batch>(name);
   fill(*batch, *state_->core, messages);
+  batch->buffered = !batch->receives.empty();
   state_->core->start(*batch, state_->limit(call));
   return Request(state_->core, std::move(batch), state_->limit(call));
 }

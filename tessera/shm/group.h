@@ -138,9 +138,10 @@ class Group {
                   const std::vector<std::size_t>& output_sizes, Call call = {});
   void send(const void* data, std::size_t bytes, int to, std::uint32_t tag = 0, Call call = {});
   void receive(void* data, std::size_t bytes, int from, std::uint32_t tag = 0, Call call = {});
-  /// Sends and receives all messages at once, in any order, without deadlock. A send, here and
-  /// above, ends when its receiver has taken the message. `name`, a string literal, is shown in
-  /// errors.
+  /// Sends and receives all messages at once, in any order, without deadlock. A send ends when its
+  /// receiver has taken the message; one that is exchanged for others, when it is in the shared
+  /// memory, unless it is large: then a message that its receiver refuses is an error of this rank's
+  /// next call. `name`, a string literal, is shown in errors.
   void exchange(const std::vector<Message>& messages, Call call = {},
                 const char* name = "exchange");
 

@@ -377,6 +377,50 @@ TEST(Collectives, ASenderIsAhead) {
   reader.join();
 }
 
+// A rank that sends and receives does not wait until its message has been taken, but until there is
+// room for it.
+TEST(Collectives, ExchangesRunAhead) {
+  constexpr int kAhead = 4;
+  auto groups = Group::threads(3, brief("exchange"));
+  // Rank 0 passes on, rank 2 sends, rank 1 comes last.
+  std::thread second([&] {
+    for (int i = 0; i < kAhead; ++i) {
+      const double out = i * 10 + 2;
+      groups[2].send(&out, sizeof out, 0);
+    }
+  });
+  for (int i = 0; i < kAhead; ++i) {
+    double out = i * 10, in = -1;
+    groups[0].exchange({{Message::Kind::send, &out, sizeof out, 1, 0},
+                        {Message::Kind::receive, &in, sizeof in, 2, 0}});
+    EXPECT_EQ(in, i * 10 + 2);
+  }
+  second.join();
+  for (int i = 0; i < kAhead; ++i) {
+    double in = -1;
+    groups[1].receive(&in, sizeof in, 0);
+    EXPECT_EQ(in, i * 10);
+  }
+  // Nobody takes them, and the fifth finds no room: it says whom it waits for.
+  const Message nothing{Message::Kind::receive, nullptr, 0, 2, 7};
+  std::thread third([&] {
+    try {
+      for (int i = 0; i < kAhead + 1; ++i) groups[2].send(nullptr, 0, 0, 7);
+    } catch (const Error&) {  // The group has ended meanwhile.
+    }
+  });
+  double out = 1;
+  const Message mine{Message::Kind::send, &out, sizeof out, 1, 0};
+  for (int i = 0; i < kAhead; ++i) groups[0].exchange({mine, nothing});
+  try {
+    groups[0].exchange({mine, nothing}, {milliseconds(200)});
+    ADD_FAILURE() << "a fifth message found room";
+  } catch (const TimeoutError& error) {
+    EXPECT_EQ(error.missing().front(), 1);
+  }
+  third.join();
+}
+
 std::chrono::microseconds cpu_time() {
   rusage used{};
   ::getrusage(RUSAGE_SELF, &used);

@@ -48,7 +48,10 @@ void Messages::post(Batch& batch) {
   batches_.push_back(&batch);
   for (auto& receive : batch.receives)
     if (!take_kept(receive)) posted_.push_back(&receive);
-  for (auto& send : batch.sends) outgoing_[static_cast<std::size_t>(send.to)].push_back(&send);
+  for (auto& send : batch.sends) {
+    send.buffered = batch.buffered;
+    outgoing_[static_cast<std::size_t>(send.to)].push_back(&send);
+  }
 }
 
 void Messages::fail(const std::exception_ptr& error) {
@@ -119,7 +122,8 @@ bool Messages::send(int to) {
     moved = true;
     if (message.sent < message.bytes) continue;
     message.frame = next;
-    untaken_[static_cast<std::size_t>(to)].push_back(&message);
+    message.complete = message.buffered && frame.address == 0;
+    if (!message.complete) untaken_[static_cast<std::size_t>(to)].push_back(&message);
     queue.pop_front();
   }
   return acknowledge(to) || moved;

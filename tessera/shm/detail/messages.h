@@ -42,6 +42,8 @@ struct Outgoing {
   /// Its last frame + 1, once that is published; the send is complete when the receiver has taken
   /// it.
   std::uint64_t frame = 0;
+  /// Complete as soon as all of it is in frames.
+  bool buffered = false;
   bool complete = false;
 };
 
@@ -66,6 +68,9 @@ class Batch final : public Op {
   bool advance(Core&) override { return complete; }
   std::vector<int> missing(const Core& core) const override;
 
+  /// Sends are complete when all their data are in frames, so that this rank does not wait for the
+  /// receivers.
+  bool buffered = false;
   /// Filled before the batch is posted: their addresses are kept from then on.
   std::pmr::vector<Outgoing> sends{&memory_};
   std::pmr::vector<Incoming> receives{&memory_};
