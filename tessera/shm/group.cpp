@@ -170,8 +170,8 @@ typename How::Result reduce_any(const How& how, Core& core, const char* name,
   if (a.root < 0 || a.root == core.rank()) require_data(a.output, size, "the output");
   if (size <= ReduceOnce::limit(core)) return how.template operator()<ReduceOnce>(core, name, a);
   // Where memory is shared the ranks first find out whether all data are in it.
-  if (core.single_copy() && core.options().crowded && !core.shares() &&
-      a.root < 0 && size >= detail::kPullAllReduceBytes)
+  if (core.single_copy() && core.options().crowded && !core.shares() && a.root < 0 &&
+      size >= detail::kPullAllReduceBytes)
     return how.template operator()<detail::PullReduce>(core, name, a);
   return how.template operator()<ReducePieces>(core, name, a);
 }

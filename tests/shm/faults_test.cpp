@@ -231,6 +231,34 @@ TEST(Faults, StoppedIsLate) {
   }
 }
 
+// In the tree of a broadcast between ranks that share a core, a rank waits for its children alone:
+// 0 for 1 and 2, 2 for 3.
+TEST(Faults, ATreeNamesWhoIsWaitedFor) {
+  cpu_set_t allowed, one;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  CPU_ZERO(&one);
+  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) < 1; ++cpu)
+    if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &one);
+  const auto ends = fork_ranks(4, [&](int rank, const Directory& directory) -> std::string {
+    ::sched_setaffinity(0, sizeof one, &one);
+    Group group = Group::meet(rank, 4, directory, brief("tree"));
+    if (!group.describe().single_copy) return "no tree";
+    std::vector<std::byte> data(std::size_t{1} << 20);
+    // Ranks 1 and 3 do not come. The limit of 0 is far away, so that 2 speaks first.
+    const milliseconds limit(rank == 0 ? 10000 : 1000);
+    std::string report = "absent";
+    if (rank % 2 == 0)
+      report = outcome([&] { group.broadcast(data.data(), data.size(), 0, {limit}); });
+    directory.put(concat("done ", rank), "");
+    for (const int r : {0, 2}) directory.get(concat("done ", r), milliseconds(15000));
+    return report;
+  });
+  if (ends[0].report == "no tree") GTEST_SKIP() << "the kernel forbids process_vm_readv here";
+  expect_begins(ends[2].report, "late [3]");
+  expect_has(ends[2].report, "waited for ranks [3]");
+  expect_has(ends[0].report, "rank 2 gave up");
+}
+
 TEST(Faults, LeftAndAborted) {
   const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
     std::string report;

@@ -251,7 +251,8 @@ void Core::ring() {
     Bell& bell = state(r).bell;
     std::uint32_t waits_for = bell.waits_for.load();
     if (waits_for != Bell::kAnybody && (waits_for != me || r == rank())) continue;
-    // Before it rings: afterwards the sleeper may be up, and have announced another sleep.
+    // Before it rings: afterwards the sleeper may be up, and have announced another sleep. A rank
+    // that is stopped in between leaves the sleeper to the end of its nap.
     if (bell.waits_for.compare_exchange_strong(waits_for, Bell::kNobody)) ring_bell(bell);
   }
 }

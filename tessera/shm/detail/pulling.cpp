@@ -79,6 +79,14 @@ bool Pull::noted(Core& core) {
   return true;
 }
 
+std::vector<int> Pull::missing(const Core& core) const {
+  if (!taken_) return Op::missing(core);
+  std::vector<int> ranks;
+  for (int r = 0; r < ranks_; ++r)
+    if (serves(r) && !core.is_done(r, first + steps - 1)) ranks.push_back(r);
+  return ranks;
+}
+
 bool Pull::others_are_done(Core& core) {
   const std::uint64_t last = first + steps - 1;
   if (!taken_) core.finish(last);

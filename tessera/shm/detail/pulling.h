@@ -68,6 +68,7 @@ class Pull : public Op {
   Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t signature);
   void early(Core& core) override { announce(core); }
   bool reads(int rank) const override { return wants(rank); }
+  std::vector<int> missing(const Core& core) const override;
 
  protected:
   /// True if this rank has data for others.
@@ -114,7 +115,7 @@ class PullSpread final : public Pull {
     return tree_ ? rank != rank_ && parent_of(rank) == rank_ : gives();
   }
   std::pair<const std::byte*, std::size_t> data() const override {
-    return {tree_ ? output_ : input_, tree_ ? blocks_.total() : blocks_.size(rank_)};
+    return {parent_ >= 0 ? output_ : input_, given(rank_)};
   }
   std::size_t given(int rank) const override {
     return tree_ ? blocks_.total() : blocks_.size(rank);
@@ -132,6 +133,7 @@ class PullSpread final : public Pull {
   const std::byte* const input_;
   std::byte* const output_;
   const bool reading_, tree_;
+  /// In the tree, -1 for its root; or there is none.
   int parent_ = -1;
   bool children_ = false, copied_ = false;
   int from_ = 0;
