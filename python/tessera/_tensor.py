@@ -1,6 +1,7 @@
 """What Python reads from a tensor's memory: a sharded tensor has none of the global shape, so that it answers, or says what to do."""
 
 import copy as copy_module
+import copyreg
 import functools
 
 import torch
@@ -51,7 +52,9 @@ def _deepcopy(tensor, memo):
 def _copy(tensor):
     """copy.copy(): a leaf over the same memory, with the same attributes."""
     if not _sharded(tensor):  # what copy.copy() does with what has no __copy__
-        return copy_module._reconstruct(tensor, None, *tensor.__reduce_ex__(4))
+        registered = copyreg.dispatch_table.get(type(tensor))
+        reduced = registered(tensor) if registered else tensor.__reduce_ex__(4)
+        return tensor if isinstance(reduced, str) else copy_module._reconstruct(tensor, None, *reduced)
     copy = tensor.data
     if isinstance(tensor, torch.nn.Parameter):
         copy = torch.nn.Parameter(copy, tensor.requires_grad)

@@ -1,6 +1,7 @@
 """Every function of the package, on ranks as threads."""
 
 import copy
+import copyreg
 import io
 import pickle
 
@@ -457,6 +458,19 @@ def test_copy():
             assert_same(got, expected)
 
     on_ranks(2, body)
+
+
+class Measured(torch.Tensor):
+    pass
+
+
+def test_copies_of_plain_tensors_stay_what_they_are(monkeypatch):
+    measured = X.clone().as_subclass(Measured)
+    measured.unit = "m"
+    twin = copy.copy(measured)
+    assert type(twin) is Measured and twin.unit == "m" and twin.data_ptr() == measured.data_ptr()
+    monkeypatch.setitem(copyreg.dispatch_table, Measured, lambda t: (Measured.as_subclass, (t.new_zeros(2), Measured)))
+    assert copy.copy(measured).shape == (2,)
 
 
 def test_errors():
