@@ -638,6 +638,9 @@ def test_wrong_values_for_a_mask_are_refused_on_every_rank():
         for wrong in (
             lambda: x.__setitem__(MASK, torch.zeros(9, dtype=torch.float64)),
             lambda: x.__setitem__(MASK[:4], torch.zeros(2, dtype=torch.float64)),
+            lambda: x.__setitem__(MASK[:1], torch.arange(2)),
+            lambda: x.__setitem__(torch.arange(30).reshape(5, 6) < 2, torch.arange(2)),
+            lambda: torch.embedding_renorm_(x.view(5, 2, 3), torch.tensor([0]), 1.0, 2.0),
             lambda: torch.nn.functional.pad(x.unsqueeze(0), (-20, 0), mode="circular"),
             lambda: torch.nn.functional.pad(x.unsqueeze(0), (-4, -3), mode="circular"),
         ):

@@ -172,6 +172,9 @@ Plan renorm(const OpCall& call) {
   for (const TensorInfo& t : call.tensors())
     plan.inputs.emplace_back(
         t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  if (weight.spec.dims() != 2)
+    throw InvalidArgument(concat(call.name(), ": the table has ", weight.spec.dims(),
+                                 " dims, and needs two: rows and columns"));
   const ShardSpec table = without_partial(weight.spec);
   plan.inputs[0] = table;
   plan.outputs = {{table}};
