@@ -189,15 +189,6 @@ bool is_simple(const ReadyPlan& plan) {
          !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional;
 }
 
-bool lies_in_host_memory(const at::Tensor& t) {
-  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
-  return meta && in_host_memory(*meta);
-}
-template <class T>
-bool lies_in_host_memory(const T&) {
-  return false;
-}
-
 // True for plans that need nothing more than parameters gathered before: Policies::redistribution
 // says nothing about that, and no other tensor is to find what was gathered.
 bool only_gathers(const ReadyPlan& plan) {
@@ -210,19 +201,43 @@ bool only_gathers(const ReadyPlan& plan) {
   });
 }
 
-// The plan of a call, if it is simple or, with `gathers`, gathers parameters; nullptr: the general
-// path handles the call.
-template <bool gathers>
+// Where the tensors of a call lie.
+struct Memory {
+  bool device = false;  // one shows a device other than the CPU
+  bool host = false;    // and its local lies in host memory
+
+  template <class... Arguments>
+  explicit Memory(const Arguments&... arguments) {
+    (see(arguments), ...);
+  }
+
+ private:
+  void see(const at::Tensor& t) {
+    const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+    if (!meta) return;
+    device |= !meta->layout->device.is_cpu();
+    host |= in_host_memory(*meta);
+  }
+  template <class T>
+  void see(const T&) {}
+};
+
+// The plan of a call on tensors that show the CPU, if it is simple or, with `gathers`, gathers
+// parameters; nullptr: the general path handles the call. `on_device`: of tensors some of which show
+// another device.
+template <bool gathers, bool on_device>
 ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
   if (!builder.usable) return nullptr;
   PlanCache& cache = PlanCache::of_thread();
   const std::size_t hash = KeyHash::of(builder.words, builder.size);
-  PlanCache::Recent& recent = cache.recent(number, hash);
+  PlanCache::Recent& recent =
+      on_device ? cache.recent_on_device(number, hash) : cache.recent(number, hash);
   if (recent.key && KeyEqual::same(*recent.key, builder.words, builder.size)) return recent.plan;
   OpPlans& of = cache.of(info);
   if (of.numbers) return nullptr;
   const auto it = of.plans.find(builder.key());
-  if (it == of.plans.end() || !(is_simple(it->second) || (gathers && only_gathers(it->second))))
+  if (it == of.plans.end() || it->second.on_device != on_device ||
+      !(is_simple(it->second) || (gathers && only_gathers(it->second))))
     return nullptr;
   recent = {&it->first, &it->second};
   return &it->second;
@@ -261,14 +276,6 @@ struct Kernels<Op, Result(Arguments...)> {
     return f;
   }
 
-  // The plan, unless a local lies in host memory.
-  static const ReadyPlan* find(const KeyBuilder& builder, const Arguments&... arguments) {
-    const ReadyPlan* plan = find_simple<kGathers>(*info, number, builder);
-    if (plan && plan->on_device && (lies_in_host_memory(arguments) || ...)) [[unlikely]]
-      return nullptr;
-    return plan;
-  }
-
   template <class T>
   static constexpr bool is_tensor = std::is_same_v<std::decay_t<T>, at::Tensor>;
   static constexpr std::size_t kTensors = (std::size_t{is_tensor<Arguments>} + ...);
@@ -289,6 +296,15 @@ struct Kernels<Op, Result(Arguments...)> {
                          std::index_sequence<I...>, Arguments... arguments) {
     return Op::call(argument_of(
         arguments, tensor_at<I>() < kTensors ? locals[tensor_at<I>()] : nullptr, plan)...);
+  }
+
+  // The plan, unless a local lies in host memory.
+  static const ReadyPlan* find(const KeyBuilder& builder, const Arguments&... arguments) {
+    if (const ReadyPlan* plan = find_simple<kGathers, false>(*info, number, builder)) [[likely]]
+      return plan;
+    const Memory memory(arguments...);
+    if (!memory.device || memory.host) return nullptr;
+    return find_simple<kGathers, true>(*info, number, builder);
   }
 
   // Runs the operator on the locals. Undefined: the result is not as planned (an operator's

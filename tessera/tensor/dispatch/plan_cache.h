@@ -144,9 +144,11 @@ class PlanCache {
   Recent& recent(int kernel, std::size_t hash) {
     return recent_[kernel][hash % recent_[kernel].size()];
   }
+  /// Of calls whose plans say `on_device`.
+  Recent& recent_on_device(int kernel, std::size_t hash) { return recent(kernel + kKernels, hash); }
 
  private:
-  std::array<std::array<Recent, 8>, kKernels> recent_;
+  std::array<std::array<Recent, 8>, 2 * kKernels> recent_;
   std::vector<OpPlans> ops_;
   std::size_t size_ = 0;
 };
