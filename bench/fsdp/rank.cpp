@@ -2,7 +2,9 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "side_rank.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/nn/fully_shard.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -33,7 +36,8 @@ struct SmallImpl : torch::nn::Module {
 TORCH_MODULE(Small);
 
 // "NAME", "NAME memory" (counted, on a batch of a few numbers) or "NAME plain" (not sharded);
-// "units shm" communicates in shared memory, all others over Gloo.
+// "units shm" communicates in shared memory, all others over Gloo. "bytes" is for readers: what a
+// step holds and sends, beside the formulas of docs/fully_sharded.md.
 struct Model {
   explicit Model(const std::string& name)
       : counted(name.ends_with(" memory")), plain(name.ends_with(" plain")) {
@@ -56,8 +60,98 @@ struct Model {
   std::vector<std::int64_t> shape;
 };
 
+std::int64_t bytes_of(const torch::nn::Module& module, bool here = false) {
+  std::int64_t all = 0;
+  for (const at::Tensor& p : module.parameters())
+    all += here ? static_cast<std::int64_t>(tessera::to_local(p.detach()).nbytes())
+                : static_cast<std::int64_t>(p.numel() * p.element_size());
+  return all;
+}
+
+void print_bytes(bool speaks, const char* what, double formula, std::int64_t counted) {
+  if (speaks)
+    std::printf("  %-44s %12.0f %12lld\n", what, formula, static_cast<long long>(counted));
+}
+
+// The formulas of docs/fully_sharded.md, and what is counted in a step whose order is learnt.
+void report_bytes(const tessera::DistributedManager& manager, const char* what,
+                  const tessera::FullyShardOptions& options) {
+  using tessera::Shard;
+  const bool speaks = manager.rank() == 0;
+  const int n = manager.world_size();
+  const auto mesh = manager.mesh({{"data", n}});
+  Model model("wide memory");
+  const double all = static_cast<double>(bytes_of(*model.net)), others = (n - 1.0) / n;
+  std::int64_t largest = 0;
+  for (const auto& unit : model.net->children()) largest = std::max(largest, bytes_of(*unit));
+  tessera::fully_shard(*model.net, mesh, options);
+  const std::int64_t mine = bytes_of(*model.net, true);
+  const at::Tensor data =
+      tessera::from_local(pattern(model.shape, manager.rank()), mesh, {Shard(0)});
+  torch::optim::SGD optimizer(model.net->parameters(), torch::optim::SGDOptions(1e-3));
+  const auto forward = [&] { return model.net->forward(data).square().mean(); };
+  const auto step = [&] {
+    forward().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  // The most bytes beside what lives before.
+  const auto most = [](const std::function<void()>& body) {
+    bench_counter_restart();
+    const std::int64_t before = bench_counter_bytes();
+    body();
+    return bench_counter_bytes() - before;
+  };
+  for (int i = 0; i < 4; ++i) step();
+  // Where units are released, without what forward keeps for backward.
+  const bool twice = options.reshard_after_forward;
+  std::int64_t gathered_most = 0;
+  for (int i = 0; i < 3; ++i) {
+    at::Tensor loss;
+    gathered_most = most([&] {
+      const at::AutoGradMode grad(!twice);
+      loss = forward();
+    });
+    if (!twice) loss.backward();
+  }
+  step();
+  std::map<std::string, std::int64_t> given;
+  {
+    const tessera::CommTraceScope trace(manager);
+    step();
+    for (const auto& s : trace->summary()) given[s.operation] += s.bytes;
+  }
+  // What the other ranks give to gathers, and what of a reduced message is not this rank's.
+  const at::Tensor gathered = at::full({1}, given["all_gather"], at::kLong);
+  mesh.all().all_reduce(gathered, tessera::ReduceOp::sum);
+  const double ratio = options.precision.parameters ? 0.5 : 1;
+  if (speaks)
+    std::printf("%s: %d ranks, P = %.0f, U = %lld bytes\n  %-44s %12s %12s\n", what, n, all,
+                static_cast<long long>(largest), "on rank 0", "formula", "counted");
+  print_bytes(speaks, "shards of the parameters, P / n", all / n, mine);
+  print_bytes(speaks, twice ? "gathered at most, 2 U" : "gathered at most, P, and activations",
+              ratio * (twice ? 2.0 * static_cast<double>(largest) : all), gathered_most);
+  print_bytes(
+      speaks, twice ? "received by gathers, 2 P (n - 1) / n" : "received by gathers, P (n - 1) / n",
+      ratio * (twice ? 2 : 1) * all * others, gathered.item<std::int64_t>() - given["all_gather"]);
+  print_bytes(
+      speaks, "sent to be reduced, P (n - 1) / n", ratio * all * others,
+      given["reduce_scatter"] - static_cast<std::int64_t>(ratio * static_cast<double>(mine)));
+}
+
 int run(const std::string& backend, const std::string& name) {
   at::set_num_threads(1);
+  if (name == "bytes") {
+    bench_counter_install();
+    tessera::ManagerOptions options;
+    options.backend = backend;
+    const auto manager = tessera::DistributedManager::initialize(options);
+    report_bytes(manager, "by default", {});
+    report_bytes(manager, "reshard_after_forward = false", {.reshard_after_forward = false});
+    report_bytes(manager, "precision of bfloat16",
+                 {.precision = {.parameters = at::kBFloat16, .reduce = at::kBFloat16}});
+    return 0;
+  }
   if (name.ends_with(" memory")) bench_counter_install();
   tessera::ManagerOptions options;
   options.backend = name.starts_with("units shm") ? "shm" : backend;

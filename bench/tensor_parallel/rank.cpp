@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "side_rank.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/nn/tensor_parallel.h"
 #include "tessera/tensor/policy.h"
@@ -24,7 +25,8 @@ int run(const std::string& model) {
   const bool sequence = model.ends_with("sequence"), small = model.starts_with("small");
   const std::int64_t width = small ? 64 : 256, length = small ? 32 : 128;
   torch::nn::Sequential net;
-  for (int i = 0; i < (small ? 4 : 2); ++i) net->push_back(Block(width));
+  const int blocks = small ? 4 : 2;
+  for (int i = 0; i < blocks; ++i) net->push_back(Block(width));
   fill(*net);
   const auto mesh = manager.mesh({{"tensor", manager.world_size()}});
   const std::int64_t heads = width / kHeadSize;
@@ -50,6 +52,38 @@ int run(const std::string& model) {
     loss.backward();
     optimizer.step();
   };
+  if (model.starts_with("bytes")) {
+    step();
+    const bool speaks = manager.rank() == 0;
+    const double unit =
+        4.0 * length * width * 4 * (manager.world_size() - 1) / manager.world_size();
+    const tessera::CommTraceScope trace(manager);
+    const auto print = [&](const char* pass) {
+      double received = 0;
+      if (speaks)
+        std::printf("%s of %d blocks%s\n", pass, blocks, sequence ? ", along the sequence" : "");
+      for (const auto& s : trace->summary()) {
+        // Of what a rank gives to an all-gather each other rank has as much; an all-reduce is a
+        // reduce-scatter and an all-gather.
+        const double all = static_cast<double>(s.bytes), n = manager.world_size();
+        received += s.operation == "all_gather"       ? all * (n - 1)
+                    : s.operation == "reduce_scatter" ? all * (n - 1) / n
+                                                      : 2 * all * (n - 1) / n;
+        if (speaks)
+          std::printf("  %-16s %4lld calls, %10lld bytes given\n", s.operation.c_str(),
+                      static_cast<long long>(s.count), static_cast<long long>(s.bytes));
+      }
+      if (speaks)
+        std::printf("  received %.0f bytes, %.2f units of b t c (n - 1) / n a block\n", received,
+                    received / unit / blocks);
+      trace->clear();
+    };
+    loss = torch::mse_loss(net->forward(data), target);
+    print("forward");
+    loss.backward();
+    print("backward");
+    return 0;
+  }
   serve(step, [&] { return loss.item<double>(); });
   return 0;
 }
