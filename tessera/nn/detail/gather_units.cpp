@@ -637,8 +637,8 @@ void GatherUnits::wait(Unit& unit) {
 // A shard in host memory may be written to afterwards.
 void GatherUnits::finish_copies(Unit& unit) {
   if (!unit.copies) return;
-  uploads_->wait(*unit.copies);
-  unit.copies.reset();
+  const auto copies = std::exchange(unit.copies, nullptr);
+  uploads_->wait(*copies);
 }
 
 // Of each rank of the smaller group: as even as elements go.
@@ -672,14 +672,14 @@ void GatherUnits::keep_near(std::size_t u) {
 void GatherUnits::free_gathered(std::size_t u) {
   Unit& unit = units_[u];
   if (unit.state == Unit::State::sharded) return;
+  unit.state = Unit::State::sharded;
   unit.message.reset();  // the last one waits for what nobody has waited for
-  for (Buffer& buffer : unit.buffers) buffer.request = Request();  // waits if nobody has
-  finish_copies(unit);
   for (Buffer& buffer : unit.buffers) {
+    buffer.request = Request();  // waits if nobody has
     buffer.sent.reset();
     buffer.full.reset();
   }
-  unit.state = Unit::State::sharded;
+  finish_copies(unit);
 }
 
 void GatherUnits::release(std::size_t u) {

@@ -253,6 +253,9 @@ void GroupState::set_endpoint(c10::Device device, std::string name,
                               c10::intrusive_ptr<c10d::Backend> backend, std::string reason) {
   // One besides the CPU's: CUDA, or a device that another library brings.
   Endpoint& endpoint = device.is_cpu() ? cpu_ : cuda_;
+  if (endpoint.backend && endpoint.device.type() != device.type())
+    throw InvalidArgument(concat("group '", name_, "' serves ", endpoint.device, " and the CPU, ",
+                                 "and no third kind of device: ", device));
   endpoint.device = device;
   endpoint.signing = dynamic_cast<SigningBackend*>(backend.get());
   endpoint.uneven = dynamic_cast<UnevenBackend*>(backend.get());
