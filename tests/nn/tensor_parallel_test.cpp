@@ -280,6 +280,39 @@ TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
   });
 }
 
+// Without a norm the residual is Partial in front of the head, and so is its gradient behind it.
+TEST(TensorParallel, CallsNoMoreCollectivesWithoutANormBeforeTheHead) {
+  on_threads(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    for (const bool bias : {true, false}) {
+      Shape s;
+      s.bare = true;
+      s.bias = bias;
+      s.length = 6;
+      auto net = made(s);
+      tensor_parallel(*net, mesh, layers_of(s));
+      const Batch batch = on_mesh(batch_of(s), mesh);
+      const int n = static_cast<int>(s.blocks);
+      CommTraceScope trace(manager);
+      const at::Tensor scores = net->forward(batch.tokens);
+      using Calls = std::map<std::string, int>;
+      EXPECT_EQ(calls(*trace), (Calls{{"all_reduce", 2 * n + 1}})) << trace->table();
+      const at::Tensor loss = at::cross_entropy_loss(scores.flatten(0, 1), batch.next.flatten());
+      trace->clear();
+      loss.backward();
+      // Of the gradients' message, the bias of the last row layer alone: what is Partial behind it is
+      // reduced for all others.
+      EXPECT_EQ(calls(*trace), (Calls{{"all_reduce", 2 * n + 1 + 1 + (bias ? 1 : 0)}}))
+          << trace->table();
+      std::int64_t of_gradients = 0;
+      for (const CommEvent& e : trace->events())
+        of_gradients += e.name == "gradients" ? e.bytes : 0;
+      EXPECT_EQ(of_gradients, bias ? s.width * 8 : 0) << trace->table();
+    }
+  });
+}
+
 TEST(TensorParallel, ReduceScattersWhereTheNextOperatorTakesShards) {
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 3}});
