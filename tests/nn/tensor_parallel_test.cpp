@@ -301,8 +301,8 @@ TEST(TensorParallel, CallsNoMoreCollectivesWithoutANormBeforeTheHead) {
       const at::Tensor loss = at::cross_entropy_loss(scores.flatten(0, 1), batch.next.flatten());
       trace->clear();
       loss.backward();
-      // Of the gradients' message, the bias of the last row layer alone: what is Partial behind it is
-      // reduced for all others.
+      // In a message of gradients the bias of the last row layer alone: what is Partial behind it
+      // is reduced for all others.
       EXPECT_EQ(calls(*trace), (Calls{{"all_reduce", 2 * n + 1 + 1 + (bias ? 1 : 0)}}))
           << trace->table();
       std::int64_t of_gradients = 0;

@@ -296,8 +296,8 @@ std::optional<Partition> between_rows(const Partition& parts, std::int64_t rows)
   return scaled(moved, rows);
 }
 
-// Dims of size 1. Where one is sharded, the ranks at one coordinate on its axes hold everything, and
-// where it is merged with other dims these lie there as well: nothing moves.
+// Dims of size 1. Where one is sharded, the ranks at one coordinate on its axes hold everything,
+// and where it is merged with other dims these lie there as well: nothing moves.
 
 // The rows of a dim at a position of the mesh.
 std::int64_t rows_at(const DimSharding& dim, const std::vector<int>& mesh,

@@ -223,8 +223,8 @@ struct Memory {
 };
 
 // The plan of a call on tensors that show the CPU, if it is simple or, with `gathers`, gathers
-// parameters; nullptr: the general path handles the call. `on_device`: of tensors some of which show
-// another device.
+// parameters; nullptr: the general path handles the call. `on_device`: of tensors some of which
+// show another device.
 template <bool gathers, bool on_device>
 ReadyPlan* find_simple(const OpInfo& info, int number, const KeyBuilder& builder) {
   if (!builder.usable) return nullptr;
