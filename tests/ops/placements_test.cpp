@@ -160,6 +160,19 @@ TEST(Placements, ADimOfOneElementIsMergedAndSplitOffWhereItLies) {
   }
 }
 
+// A number for each channel, all of them on one rank, keeps lying as the channels do.
+TEST(Placements, NumbersOfChannelsAreBroadcastWhereTheyLie) {
+  on_threads(3, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor value = randn({2, 4, 3}, at::kDouble), slope = randn({4}, at::kDouble);
+    const at::Tensor x = leaf(value, ShardSpec(mesh, {2, 4, 3}, {Shard(1)}, {{1, {0, 4, 0}}})),
+                     s = leaf(slope, ShardSpec(mesh, {4}, {Shard(0)}, {{0, {0, 4, 0}}}));
+    EXPECT_LT(difference(x * s.view({1, 4, 1}), value * slope.view({1, 4, 1})), 1e-12);
+    EXPECT_LT(difference(at::prelu(x, s), at::prelu(value, slope)), 1e-12);
+  });
+}
+
 TEST(Placements, GroupNormOverChannelsAndSpace) {
   for (const int ranks : {1, 2, 3, 4}) {
     keeps_its_cut("group_norm", ranks, 30,

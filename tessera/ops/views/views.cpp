@@ -337,8 +337,8 @@ DimSharding held_with(const DimSharding& own, const std::vector<DimSharding>& on
   });
 }
 
-// The way back: the axes on which one coordinate has all rows of a dim shard a dim of size 1 before
-// it, and the others the dim.
+// The way back, for data: the axes on which one coordinate has all rows of a dim shard a dim of size
+// 1 before it, and the others the dim.
 struct WithOne {
   WithOne(const DimSharding& dim, const std::vector<int>& mesh) {
     std::vector<int> single, others;
@@ -414,6 +414,8 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
   std::vector<std::pair<int, Partition>> parts;
   std::vector<std::pair<int, DimSharding>> joined;
   const std::vector<int>& mesh = context_of(in)->sizes;
+  // What has one dim, or is a parameter, gets dims of size 1 to be broadcast along them.
+  const bool data = in.dims() > 1 && !call.tensor(0).parameter;
   if (in.numel() == 0) {
     // No elements: only dims that stay as they are keep their sharding.
     for (int d = 0; d < in.dims(); ++d) {
@@ -461,7 +463,8 @@ Plan reshape_to(const OpCall& call, const Shape& target) {
         joined.emplace_back(b, held_with(own, ones, target[b], mesh));
       } else if (own.axes.empty()) {
         continue;
-      } else if (const WithOne apart(own, mesh); g.out.front() != b && !apart.one.axes.empty()) {
+      } else if (const WithOne apart(own, mesh);
+                 data && g.out.front() != b && !apart.one.axes.empty()) {
         joined.emplace_back(g.out.front(), apart.one);
         if (!apart.rest.axes.empty()) joined.emplace_back(b, apart.rest);
       } else {
