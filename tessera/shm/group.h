@@ -140,8 +140,8 @@ class Group {
   void receive(void* data, std::size_t bytes, int from, std::uint32_t tag = 0, Call call = {});
   /// Sends and receives all messages at once, in any order, without deadlock. A send ends when its
   /// receiver has taken the message; one that is exchanged for others, when it is in the shared
-  /// memory, unless it is large: then a message that its receiver refuses is an error of this rank's
-  /// next call. `name`, a string literal, is shown in errors.
+  /// memory, unless it is large: then a message that its receiver refuses is an error of this
+  /// rank's next call. `name`, a string literal, is shown in errors.
   void exchange(const std::vector<Message>& messages, Call call = {},
                 const char* name = "exchange");
 

@@ -337,8 +337,8 @@ DimSharding held_with(const DimSharding& own, const std::vector<DimSharding>& on
   });
 }
 
-// The way back, for data: the axes on which one coordinate has all rows of a dim shard a dim of size
-// 1 before it, and the others the dim.
+// The way back, for data: the axes on which one coordinate has all rows of a dim shard a dim of
+// size 1 before it, and the others the dim.
 struct WithOne {
   WithOne(const DimSharding& dim, const std::vector<int>& mesh) {
     std::vector<int> single, others;

@@ -15,8 +15,8 @@ namespace tessera::shm::detail {
 
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kPageBytes = 4096;
-/// Number of steps with a slot that a rank may be ahead of the slowest one. Two ranks exchange their
-/// slots (Core::slot), whosever region they are in.
+/// Number of steps with a slot that a rank may be ahead of the slowest one. Two ranks exchange
+/// their slots (Core::slot), whosever region they are in.
 inline constexpr std::uint64_t kSlots = 4;
 /// The same for all steps: a rank that only sends what fits into a line need not wait.
 inline constexpr std::uint64_t kLines = 64;
