@@ -149,13 +149,14 @@ bool all_stays(const ShardedDims& from, const ShardedDims& to) {
   for (std::size_t d = 0; d < from.dims.size(); ++d)
     axes = sorted_union(axes, sorted_union(from.dims[d].axes, to.dims[d].axes));
   bool stays = true;
-  for_each_coordinate(
-      from.mesh, axes, std::vector<int>(from.mesh.size()), [&](const std::vector<int>& c) {
-        if (!stays) return;
-        const Box has = from.box(c), wanted = to.box(c);
-        if (volume(wanted) == 0) return;
-        for (std::size_t d = 0; d < has.size(); ++d) stays = stays && has[d].contains(wanted[d]);
-      });
+  for_each_coordinate(from.mesh, axes, std::vector<int>(from.mesh.size()),
+                      [&](const std::vector<int>& c) {
+                        if (!stays) return;
+                        const Box has = from.box(c), wanted = to.box(c);
+                        if (volume(wanted) == 0) return;
+                        for (std::size_t d = 0; d < has.size(); ++d)
+                          stays = stays && has[d].contains(wanted[d]);
+                      });
   return stays;
 }
 
