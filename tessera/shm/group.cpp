@@ -107,10 +107,13 @@ std::shared_ptr<Arena> Group::share(std::size_t bytes, const Directory& director
   patient.get = [&](const std::string& key, milliseconds limit) {
     const Deadline deadline = deadline_after(limit);
     while (true) {
+      const milliseconds slice = std::min(time_left(deadline), milliseconds(200));
+      const Deadline half = deadline_after(slice / 2);
       try {
-        return directory.get(key, std::min(time_left(deadline), milliseconds(200)));
+        return directory.get(key, slice);
       } catch (const std::exception&) {
-        if (time_left(deadline).count() == 0) throw;
+        // Sooner than its limit, the directory itself has failed.
+        if (time_left(deadline).count() == 0 || time_left(half).count() > 0) throw;
       }
       core.require_peers();
     }

@@ -406,6 +406,27 @@ TEST(Reduce, SharingFailsOnAllRanksAndTheGroupGoesOn) {
     EXPECT_EQ(end.report, "");
 }
 
+TEST(Reduce, SharingEndsAtOnceWhereTheDirectoryFails) {
+  for (const auto& end : fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
+         Group group = Group::meet(rank, 2, directory, brief("broken", 60000));
+         Directory broken = directory;
+         if (rank == 1)
+           broken.get = [](const std::string&, milliseconds) -> std::string {
+             throw Error("the store is gone");
+           };
+         const Deadline soon = deadline_after(milliseconds(30000));
+         try {
+           group.share(4096, broken);
+           return "shared";
+         } catch (const SetupError& error) {
+           if (std::string(error.what()).find("the store is gone") == std::string::npos)
+             return error.what();
+         }
+         return time_left(soon).count() > 0 ? "" : "late";
+       }))
+    EXPECT_EQ(end.report, "");
+}
+
 TEST(Reduce, SharingWithARankThatIsGoneEnds) {
   const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
     Group group = Group::meet(rank, 2, directory, brief("gone"));
