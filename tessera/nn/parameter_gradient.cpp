@@ -159,10 +159,13 @@ class ParameterAccess final : public GradientAccess {
     const ShardMeta* meta = grad.defined() ? meta_of(grad) : nullptr;
     if (!meta) return result;
     const ShardSpec& wanted = meta_of(parameter)->spec();
-    if (meta->spec() == wanted) return result;
+    const DeviceMesh& mesh = context_of(wanted)->mesh;
+    if (meta->spec() == wanted) {
+      result.group = mesh.all();  // which is made anew after a failure
+      return result;
+    }
     const auto found = known_->reduction(meta->spec(), wanted);
     if (!found->possible) return result;
-    const DeviceMesh& mesh = context_of(wanted)->mesh;
     result.value = on_device(*meta);
     result.group = mesh.group(found->reduced);
     result.scatter_dim = found->dim;

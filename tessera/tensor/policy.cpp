@@ -35,6 +35,11 @@ void manual_seed(const DistributedManager& manager, std::uint64_t seed) {
 RandomState random_state(const DistributedManager& manager) {
   const auto state = detail::rank_state(manager);
   const std::lock_guard lock(state->mutex);
+  constexpr std::size_t kMost = 4096;
+  if (!state->met.empty()) {
+    if (state->met_when_read.size() >= kMost) state->met_when_read.clear();
+    state->met_when_read[{state->seed, state->stream}] = state->met;
+  }
   return {state->seed, state->stream};
 }
 
@@ -43,6 +48,9 @@ void set_random_state(const DistributedManager& manager, const RandomState& rand
   const std::lock_guard lock(state->mutex);
   state->seed = random.seed;
   state->stream = random.stream;
+  // A state that was read before the ranks agreed on one may differ between them: they agree anew.
+  const auto read = state->met_when_read.find({random.seed, random.stream});
+  state->met = read == state->met_when_read.end() ? detail::GeneratorMeetings() : read->second;
 }
 
 }  // namespace tessera

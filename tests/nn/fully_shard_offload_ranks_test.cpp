@@ -133,6 +133,44 @@ TEST(FullyShardOffloadRanks, AStepCopiesShardsTwiceAndGradientsBack) {
   }
 }
 
+TEST(FullyShardOffloadRanks, GoesOnAfterAnErrorThatOneRankAloneSaw) {
+  const int ranks = job().world_size();
+  if (ranks == 1) GTEST_SKIP() << "one rank has no others";
+  const auto mesh = flat_mesh();
+  for (const bool reshard : {true, false}) {
+    Net net = net_of({}), expected = net_of({});
+    fully_shard(*net, mesh, offloaded({.reshard_after_forward = reshard}));
+    Draw draw(5);
+    seed(3);
+    const auto step = [&](int i) {
+      const at::Tensor x = randn({4, 5}, at::kDouble);
+      for (Net* n : {&net, &expected})
+        for (auto& p : (*n)->parameters()) p.mutable_grad().reset();
+      loss_of(net->forward(sharded_on(kDevice, draw, x, mesh))).backward();
+      loss_of(expected->forward(x)).backward();
+      expect_same_on_host(*net, *expected, concat("step ", i));
+      const at::NoGradGuard no_grad;
+      for (Net* n : {&net, &expected})
+        for (auto& p : once(**n)) p.sub_(p.grad(), 0.05);
+    };
+    for (int i = 0; i < 6; ++i) {
+      step(i);
+      if (i % 2 == 0) continue;
+      at::Tensor index = at::zeros({ranks, 1}, at::kLong);
+      index[i % ranks][0] = 7;
+      const at::Tensor x = sharded_on(kDevice, draw, randn({4, 5}, at::kDouble), mesh);
+      EXPECT_ANY_THROW({
+        at::gather(distribute_tensor(at::ones({ranks, 3}), mesh, {Shard(0)}), 1,
+                   distribute_tensor(index, mesh, {Shard(0)}));
+        loss_of(net->forward(x)).backward();
+        mesh.all().barrier();
+      });
+      mesh.all().barrier();
+      stand_in::serve(mesh);  // groups were made anew
+    }
+  }
+}
+
 TEST(FullyShardOffloadRanks, NoSyncAccumulatesInHostMemory) {
   const auto mesh = flat_mesh();
   Net net = net_of({.tied = true}), expected = net_of({.tied = true});

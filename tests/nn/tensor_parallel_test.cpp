@@ -3,6 +3,7 @@
 #include <map>
 #include <optional>
 
+#include "call_order.h"
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/check_module.h"
@@ -372,6 +373,35 @@ TEST(TensorParallel, DropsTheSameElementsAlongTheSequence) {
   });
 }
 
+// A failure of one rank alone: the others had gone further, and had gathered something else.
+TEST(TensorParallel, GathersASharedInputAnewAfterAFailure) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    auto first = linear(3, 4, true), second = linear(3, 5, true), plain = linear(3, 5, true);
+    for (auto* l : {&first, &second, &plain}) {
+      (*l)->to(at::kDouble);
+      fill(**l, 3);
+      if (l != &plain) tensor_parallel(**l, mesh, {{"", column()}}, {.sequence_dim = 1});
+    }
+    const at::Tensor value = randn({2, 5, 3}, at::kDouble);
+    const at::Tensor x = leaf(value, ShardSpec(mesh, {2, 5, 3}, {Shard(1)})) * 1,
+                     other = leaf(value, ShardSpec(mesh, {2, 5, 3}, {Shard(1)})) * 2;
+    for (const int bad : {0, 1}) {
+      at::Tensor index = at::zeros({2, 1}, at::kLong);
+      index[bad][0] = 7;
+      EXPECT_ANY_THROW({
+        (void)first(x);
+        at::gather(distribute_tensor(at::ones({2, 3}), mesh, {Shard(0)}), 1,
+                   distribute_tensor(index, mesh, {Shard(0)}));
+        (void)first(other);
+        mesh.all().barrier();
+      });
+      mesh.all().barrier();
+      EXPECT_LT(difference(second(x), plain(value)), 1e-12) << bad;
+    }
+  });
+}
+
 TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
@@ -451,16 +481,20 @@ TEST(TensorParallel, GathersAlikeWhateverARankKeeps) {
       }
       tensor_parallel(*layers.back(), mesh, {{"", column()}}, {.sequence_dim = 1});
     }
-    const at::Tensor value = randn({2, 5, 3}, at::kDouble);
-    at::Tensor x = leaf(value, ShardSpec(mesh, {2, 5, 3}, {Shard(1)}));
-    at::Tensor plain = value.clone().requires_grad_();
+    const at::Tensor value = randn({2, 5, 3}, at::kDouble), other = randn({3, 2}, at::kDouble);
+    at::Tensor x = leaf(value, ShardSpec(mesh, {2, 5, 3}, {Shard(1)})),
+               u = leaf(other, ShardSpec(mesh, {3, 2}, {Replicate()}));
+    at::Tensor plain = value.clone().requires_grad_(), plain_u = other.clone().requires_grad_();
     std::vector<at::Tensor> log;
-    const auto run = [&](std::vector<Linear>& of, const at::Tensor& in, bool keeps) {
+    const auto run = [&](std::vector<Linear>& of, const at::Tensor& in, const at::Tensor& aside,
+                         bool keeps) {
       {
         const at::Tensor unused = of[0](in);
         if (keeps) log.push_back(unused);
       }
-      const at::Tensor loss = of[1](in).square().sum() + of[2](in).sin().sum();
+      // Between what a rank keeps and what is gathered alike: backward has to reduce both.
+      const at::Tensor z = is_sharded(aside) ? redistribute(aside, {Shard(0)}) : aside * 1;
+      const at::Tensor loss = of[1](in).square().sum() + of[2](in).sin().sum() + z.square().sum();
       for (int times = 0; times < 2; ++times) {
         loss.backward({}, /*keep_graph=*/true);
         if (keeps) log.push_back(loss);
@@ -469,19 +503,20 @@ TEST(TensorParallel, GathersAlikeWhateverARankKeeps) {
       after.backward();
       return loss.detach() + after.detach();
     };
-    const at::Tensor expected = run(twins, plain, false);
+    const at::Tensor expected = run(twins, plain, plain_u, false);
     for (const bool by_one : {false, true}) {
       x.mutable_grad().reset();
+      u.mutable_grad().reset();
       for (Linear& l : layers) l->zero_grad();
       const CommTraceScope trace(manager);
-      const at::Tensor got = run(layers, x, by_one && manager.rank() == 0);
-      const std::size_t calls = trace->events().size();
+      const at::Tensor got = run(layers, x, u, by_one && manager.rank() == 0);
+      const std::string calls = order_of(*trace);
       EXPECT_LT(difference(got, expected), 1e-11);
       EXPECT_LT(difference(x.grad(), plain.grad()), 1e-11);
+      EXPECT_LT(difference(u.grad(), plain_u.grad()), 1e-11);
       for (std::size_t i = 0; i < layers.size(); ++i)
         EXPECT_LT(difference(layers[i]->weight.grad(), twins[i]->weight.grad()), 1e-11);
-      EXPECT_EQ(manager.world().all_gather_bytes(std::to_string(calls)),
-                std::vector<std::string>(2, std::to_string(calls)));
+      EXPECT_EQ(manager.world().all_gather_bytes(calls), std::vector<std::string>(2, calls));
     }
   });
 }

@@ -234,6 +234,49 @@ TEST(PipelineFaults, ALossThatIsNoScalarNamesTheAction) {
   });
 }
 
+// Pipelines beside each other draw what their step's number says: one that failed while the other
+// ended its step goes on with the same number.
+TEST(PipelineFaults, PipelinesBesideEachOtherStayAtOneStep) {
+  test::on_threads(4, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"pipe", 2}, {"tensor", 2}});
+    torch::nn::Linear net(4, 4);
+    std::uint64_t seed = 0;
+    const auto stage = make_stage(net.ptr(), [&](const std::vector<at::Tensor>& x) {
+      seed = random_state(manager).seed;
+      return std::vector<at::Tensor>{net(x[0])};
+    });
+    bool armed = false;
+    PipelineOptions options;
+    options.sample_axes.emplace();
+    options.seed = 5;
+    options.loss_everywhere = false;
+    Pipeline pipeline(
+        mesh, "pipe", schedule_1f1b(2, 2), {stage},
+        [&](const auto& y, const auto& t) {
+          if (armed && manager.rank() == 3) throw std::runtime_error("no loss today");
+          return torch::mse_loss(y[0], t[0]);
+        },
+        options);
+    const at::Tensor x = at::ones({4, 4});
+    const auto step = [&] { pipeline.step(split_batch({x}, {x}, 2)); };
+    const auto seed_of_all = [&] {
+      step();
+      for (const std::string& each : mesh.group("tensor").all_gather_bytes(std::to_string(seed)))
+        EXPECT_EQ(each, std::to_string(seed)) << "rank " << manager.rank();
+    };
+    seed_of_all();
+    armed = true;
+    EXPECT_ANY_THROW({
+      step();
+      mesh.all().barrier();
+    });
+    armed = false;
+    mesh.all().barrier();
+    seed_of_all();
+    seed_of_all();
+  });
+}
+
 // A module that takes one tensor does not lose the skip that ends there.
 TEST(PipelineFaults, ASkipIntoAModuleOfOneTensorIsRefused) {
   test::on_threads(3, [&](DistributedManager& manager) {

@@ -2,7 +2,9 @@
 // own; where all ranks catch theirs, everything goes on.
 
 #include "support.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
+#include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::test {
 namespace {
@@ -182,6 +184,121 @@ TEST(AfterAFailure, TrainingGoesOn) {
     }
     for (std::size_t i = 0; i < plain->parameters().size(); ++i)
       EXPECT_LT(difference(net->parameters()[i], plain->parameters()[i]), 1e-12);
+  });
+}
+
+// A rank alone fails, and the others make `draws` draws before they hear of it.
+void fail_and_draw(const DeviceMesh& mesh, int bad, const std::function<void()>& draws) {
+  const int ranks = mesh.layout().size();
+  at::Tensor index = at::zeros({ranks, 1}, at::kLong);
+  index[bad][0] = 7;
+  EXPECT_ANY_THROW({
+    at::gather(distribute_tensor(at::ones({ranks, 3}), mesh, {Shard(0)}), 1,
+               distribute_tensor(index, mesh, {Shard(0)}));
+    draws();
+    mesh.all().barrier();
+  });
+  mesh.all().barrier();
+}
+
+// Numbers of a replicated tensor, which all ranks must have drawn alike.
+at::Tensor drawn_alike(const DeviceMesh& mesh, const char* where) {
+  const at::Tensor mine =
+      to_local(at::dropout(distribute_tensor(at::ones({64}, at::kDouble), mesh, {Replicate()}), 0.5,
+                           true))
+          .contiguous();
+  const at::Tensor all = at::empty({mesh.all().size(), 64}, at::kDouble);
+  mesh.all().all_gather(all, mine);
+  for (const at::Tensor& each : all.unbind()) EXPECT_TRUE(each.equal(mine)) << where;
+  return mine;
+}
+
+TEST_P(Failure, LeavesRandomNumbersInStep) {
+  for (const int ranks : {2, 3}) {
+    on(ranks, GetParam(), [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}}),
+                 alone = manager.mesh(Mesh({{"x", 1}}, {manager.rank()}));
+      const auto draw = [&] {
+        return at::rand_like(distribute_tensor(at::ones({5}, at::kDouble), mesh, {Shard(0)}));
+      };
+      const auto draws = [&](int n) {
+        return [n, &draw] {
+          for (int i = 0; i < n; ++i) draw();
+        };
+      };
+      drawn_alike(mesh, "before");
+      const std::uint64_t seed = random_state(manager).seed;
+      const std::uint64_t before = random_state(manager).stream;
+      // Those who drew had drawn three times: all go on from there.
+      fail_and_draw(mesh, 0, draws(3));
+      const at::Tensor got = drawn_alike(mesh, "after");
+      const RandomState now = random_state(manager);
+      EXPECT_TRUE((now == RandomState{seed, before + 4}));
+      set_random_state(manager, {seed, before + 3});
+      const at::Tensor one = at::dropout(
+          distribute_tensor(at::ones({64}, at::kDouble), alone, {Replicate()}), 0.5, true);
+      EXPECT_TRUE(to_local(one).equal(got)) << "as one process that drew as often";
+      set_random_state(manager, now);
+      drawn_alike(mesh, "again");
+      // Failures without a draw between them, of different ranks.
+      fail_and_draw(mesh, ranks - 1, draws(2));
+      fail_and_draw(mesh, 0, draws(1));
+      drawn_alike(mesh, "after two");
+      EXPECT_TRUE(whole(draw()).equal(whole(draw())) == false);
+    });
+  }
+}
+
+// A forward is drawn again: what was read before the failure, or before the ranks met after it.
+TEST_P(Failure, LeavesReadStatesOfRandomNumbersInStep) {
+  on(2, GetParam(), [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const RandomState first = random_state(manager);
+    const at::Tensor drawn = drawn_alike(mesh, "before");
+    fail_and_draw(mesh, 0, [&] { drawn_alike(mesh, "not compared"); });
+    const RandomState apart = random_state(manager);
+    const at::Tensor after = drawn_alike(mesh, "after");
+    const RandomState next = random_state(manager);
+    // Drawn before the failure.
+    set_random_state(manager, first);
+    EXPECT_TRUE(drawn_alike(mesh, "of before").equal(drawn));
+    // Read where the ranks were apart.
+    set_random_state(manager, apart);
+    EXPECT_TRUE(drawn_alike(mesh, "of where they were apart").equal(after));
+    set_random_state(manager, next);
+    const at::Tensor later = drawn_alike(mesh, "where they had met");
+    EXPECT_FALSE(later.equal(after));
+    // Ranks that have met need not do so again where one puts back what it read since.
+    const at::Tensor x = distribute_tensor(at::ones({5}, at::kDouble), mesh, {Replicate()});
+    CommTraceScope trace(manager);
+    const RandomState kept = random_state(manager);
+    at::rand_like(x);
+    set_random_state(manager, kept);
+    at::rand_like(x);
+    EXPECT_TRUE(trace->summary().empty()) << trace->table();
+  });
+}
+
+// Ranks that compared something once have perhaps not all heard the answer.
+TEST(AfterAFailure, WhatWasAgreedOnIsComparedAnew) {
+  detail::Agreed agreed;
+  agreed.add({0, 1}, 0, "a");
+  agreed.add({0, 2}, 0, "a");
+  EXPECT_TRUE(agreed.contains({0, 1}, 0, "a"));
+  EXPECT_FALSE(agreed.contains({0, 1}, 1, "a"));
+  agreed.add({0, 1}, 1, "b");
+  EXPECT_TRUE(agreed.contains({0, 1}, 1, "b"));
+  EXPECT_FALSE(agreed.contains({0, 1}, 1, "a"));
+  EXPECT_TRUE(agreed.contains({0, 2}, 0, "a"));
+  // And locals whose spec was asked for before.
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    for (int bad = 0; bad < 3; ++bad) {
+      from_local(at::ones({2}), mesh, {Shard(0)});
+      fail_and_draw(mesh, bad, [&] { from_local(at::ones({2 + bad}), mesh, {Shard(0)}); });
+      for (int n = 2; n < 6; ++n)
+        EXPECT_EQ(from_local(at::ones({n}), mesh, {Shard(0)}).size(0), 3 * n);
+    }
   });
 }
 

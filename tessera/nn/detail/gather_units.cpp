@@ -21,6 +21,7 @@
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
@@ -59,7 +60,11 @@ void copy_interval(const at::Tensor& to, std::int64_t at, const at::Tensor& from
 
 GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes,
                          Options options)
-    : context_(std::move(context)), axes_(std::move(axes)), options_(std::move(options)) {
+    : context_(std::move(context)),
+      axes_(std::move(axes)),
+      options_(std::move(options)),
+      ranks_(context_->mesh.layout().group(axes_, context_->mesh.manager().rank())),
+      failures_(failures_of(context_->mesh.manager(), ranks_)) {
   if (options_.device) uploads_.emplace(*options_.device);
 }
 
@@ -233,6 +238,7 @@ at::Tensor GatherUnits::gathered_copy(std::size_t index, std::uint64_t writes,
 // With the mutex held.
 at::Tensor GatherUnits::take(std::size_t index, const Layout& layout, const ShardSpec& to) {
   const Place& place = places_[index];
+  catch_up();
   visit(index);
   start(place.unit);
   wait(units_[place.unit]);
@@ -259,11 +265,13 @@ void GatherUnits::written(std::size_t index) {
 
 void GatherUnits::accumulated() {
   const std::lock_guard lock(mutex_);
+  catch_up();
   if (pass_ != Pass::backward) begin(Pass::backward);
 }
 
 void GatherUnits::hold(std::size_t unit) {
   const std::lock_guard lock(mutex_);
+  catch_up();
   start(unit);
   units_[unit].held = true;
 }
@@ -291,6 +299,20 @@ struct GatherUnits::EndOfBackward {
   }
   std::weak_ptr<GatherUnits> units;
 };
+
+// Before the first use after a failure of one rank alone: on all ranks as if nothing had been used.
+// What is held is gathered again when it is used.
+void GatherUnits::catch_up() {
+  const std::uint64_t failures = failures_of(context_->mesh.manager(), ranks_);
+  if (failures == failures_) return;
+  failures_ = failures;
+  for (std::size_t u = 0; u < units_.size(); ++u) release(u);
+  seen_.clear();
+  pass_ = Pass::none;
+  following_ = false;
+  end_ = nullptr;
+  for (Order& order : orders_) order = {};
+}
 
 void GatherUnits::visit(std::size_t index) {
   const std::size_t unit = places_[index].unit;

@@ -13,6 +13,9 @@
 // of that follows from the operators that the program calls on sharded tensors, which are the same
 // on all ranks, and from nothing else.
 //
+// A failure. Where one rank failed alone and all have caught it, each stopped at a use of its own,
+// and one may have learnt an order that others have not: what was gathered and learnt is dropped.
+//
 // Small units. Where the order is learnt, units that are small together are gathered in one
 // message, which costs more by itself than what it carries. What has arrived is copied into one
 // piece of memory, of which each unit's buffer is an interval.
@@ -167,6 +170,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   enum class Pass : unsigned char { none, forward, evaluation, backward };
   struct EndOfBackward;
 
+  void catch_up();
   void visit(std::size_t index);
   bool starts_again(std::size_t index) const;
   bool repeats(std::size_t index);
@@ -197,6 +201,9 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   const std::shared_ptr<MeshContext> context_;
   const std::vector<int> axes_;
   const Options options_;
+  // Of the group that gathers, and how often it was made anew after a failure.
+  const std::vector<int> ranks_;
+  std::uint64_t failures_;
   std::vector<Unit> units_;
   std::vector<Place> places_;
 

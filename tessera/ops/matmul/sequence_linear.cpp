@@ -17,6 +17,7 @@
 #include "tessera/tensor/dispatch/sharded_call.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail {
@@ -63,7 +64,10 @@ using NodePointer = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>
 struct LastGathered {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> of;
   std::uint32_t version = 0;
+  std::uint64_t failures = 0;  // since one, another rank may not have gathered it
   std::optional<Weak<NodePointer>> node;
+  /// Of the node that gathered it. Backward goes by these numbers.
+  std::uint64_t sequence = 0;
   std::shared_ptr<SharedInput> shared;
 
   static LastGathered& of_thread() {
@@ -113,6 +117,7 @@ std::optional<Gathered> gathered_before(const at::Tensor& x, const ShardSpec& to
     return std::nullopt;
   const auto of = last.of->lock();
   if (of.get() != x.unsafeGetTensorImpl() || last.version != x._version() ||
+      last.failures != failures_of(context_of(to)->mesh) ||
       shared->forward.sizes() != at::IntArrayRef(to.local_shape()))
     return std::nullopt;
   if (const NodePointer node = last.node->lock()) {
@@ -121,7 +126,11 @@ std::optional<Gathered> gathered_before(const at::Tensor& x, const ShardSpec& to
     return Gathered{std::move(again), shared};
   }
   Gathered again{GatheredAgain::apply(x, to, shared), shared};
-  if (const NodePointer node = again.value.grad_fn()) last.node.emplace(weak(node));
+  if (const NodePointer node = again.value.grad_fn()) {
+    // Where a rank keeps the first graph its node is that one: both stand at one place of backward.
+    node->set_sequence_nr(last.sequence);
+    last.node.emplace(weak(node));
+  }
   return again;
 }
 
@@ -134,7 +143,9 @@ Gathered gather(const at::Tensor& x, const ShardSpec& to) {
     LastGathered& last = LastGathered::of_thread();
     last.of.emplace(x.getIntrusivePtr());
     last.version = x._version();
+    last.failures = failures_of(context_of(to)->mesh);
     last.node.emplace(weak(node));
+    last.sequence = node->sequence_nr();
     last.shared = made.shared;
     made.shared->forward = meta_of(made.value)->local;
   }

@@ -1,15 +1,21 @@
 // Random numbers: element i of a draw is a function of seed, draw and i's global index. So they are
 // the same for any placement and number of ranks. Plain tensors use libtorch's generator.
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <mutex>
 #include <numbers>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/random/draws.h"
@@ -17,6 +23,7 @@
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 
@@ -45,11 +52,38 @@ void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64
   }
 }
 
+// Where one rank failed alone, others had perhaps drawn further: at the first draw afterwards the
+// ranks go on from the state of the one that had drawn most.
+void meet_after_failures(const MeshContext& context) {
+  const std::uint64_t failures = failures_of(context.mesh);
+  if (failures == 0) return;
+  const std::vector<int>& ranks = context.mesh.layout().ranks();
+  RankState& state = *context.state;
+  std::pair<std::uint64_t, std::uint64_t> furthest;  // stream and seed
+  {
+    const std::lock_guard lock(state.mutex);
+    if (const auto met = state.met.find(ranks); met != state.met.end() && met->second == failures)
+      return;
+    furthest = {state.stream, state.seed};
+  }
+  const std::string own = concat(furthest.first, " ", furthest.second);
+  for (const std::string& text :
+       context.mesh.all().all_gather_bytes(own, {.name = "random numbers after a failure"})) {
+    TextReader numbers(text);
+    std::uint64_t stream = 0, seed = 0;
+    if (numbers >> stream >> seed) furthest = std::max(furthest, std::pair(stream, seed));
+  }
+  const std::lock_guard lock(state.mutex);
+  std::tie(state.stream, state.seed) = furthest;
+  state.met[ranks] = failures;
+}
+
 }  // namespace
 
 }  // namespace random_rules
 
 DrawPosition next_draw(const MeshContext& context) {
+  random_rules::meet_after_failures(context);
   DrawPosition draw;
   {
     const std::lock_guard lock(context.state->mutex);
@@ -129,10 +163,14 @@ using Check = std::function<void(const OpCall&)>;
 [[noreturn]] void refuse(const OpCall& call, const std::string& what) {
   throw InvalidArgument(concat(call.name(), what));
 }
+at::ScalarType drawn_type(const OpCall& call) {
+  if (call.argument("dtype") >= 0 && call.has("dtype")) return call.value("dtype").toScalarType();
+  const auto* out = call.outputs();
+  return out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
+}
 // Checks the dtype of what is drawn.
 void require_floating(const OpCall& call) {
-  const auto* out = call.outputs();
-  const at::ScalarType type = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
+  const at::ScalarType type = drawn_type(call);
   if (!at::isFloatingType(type))
     refuse(call, concat(" into ", c10::toString(type), " values: give floating-point ones"));
 }
@@ -145,6 +183,11 @@ void check_deviation(const OpCall& call) {
   require_floating(call);
   if (const double deviation = call.number("std"); !(deviation >= 0))
     refuse(call, concat(" with standard deviation ", deviation, ": at least 0"));
+}
+void check_positive_deviation(const OpCall& call) {
+  require_floating(call);
+  if (const double deviation = call.number("std"); !(deviation > 0))
+    refuse(call, concat(" with standard deviation ", deviation, ": more than 0"));
 }
 void check_rate(const OpCall& call) {
   require_floating(call);
@@ -165,12 +208,24 @@ void check_probability(const OpCall& call) {
     refuse(call, concat(" with probability ", p, ": 0 to 1"));
 }
 void check_range(const OpCall& call) {
+  const at::ScalarType type = drawn_type(call);
+  if (at::isComplexType(type))
+    refuse(call, concat(" into ", c10::toString(type), " values: give real ones"));
   const char* low_name = call.argument("low") >= 0 ? "low" : "from";
   const char* high_name = call.argument("high") >= 0 ? "high" : "to";
   const double low = call.argument(low_name) >= 0 ? call.number(low_name) : 0;
   if (!call.has(high_name)) return;
   if (const double high = call.number(high_name); !(low < high))
     refuse(call, concat(" from ", low, " to ", high, ": the range is empty"));
+  else if (type == at::kBool && (low < 0 || high > 2))
+    refuse(call, concat(" from ", low, " to ", high, " into booleans: 0 to 2 at most"));
+}
+// The probabilities are broadcast to the target.
+void check_shape_of_probabilities(const OpCall& call) {
+  const TensorInfo* p = call.find("p");
+  if (p && !at::is_expandable_to(p->spec.shape(), call.tensor(0).spec.shape()))
+    refuse(call, concat(" with probabilities of shape ", list(p->spec.shape()), " into ",
+                        list(call.tensor(0).spec.shape())));
 }
 void check_probabilities_type(const OpCall& call) {
   if (!at::isFloatingType(call.tensor(0).dtype))
@@ -298,6 +353,12 @@ at::Tensor integers(const Source& s, double low, double high) {
 }
 
 Plan dropout(const OpCall& call) {
+  if (!call.has("train") || call.boolean("train")) {
+    check_probability(call);
+    if (at::isIntegralType(call.tensor(0).dtype, true) && call.number("p") != 0)
+      refuse(call, concat(" of ", c10::toString(call.tensor(0).dtype),
+                          " values: give floating-point ones"));
+  }
   const ShardSpec spec = without_partial(call.tensor(0).spec);
   Plan plan;
   plan.inputs = {spec};
@@ -348,9 +409,9 @@ const bool registered = [] {
   writes("aten::uniform_", uniform, check_uniform);
   writes("aten::normal_", normal_values, check_deviation);
   writes("aten::bernoulli_.float", bernoulli_p, check_probability);
-  writes("aten::bernoulli_.Tensor", bernoulli_tensor, [](const OpCall&) {});
+  writes("aten::bernoulli_.Tensor", bernoulli_tensor, check_shape_of_probabilities);
   writes("aten::exponential_", exponential, check_rate);
-  writes("aten::log_normal_", log_normal, check_deviation);
+  writes("aten::log_normal_", log_normal, check_positive_deviation);
   writes("aten::cauchy_", cauchy, check_sigma);
   writes("aten::geometric_", geometric, check_open_probability);
   writes("aten::random_.to", up_to, check_range);

@@ -21,6 +21,7 @@
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/host_lock.h"
+#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
@@ -87,11 +88,12 @@ void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext
   if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) return;
   const std::string what =
       concat("plain ", info.name, " ", toString(plain.scalar_type()), " ", plain.sizes());
-  if (state.agreed.contains(all.ranks(), what)) return;
+  const std::uint64_t failures = failures_of(context.mesh);
+  if (state.agreed.contains(all.ranks(), failures, what)) return;
   const LocalCallGuard guard;
   const auto differs = differs_by_rank(plain.detach().resolve_conj().resolve_neg(), all);
   if (differs && policy == Policy::error) throw MismatchError(concat(info.name, ": ", *differs));
-  state.agreed.add(all.ranks(), what);
+  state.agreed.add(all.ranks(), failures, what);
   if (differs) TORCH_WARN(info.name, ": ", *differs);
 }
 

@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/TensorBase.h>
@@ -22,28 +23,43 @@ namespace tessera::detail {
 
 /// Texts on which the ranks of a mesh are known to agree. Belongs to the rank and not to the
 /// context of a mesh, which lives only as long as this rank holds a tensor of it. Forgets the texts
-/// of a mesh once there are many: all of its ranks at the same time, because they add the same
+/// of a mesh once there are many, and those from before a failure (failures_of()), of which one
+/// rank may know more than another: all of its ranks at the same time, because they add the same
 /// ones, whatever other meshes they are in.
 class Agreed {
  public:
   static constexpr std::size_t kMost = 4096;
 
-  bool contains(const std::vector<int>& ranks, const std::string& what) {
+  bool contains(const std::vector<int>& ranks, std::uint64_t failures, const std::string& what) {
     const std::lock_guard lock(mutex_);
-    const auto it = known_.find(ranks);
-    return it != known_.end() && it->second.contains(what);
+    return of(ranks, failures).contains(what);
   }
-  void add(const std::vector<int>& ranks, std::string what) {
+  /// `failures`: when the ranks began to compare it.
+  void add(const std::vector<int>& ranks, std::uint64_t failures, std::string what) {
     const std::lock_guard lock(mutex_);
-    auto& known = known_[ranks];
+    auto& known = of(ranks, failures);
     if (known.size() >= kMost) known.clear();
     known.insert(std::move(what));
   }
 
  private:
+  struct Known {
+    std::uint64_t failures = 0;
+    std::unordered_set<std::string> texts;
+  };
+  std::unordered_set<std::string>& of(const std::vector<int>& ranks, std::uint64_t failures) {
+    Known& known = known_[ranks];
+    if (known.failures != failures) known = {failures, {}};
+    return known.texts;
+  }
+
   std::mutex mutex_;
-  std::map<std::vector<int>, std::unordered_set<std::string>> known_;
+  std::map<std::vector<int>, Known> known_;
 };
+
+/// For meshes whose ranks failed alone: the number of the failure after which they have agreed on a
+/// state of the generator, by their ranks. A state from before may differ between them.
+using GeneratorMeetings = std::map<std::vector<int>, std::uint64_t>;
 
 struct ViewCopy;
 
@@ -87,6 +103,10 @@ struct RankState {
   // The generator of sharded tensors: a seed and the stream of the next draw, alike on all ranks.
   std::uint64_t seed = 0x7e55e7a;
   std::uint64_t stream = 0;
+  // What the ranks of meshes have agreed on of it; and of states that were read since there is any,
+  // for the time when they are set again.
+  GeneratorMeetings met;
+  std::map<std::pair<std::uint64_t, std::uint64_t>, GeneratorMeetings> met_when_read;
   Policies policies;
   std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
   Agreed agreed;                 // by from_local() and Policies::plain_values

@@ -86,6 +86,9 @@ class ManagerState : public std::enable_shared_from_this<ManagerState> {
   /// here and on the other ranks, whose pending or next call throws PeerFailedError. The groups are
   /// made anew when they are asked for again.
   void fail_within(std::vector<int> ranks, const std::string& reason);
+  /// How many failures of one rank alone, of meshes that hold all of `ranks`, have ended groups
+  /// here: the same number on all of these ranks once each has caught its own error.
+  std::uint64_t failures(const std::vector<int>& ranks) const { return failures_->count(ranks); }
   /// A number that grows whenever groups are destroyed.
   std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
   /// The watch of a group that was made here, or null.
