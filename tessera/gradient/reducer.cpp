@@ -1,6 +1,7 @@
 #include "tessera/gradient/reducer.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <map>
 #include <set>
@@ -76,21 +77,12 @@ struct AccumulatedHook final : detail::ChainedHook {
   std::function<void()> call;
 };
 
-}  // namespace
-
-GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options)
-    : state_(std::make_shared<State>()) {
-  State& state = *state_;
-  state.options = options;
+void require_sound(const std::vector<ReducedParameter>& parameters, const ReducerOptions& options,
+                   std::size_t groups) {
   if (options.first_bucket_bytes < 1 || options.bucket_bytes < 1)
     throw InvalidArgument(concat("bucket limits of ", options.first_bucket_bytes, " and ",
                                  options.bucket_bytes, " bytes; give at least 1"));
-
   std::set<const c10::TensorImpl*> seen;
-  std::vector<BucketItem> items;
-  std::map<std::tuple<const void*, int, double, int, int, int, bool, std::size_t>, std::uint64_t>
-      keys;
-  std::map<const detail::GroupState*, std::pair<Group, std::string>> agreed;
   for (const ReducedParameter& p : parameters) {
     if (!p.parameter.defined() || !p.parameter.is_leaf() || !p.parameter.requires_grad())
       throw InvalidArgument(
@@ -99,36 +91,87 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     if (!seen.insert(p.parameter.unsafeGetTensorImpl()).second)
       throw InvalidArgument(
           concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
-    state.find_earlier(p);
-    state.index[p.parameter.unsafeGetTensorImpl()] = state.parameters.size();
-    state.parameters.push_back(
-        {c10::weak_intrusive_ptr<c10::TensorImpl>(p.parameter.getIntrusivePtr()), p.name, p.group,
-         p.op, p.access});
-    const GradientAccess& access = state.access(state.parameters.size() - 1);
-    const at::Tensor like = access.like(p.parameter);
-    const auto key = keys.try_emplace(
-        {p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor,
-         static_cast<int>(like.scalar_type()), static_cast<int>(like.device().type()),
-         like.device().index(), access.uniform(), p.unit},
-        keys.size());
-    items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()),
-                     key.first->second});
-    auto& text = agreed.try_emplace(p.group.state().get(), p.group, "").first->second.second;
-    text += concat("parameter '", p.name, "', ", access.describe(p.parameter), ", ",
-                   to_string(p.op.kind), "\n");
   }
-  // In order of first use, which is the same on all ranks if they agree at all.
-  std::vector<const detail::GroupState*> order;
-  for (const ReducedParameter& p : parameters)
-    if (std::find(order.begin(), order.end(), p.group.state().get()) == order.end())
-      order.push_back(p.group.state().get());
-  for (const auto* group : order)
-    require_agreement(agreed.at(group).first, "the parameters whose gradients are reduced",
-                      agreed.at(group).second);
-
-  if (options.learn_order && order.size() > 1)
+  if (options.learn_order && groups > 1)
     throw InvalidArgument(concat("ReducerOptions::learn_order: the parameters are reduced over ",
-                                 order.size(), " groups; give one GradientReducer to each"));
+                                 groups, " groups; give one GradientReducer to each"));
+}
+
+// What decides the calls of a reducer, and their order.
+std::string describe(const ReducerOptions& options) {
+  return concat("first_bucket_bytes ", options.first_bucket_bytes, ", bucket_bytes ",
+                options.bucket_bytes, ", overlap ", options.overlap, ", gradient_as_bucket_view ",
+                options.gradient_as_bucket_view, ", learn_order ", options.learn_order, "\n");
+}
+
+// All groups hear of what one of them disagrees about, or of what this rank refuses (`told`), so
+// that no rank of them goes on.
+void agree(const std::vector<Group>& order,
+           const std::map<const detail::GroupState*, std::string>& agreed, std::string told) {
+  std::exception_ptr differs;
+  for (const Group& group : order) {
+    try {
+      require_agreement(group, "the parameters whose gradients are reduced",
+                        told.empty() ? agreed.at(group.state().get()) : told);
+    } catch (const MismatchError& e) {
+      if (!differs) {
+        differs = std::current_exception();
+        told = e.what();
+      }
+    }
+  }
+  if (differs) std::rethrow_exception(differs);
+}
+
+}  // namespace
+
+GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options)
+    : state_(std::make_shared<State>()) {
+  State& state = *state_;
+  state.options = options;
+
+  // In order of first use, which is the same on all ranks if they agree at all.
+  std::vector<Group> order;
+  for (const ReducedParameter& p : parameters)
+    if (std::find(order.begin(), order.end(), p.group) == order.end()) order.push_back(p.group);
+
+  std::vector<BucketItem> items;
+  std::map<const detail::GroupState*, std::string> agreed;
+  // What one rank refuses is refused on all.
+  std::exception_ptr refused;
+  std::string told;
+  try {
+    require_sound(parameters, options, order.size());
+    std::map<std::tuple<const void*, int, double, int, int, int, bool, std::size_t>, std::uint64_t>
+        keys;
+    for (const ReducedParameter& p : parameters) {
+      const std::string earlier = state.find_earlier(p, refused);
+      state.index[p.parameter.unsafeGetTensorImpl()] = state.parameters.size();
+      state.parameters.push_back(
+          {c10::weak_intrusive_ptr<c10::TensorImpl>(p.parameter.getIntrusivePtr()), p.name, p.group,
+           p.op, p.access});
+      const GradientAccess& access = state.access(state.parameters.size() - 1);
+      const at::Tensor like = access.like(p.parameter);
+      const auto key = keys.try_emplace(
+          {p.group.state().get(), static_cast<int>(p.op.kind), p.op.factor,
+           static_cast<int>(like.scalar_type()), static_cast<int>(like.device().type()),
+           like.device().index(), access.uniform(), p.unit},
+          keys.size());
+      items.push_back({static_cast<std::int64_t>(p.parameter.numel() * p.parameter.element_size()),
+                       key.first->second});
+      agreed[p.group.state().get()] +=
+          concat("parameter '", p.name, "', ", access.describe(p.parameter), ", ",
+                 to_string(p.op.kind), earlier, "\n");
+    }
+    for (auto& [group, text] : agreed)
+      text += concat(describe(options), refused ? "refused for a parameter of this rank\n" : "");
+  } catch (const std::exception& e) {
+    refused = std::current_exception();
+    told = concat("refused: ", e.what());
+  }
+  agree(order, agreed, told);
+  if (refused) std::rethrow_exception(refused);
+
   // What another one reduces first is complete only when backward ends.
   if (!state.earlier.empty()) {
     state.options.overlap = false;
@@ -137,6 +180,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   state.layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
   state.bucket_of.resize(state.parameters.size());
   state.pending.assign(state.parameters.size(), false);
+  state.came.assign(state.parameters.size(), false);
   state.fired.assign(state.parameters.size(), false);
   state.reduced.assign(state.parameters.size(), false);
   for (std::size_t b = 0; b < state.layout.size(); ++b) {
@@ -149,7 +193,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     // its value until the reduction has succeeded.
     if (bucket.op.kind == ReduceOp::Kind::premultiplied && !bucket.uniform)
       bucket.op = ReduceOp::sum;  // weighted before they are accumulated
-    if (!bucket.uniform && !state.options.gradient_as_bucket_view)
+    if (!bucket.uniform && !options.gradient_as_bucket_view)  // as all ranks were told
       bucket.factor =
           take_factor(bucket.op, bucket.group.size(),
                       state.access(state.layout[b].front()).like(first.parameter).scalar_type());
@@ -164,7 +208,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   }
   for (std::size_t b = 0; b < state.buckets.size(); ++b) state.order.push_back(b);
   state.reset();
-  for (const auto* group : order) state.share_memory(agreed.at(group).first);
+  for (const Group& group : order) state.share_memory(group);
 
   for (std::size_t i = 0; i < state.parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].parameter;

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -127,9 +128,12 @@ double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
           "the program reduces itself, give StepWeight::Reduced"));
     factors.push_back(1 / (*by * total));
   }
+  // A tied parameter is given under each of its names.
+  std::unordered_set<const at::TensorImpl*> seen;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& p = parameters[i];
-    if (p.defined() && p.grad().defined()) p.grad().mul_(factors[i]);
+    if (p.defined() && p.grad().defined() && seen.insert(p.unsafeGetTensorImpl()).second)
+      p.grad().mul_(factors[i]);
   }
   return sums[1].item<double>() / total;
 }

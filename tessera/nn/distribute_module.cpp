@@ -93,52 +93,14 @@ Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleR
       concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
 }
 
-// Where each tensor goes. What one rank refuses is refused on all, before anything has changed.
-std::vector<Target> agreed_targets(const std::vector<NamedTensor>& all, const DeviceMesh& mesh,
-                                   const ModuleRule& rule) {
-  std::vector<Target> targets;
-  std::exception_ptr refused;
-  std::string text;
-  try {
-    for (const NamedTensor& entry : all) {
-      targets.push_back(target_of(entry, mesh, rule));
-      text += concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', ",
-                     targets.back().spec, ", ", entry.tensor.scalar_type(),
-                     entry.tensor.requires_grad() ? ", requires grad" : "");
-      if (const auto& [axis, dim] = targets.back().sequence; axis >= 0)
-        text += dim < 0 ? concat(", computed in shards over axis ", axis)
-                        : concat(", data sharded along dim ", dim, " over axis ", axis);
-      if (targets.back().stays) text += ", stays";
-      text += "\n";
-    }
-  } catch (const std::exception& e) {
-    refused = std::current_exception();
-    text = e.what();
-  }
-  if (const Group ranks = mesh.all(); ranks.size() > 1)
-    require_agreement(ranks, "the module to distribute", text);
-  if (refused) std::rethrow_exception(refused);
-  return targets;
-}
-
-}  // namespace
-
-void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule,
-                       const ReducerOptions& options) {
-  std::vector<NamedTensor> all;
-  for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
-  for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
-  distribute_in_place(all, mesh, rule, options);
-}
-
-std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
-                                       const DeviceMesh& mesh, const ModuleRule& rule) {
+// Each tensor once.
+std::vector<NamedTensor> collected(const std::vector<NamedTensor>& tensors) {
   std::vector<NamedTensor> all;
   std::unordered_map<const void*, std::string> impls, memory;
-  const auto collect = [&](const NamedTensor& entry) {
+  for (const NamedTensor& entry : tensors) {
     const auto& [name, t, parameter] = entry;
     // one tensor under two names is one tensor
-    if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) return;
+    if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) continue;
     if (is_sharded(t))
       throw ShardingError(
           concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
@@ -159,10 +121,50 @@ std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
     }
     impls.emplace(t.unsafeGetTensorImpl(), name);
     all.push_back(entry);
-  };
-  for (const NamedTensor& entry : tensors) collect(entry);
+  }
+  return all;
+}
+
+struct Targets {
+  std::vector<NamedTensor> tensors;
+  std::vector<Target> of;
+};
+
+// Where each tensor goes. What one rank refuses is refused on all, before anything has changed;
+// `refused`: what this rank refuses already.
+Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                       const ModuleRule& rule, std::exception_ptr refused) {
+  Targets targets;
+  std::string text;
+  try {
+    if (refused) std::rethrow_exception(refused);
+    targets.tensors = collected(tensors);
+    for (const NamedTensor& entry : targets.tensors) {
+      const Target& target = targets.of.emplace_back(target_of(entry, mesh, rule));
+      text +=
+          concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', ", target.spec, ", ",
+                 entry.tensor.scalar_type(), entry.tensor.requires_grad() ? ", requires grad" : "");
+      if (const auto& [axis, dim] = target.sequence; axis >= 0)
+        text += dim < 0 ? concat(", computed in shards over axis ", axis)
+                        : concat(", data sharded along dim ", dim, " over axis ", axis);
+      if (target.stays) text += ", stays";
+      text += "\n";
+    }
+  } catch (const std::exception& e) {
+    refused = std::current_exception();
+    text = e.what();
+  }
+  if (const Group ranks = mesh.all(); ranks.size() > 1)
+    require_agreement(ranks, "the module to distribute", text);
+  if (refused) std::rethrow_exception(refused);
+  return targets;
+}
+
+std::vector<NamedTensor> place_unless(const std::exception_ptr& refused,
+                                      const std::vector<NamedTensor>& tensors,
+                                      const DeviceMesh& mesh, const ModuleRule& rule) {
   // Whatever is refused is refused before anything is changed.
-  const std::vector<Target> targets = agreed_targets(all, mesh, rule);
+  const auto [all, targets] = agreed_targets(tensors, mesh, rule, refused);
   broadcast_from_first(all, mesh);
   std::vector<std::pair<at::Tensor, at::Tensor>> changes;
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -183,32 +185,54 @@ std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
   return all;
 }
 
-void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
-                         const ModuleRule& rule, const ReducerOptions& options) {
+void distribute_unless(const std::exception_ptr& refused, const std::vector<NamedTensor>& tensors,
+                       const DeviceMesh& mesh, const ModuleRule& rule,
+                       const ReducerOptions& options) {
   std::vector<detail::UnitParameter> reduced;
-  for (const NamedTensor& entry : detail::place(tensors, mesh, rule)) {
+  for (const NamedTensor& entry : place_unless(refused, tensors, mesh, rule)) {
     if (entry.tensor.requires_grad()) reduced.push_back({entry.name, entry.tensor});
   }
   detail::reduce_parameters(reduced, mesh, options);
 }
 
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& module) {
+  std::vector<NamedTensor> all;
+  for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
+  for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
+  return all;
+}
+
+}  // namespace
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const ModuleRule& rule,
+                       const ReducerOptions& options) {
+  distribute_in_place(named_tensors(module), mesh, rule, options);
+}
+
+std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
+                                       const DeviceMesh& mesh, const ModuleRule& rule) {
+  return place_unless(nullptr, tensors, mesh, rule);
+}
+
+void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                         const ModuleRule& rule, const ReducerOptions& options) {
+  distribute_unless(nullptr, tensors, mesh, rule, options);
+}
+
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const NamedPlacements& patterns, const ReducerOptions& options) {
+  const std::vector<NamedTensor> all = named_tensors(module);
   std::set<std::string> unused;
   for (const auto& [pattern, placement] : patterns) unused.insert(pattern);
-  const auto look = [&](const std::string& name) {
-    for (const auto& [pattern, placement] : patterns) {
-      if (matches(name, pattern)) unused.erase(pattern);
-    }
-  };
-  for (const auto& p : module.named_parameters()) look(p.key());
-  for (const auto& b : module.named_buffers()) look(b.key());
+  for (const NamedTensor& entry : all)
+    std::erase_if(unused, [&](const std::string& pattern) { return matches(entry.name, pattern); });
+  std::exception_ptr refused;
   if (!unused.empty())
-    throw InvalidArgument(concat("distribute_module: no parameter or buffer has a name like ",
-                                 list(unused),
-                                 "; names are as in named_parameters() and named_buffers()"));
-  distribute_module(
-      module, mesh,
+    refused = std::make_exception_ptr(InvalidArgument(
+        concat("distribute_module: no parameter or buffer has a name like ", list(unused),
+               "; names are as in named_parameters() and named_buffers()")));
+  distribute_unless(
+      refused, all, mesh,
       [&](const std::string& name, const at::Tensor&) -> std::optional<ParameterPlacement> {
         for (const auto& [pattern, placement] : patterns) {
           if (matches(name, pattern)) return placement;

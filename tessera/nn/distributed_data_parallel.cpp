@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <exception>
 #include <set>
 
 #include "tessera/base/text.h"
@@ -84,17 +85,24 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   }
   for (const std::string& name : unknown)
     text += concat("to ignore, but not in the module: '", name, "'\n");
+  // What one rank refuses is refused on all.
+  std::exception_ptr refused;
+  try {
+    require_replicas();
+  } catch (const Error& e) {
+    refused = std::current_exception();
+    text += concat(e.what(), "\n");
+  }
   require_agreement(group_, "the module", text);
   if (!unknown.empty())
     throw InvalidArgument(
         concat("the module has no parameter or buffer named ", list(unknown),
                "; names to ignore are as in named_parameters() and named_buffers()"));
-  require_replicas();
+  if (refused) std::rethrow_exception(refused);
   broadcast_coalesced(state, group_, 0);
   reducer_ = std::make_unique<GradientReducer>(std::move(reduced), options_.reducer);
 }
 
-// Decided from what all ranks share, so that all throw.
 void DataParallelEngine::require_replicas() const {
   const ReduceOp::Kind kind = options_.reduction.kind;
   if (kind != ReduceOp::Kind::avg && kind != ReduceOp::Kind::sum &&

@@ -305,6 +305,114 @@ TEST(Reducer, NestedBackward) {
       });
 }
 
+enum class Throws { never, in_function, in_recomputation, in_nested_backward };
+
+// As Checkpoint, of a body that autograd does not see into, and that may throw.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  struct Body {
+    torch::Tensor weight;
+    Throws throws;
+  };
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
+                               const Body& body) {
+    context->saved_data["weight"] = body.weight;
+    context->saved_data["throws"] = static_cast<int>(body.throws);
+    context->save_for_backward({x});
+    at::NoGradGuard no_grad;
+    return x * body.weight;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto throws = static_cast<Throws>(context->saved_data["throws"].toInt());
+    if (throws == Throws::in_function) throw std::runtime_error("a function");
+    auto x = context->get_saved_variables()[0].detach().requires_grad_();
+    const at::AutoGradMode grad(true);
+    auto same = x * 1;
+    if (throws == Throws::in_recomputation) throw std::runtime_error("a recomputation");
+    // called when the weight's gradient has been accumulated
+    if (throws == Throws::in_nested_backward)
+      same.register_hook([](const torch::Tensor&) -> torch::Tensor {
+        throw std::runtime_error("a nested backward");
+      });
+    (same * context->saved_data["weight"].toTensor()).backward(gradients[0]);
+    return {x.grad(), torch::Tensor()};
+  }
+};
+
+TEST(Reducer, GoesOnAfterAFunctionOrARecomputationThatFailed) {
+  for (const auto& options : all_options())
+    run_threads(2, [&](DistributedManager& manager) {
+      const double r = manager.rank();
+      auto outer = leaf(torch::full({2}, 2.0, torch::kDouble)),
+           inner = leaf(torch::full({2}, 3.0, torch::kDouble)),
+           other = leaf(torch::ones({5}, torch::kDouble));
+      GradientReducer reducer({{outer, "outer", manager.world()},
+                               {inner, "inner", manager.world()},
+                               {other, "other", manager.world()}},
+                              options);
+      // The gradient of what is used last is accumulated first.
+      const auto loss = [&](Throws throws, bool other_first) {
+        torch::Tensor sum = torch::zeros({}, torch::kDouble);
+        if (!other_first) sum = sum + (other * (r + 2)).sum();
+        sum = sum + Recomputed::apply(outer * (r + 1), Recomputed::Body{inner, throws}).sum();
+        return other_first ? sum + (other * (r + 2)).sum() : sum;
+      };
+      for (const bool set_to_none : {true, false}) {
+        for (const bool other_first : {true, false}) {
+          for (const auto throws :
+               {Throws::in_function, Throws::in_recomputation, Throws::in_nested_backward}) {
+            EXPECT_THROW(loss(throws, other_first).backward(), std::runtime_error);
+            for (auto& p : {outer, inner, other}) {
+              if (set_to_none) p.mutable_grad().reset();
+              if (p.grad().defined()) p.grad().zero_();
+            }
+            loss(Throws::never, other_first).backward();
+            expect_equal(outer.grad(), torch::full_like(outer, 3 * 1.5));
+            expect_equal(inner.grad(), torch::full_like(inner, 2 * 1.5));
+            expect_equal(other.grad(), torch::full_like(other, 2.5));
+            for (auto& p : {outer, inner, other}) p.mutable_grad().reset();
+          }
+        }
+      }
+    });
+}
+
+struct Maybe : torch::autograd::Function<Maybe> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                               bool gives) {
+    context->saved_data["gives"] = gives;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const bool gives = context->saved_data["gives"].toBool();
+    return {gives ? gradients[0] : torch::Tensor(), torch::Tensor()};
+  }
+};
+
+// A backward that has no gradient for a parameter, on all ranks or on one.
+TEST(Reducer, AnUndefinedGradientAddsNothing) {
+  for (const auto& options : all_options()) {
+    for (const auto& op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::premultiplied(0.25)}) {
+      run_threads(2, [&](DistributedManager& manager) {
+        const auto p = leaf(torch::ones({2}, torch::kDouble));
+        GradientReducer reducer({{p, "p", manager.world(), op}}, options);
+        const double scale = op.kind == ReduceOp::Kind::sum   ? 1
+                             : op.kind == ReduceOp::Kind::avg ? 0.5
+                                                              : 0.25;
+        double expected = 0;
+        // Bits: the ranks that have a gradient.
+        for (const int ranks : {3, 0, 3, 1, 0, 2, 3}) {
+          const bool gives = (ranks >> manager.rank() & 1) != 0;
+          (Maybe::apply(p, gives).sum() * (manager.rank() + 1.0)).backward();
+          for (int r = 0; r < 2; ++r) expected += (ranks >> r & 1) * (r + 1) * scale;
+          expect_equal(p.grad(), torch::full_like(p, expected));
+        }
+      });
+    }
+  }
+}
+
 TEST(Reducer, RefusesWhatItCannotReduce) {
   const auto p = leaf(torch::ones({2}));
   EXPECT_THROW(GradientReducer({{torch::ones({2}), "p", Group()}}), InvalidArgument);

@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 
+#include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/threads.h"
 #include "tessera/gradient/mean_loss.h"
 #include "tessera/gradient/reducer.h"
@@ -143,6 +144,79 @@ TEST(SeveralReducers, OfOneParameterWorkOneAfterTheOther) {
     const GradientReducer a({{u, "u", manager.world()}}), b({{u, "u", manager.world()}});
     (u.sum() * r).backward();
     EXPECT_TRUE(same(u.grad(), number(1.5)));
+  });
+}
+
+// What one rank alone still has of what was made before would make calls that the others do not.
+TEST(SeveralReducers, OneThatOneRankAloneKeepsIsToldOnEveryRank) {
+  for (const int keeper : {0, 1, 2}) {
+    run_threads(3, [&](DistributedManager& manager) {
+      const Group world = manager.world();
+      const auto v = parameter(), w = parameter();
+      const std::vector<ReducedParameter> means{{v, "v", world}, {w, "w", world}};
+      auto old = std::make_unique<GradientReducer>(std::vector<ReducedParameter>{{w, "w", world}});
+      w.sum().backward();
+      if (manager.rank() != keeper) old.reset();
+      for (const auto op : {ReduceOp::avg, ReduceOp::sum}) {
+        try {
+          const GradientReducer made({{v, "v", world, op}, {w, "w", world, op}});
+          ADD_FAILURE() << "rank " << manager.rank() << " saw nothing";
+        } catch (const MismatchError& e) {
+          EXPECT_NE(std::string(e.what()).find("parameter 'w'"), std::string::npos) << e.what();
+          EXPECT_NE(std::string(e.what()).find("earlier reducer"), std::string::npos) << e.what();
+        }
+      }
+      old.reset();
+      w.mutable_grad().reset();
+      const auto reduces = [&] {
+        for (const auto& p : {v, w}) p.mutable_grad().reset();
+        (v.sum() * manager.rank() + w.sum() * (manager.rank() + 1)).backward();
+        EXPECT_TRUE(same(v.grad(), number(1))) << v.grad();
+        EXPECT_TRUE(same(w.grad(), number(2))) << w.grad();
+      };
+      auto one = std::make_unique<GradientReducer>(means);
+      reduces();
+      // Dropped by all: what is left compares once more, and then no longer.
+      auto two = std::make_unique<GradientReducer>(means);
+      reduces();
+      one.reset();
+      reduces();
+      {
+        const CommTraceScope trace(manager);
+        reduces();
+        for (const auto& call : trace->events()) EXPECT_EQ(call.operation, "all_reduce");
+      }
+      // Dropped by all but one.
+      const GradientReducer three(means);
+      reduces();
+      if (manager.rank() != keeper) two.reset();
+      EXPECT_THROW((v.sum() + w.sum()).backward(), MismatchError);
+    });
+  }
+}
+
+// What a rank refuses by itself is heard in all groups of its reducer, and in theirs.
+TEST(SeveralReducers, WhatOneRankRefusesIsToldOnEveryRank) {
+  run_threads(4, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"host", 2}, {"device", 2}});
+    const bool odd = manager.rank() == 1;
+    const auto w = parameter(), v = parameter();
+    const auto made = [&](const at::Tensor& first, const at::Tensor& second,
+                          const ReducerOptions& options = {}) {
+      const GradientReducer reducer(
+          {{first, "w", mesh.group("device")}, {second, "v", mesh.group("host")}}, options);
+    };
+    EXPECT_THROW(made(odd ? w * 1 : w, v), MismatchError);
+    EXPECT_THROW(made(w, odd ? w : v), MismatchError);
+    EXPECT_THROW(made(w, v, {.bucket_bytes = odd ? 0 : 1}), MismatchError);
+    EXPECT_THROW(made(w, v, {.gradient_as_bucket_view = odd}), MismatchError);
+    EXPECT_THROW(made(w, v, {.learn_order = odd}), MismatchError);
+    EXPECT_THROW(made(w, v, {.learn_order = true}), InvalidArgument);
+    {
+      const GradientReducer inner({{w, "w", mesh.group("device"), ReduceOp::sum}});
+      EXPECT_THROW(made(w, v), GradientError);
+    }
+    EXPECT_NO_THROW(made(w, v));
   });
 }
 

@@ -5,6 +5,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <memory>
+#include <utility>
+
+#include "tessera/comm/job/manager.h"
 #include "tessera/nn/distributed_data_parallel.h"
 
 namespace tessera::testing {
@@ -79,6 +83,36 @@ inline void train_and_compare(const Group& group, const DistributedDataParallelO
         << item.key() << " on rank " << group.rank() << " of " << group.size();
     EXPECT_EQ(item.value().grad().defined(), wanted[item.key()].grad().defined()) << item.key();
   }
+}
+
+/// A wrapper that one rank keeps, for its log, when all go on with another one. Groups may have
+/// ended afterwards.
+inline void keep_an_old_wrapper(DistributedManager& manager) {
+  const int ranks = manager.world_size();
+  torch::nn::Linear net(3, 2);
+  using Wrapper = DistributedDataParallel<torch::nn::Linear>;
+  const auto step = [&](Wrapper& ddp) {
+    net->zero_grad();
+    ddp(torch::full({1, 3}, 1.0 + manager.rank())).sum().backward();
+  };
+  const auto wrapped = [&] { return std::make_unique<Wrapper>(net, manager.world()); };
+  auto ddp = wrapped();
+  step(*ddp);
+  auto kept = manager.rank() == 0 ? std::move(ddp) : nullptr;
+  ddp.reset();
+  if (ranks > 1) EXPECT_THROW(wrapped(), MismatchError);
+  kept.reset();
+  ddp = wrapped();
+  for (int k = 0; k < 2; ++k) {
+    step(*ddp);
+    EXPECT_TRUE(net->weight.grad().allclose(torch::full({2, 3}, (ranks + 1) / 2.0)))
+        << net->weight.grad();
+  }
+  // The same, made before the old one goes.
+  auto next = wrapped();
+  kept = manager.rank() == 0 ? std::move(ddp) : nullptr;
+  ddp.reset();
+  if (ranks > 1) EXPECT_THROW(step(*next), MismatchError);
 }
 
 }  // namespace tessera::testing

@@ -47,6 +47,7 @@ TEST(DistributedDataParallelProcesses, UnevenTrainingEqualsOneProcess) {
                                    reference);
   }
   beside_sharded_tensors(manager);
+  testing::keep_an_old_wrapper(manager);
   manager.shutdown();
 }
 

@@ -95,6 +95,115 @@ TEST(DistributedDataParallel, AccumulationOverMicroBatchesEqualsOneProcess) {
   });
 }
 
+// A user's function whose backward throws.
+struct Fails : torch::autograd::Function<Fails> {
+  using Context = torch::autograd::AutogradContext;
+  static torch::Tensor forward(Context*, const torch::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(Context*, const torch::autograd::variable_list&) {
+    throw std::runtime_error("in backward");
+  }
+};
+
+enum class FailsIn { nothing, function, recomputation, nested_backward };
+
+// tanh(layer(x)), computed again in backward, as reentrant checkpointing does.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  using Context = torch::autograd::AutogradContext;
+  static torch::Tensor forward(Context* ctx, const torch::Tensor& x, const torch::nn::Linear& layer,
+                               FailsIn fails) {
+    ctx->saved_data["weight"] = layer->weight;
+    ctx->saved_data["bias"] = layer->bias;
+    ctx->saved_data["fails"] = static_cast<int>(fails);
+    ctx->save_for_backward({x});
+    const at::NoGradGuard no_grad;
+    return torch::tanh(torch::linear(x, layer->weight, layer->bias));
+  }
+  static torch::autograd::variable_list backward(Context* ctx,
+                                                 const torch::autograd::variable_list& g) {
+    const auto fails = static_cast<FailsIn>(ctx->saved_data["fails"].toInt());
+    const auto x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    const at::AutoGradMode grad(true);
+    // It throws when the gradients of weight and bias have been accumulated.
+    const auto y = torch::tanh(
+        torch::linear(fails == FailsIn::nested_backward ? Fails::apply(x) : x,
+                      ctx->saved_data["weight"].toTensor(), ctx->saved_data["bias"].toTensor()));
+    if (fails == FailsIn::recomputation) throw std::runtime_error("in a recomputation");
+    y.backward(g[0]);
+    return {x.grad(), torch::Tensor(), torch::Tensor()};
+  }
+};
+
+struct CheckpointedImpl : torch::nn::Module {
+  CheckpointedImpl()
+      : first(register_module("first", torch::nn::Linear(6, 8))),
+        middle(register_module("middle", torch::nn::Linear(8, 8))),
+        last(register_module("last", torch::nn::Linear(8, 2))) {
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    torch::Tensor h = torch::tanh(first(x));
+    if (fails == FailsIn::function) h = Fails::apply(h);
+    return last(Recomputed::apply(h, middle, fails));
+  }
+  torch::nn::Linear first, middle, last;
+  FailsIn fails = FailsIn::nothing;
+};
+TORCH_MODULE(Checkpointed);
+
+// Backwards that exceptions end, three before each step, change nothing about the training.
+TEST(DistributedDataParallel, TrainsOnAfterBackwardsThatFailed) {
+  std::vector<torch::Tensor> batches;
+  for (int step = 0; step < testing::kSteps; ++step) batches.push_back(testing::samples(step, 13));
+  const auto train = [](Checkpointed& net, const std::function<torch::Tensor(int)>& loss,
+                        bool fails) {
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < testing::kSteps; ++step) {
+      const bool set_to_none = step % 2 == 0;
+      for (const auto in : {FailsIn::function, FailsIn::recomputation, FailsIn::nested_backward}) {
+        if (!fails) break;
+        optimizer.zero_grad(set_to_none);
+        net->fails = in;
+        EXPECT_THROW(loss(step).backward(), std::runtime_error);
+        net->fails = FailsIn::nothing;
+      }
+      optimizer.zero_grad(set_to_none);
+      loss(step).backward();
+      optimizer.step();
+    }
+  };
+  torch::manual_seed(1);
+  Checkpointed reference;
+  train(
+      reference,
+      [&](int step) {
+        return torch::mse_loss(reference(batches[step]), testing::target(batches[step]));
+      },
+      false);
+  for (const bool overlap : {true, false})
+    for (const bool view : {true, false})
+      for (const std::int64_t bytes : {1l, 600l, 1l << 20})
+        run_threads(2, [&](DistributedManager& manager) {
+          Checkpointed net = one_at_a_time([&] {
+            torch::manual_seed(1 + manager.rank());
+            return Checkpointed();
+          });
+          DistributedDataParallel ddp(net, manager.world(),
+                                      {.reducer = {bytes, bytes, overlap, view}});
+          train(
+              net,
+              [&](int step) {
+                const auto x = testing::part(batches[step], step, manager.rank(), 2);
+                return ddp.mean_loss(torch::mse_loss(ddp(x), testing::target(x)),
+                                     static_cast<double>(x.size(0)));
+              },
+              true);
+          const auto wanted = reference->named_parameters();
+          for (const auto& item : net->named_parameters())
+            EXPECT_TRUE(torch::allclose(item.value(), wanted[item.key()], 1e-10, 1e-10))
+                << item.key() << ", buckets of " << bytes << " bytes";
+        });
+}
+
 TEST(DistributedDataParallel, RankZeroGivesParametersAndBuffers) {
   run_threads(3, [](DistributedManager& manager) {
     torch::nn::BatchNorm1d norm(4);
@@ -139,6 +248,11 @@ TEST(DistributedDataParallel, DifferentModulesAreAnErrorOnEveryRank) {
         DistributedDataParallel(torch::nn::Linear(3, 3), manager.world(), {.ignore = {"wieght"}}),
         InvalidArgument);
   });
+}
+
+TEST(DistributedDataParallel, AnOldWrapperOfOneRankIsAnErrorOnEveryRank) {
+  for (int ranks = 2; ranks <= 3; ++ranks)
+    run_threads(ranks, [](DistributedManager& manager) { testing::keep_an_old_wrapper(manager); });
 }
 
 TEST(DistributedDataParallel, TakesSharedPointersAndAnyForward) {

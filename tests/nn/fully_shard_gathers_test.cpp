@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "byte_counter.h"
+#include "call_order.h"
 #include "fully_shard_case.h"
 #include "tessera/nn/detail/flat_plan.h"
 
@@ -62,6 +63,44 @@ TEST(FullyShard, GathersSmallUnitsTogether) {
     EXPECT_GT(some["reduce_scatter"].first, 2);
     auto none = calls_with({.units = {"blocks.*"}, .prefetch = 0});
     EXPECT_EQ(none["all_gather"].first, each["all_gather"].first);
+  });
+}
+
+// A weight that is not in row-major order lies in no buffer of its unit: an operator takes the bias
+// of the unit's, and gathers the weight by itself. A rank without rows does the same another way.
+TEST(FullyShard, RanksWithoutRowsGatherAsOftenAsTheOthers) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (const int without : {0, 1}) {
+      const auto made = [] {
+        Sequential net(Linear(8, 4), Linear(4, 4));
+        net->to(at::kDouble);
+        fill(*net, 7);
+        Linear first = net->ptr<torch::nn::LinearImpl>(0);
+        first->weight.set_data(first->weight.detach().t().contiguous().t());
+        return net;
+      };
+      Sequential net = made(), expected = made();
+      fully_shard(*net, mesh);
+      const at::Tensor x = randn({3, 8}, at::kDouble);
+      const Sizes rows = without == 0 ? Sizes{0, 3} : Sizes{3, 0};
+      const at::Tensor mine = leaf(x, ShardSpec(mesh, {3, 8}, {Shard(0)}, {{0, rows}}), false);
+      for (int step = 0; step < 4; ++step) {
+        net->zero_grad();
+        expected->zero_grad();
+        const CommTraceScope trace(manager);
+        {
+          const at::NoGradGuard no_grad;
+          EXPECT_LT(difference(net->forward(mine), expected->forward(x)), 1e-10) << step;
+        }
+        loss_of(net->forward(mine)).backward();
+        const std::string calls = order_of(*trace);
+        EXPECT_EQ(manager.world().all_gather_bytes(calls), std::vector<std::string>(2, calls))
+            << "step " << step;
+        loss_of(expected->forward(x)).backward();
+        expect_same(*net, *expected, concat("step ", step));
+      }
+    }
   });
 }
 

@@ -12,6 +12,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/nn/fully_shard.h"
 
 namespace tessera::test {
 
@@ -522,6 +523,49 @@ TEST(ShardedParameters, RanksThatDifferAllThrow) {
   run_threads(2, [](DistributedManager& manager) {
     torch::nn::Linear net(3, manager.rank() == 0 ? 3 : 4);
     EXPECT_THROW(distribute_module(*net, manager.mesh({{"x", 2}})), MismatchError);
+  });
+}
+
+// What one rank alone cannot distribute is an error on all of them, and changes nothing.
+TEST(ShardedParameters, WhatOneRankRefusesAllRefuse) {
+  using Prepare = std::function<std::shared_ptr<void>(torch::nn::Sequential&, DistributedManager&)>;
+  const auto first = [](torch::nn::Sequential& net) { return net->ptr<torch::nn::LinearImpl>(0); };
+  const std::vector<Prepare> all{
+      [&](torch::nn::Sequential& net, DistributedManager&) {
+        first(net)->weight.mutable_grad() = at::zeros({3, 3});
+        return nullptr;
+      },
+      [&](torch::nn::Sequential& net, DistributedManager&) {
+        return std::make_shared<GradientReducer>(
+            std::vector<ReducedParameter>{{first(net)->weight, "w", Group()}});
+      },
+      [&](torch::nn::Sequential& net, DistributedManager&) {
+        first(net)->weight.set_data(net->ptr<torch::nn::LinearImpl>(1)->weight.detach());
+        return nullptr;
+      },
+      [&](torch::nn::Sequential& net, DistributedManager& manager) {
+        distribute_module(*net->ptr(0), manager.mesh(Mesh({{"x", 1}}, {manager.rank()})));
+        return nullptr;
+      }};
+  run_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      for (const bool fully : {false, true}) {
+        torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+        const auto kept = manager.rank() == 1 ? all[i](net, manager) : nullptr;
+        if (fully) {
+          EXPECT_THROW(fully_shard(*net, mesh), MismatchError) << i;
+        } else {
+          EXPECT_THROW(distribute_module(*net, mesh), MismatchError) << i;
+        }
+        EXPECT_FALSE(is_sharded(net->ptr<torch::nn::LinearImpl>(1)->weight)) << i;
+      }
+    }
+    torch::nn::Sequential net(torch::nn::Linear(3, 3));
+    EXPECT_THROW(
+        distribute_module(*net, mesh, {{manager.rank() == 0 ? "0.*" : "1.*", {{Shard(0)}}}}),
+        MismatchError);
+    EXPECT_FALSE(is_sharded(net->ptr<torch::nn::LinearImpl>(0)->weight));
   });
 }
 

@@ -67,6 +67,28 @@ TEST(StepWeight, RaggedMicroBatchesGiveTheGradientOfOneBatch) {
   }
 }
 
+// C++ modules list a tied parameter once under each of its names.
+TEST(StepWeight, ATiedParameterIsDividedOnce) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto tied = [] {
+      auto net = small();
+      net->register_parameter("again", net->ptr<torch::nn::LinearImpl>(0)->weight);
+      return net;
+    };
+    auto net = tied(), alone = tied();
+    ASSERT_EQ(net->parameters().size(), 5u);
+    const at::Tensor x = randn({6, 3}, at::kDouble);
+    alone->forward(x).square().mean().backward();
+    DistributedDataParallel ddp(net, manager.world());
+    StepWeight weight(manager.world());
+    const at::Tensor mine = x.narrow(0, manager.rank() == 0 ? 0 : 2, manager.rank() == 0 ? 2 : 4);
+    weight.weigh(ddp(mine).square().mean(), static_cast<double>(mine.size(0))).backward();
+    weight.finish(net->parameters());
+    for (std::size_t i = 0; i < 5; ++i)
+      EXPECT_LT(difference(net->parameters()[i].grad(), alone->parameters()[i].grad()), 1e-12) << i;
+  });
+}
+
 TEST(StepWeight, AWrongWeightOfOneRankThrowsOnAllAndTheNextStepIsRight) {
   run_threads(3, [](DistributedManager& manager) {
     const at::Tensor w = at::ones({2}, at::kDouble).requires_grad_();

@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/group/detail/group_state.h"
 #include "tessera/gradient/announce.h"
 
 namespace tessera {
@@ -94,6 +96,7 @@ at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor&
   const Entry& entry = parameters[i];
   const at::Tensor parameter = entry.tensor();
   if (!parameter.defined() || !detail::accumulates_into(parameter)) return gradient;
+  came[i] = true;
   const bool weighted = entry.op.kind == ReduceOp::Kind::premultiplied;
   if (!weighted &&
       detail::averaged_above(entry.group.ranks(),
@@ -110,12 +113,19 @@ at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor&
 
 void GradientReducer::State::accumulated(std::size_t i) {
   const std::lock_guard lock(mutex);
-  note_form(i);
-  pending[i] = true;
+  // libtorch says so of an undefined gradient too, which adds nothing. It would make no difference
+  // to a mean.
+  const bool adds = came[i] || !parameters[i].sums();
+  came[i] = false;
+  if (adds) {
+    note_form(i);
+    pending[i] = true;
+  }
   if (!sync) return;
   if (!open) begin();
   Bucket& bucket = buckets[bucket_of[i]];
   if (fired[i]) {
+    if (!adds) return;
     if (bucket.started && bucket.uniform) {
       late = true;
       return;
@@ -134,27 +144,84 @@ void GradientReducer::State::accumulated(std::size_t i) {
   while (next < buckets.size() && buckets[order[next]].missing == 0) start(buckets[order[next++]]);
 }
 
-void GradientReducer::State::find_earlier(const ReducedParameter& p) {
+namespace {
+
+// The place of `one` among `all`, of which it becomes one.
+template <class T>
+std::size_t place_among(std::vector<std::weak_ptr<T>>& all, const std::shared_ptr<T>& one) {
+  const auto at =
+      std::find_if(all.begin(), all.end(), [&](const auto& weak) { return weak.lock() == one; });
+  const auto place = static_cast<std::size_t>(at - all.begin());
+  if (at == all.end()) all.push_back(one);
+  return place;
+}
+
+}  // namespace
+
+// Says which reducers of the same ranks the parameter has already, in words that the ranks compare:
+// one that lives on one rank alone makes calls there that no other rank makes. `refused`: the first
+// error, which follows from what is said.
+std::string GradientReducer::State::find_earlier(const ReducedParameter& p,
+                                                 std::exception_ptr& refused) {
+  std::string text;
   for (const auto& sync : gradient_syncs({p.parameter})) {
     const auto other = std::dynamic_pointer_cast<State>(sync);
     if (!other) continue;
+    place_among(earlier, other);
     const std::size_t at = other->index.at(p.parameter.unsafeGetTensorImpl());
     const Entry& entry = other->parameters[at];
+    if (other->access(at).uniform() ||
+        detail::shared_ranks(entry.group.ranks(), p.group.ranks()) < 2)
+      continue;
+    auto of = std::find_if(preceded.begin(), preceded.end(),
+                           [&](const Preceded& known) { return known.group == p.group; });
+    if (of == preceded.end()) of = preceded.insert(of, {p.group, {}});
+    text += concat(", reduced already by earlier reducer ", place_among(of->by, other), " (",
+                   to_string(entry.op.kind), "), which is still alive");
     const bool means = entry.op.kind == ReduceOp::Kind::avg && p.op.kind == ReduceOp::Kind::avg;
-    if (!means && !other->access(at).uniform() &&
-        detail::shared_ranks(entry.group.ranks(), p.group.ranks()) > 1)
-      throw GradientError(concat(
+    if (!means && !refused)
+      refused = std::make_exception_ptr(GradientError(concat(
           "the gradient of parameter '", p.name, "' is reduced over group '", entry.group.name(),
           "' already, which shares ranks with group '", p.group.name(),
           "': it would be counted several times. Reduce it once (list it in "
-          "DistributedDataParallelOptions::ignore), or over groups that share this rank alone."));
-    const bool known = std::any_of(earlier.begin(), earlier.end(),
-                                   [&](const auto& weak) { return weak.lock() == other; });
-    if (!known) earlier.push_back(other);
+          "DistributedDataParallelOptions::ignore), or over groups that share this rank alone.")));
   }
+  return text;
+}
+
+// A reducer that one rank alone has dropped since: from then on each call of that rank would meet
+// another one of the others.
+void GradientReducer::State::require_earlier_alike() {
+  for (Preceded& of : preceded) {
+    std::string alive;
+    for (const auto& weak : of.by) alive += weak.expired() ? '0' : '1';
+    const auto all = of.group.all_gather_bytes(alive, {.name = "earlier gradient reducers"});
+    std::vector<int> others;
+    for (std::size_t r = 1; r < all.size(); ++r)
+      if (all[r] != all[0]) others.push_back(of.group.ranks()[r]);
+    if (!others.empty())
+      throw MismatchError(concat("group '", of.group.name(),
+                                 "': of the gradient reducers (DistributedDataParallel) that "
+                                 "its parameters had before, others live on ranks ",
+                                 list(others), " than on rank ", of.group.ranks()[0],
+                                 ". Drop such a one on all ranks, or on none."));
+    if (alive.find('1') == std::string::npos) of.by.clear();
+  }
+  std::erase_if(preceded, [](const Preceded& of) { return of.by.empty(); });
+}
+
+// After a failure sharded parameters go on over groups that are made anew. One rank may have learnt
+// an order that others have not.
+void GradientReducer::State::forget_order() {
+  if (!options.learn_order || buckets.empty() || !buckets.front().uniform ||
+      !buckets.front().group.state()->watch().poison())
+    return;
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  learnt = false;
 }
 
 void GradientReducer::State::begin() {
+  forget_order();
   open = true;
   // At the end of this backward. A nested one ends first and reduces what it has; the rest follows
   // when the outer one ends. A backward that an exception ends calls nobody back: it destroys what
@@ -196,6 +263,7 @@ void GradientReducer::State::abandon() {
     TORCH_WARN("gradients of a backward that failed could not be reduced: ", e.what());
     leave_shared_memory();
   }
+  std::fill(came.begin(), came.end(), false);
   reset();
 }
 
@@ -343,6 +411,7 @@ void GradientReducer::State::write_back(Bucket& bucket) {
 
 void GradientReducer::State::finish() {
   try {
+    require_earlier_alike();
     for (const auto& weak : earlier) {
       const auto inner = weak.lock();
       if (!inner) continue;
@@ -421,7 +490,16 @@ void GradientReducer::State::learn() {
     bytes.assign(reinterpret_cast<const char*>(arrival.data()),
                  arrival.size() * sizeof(std::size_t));
   }
-  bytes = buckets.front().group.broadcast_bytes(bytes, 0, {.name = "order of buckets"});
+  Bucket& first = buckets.front();
+  if (first.uniform && first.group.state()->watch().poison()) {
+    for (const Slot& slot : first.slots) {
+      const at::Tensor p = parameters[slot.parameter].tensor();
+      if (!p.defined()) continue;
+      const UnreducedGradient gradient = access(slot.parameter).unreduced(p, first.group);
+      if (!gradient.value.defined()) first.group = gradient.group;
+    }
+  }
+  bytes = first.group.broadcast_bytes(bytes, 0, {.name = "order of buckets"});
   if (bytes.size() != order.size() * sizeof(std::size_t)) return;
   std::memcpy(order.data(), bytes.data(), bytes.size());
   learnt = true;

@@ -6,6 +6,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -92,11 +93,18 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   std::unordered_map<const c10::TensorImpl*, std::size_t> index;
   // Reducers that parameters had before: theirs is done first.
   std::vector<std::weak_ptr<State>> earlier;
+  // Those of them that share ranks with a group of this one: all ranks of that have them, or none.
+  struct Preceded {
+    Group group;
+    std::vector<std::weak_ptr<State>> by;
+  };
+  std::vector<Preceded> preceded;
   ReducerOptions options;
   std::vector<std::vector<std::size_t>> layout;
   std::vector<Bucket> buckets;
   std::vector<std::size_t> bucket_of;
   std::vector<bool> pending;  // accumulated since the last reduction
+  std::vector<bool> came;     // of a sum: a gradient is on its way to the parameter
   std::vector<bool> fired;    // accumulated in this backward
   std::vector<bool> reduced;  // what .grad() holds, but for what is pending
   // Of parameters whose gradients are weighted by hand, since they were reduced.
@@ -128,6 +136,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
       if (const auto inner = weak.lock()) inner->reduce();
     }
     const std::lock_guard lock(mutex);
+    forget_order();
     finish();
   }
   std::optional<double> scale(const at::Tensor& parameter) const override;
@@ -135,7 +144,8 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   void receives(const at::Tensor& parameter, GradientForm form,
                 const std::vector<int>& ranks) override;
 
-  void find_earlier(const ReducedParameter& p);
+  std::string find_earlier(const ReducedParameter& p, std::exception_ptr& refused);
+  void require_earlier_alike();
   const GradientAccess& access(std::size_t i) const {
     static const GradientAccess plain;
     return parameters[i].access ? *parameters[i].access : plain;
@@ -144,6 +154,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   at::Tensor accumulating(std::size_t i, const at::Tensor& gradient);
   void note_form(std::size_t i);
   void accumulated(std::size_t i);
+  void forget_order();
   void begin();
   void abandon();
   void start(Bucket& bucket);
