@@ -21,6 +21,7 @@
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 #include "tessera/tensor/spec/shard_dims.h"
@@ -234,7 +235,8 @@ struct FullTensor : torch::autograd::Function<FullTensor> {
     const at::Tensor local =
         detail::redistribute_local(detail::on_device(meta), meta.spec(), whole);
     const LocalCallGuard guard;
-    return local.is_same(meta.local) ? local.detach() : local;
+    // A write to the value must not be one to the tensor, whatever its placement.
+    return local.is_alias_of(meta.local) ? local.clone() : local;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return variable_list(3);
@@ -396,6 +398,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   detail::ensure_registered();
   detail::Agreed& agreed = detail::MeshContext::of(mesh)->state->agreed;
   const std::vector<int>& ranks = mesh.layout().ranks();
+  const std::uint64_t failures = detail::failures_of(mesh);
   std::string kind;
   const auto key = [&](const ShardSpec& spec) { return concat(spec, ", ", kind); };
   std::optional<ShardSpec> known;
@@ -413,9 +416,9 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
     throw;
   }
   // Ranks that have agreed once need not communicate again.
-  if (known && agreed.contains(ranks, key(*known))) return from_local(local, *known);
+  if (known && agreed.contains(ranks, failures, key(*known))) return from_local(local, *known);
   const ShardSpec spec = gathered_spec(local, mesh, placements, sizes, kind);
-  agreed.add(ranks, key(spec));
+  agreed.add(ranks, failures, key(spec));
   return from_local(local, spec);
 }
 

@@ -70,10 +70,10 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
 /// tensor's, with Replicate in place of Partial). Throws InvalidArgument for a plain tensor.
 at::Tensor to_local(const at::Tensor& tensor,
                     const std::optional<std::vector<Placement>>& gradient = std::nullopt);
-/// Returns the global value on every rank, as a plain tensor. Collective. Differentiable: with
-/// `gradient` Replicate (the default) every rank computes the same from the value, and its gradient
-/// counts once; with Partial the total loss is the sum of the ranks' losses, and gradients are
-/// summed.
+/// Returns the global value on every rank, as a plain tensor with memory of its own. Collective.
+/// Differentiable: with `gradient` Replicate (the default) every rank computes the same from the
+/// value, and its gradient counts once; with Partial the total loss is the sum of the ranks'
+/// losses, and gradients are summed.
 at::Tensor full_tensor(const at::Tensor& tensor,
                        const std::optional<std::vector<Placement>>& gradient = std::nullopt);
 

@@ -94,6 +94,31 @@ TEST(Redistribute, ResultsHaveMemoryOfTheirOwn) {
   });
 }
 
+TEST(FullTensor, HasMemoryOfItsOwnWhateverThePlacement) {
+  for (const int ranks : {1, 2}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      std::vector<ShardSpec> specs{{mesh, {4}, {Replicate()}}, {mesh, {4}, {Shard(0)}}};
+      // The first rank has everything.
+      if (ranks == 2) specs.push_back({mesh, {4}, {Shard(0)}, {{0, {4, 0}}}});
+      for (const ShardSpec& spec : specs) {
+        const at::Tensor x = leaf(at::ones({4}, at::kDouble), spec);
+        full_tensor(x.detach()).mul_(5);
+        EXPECT_EQ(difference(x.detach(), at::ones({4}, at::kDouble)), 0) << spec;
+        // What backward needs of the value is the value that it was.
+        const at::Tensor y = full_tensor(x);
+        const at::Tensor loss = (y * y).sum();
+        {
+          const at::NoGradGuard no_grad;
+          x.add_(1);
+        }
+        loss.backward();
+        EXPECT_EQ(difference(x.grad(), at::full({4}, 2.0, at::kDouble)), 0) << spec;
+      }
+    });
+  }
+}
+
 TEST(Redistribute, Asynchronous) {
   for (const int ranks : {1, 2, 3, 4}) {
     on_threads(ranks, [&](DistributedManager& manager) {

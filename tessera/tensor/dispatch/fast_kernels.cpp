@@ -24,6 +24,7 @@
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/plan_cache.h"
 #include "tessera/tensor/dispatch/promote.h"
+#include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/view_replay.h"
 #include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -189,8 +190,8 @@ bool is_simple(const ReadyPlan& plan) {
          !plan.view_copied && plan.mode != ReadyPlan::Mode::by_functional;
 }
 
-// True for plans that need nothing more than parameters gathered before: Policies::redistribution
-// says nothing about that, and no other tensor is to find what was gathered.
+// True for plans that need nothing more than parameters gathered: Policies::redistribution says
+// nothing about that, and no other tensor is to find what was gathered.
 bool only_gathers(const ReadyPlan& plan) {
   if (plan.moves.empty() || plan.moves_shards || !plan.arguments.empty() || plan.local ||
       plan.view_copied || plan.mode != ReadyPlan::Mode::ruled || plan.outputs.size() != 1 ||
@@ -199,6 +200,19 @@ bool only_gathers(const ReadyPlan& plan) {
   return std::all_of(plan.moves.begin(), plan.moves.end(), [](const ReadyPlan::Move& move) {
     return move.element < 0 && !move.from.has_partial() && move.from.has_shard();
   });
+}
+
+// As the general path gathers it: of a call it may gather some, which it must not do again.
+at::Tensor gather(const at::Tensor& t, const ShardSpec& to) {
+  if (at::Tensor gathered = gathered_by_source(t, to); gathered.defined()) return gathered;
+  GatheredParameters* const kept = GatheredParameters::current();
+  at::Tensor local = kept ? kept->find(t, to) : at::Tensor();
+  if (local.defined()) return local;
+  const ShardMeta& meta = *meta_of(t);
+  const LocalCallGuard guard;
+  local = aligned(redistribute_local(meta.local, meta.spec(), to), *under(*meta.layout, to));
+  if (kept) kept->add(t, to, local);
+  return local;
 }
 
 // Where the tensors of a call lie.
@@ -308,7 +322,8 @@ struct Kernels<Op, Result(Arguments...)> {
   }
 
   // Runs the operator on the locals. Undefined: the result is not as planned (an operator's
-  // data-dependent choice), and the general path handles the call.
+  // data-dependent choice), and the general path handles the call; never where parameters were
+  // gathered, which all ranks do once.
   static Result run(const ReadyPlan& plan, const KeyBuilder& builder, Arguments... arguments) {
     if constexpr (kInPlace) {
       at::Tensor local = *builder.locals[0];
@@ -321,20 +336,20 @@ struct Kernels<Op, Result(Arguments...)> {
     } else {
       at::Tensor local;
       if constexpr (kGathers) {
-        if (!plan.moves.empty()) {
-          local = gather_and_call(plan, builder, arguments...);
-          if (!local.defined()) return {};
-        }
+        if (!plan.moves.empty()) local = gather_and_call(plan, builder, arguments...);
       }
       if (!local.defined())
         local = guarded(plan, builder,
                         [&] { return call(plan, builder.locals, Indices(), arguments...); });
-      if (plan.outputs.size() != 1 || !plan.outputs[0].layout || local.is_conj() || local.is_neg())
-        return {};
+      if (plan.outputs.size() != 1 || !plan.outputs[0].layout) return {};
       const LayoutPtr& layout = plan.outputs[0].layout;
-      if (local.scalar_type() != layout->dtype ||
-          !same_dims(local.sizes(), layout->spec.local_shape()))
+      if (local.is_conj() || local.is_neg() || local.scalar_type() != layout->dtype ||
+          !same_dims(local.sizes(), layout->spec.local_shape())) {
+        if constexpr (kGathers) {
+          if (!plan.moves.empty()) return wrap_unplanned(plan, builder, std::move(local));
+        }
         return {};
+      }
       if (plan.mode == ReadyPlan::Mode::ruled) {
         if constexpr (kView) {
           at::Tensor view = wrap_checked(std::move(local), layout);
@@ -353,8 +368,16 @@ struct Kernels<Op, Result(Arguments...)> {
     }
   }
 
-  // Undefined: not all of it is gathered by a source. To gather may fail, or wait for other ranks,
-  // which learn of a failure by themselves.
+  // The result of a plan that gathers, as the general path makes one of it.
+  static at::Tensor wrap_unplanned(const ReadyPlan& plan, const KeyBuilder& builder,
+                                   at::Tensor local) {
+    const LayoutPtr& layout = plan.outputs[0].layout;
+    at::Tensor made = guarded(plan, builder, [&] { return wrap_fresh(std::move(local), layout); });
+    if (layout->spec.has_partial()) meta_of(made)->intermediate = true;
+    return made;
+  }
+
+  // To gather may fail, or wait for other ranks, which learn of a failure by themselves.
   static at::Tensor gather_and_call(const ReadyPlan& plan, const KeyBuilder& builder,
                                     Arguments... arguments) {
     const at::Tensor* tensors[sizeof...(Arguments)] = {tensor_in(arguments)...};
@@ -369,8 +392,7 @@ struct Kernels<Op, Result(Arguments...)> {
           if (tensors[before->argument]->is_same(t) && before->to == move.to)
             local = gathered[before->argument];
         }
-        if (!local.defined()) local = gathered_by_source(t, move.to);
-        if (!local.defined()) return {};
+        if (!local.defined()) local = gather(t, move.to);
       }
     }
     const at::Tensor* locals[kTensors] = {};
