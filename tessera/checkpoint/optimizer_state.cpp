@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -237,6 +238,15 @@ std::vector<Named> named_parameters_of(const torch::optim::Optimizer& optimizer,
   return all;
 }
 
+// A tied parameter is in the optimizer's list under each of its names; its state is one.
+std::vector<Named> once(const std::vector<Named>& all) {
+  std::vector<Named> first;
+  std::set<const void*> seen;
+  for (const Named& one : all)
+    if (seen.insert(one.parameter.unsafeGetTensorImpl()).second) first.push_back(one);
+  return first;
+}
+
 void add_tensor(CheckpointState& state, const std::string& name, const at::Tensor& t,
                 const std::string& parameter, const HandShards& shards) {
   const auto shard = shards.find(parameter);
@@ -376,7 +386,7 @@ void add_optimizer(CheckpointState& state, const std::string& prefix,
   const OptimizerKind kind = kind_of(optimizer);
   state.set(prefix + "kind", kind.name);
   const auto& kept = optimizer.state();
-  for (const Named& one : named_parameters_of(optimizer, module)) {
+  for (const Named& one : once(named_parameters_of(optimizer, module))) {
     const auto found = kept.find(one.parameter.unsafeGetTensorImpl());
     if (found == kept.end()) continue;
     const Fields fields = kind.fields(*found->second);
@@ -410,7 +420,7 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
                                  ", this one is ", name));
   if (as_lbfgs(optimizer)) return read_lbfgs(saved, prefix, optimizer, module, shards, options);
   const OptimizerKind kind = kind_of(optimizer);
-  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
+  const std::vector<Named> parameters = once(named_parameters_of(optimizer, module));
   CheckpointState state;
   std::vector<std::map<std::string, at::Tensor>> fresh(parameters.size());
   auto* const sharded = dynamic_cast<ShardedStates*>(&optimizer);

@@ -137,6 +137,7 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
   stage_ = Stage::train;
   epoch_ = step_ = previous_step_ = 0;
   rate_scale_ = 1;
+  rates_scaled_ = false;
   in_epoch_ = epoch_over_ = validation_due_ = own_loss_ = false;
   stop_ = Stop::none;
   reason_.clear();
@@ -323,7 +324,7 @@ void Trainer::train_micro_batch(MicroBatch& batch, bool last) {
 void Trainer::set_learning_rates() {
   for (std::size_t i = 0; i < base_rates_.size(); ++i) {
     double factor = rate_scale_;
-    bool scheduled = rate_scale_ != 1;
+    bool scheduled = rates_scaled_;
     for (const Schedule& s : schedules_) {
       if (s.optimizer != i) continue;
       factor *= s.factor(step_, epoch_);

@@ -140,7 +140,10 @@ class Trainer {
   /// been written, or at the end of the run. All ranks alike.
   void request_remove(const std::string& name);
   /// Multiplies all learning rates from now on; kept in checkpoints.
-  void scale_learning_rate(double factor) { rate_scale_ *= factor; }
+  void scale_learning_rate(double factor) {
+    rate_scale_ *= factor;
+    rates_scaled_ = true;
+  }
   /// Gives numbers to metrics(), the loggers and the callbacks; the same on every rank.
   void log(const std::map<std::string, double>& values);
   /// Numbers of the first rank alone, such as times: to the loggers and its callbacks. Does nothing
@@ -209,6 +212,8 @@ class Trainer {
   Stage stage_ = Stage::train;
   std::int64_t epoch_ = 0, step_ = 0, previous_step_ = 0;
   double rate_scale_ = 1;
+  /// It was scaled, and so the optimizers' rates are not what they began with, even where it is 1.
+  bool rates_scaled_ = false;
   /// A restored run goes on in the middle of an epoch.
   bool in_epoch_ = false;
   /// The epoch's end has been reported: a checkpoint goes on with the next one.

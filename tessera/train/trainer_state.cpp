@@ -55,6 +55,7 @@ CheckpointState Trainer::state(bool copies) {
   state.set_integer("loop.in_epoch", in_epoch);
   state.set_integer("loop.validation_due", validation_due_);
   state.set_real("loop.rate_scale", rate_scale_);
+  state.set_integer("loop.rates_scaled", rates_scaled_);
   state.set_of_rank("loop.window_metrics", window_metrics_.state());
   state.set_of_rank("loop.epoch_metrics", epoch_metrics_.state());
   if (training_) {
@@ -104,6 +105,7 @@ void Trainer::load(const CheckpointReader& saved) {
   in_epoch_ = saved.integer("loop.in_epoch") != 0;
   validation_due_ = saved.integer("loop.validation_due") != 0;
   rate_scale_ = saved.real("loop.rate_scale");
+  rates_scaled_ = saved.integer("loop.rates_scaled") != 0;
   // Ranks that are gone leave theirs to those that are there.
   const auto share = [&](const std::string& key, Metrics& into) {
     into.clear();

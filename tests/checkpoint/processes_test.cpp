@@ -1,5 +1,6 @@
-// Ranks as processes over Gloo, of which one is killed at any of its operations: the others learn
-// of it in bounded time, and what was saved before can be loaded by whoever comes next.
+// Ranks as processes, in memory and over Gloo, of which one is killed at any of its operations: the
+// others learn of it in bounded time, and what was saved before can be loaded by whoever comes
+// next.
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -76,9 +77,11 @@ std::int64_t loadable(const std::string& folder, const std::string& name) {
   return value;
 }
 
+class CheckpointProcesses : public ::testing::TestWithParam<const char*> {};
+
 }  // namespace
 
-TEST(CheckpointProcesses, OneRankKilledAtEveryOperation) {
+TEST_P(CheckpointProcesses, OneRankKilledAtEveryOperation) {
   for (const bool background : {false, true}) {
     for (const int victim : {0, 1}) {
       for (int at = 0;; ++at) {
@@ -87,6 +90,7 @@ TEST(CheckpointProcesses, OneRankKilledAtEveryOperation) {
         const auto body = [&](const Launch& launch) -> std::string {
           ManagerOptions options;
           options.launch = launch;
+          options.backend = GetParam();
           options.timeout = std::chrono::seconds(10);
           const auto manager = DistributedManager::initialize(options);
           const auto operations = std::make_shared<Killed>(manager.rank() == victim ? at : -1);
@@ -131,11 +135,12 @@ TEST(CheckpointProcesses, OneRankKilledAtEveryOperation) {
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 // The first rank of a save to one file has no memory for the full tensor: the others must not wait.
-TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllThrow) {
+TEST_P(CheckpointProcesses, WithoutMemoryForTheFullTensorAllThrow) {
   const Folder folder;
   const auto body = [&](const Launch& launch) -> std::string {
     ManagerOptions options;
     options.launch = launch;
+    options.backend = GetParam();
     options.timeout = std::chrono::seconds(20);
     const auto manager = DistributedManager::initialize(options);
     const auto mesh = manager.mesh({{"x", 2}});
@@ -169,11 +174,12 @@ TEST(CheckpointProcesses, WithoutMemoryForTheFullTensorAllThrow) {
 }
 
 // A rank that is not the first has memory for its shard, but not for what arrives.
-TEST(CheckpointProcesses, WithoutMemoryToReceiveAllThrow) {
+TEST_P(CheckpointProcesses, WithoutMemoryToReceiveAllThrow) {
   const Folder folder;
   const auto body = [&](const Launch& launch) -> std::string {
     ManagerOptions options;
     options.launch = launch;
+    options.backend = GetParam();
     options.timeout = std::chrono::seconds(20);
     const auto manager = DistributedManager::initialize(options);
     const auto mesh = manager.mesh({{"x", 2}});
@@ -206,5 +212,7 @@ TEST(CheckpointProcesses, WithoutMemoryToReceiveAllThrow) {
   }
 }
 #endif
+
+INSTANTIATE_TEST_SUITE_P(Over, CheckpointProcesses, ::testing::Values("shm", "gloo"));
 
 }  // namespace tessera::test

@@ -129,6 +129,51 @@ TEST(Resume, EveryOptimizerOnTheSameAndOnOtherRanks) {
   }
 }
 
+// C++ modules list a tied parameter once under each of its names, and so does their optimizer.
+TEST(Resume, TiedParameters) {
+  for (const auto& [name, make] : optimizers()) {
+    const Folder folder;
+    on_threads(2, [&, &make = make](DistributedManager& manager) {
+      const auto run = [&](bool resumes) {
+        torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Tanh());
+        net->to(at::kDouble);
+        fill(*net, 5);
+        net->register_parameter("again", net->ptr<torch::nn::LinearImpl>(0)->weight);
+        const auto optimizer = make(net->parameters());
+        ASSERT_EQ(optimizer->param_groups()[0].params().size(), 3u);
+        Checkpointer checkpoints(manager, folder.path());
+        if (resumes) {
+          const CheckpointReader saved(manager.world(), folder.path(), "c");
+          CheckpointState modules;
+          modules.add("net.", *net);
+          saved.load(modules, {.allow_extra = true});
+          load_optimizer(saved, "optimizer.", *optimizer, *net);
+        }
+        static thread_local std::vector<at::Tensor> straight;
+        for (int i = resumes ? 2 : 0; i < 4; ++i) {
+          if (i == 2 && !resumes) {
+            CheckpointState state;
+            state.add("net.", *net);
+            add_optimizer(state, "optimizer.", *optimizer, *net);
+            checkpoints.save("c", state);
+          }
+          seed(i);
+          optimizer->zero_grad();
+          net->forward(randn({4, 3}, at::kDouble)).square().mean().backward();
+          optimizer->step();
+        }
+        std::vector<at::Tensor> values;
+        for (const at::Tensor& p : net->parameters()) values.push_back(p.detach().clone());
+        if (!resumes) straight = values;
+        for (std::size_t i = 0; i < values.size(); ++i)
+          EXPECT_TRUE(values[i].equal(straight[i])) << name << " parameter " << i;
+      };
+      run(false);
+      run(true);
+    });
+  }
+}
+
 TEST(Resume, InterruptedAtEveryStepWhileTheNextSaveIsInProgress) {
   const auto make = optimizers()[0].second;
   std::vector<std::vector<at::Tensor>> after;

@@ -131,6 +131,40 @@ TEST(Callbacks, CheckpointsByStepsAndByTheClock) {
   });
 }
 
+// Half, then twice: as before, also for a run that goes on from a checkpoint.
+TEST(Callbacks, ALearningRateThatIsScaledBackIsTheFirstAgain) {
+  struct Scales : Callback {
+    std::string name() const override { return "scales"; }
+    void on_step_end(Trainer& t, const StepResult&) override {
+      if (t.step() == 2) t.scale_learning_rate(0.5);
+      if (t.step() == 4) t.scale_learning_rate(2);
+    }
+    void on_before_step(Trainer& t, const StepResult&) override {
+      rates.push_back(t.session().optimizers()[0]->param_groups()[0].options().get_lr());
+    }
+    std::vector<double> rates;
+  };
+  on_threads(1, [](DistributedManager& manager) {
+    const Folder folder;
+    const auto run = [&](int steps) {
+      Regression task;
+      auto options = validating(manager, 1);
+      options.max_epochs = 1;
+      options.max_steps = steps;
+      options.checkpoint.folder = folder.path();
+      options.checkpoint.resume = true;
+      const auto scales = std::make_shared<Scales>();
+      options.callbacks = {scales, std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+                                       .every_steps = 4, .at_end = false})};
+      Trainer(options).fit(task, ragged_batches(0, 7));
+      return scales->rates;
+    };
+    const double full = 0.05;
+    EXPECT_EQ(run(5), (std::vector<double>{full, full, full / 2, full / 2, full}));
+    EXPECT_EQ(run(7), (std::vector<double>{full, full, full}));
+  });
+}
+
 TEST(Callbacks, ReduceOnPlateauAndTheMonitor) {
   on_threads(2, [](DistributedManager& manager) {
     Scripted task({5, 6, 6, 4, 4});

@@ -37,6 +37,32 @@ TEST(OnException, TheLastWholeStateIsSavedAndTheRunGoesOn) {
   }
 }
 
+// The same modules and trainer: what the run that failed had accumulated is not in the next step.
+TEST(OnException, TheNextRunBeginsWithoutTheGradientsOfTheOneThatFailed) {
+  struct FailsOnce : Regression {
+    at::Tensor training_step(const MicroBatch& batch, Step& step) override {
+      if (++calls == 2) throw Error("the second micro-batch");
+      return Regression::training_step(batch, step);
+    }
+    int calls = 0;
+  };
+  on_threads(1, [&](DistributedManager& manager) {
+    TrainerOptions options;
+    options.strategy = std::make_shared<DDPStrategy>(manager);
+    options.session.signals = false;
+    options.max_epochs = 1;
+    options.accumulate = 2;
+    options.session.clip.max_norm = 0.1;
+    FailsOnce task;
+    Trainer trainer(options);
+    EXPECT_THROW(trainer.fit(task, ragged_batches(0, 4)), Error);
+    trainer.fit(task, ragged_batches(0, 4));
+    Regression fresh;
+    Trainer(options).fit(fresh, ragged_batches(0, 4));
+    expect_equal(task.values(), fresh.values(), "after a failure");
+  });
+}
+
 TEST(Hostile, ThrowingInSaveOrLoadOnOneRankIsToldAndTheCheckpointBeforeStays) {
   const Folder folder, none;
   std::vector<std::vector<at::Tensor>> expected(2);
