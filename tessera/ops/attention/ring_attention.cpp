@@ -358,9 +358,10 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                                                     is_causal, scale, enable_gqa);
   };
   const bool spread = shards_sequence(query) || shards_sequence(key) || shards_sequence(value);
-  // Plain libtorch says what is wrong with a probability.
-  if (!spread || !(dropout_p >= 0 && dropout_p <= 1) || (has_mask && is_causal) ||
-      !at::isFloatingType(query.scalar_type()))
+  // Plain libtorch says what is wrong with a probability, and with dtypes that differ.
+  if (!spread || query.scalar_type() != key.scalar_type() ||
+      query.scalar_type() != value.scalar_type() || !(dropout_p >= 0 && dropout_p <= 1) ||
+      (has_mask && is_causal) || !at::isFloatingType(query.scalar_type()))
     return plain();
   std::shared_ptr<MeshContext> context;
   for (const at::Tensor* t : {&query, &key, &value}) {

@@ -126,7 +126,17 @@ Plan attention(const OpCall& call) {
 Plan attention_choice(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
   const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
-  const auto& k = *call.find("key");
+  const TensorInfo &k = *call.find("key"), &v = *call.find("value");
+  if (q.dtype != k.dtype || q.dtype != v.dtype)
+    throw InvalidArgument(concat("attention of a query of ", toString(q.dtype), ", keys of ",
+                                 toString(k.dtype), " and values of ", toString(v.dtype),
+                                 ": convert them to one type"));
+  const auto length = [](const TensorInfo& t) {
+    return t.spec.dims() < 2 ? 0 : *(t.spec.shape().end() - 2);
+  };
+  if (length(k) != length(v))
+    throw InvalidArgument(
+        concat("attention of ", length(k), " keys and ", length(v), " values: one for each"));
   const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 &&
                      last_is_dense("query") && last_is_dense("key") && last_is_dense("value") &&
                      !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&

@@ -16,6 +16,7 @@
 #include "tessera/tensor/dispatch/op_info.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail::elementwise_rules {
@@ -249,6 +250,12 @@ Plan foreach (const OpCall& call) {
     const bool alike = t.element >= 0 && t.element < static_cast<int>(first.size()) &&
                        t.spec.shape() == first[t.element]->spec.shape();
     if (!alike) {
+      // The plan is made for results of the shapes of the first list.
+      if (t.element >= 0 && t.element < static_cast<int>(first.size()) &&
+          (t.spec.numel() != 1 || t.spec.dims() > first[t.element]->spec.dims()))
+        throw ShardingError(
+            concat(call.name(), " of elements of shapes ", list(first[t.element]->spec.shape()),
+                   " and ", list(t.spec.shape()), " has no rule: expand them to one shape first"));
       plan.inputs.push_back(
           t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
     } else {

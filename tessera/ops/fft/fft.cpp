@@ -14,6 +14,7 @@
 #include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
@@ -86,12 +87,11 @@ class Stages {
   // that is not sharded yet, and long.
   void gather_dim(int dim) {
     int best = -1;
-    double most = -1;
+    std::tuple<bool, bool, std::int64_t> most(false, false, -1);
     for (int d = 0; d < now_.dims(); ++d) {
       if (d == dim) continue;
       const bool done = std::find(left_.begin(), left_.end(), d) == left_.end();
-      const double merit = (done ? 2e18 : 0) + (now_.is_sharded(d) ? 0 : 1e18) +
-                           static_cast<double>(now_.shape()[d]);
+      const std::tuple merit(done, !now_.is_sharded(d), now_.shape()[d]);
       if (merit > most) {
         most = merit;
         best = d;

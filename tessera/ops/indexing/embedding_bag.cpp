@@ -18,9 +18,11 @@
 #include <optional>
 #include <tuple>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/promote.h"
+#include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -81,13 +83,24 @@ Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
                           const at::Tensor& given_offsets, bool scale_grad_by_freq,
                           std::int64_t mode, bool sparse, const std::optional<at::Tensor>& weights,
                           bool include_last, std::optional<std::int64_t> padding) {
-  TORCH_CHECK(!sparse, "embedding_bag: sparse gradients of sharded tensors: leave out sparse");
+  if (sparse)
+    throw ShardingError("embedding_bag: gradients of sharded tensors are not sparse: leave it out");
   TORCH_CHECK(given.dim() == 1 && given_offsets.dim() == 1 && weight.dim() == 2,
               "embedding_bag: weight, indices and offsets have ", weight.dim(), ", ", given.dim(),
               " and ", given_offsets.dim(), " dims, and need 2, 1 and 1");
+  const auto is_index = [](const at::Tensor& t) {
+    return t.scalar_type() == at::kLong || t.scalar_type() == at::kInt;
+  };
+  if (!at::isFloatingType(weight.scalar_type()) || !is_index(given) || !is_index(given_offsets))
+    throw InvalidArgument(concat("embedding_bag of ", c10::toString(weight.scalar_type()), " at ",
+                                 c10::toString(given.scalar_type()), " indices and ",
+                                 c10::toString(given_offsets.scalar_type()),
+                                 " offsets: give floating-point values, and int or long indices"));
   TORCH_CHECK(mode >= kSum && mode <= kMax, "embedding_bag: mode ", mode, " is none of 0 to 2");
   const bool weighted = weights && weights->defined();
   TORCH_CHECK(!weighted || mode == kSum, "embedding_bag: per_sample_weights are for sums");
+  TORCH_CHECK(!weighted || weights->numel() == given.numel(), "embedding_bag: there are ",
+              weights->numel(), " per_sample_weights for ", given.numel(), " indices");
   const ShardMeta* meta = meta_of(weight)  ? meta_of(weight)
                           : meta_of(given) ? meta_of(given)
                                            : meta_of(given_offsets);

@@ -36,6 +36,13 @@ void require_slices(const OpCall& call, const TensorInfo& x, const TensorInfo& i
                                  " indices along dim ", d, " of ", list(x.spec.shape())));
 }
 
+// Where the result has no elements no rank looks at the indices.
+void require_elements(const OpCall& call, const TensorInfo& x, const TensorInfo& index, int d) {
+  if (x.spec.shape()[d] == 0 && index.spec.numel() > 0)
+    throw InvalidArgument(
+        concat(call.name(), ": there are indices along dim ", d, ", which has size 0"));
+}
+
 // index_add, index_copy, index_fill, index_reduce: complete slices along a dim.
 Plan slices(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
@@ -47,6 +54,7 @@ Plan slices(const OpCall& call, bool adds) {
     throw InvalidArgument(
         concat(call.name(), ": index has ", index.spec.dims(), " dims, and needs one"));
   if (source) require_slices(call, x, index, *source, d);
+  require_elements(call, x, index, d);
   const bool sums = adds && index.spec.dims() == 1;
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
@@ -109,6 +117,7 @@ Plan scatter(const OpCall& call, bool adds) {
     same_dims &= t.spec.dims() == n || (&t != &x && &t != &index && &t != src);
   if (!same_dims) return on_gathered(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  require_elements(call, x, index, d);
   const Labels labels = aligned_labels(call, d);
   const bool sums = adds && src && src->spec.shape()[d] == index.spec.shape()[d];
   LabelProblem p(call);

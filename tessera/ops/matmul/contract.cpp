@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/einsum.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/matmul_native.h>
@@ -85,6 +86,10 @@ at::Tensor with_autograd(const at::Tensor& a, const at::Tensor& b, at::IntArrayR
 Plan contract_rule(const OpCall& c) {
   if (c.tensor(0).dtype == at::kBool)
     throw InvalidArgument("a product of booleans: convert them to integers first");
+  // The kernels compare them too, but a rank without elements calls none.
+  if (c.tensor(0).dtype != c.tensor(1).dtype)
+    throw InvalidArgument(concat("a product of ", toString(c.tensor(0).dtype), " and ",
+                                 toString(c.tensor(1).dtype), ": convert one of them"));
   LabelProblem p(c);
   const auto labels = [&](const char* name) {
     Labels all;
@@ -133,6 +138,9 @@ at::Tensor linear(const at::Tensor& given_x, const at::Tensor& given_w,
   if (const ShardMeta* meta = meta_of(w); meta && casts_parameters(*meta))
     casts = cast_tensors({&x, &w, &b});
   const std::optional<at::Tensor> bias = b.defined() ? std::optional(b) : std::nullopt;
+  // Of more dims libtorch adds it in a step of its own.
+  TORCH_CHECK(!bias || x.dim() > 3 || b.scalar_type() == x.scalar_type(), "linear: the bias is ",
+              b.scalar_type(), ", the input ", x.scalar_type());
   const auto y = sequence_linear(x, w, bias);
   return cast_result(y ? *y : linear_of_shards(x, w, bias), casts);
 }
@@ -151,15 +159,28 @@ at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
   return bias && bias->defined() ? y + *bias : y;
 }
 
+// The product of each of the last rows of `a` and a matrix or vector.
+static at::Tensor of_rows(const at::Tensor& a, const at::Tensor& b) {
+  std::vector<std::int64_t> shape = a.sizes().vec();
+  shape.pop_back();
+  const at::Tensor rows = a.reshape({c10::multiply_integers(shape), a.size(-1)});
+  if (b.dim() == 2) shape.push_back(b.size(1));
+  return at::_unsafe_view(b.dim() == 2 ? rows.mm(b) : rows.mv(b), shape);
+}
+
 at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
-  const bool torn = a.dim() >= 2 && b.dim() >= 2 && (a.dim() > 2 || b.dim() > 2) &&
-                    (breaks_sharded_dim(a, a.dim() - 1) || breaks_sharded_dim(b, b.dim() - 1));
-  if (!torn) return at::native::matmul(a, b);
+  if (a.dim() == 0 || b.dim() == 0 || (a.dim() <= 2 && b.dim() <= 2))
+    return at::native::matmul(a, b);
+  const bool torn = breaks_sharded_dim(a, a.dim() - 1) || breaks_sharded_dim(b, b.dim() - 1);
+  if (!torn && a.dim() > 2 && b.dim() > 2) return at::native::matmul(a, b);
+  // Whether libtorch folds batch dims into rows depends on who requires gradients, which a rank
+  // alone may not.
+  if (!torn && a.dim() > 2) return of_rows(a, b);
   // Batch dims are aligned at the end; those of size 1 that are broadcast are removed first.
   const std::int64_t batches = std::max(a.dim(), b.dim()) - 2;
   const auto prepare = [&](const at::Tensor& t, const at::Tensor& other, Indices& labels) {
     at::Tensor s = t;
-    const std::int64_t own = t.dim() - 2, others = other.dim() - 2;
+    const std::int64_t own = std::max<std::int64_t>(t.dim() - 2, 0), others = other.dim() - 2;
     for (std::int64_t d = 0, at = 0; d < own; ++d) {
       const std::int64_t label = batches - own + d, o = label - (batches - others);
       if (t.size(d) == 1 && o >= 0 && other.size(o) != 1) {
@@ -176,9 +197,10 @@ at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
   // A batch dim of size 1 on one side alone, which the other does not have, is in the result; so is
   // every other one.
   for (std::int64_t l = 0; l < batches; ++l) lo.push_back(l);
-  for (const auto l : {batches, batches + 1}) la.push_back(l);
-  for (const auto l : {batches + 1, batches + 2}) lb.push_back(l);
-  for (const auto l : {batches, batches + 2}) lo.push_back(l);
+  if (a.dim() > 1) la.push_back(batches), lo.push_back(batches);
+  la.push_back(batches + 1);
+  lb.push_back(batches + 1);
+  if (b.dim() > 1) lb.push_back(batches + 2), lo.push_back(batches + 2);
   return contract(x, y, la, lb, lo);
 }
 

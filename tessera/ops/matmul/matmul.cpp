@@ -5,10 +5,14 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mv.h>
 
+#include <algorithm>
+#include <cmath>
+#include <optional>
 #include <utility>
 
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/index_rule.h"
+#include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::matmul_rules {
@@ -26,6 +30,8 @@ void check_added(const char* name, const at::Tensor& self, const at::Tensor& a, 
 
 // Of integers libtorch takes the whole part.
 at::Scalar factor(const at::Scalar& number, at::ScalarType type) {
+  TORCH_CHECK(!number.isComplex() || at::isComplexType(type), "a product of ", type,
+              " values cannot be multiplied by a complex number");
   return at::isIntegralType(type, true) && number.isFloatingPoint()
              ? at::Scalar(static_cast<std::int64_t>(number.toDouble()))
              : number;
@@ -57,6 +63,15 @@ at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& 
 Rule with_whole_factors(Rule rule) {
   return [rule = std::move(rule)](const OpCall& call) {
     Plan plan = rule(call);
+    const bool partial =
+        plan.outputs[0].spec.has_partial() ||
+        std::any_of(plan.inputs.begin(), plan.inputs.end(),
+                    [](const std::optional<ShardSpec>& s) { return s && s->has_partial(); });
+    // Summands that are infinite, or 0 times infinity, do not add up to the result.
+    for (const char* name : {"beta", "alpha"}) {
+      if (partial && !call.value(name).toScalar().isComplex() && !std::isfinite(call.number(name)))
+        return on_gathered(call);
+    }
     const TensorInfo& x = call.tensor(1);
     if (plan.local || !at::isIntegralType(x.dtype, true) || x.spec.shape().back() == 0) return plan;
     plan.local = [](const c10::OperatorHandle& op, torch::jit::Stack a) {

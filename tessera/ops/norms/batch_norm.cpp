@@ -139,6 +139,10 @@ struct Running {
 };
 
 Plan batch_norm(const OpCall& call) {
+  if (optional_tensor(call.value("running_mean")).defined() !=
+      optional_tensor(call.value("running_var")).defined())
+    throw InvalidArgument(
+        concat(call.name(), ": running_mean and running_var are given together, or none"));
   BatchNorm b(call);
   Plan plan = solve(b.problem);
   plan.outputs[0].strides = b.strides();
@@ -202,6 +206,10 @@ Plan batch_norm_backward(const OpCall& call) {
   plan.outputs[0].strides = b.strides();
   plan.local = nothing_here(plan, call) ? zeros_of(plan, of_gradients) : backward_in_order;
   if (!call.boolean("train")) return plan;  // sample by sample; the sums are partial
+  // not read: they stay as they are sharded
+  for (const char* name : {"running_mean", "running_var"}) {
+    if (const TensorInfo* t = call.find(name)) plan.inputs[call.index_of(*t)] = t->spec;
+  }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;

@@ -36,6 +36,11 @@ struct Groups {
     if (n < 2 || count < 1 || x.spec.shape()[1] % count != 0)
       throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
                                    " in ", count, " groups: the channels do not divide into them"));
+    if (call.argument("N") >= 0 &&
+        (call.integer("N") != x.spec.shape()[0] || call.integer("C") != x.spec.shape()[1] ||
+         call.integer("HxW") * call.integer("N") * call.integer("C") != x.spec.numel()))
+      throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
+                                   ": N, C and HxW are not its sizes"));
     for (int d = 1; d < n; ++d) sharded |= x.spec.is_sharded(d);
     data = sharded ? all_labels(n) : first_dims_free(n, 1);
     channels = {sharded ? 1 : kUnsharded};

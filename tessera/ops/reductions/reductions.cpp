@@ -117,7 +117,8 @@ at::Tensor count_nonzero_dim(const at::Tensor& self, std::optional<std::int64_t>
 }
 at::Tensor nansum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
                   std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK(!self.is_complex(), "nansum does not support complex inputs");
+  TORCH_CHECK(!self.is_complex() && !(dtype && at::isComplexType(*dtype)),
+              "nansum does not support complex inputs");
   return at::where(self.isnan(), at::zeros_like(self), self).sum(dim, keepdim, dtype);
 }
 std::tuple<at::Tensor, at::Tensor> aminmax(const at::Tensor& self, std::optional<std::int64_t> dim,

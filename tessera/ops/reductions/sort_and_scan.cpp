@@ -332,7 +332,7 @@ at::Tensor quantile_of(const char* name, const at::Tensor& self, const at::Tenso
   const Between between(name, how);
   check_quantile(name, self, q);
   const bool one_dim = dim && self.dim() > 0;
-  const std::int64_t d = one_dim ? normal_dim(*dim, self.dim()) : 0;
+  const std::int64_t d = dim ? normal_dim(*dim, std::max<std::int64_t>(self.dim(), 1)) : 0;
   const at::Tensor x = std::get<0>((one_dim ? self.movedim(d, -1) : self.flatten()).sort());
   const at::Tensor unknown = x.isnan(), share = q.reshape({-1});
   const double last = static_cast<double>(x.size(-1) - 1);

@@ -30,7 +30,10 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
                                  " values: give floating-point or complex ones"));
   const int n = x.spec.dims();
   std::set<int> dims;
-  for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
+  for (const auto d : call.integers("dim")) {
+    if (!dims.insert(static_cast<int>(normal_dim(d, n))).second)
+      throw InvalidArgument(concat(call.name(), ": dim ", d, " is given twice"));
+  }
   if (dims.empty()) {
     for (int d = 0; d < n; ++d) dims.insert(d);
   }
@@ -81,7 +84,7 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
     const at::Tensor mean = total(part_mean * (here / count));
     const at::Tensor off = part_mean - mean;
     at::Tensor result = total(part_squares + at::real(off * off.conj()) * here)
-                            .div(std::max(count - correction, 0.0));
+                            .div(std::max(0.0, count - correction));
     if (root) result = result.sqrt();
     result = (keep ? result : result.squeeze(dims)).to(c10::toRealValueType(type));
     if (!with_mean) return torch::jit::Stack{result};

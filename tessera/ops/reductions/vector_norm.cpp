@@ -94,6 +94,8 @@ at::Tensor dist(const at::Tensor& self, const at::Tensor& other, const at::Scala
 // The tensors of a list may have any placements: each has a norm of its own (clip_grad_norm_).
 std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& order,
                                      std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK(!order.isBoolean() && !order.isComplex(), "_foreach_norm: the order is ",
+              order.type(), ", and must be an integer or a float");
   std::vector<at::Tensor> norms;
   for (const at::Tensor& t : tensors)
     norms.push_back(at::linalg_vector_norm(t, order, std::nullopt, false, dtype));

@@ -66,6 +66,8 @@ Plan loss(const OpCall& call) {
   const Shape& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
   const std::int64_t reduction = call.integer("reduction");
+  if (reduction < at::Reduction::None || reduction > at::Reduction::Sum)
+    throw InvalidArgument(concat(call.name(), ": reduction ", reduction, " is none of 0 to 2"));
   for (const TensorInfo& t : call.tensors()) {
     if (is_weight(call, t)) {
       p.inputs.push_back(broadcast_labels(call, t, shape));

@@ -181,7 +181,9 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
                               c10::SymInt ignore_index, double label_smoothing) {
   const std::int64_t dims = self.dim(), dim = dims > 1 ? 1 : 0;
   const bool classes = self.sizes() != target.sizes() && !at::isFloatingType(target.scalar_type());
-  if (label_smoothing <= 0 || label_smoothing > 1 || !classes ||
+  TORCH_CHECK(reduction >= at::Reduction::None && reduction <= at::Reduction::Sum,
+              "cross_entropy: reduction ", reduction, " is none of 0 to 2");
+  if (!(label_smoothing > 0 && label_smoothing <= 1) || !classes ||
       (dims != 1 && dims != 2 && dims != 4))
     return at::native::cross_entropy_loss_symint(self, target, weight, reduction, ignore_index,
                                                  label_smoothing);

@@ -26,6 +26,9 @@ Plan softmax(const OpCall& call, bool logarithm) {
   if (!at::isFloatingType(x.dtype))
     throw InvalidArgument(
         concat(call.name(), " of ", c10::toString(x.dtype), " values: give floating-point ones"));
+  if (call.argument("half_to_float") >= 0 && call.boolean("half_to_float") && x.dtype != at::kHalf)
+    throw InvalidArgument(concat(call.name(), " with half_to_float of ", c10::toString(x.dtype),
+                                 " values: it is for Half"));
   const int n = x.spec.dims(), dim = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   p.inputs = {all_labels(n)};

@@ -5,6 +5,7 @@
 #include <ATen/ops/convolution.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "tessera/base/text.h"
@@ -43,6 +44,9 @@ struct Convolution {
       throw InvalidArgument(concat("convolution of an input of shape ", list(x.spec.shape()),
                                    " with a weight of shape ", list(w.spec.shape()), " in ", groups,
                                    " groups: the channels do not agree"));
+    if (transposed && w.spec.numel() == 0)
+      throw InvalidArgument(concat("transposed convolution with a weight of shape ",
+                                   list(w.spec.shape()), ", which has no elements"));
     const auto spatial = static_cast<std::size_t>(n - 2);
     const Shape stride = per_dim(call.integers("stride"), spatial, "stride"),
                 padding = per_dim(call.integers("padding"), spatial, "padding"),
@@ -61,10 +65,19 @@ struct Convolution {
       input[i + 2] = output[i + 2] = kSpatial + static_cast<int>(i);
       const Window window{w.spec.shape()[i + 2], stride[i], padding[i], dilation[i]};
       window.check();
+      for (const std::int64_t size : {window.stride, window.padding, window.dilation}) {
+        if (size > std::numeric_limits<std::int32_t>::max())
+          throw InvalidArgument(concat("convolution: ", size, " is too large for a window"));
+      }
       if (window.padding < 0)
         throw InvalidArgument(
             concat("convolution with padding ", window.padding, " in dim ", i + 2, ": at least 0"));
       const std::int64_t size = x.spec.shape()[i + 2], more = extra[i];
+      if (transposed && (more < 0 || more >= std::max(window.stride, window.dilation)))
+        throw InvalidArgument(concat("transposed convolution with output_padding ", more,
+                                     " in dim ", i + 2, ", stride ", window.stride,
+                                     " and dilation ", window.dilation,
+                                     ": it must be at least 0 and less than one of these"));
       windows.push_back(window);
       output_padding.push_back(more);
       out_shape.push_back(transposed ? (size - 1) * window.stride - 2 * window.padding +

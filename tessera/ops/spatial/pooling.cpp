@@ -3,6 +3,8 @@
 
 #include <ATen/ops/max_pool1d_with_indices.h>
 
+#include <limits>
+
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/windowed.h"
@@ -21,7 +23,9 @@ using Shape = std::vector<std::int64_t>;
 struct Pooling {
   Pooling(const OpCall& call, const ShardSpec& given, int inner) : x(without_partial(given)) {
     const int n = x.dims(), lead = n - inner;
-    if (lead < 1) throw ShardingError(concat(call.name(), " of ", given, ": too few dims"));
+    if (lead < 1 || lead > 2)
+      throw ShardingError(
+          concat(call.name(), " of ", given, ": it needs ", inner + 1, " or ", inner + 2, " dims"));
     Shape shape = x.shape();
     std::vector<std::pair<int, Partition>> parts;
     const bool adaptive = call.argument("kernel_size") < 0;
@@ -39,6 +43,12 @@ struct Pooling {
     } else {  // a backward: as for its gradient
       const Shape& g = call.find("grad_output")->spec.shape();
       sizes.assign(g.end() - inner, g.end());
+    }
+    for (const Shape* all : {&kernel, &stride, &padding, &dilation, &sizes}) {
+      for (const std::int64_t size : *all) {
+        if (size > std::numeric_limits<std::int32_t>::max())
+          throw InvalidArgument(concat(call.name(), ": ", size, " is too large for a window"));
+      }
     }
     for (int i = 0; i < inner; ++i) {
       const int d = lead + i;
@@ -192,6 +202,9 @@ void register_all() {
 // Where no gradient is asked for, libtorch's own reads memory that a sharded tensor has not.
 at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil) {
+  if (!at::isFloatingType(self.scalar_type()))
+    throw InvalidArgument(concat("max_pool1d of ", c10::toString(self.scalar_type()),
+                                 " values: give floating-point ones"));
   return std::get<0>(at::max_pool1d_with_indices(self, kernel, stride, padding, dilation, ceil));
 }
 

@@ -147,10 +147,13 @@ Plan triangle(const OpCall& call) {
   p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
+  if (n < 2) return plan;
   const auto& offset = plan.inputs[0]->local_offset();
-  if (n >= 2)
-    plan.arguments = {
-        {call.argument("diagonal"), call.integer("diagonal") + offset[n - 2] - offset[n - 1]}};
+  const Shape& shape = call.tensor(0).spec.shape();
+  // Beyond the corners nothing changes; far beyond, the sum would overflow.
+  const std::int64_t corners = shape[n - 2] + shape[n - 1],
+                     diagonal = std::clamp(call.integer("diagonal"), -corners, corners);
+  plan.arguments = {{call.argument("diagonal"), diagonal + offset[n - 2] - offset[n - 1]}};
   return plan;
 }
 

@@ -17,7 +17,9 @@
 #include "tessera/ops/rules/labels.h"
 #include "tessera/ops/rules/windowed.h"
 #include "tessera/ops/views/view_parts.h"
+#include "tessera/tensor/dispatch/dispatch.h"
 #include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
@@ -504,20 +506,47 @@ Plan view_dtype(const OpCall& call) {
 
 // Strides describe the global memory, which no rank has: the only thing that follows from them is
 // that every element stays where it is. The stride of a dim of one element has no meaning.
-bool same_elements(const OpCall& call) {
-  const TensorInfo& t = call.tensor(0);
-  const Shape size = call.integers("size"), stride = call.integers("stride");
-  if (size != t.spec.shape() || stride.size() != size.size()) return false;
-  if (call.has("storage_offset") && call.integer("storage_offset") != t.offset) return false;
+bool same_elements(const Shape& shape, const Shape& strides, std::int64_t offset, const Shape& size,
+                   const Shape& stride, std::optional<std::int64_t> from) {
+  if (size != shape || stride.size() != size.size() || from.value_or(offset) != offset)
+    return false;
+  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
   for (std::size_t d = 0; d < size.size(); ++d) {
-    if (size[d] != 1 && stride[d] != t.strides[d] && t.spec.numel() > 0) return false;
+    if (size[d] != 1 && stride[d] != strides[d] && !empty) return false;
   }
+  return true;
+}
+
+// In place every element stays, and so does its gradient. Autograd would differentiate it by way of
+// a tensor of the global memory, for which the gradient is gathered.
+bool same_elements_in_place(torch::jit::Stack* stack) {
+  const c10::IValue* asked = stack->data() + stack->size() - 3;
+  const at::Tensor& self = asked[-1].toTensor();
+  if (!meta_of(self)) return false;
+  const auto integers = [](const c10::IValue& list_of) {
+    Shape all;
+    for (const c10::IValue& n : list_of.toListRef()) all.push_back(n.toInt());
+    return all;
+  };
+  const Shape size = integers(asked[0]), stride = integers(asked[1]);
+  const auto from = asked[2].isNone() ? std::nullopt : std::optional(asked[2].toInt());
+  if (!same_elements(self.sizes().vec(), self.strides().vec(), self.storage_offset(), size, stride,
+                     from))
+    return false;
+  {
+    const BelowAutogradGuard guard;
+    self.as_strided_(size, stride, from);
+  }
+  stack->resize(stack->size() - 3);
   return true;
 }
 
 Plan as_strided(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
-  if (!same_elements(call)) {
+  const auto from =
+      call.has("storage_offset") ? std::optional(call.integer("storage_offset")) : std::nullopt;
+  if (!same_elements(t.spec.shape(), t.strides, t.offset, call.integers("size"),
+                     call.integers("stride"), from)) {
     throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ",
                                list(call.integers("size")), " and stride ",
                                list(call.integers("stride")),
@@ -564,6 +593,7 @@ const bool registered = [] {
     register_rule(op, view);
   register_rule("aten::view.dtype", view_dtype);
   register_rule("aten::as_strided", as_strided);
+  register_above("aten::as_strided_", same_elements_in_place);
   // What forward-mode differentiation asks of a value and its tangent.
   for (const char* op : {"is_same_size", "_has_same_storage_numel"})
     register_decomposition(op, [](const at::Tensor& self, const at::Tensor& other) {

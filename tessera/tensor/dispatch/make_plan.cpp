@@ -99,6 +99,15 @@ std::vector<LayoutPtr> layouts_of(const OpInfo& info, at::ArrayRef<c10::IValue> 
 void require_possible(const OpInfo& info, const OpCall& call, c10::Device device) {
   // The memory that it may reach beyond the tensor is not known to a stand-in.
   if (info.op.schema().name().starts_with("aten::as_strided")) return;
+  // Rules count the tensors of a list.
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (info.kinds[i] != OpInfo::Kind::tensor_list || !call.arguments()[i].isList()) continue;
+    for (const c10::IValue& t : call.arguments()[i].toListRef()) {
+      if (!t.isTensor() || !t.toTensor().defined())
+        throw InvalidArgument(concat(info.name, ": a tensor of ",
+                                     info.op.schema().arguments()[i].name(), " is undefined"));
+    }
+  }
   call.outputs();
   require_dtypes(info, call.arguments(), call.tensors(), device);
 }
@@ -242,10 +251,20 @@ std::shared_ptr<RefusalNotes> refusals_of(const Scan& scan) {
   return state.refusals;
 }
 
+void require_strided(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (info.op.schema().arguments()[i].name() == "layout" && arguments[i].isInt() &&
+        arguments[i].toLayout() != at::kStrided)
+      throw ShardingError(
+          concat(info.name, ": a sharded tensor is strided, and has no other layout"));
+  }
+}
+
 ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
                       bool& asked_for_numbers) {
   ReadyPlan ready;
   ready.inputs = layouts_of(info, arguments);
+  require_strided(info, arguments);
   const OpCall call(info, arguments);
   if (info.in_place_view) {
     // on the locals it would change shapes that their wrappers still show

@@ -604,6 +604,9 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
         make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
                     local.scalar_type(), shown);
   }
+  if (local.dim() != out.layout->spec.dims())
+    throw RuleError(concat("the rule of ", info_.name, " says that result ", position, " has ",
+                           out.layout->spec.dims(), " dims, the operator makes ", local.dim()));
   if (!view) {
     if (copied_from_)
       local = copied_from_->copied(copied_index_, *like_, *out.layout,
@@ -693,6 +696,10 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
       throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
                                    ", which out, being ", toString(targets[i].scalar_type()),
                                    ", cannot hold"));
+    if (info.name == "aten::index_select.out" && result.scalar_type() != targets[i].scalar_type())
+      throw InvalidArgument(concat(info.name, ": self is ", toString(result.scalar_type()),
+                                   ", out is ", toString(targets[i].scalar_type()),
+                                   ": this operator converts nothing"));
     if (info.out_variant && targets[i].sizes() == result.sizes()) {
       targets[i].copy_(result);
     } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
