@@ -52,6 +52,11 @@ struct OperatorCase {
   /// Equal values among them. Not where the gradient goes to any one of them.
   bool ties = true;
 
+  /// The same calls on ranks whose inputs do and do not require gradients. Not where libtorch makes
+  /// a view anew, for its graph, that had to be gathered.
+  bool in_step = true;
+
+  OperatorCase& views_anew() { return in_step = false, *this; }
   OperatorCase& ordinary() { return special = false, *this; }
   OperatorCase& finite() { return not_finite = false, *this; }
   /// Infinities and NaN are equal to each other too.

@@ -130,10 +130,10 @@ void add_products(Cases& c) {
       .double_only()
       .may_refuse();
   c.custom("matrix_power", [](Draw& d) {
-    const int b = d.between(1, 3), n = d.between(1, 4);
-    return Instance{{random({b, n, n})},
-                    [](const Tensors& t) { return Tensors{at::matrix_power(t[0], 3)}; }};
-  });
+     const int b = d.between(1, 3), n = d.between(1, 4);
+     return Instance{{random({b, n, n})},
+                     [](const Tensors& t) { return Tensors{at::matrix_power(t[0], 3)}; }};
+   }).finite();
   c.custom("cholesky and solve",
            [](Draw& d) {
              const int b = d.between(1, 4), n = d.between(1, 4);

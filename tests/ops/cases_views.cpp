@@ -185,30 +185,42 @@ void add_writes(Cases& c) {
      y.narrow(dim, 0, (y.size(dim) + 1) / 2).mul_(3);
      return y * x;
    }).no_partial();
-  c.along("assign a number to a row", [](const auto& x, auto dim) {
-     at::Tensor y = x * 1;
-     y.select(dim, y.size(dim) / 2).fill_(3);
-     return y * x;
-   }).no_partial();
-  c.along("assign a tensor to a row", [](const auto& x, auto dim) {
-     at::Tensor y = x * 1;
-     y.select(dim, -1).copy_(x.select(dim, 0) * 2);
-     return y * x;
-   }).no_partial();
-  c.along("assign a slice to another", [](const auto& x, auto dim) {
-     at::Tensor y = x * 1;
-     const auto n = y.size(dim) / 2;
-     y.narrow(dim, y.size(dim) - n, n).copy_(x.narrow(dim, 0, n) * 2);
-     return y * x;
-   }).no_partial();
-  c.custom("in place through a transpose", [](Draw& d) {
-     return Instance{{random({d.between(1, 5), d.between(1, 5)})}, [](const Tensors& t) {
-                       at::Tensor y = t[0] * 1;
-                       y.t().mul_(2);
-                       y.view({-1}).add_(1);
-                       return Tensors{y * t[0]};
-                     }};
-   }).no_partial();
+  c.along("assign a number to a row",
+          [](const auto& x, auto dim) {
+            at::Tensor y = x * 1;
+            y.select(dim, y.size(dim) / 2).fill_(3);
+            return y * x;
+          })
+      .no_partial()
+      .views_anew();
+  c.along("assign a tensor to a row",
+          [](const auto& x, auto dim) {
+            at::Tensor y = x * 1;
+            y.select(dim, -1).copy_(x.select(dim, 0) * 2);
+            return y * x;
+          })
+      .no_partial()
+      .views_anew();
+  c.along("assign a slice to another",
+          [](const auto& x, auto dim) {
+            at::Tensor y = x * 1;
+            const auto n = y.size(dim) / 2;
+            y.narrow(dim, y.size(dim) - n, n).copy_(x.narrow(dim, 0, n) * 2);
+            return y * x;
+          })
+      .no_partial()
+      .views_anew();
+  c.custom("in place through a transpose",
+           [](Draw& d) {
+             return Instance{{random({d.between(1, 5), d.between(1, 5)})}, [](const Tensors& t) {
+                               at::Tensor y = t[0] * 1;
+                               y.t().mul_(2);
+                               y.view({-1}).add_(1);
+                               return Tensors{y * t[0]};
+                             }};
+           })
+      .no_partial()
+      .views_anew();
   c.along(
        "select_scatter",
        [](const auto& x, auto dim) { return at::select_scatter(x, x.select(dim, 0) * 3, dim, -1); })

@@ -25,6 +25,15 @@ at::Tensor call_twice(const at::Tensor& t) {
   return op.call(t);
 }
 
+// Gives its input, and a gradient that is wrong where ranks share it.
+struct WrongGradient : torch::autograd::Function<WrongGradient> {
+  using Context = torch::autograd::AutogradContext;
+  static at::Tensor forward(Context*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(Context*, torch::autograd::variable_list g) {
+    return {is_sharded(g[0]) ? g[0] * 1.001 : g[0]};
+  }
+};
+
 struct FieldImpl : torch::nn::Cloneable<FieldImpl> {
   FieldImpl() { reset(); }
   void reset() override {
@@ -100,6 +109,41 @@ TEST(CheckModule, NamesWhatIsRefusedAndWhatDiffers) {
     EXPECT_FALSE(report.safe());
     EXPECT_FALSE(report.values[0].equal());
     EXPECT_NE(report.to_string().find("differs: output"), std::string::npos);
+  });
+}
+
+// What it computes is right: of its backward alone can it be told.
+TEST(CheckModule, NamesGradientsThatDiffer) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::Linear net(6, 4);
+    net->to(at::kDouble);
+    fill(*net, 4);
+    const std::vector<at::Tensor> x = {randn({5, 6}, at::kDouble)};
+    const auto slips_at = [&](const std::string& where) {
+      return [where](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+        const auto slips = [&](const at::Tensor& v, const char* name) {
+          return name == where ? WrongGradient::apply(v) : v;
+        };
+        const auto& layer = *m.as<torch::nn::Linear>();
+        return std::vector<at::Tensor>{at::linear(
+            slips(t[0], "input 0"), slips(layer.weight, "weight"), slips(layer.bias, "bias"))};
+      };
+    };
+    EXPECT_TRUE(check_module(*net, slips_at("nowhere"), x, mesh).safe());
+    for (const std::string where : {"input 0", "weight", "bias"}) {
+      const auto report = check_module(*net, slips_at(where), x, mesh);
+      EXPECT_FALSE(report.safe()) << where;
+      EXPECT_TRUE(report.refused.empty()) << report.to_string();
+      EXPECT_TRUE(report.values[0].equal()) << report.to_string();
+      ASSERT_EQ(report.gradients.size(), 3u);
+      for (const CheckedValue& g : report.gradients)
+        EXPECT_EQ(g.equal(), g.name != "gradient of " + where) << report.to_string();
+      EXPECT_NE(report.to_string().find("NOT SAFE"), std::string::npos);
+      EXPECT_NE(report.to_string().find("differs: gradient of " + where), std::string::npos);
+      // What compares no gradients cannot see it.
+      EXPECT_TRUE(check_module(*net, slips_at(where), x, mesh, {}, {.gradients = false}).safe());
+    }
   });
 }
 

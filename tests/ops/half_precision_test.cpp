@@ -28,12 +28,38 @@ void as_plain(const char* what, const at::Tensor& value, const Function& f,
   });
 }
 
+// Switches autocast on for this rank.
+struct Autocast {
+  explicit Autocast(at::ScalarType type) : before(at::autocast::get_autocast_dtype(at::kCPU)) {
+    at::autocast::set_autocast_dtype(at::kCPU, type);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+  }
+  ~Autocast() {
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_dtype(at::kCPU, before);
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+  const at::ScalarType before;
+};
+
 }  // namespace
 
 TEST(HalfPrecision, Means) {
   as_plain("mean", at::ones({400, 400}, at::kHalf), [](const at::Tensor& x) { return x.mean(); });
   as_plain("mean over the second dim", at::full({4, 70000}, 2, at::kHalf),
            [](const at::Tensor& x) { return x.mean(1); });
+}
+
+// The sum of the product's 160,000 elements, 1,600,000, is beyond float16.
+TEST(HalfPrecision, MeansOfProductsUnderAutocast) {
+  as_plain("mean of a product", at::ones({400, 10}), [](const at::Tensor& x) {
+    const Autocast cast(at::kHalf);
+    const at::Tensor product = x.matmul(x.t());
+    EXPECT_EQ(product.scalar_type(), at::kHalf);
+    return product.mean();
+  });
 }
 
 TEST(HalfPrecision, Losses) {
@@ -55,6 +81,31 @@ TEST(HalfPrecision, Norms) {
       [](const at::Tensor& t) { return at::linalg_vector_norm(t); }, 2e-2);
   as_plain("order 3", at::full({40, 40}, 10, at::kHalf),
            [](const at::Tensor& t) { return at::linalg_vector_norm(t, 3); });
+}
+
+// Of what is made of norms: squares that are beyond float16, and squares that are 0 in it.
+TEST(HalfPrecision, OperatorsThatAreMadeOfNorms) {
+  namespace F = torch::nn::functional;
+  for (const double size : {20., 1e-4}) {
+    const at::Tensor x = at::full({400, 400}, size, at::kHalf);
+    const double tolerance = size > 1 ? 4e-3 : 2e-2;
+    as_plain("norm", x.narrow(0, 0, 40), [](const at::Tensor& t) { return t.norm(); }, tolerance);
+    as_plain("norm of columns", x, [](const at::Tensor& t) { return t.norm(2, 0); }, tolerance);
+    as_plain(
+        "dist", x.narrow(0, 0, 40),
+        [](const at::Tensor& t) { return at::dist(t, at::zeros_like(t)); }, tolerance);
+    for (const int dim : {0, 1}) {
+      as_plain(
+          "normalize", x,
+          [dim](const at::Tensor& t) {
+            return F::normalize(t, F::NormalizeFuncOptions().dim(dim));
+          },
+          tolerance);
+      as_plain(
+          "cosine_similarity", x,
+          [dim](const at::Tensor& t) { return at::cosine_similarity(t, t * 0.5, dim); }, tolerance);
+    }
+  }
 }
 
 // A layer all of whose values are of half precision, forward and backward: the backward pass is
@@ -136,6 +187,35 @@ TEST(HalfPrecision, Pooling) {
   as_plain("adaptive_avg_pool2d", at::full({64, 64}, 100, at::kHalf), [](const at::Tensor& t) {
     return at::adaptive_avg_pool2d(t.unsqueeze(0).unsqueeze(0), {2, 3});
   });
+  as_plain("interpolate by areas", at::full({64, 64}, 100, at::kHalf), [](const at::Tensor& t) {
+    namespace F = torch::nn::functional;
+    return F::interpolate(
+        t.unsqueeze(0).unsqueeze(0),
+        F::InterpolateFuncOptions().size(std::vector<std::int64_t>{2, 3}).mode(torch::kArea));
+  });
+}
+
+// The limit that docs/operators/matmul.md states: summands are rounded before they are added.
+TEST(HalfPrecision, SummandsOfPartialProductsAreOfTheTypeOfTheResult) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    // 90,000, rank 0's summand, is beyond float16; the sum, 30,000, is not.
+    const at::Tensor a = at::full({2, 2}, 300), b = at::tensor({300.F, -200.F}).view({2, 1});
+    const auto product = [&](at::ScalarType type) {
+      return distribute_tensor(a.to(type), mesh, {Shard(1)})
+          .matmul(distribute_tensor(b.to(type), mesh, {Shard(0)}));
+    };
+    for (const auto type : {at::kHalf, at::kBFloat16, at::kFloat}) {
+      const at::Tensor got = product(type), expected = a.to(type).matmul(b.to(type));
+      ASSERT_EQ(spec(got).placements()[0], Partial()) << type;
+      ASSERT_EQ(expected.max().item<float>(), type == at::kBFloat16 ? 29952 : 30000);
+      if (type == at::kHalf) {
+        EXPECT_TRUE(whole(got).isposinf().all().item<bool>()) << whole(got);
+      } else {
+        EXPECT_LT(difference(got, expected), 1e-2) << type;
+      }
+    }
+  });
 }
 
 TEST(HalfPrecision, NormOfAnotherTypeWithAnEmptyShard) {
@@ -147,6 +227,15 @@ TEST(HalfPrecision, NormOfAnotherTypeWithAnEmptyShard) {
     EXPECT_EQ(norm.scalar_type(), at::kDouble);
     EXPECT_EQ(to_local(norm).scalar_type(), at::kDouble) << "rank " << manager.rank();
     EXPECT_EQ(whole(norm).item<double>(), 2);
+    // of a list, as optimizers clip it: the second is empty on the other rank
+    const at::Tensor y = leaf(at::full({9}, 2.0, at::kFloat),
+                              ShardSpec(mesh, {9}, {Shard(0)}, {{0, {0, 9}}}), false);
+    const auto norms = at::_foreach_norm({x, y}, 2, at::kDouble);
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(norms[i].scalar_type(), at::kDouble) << i;
+      EXPECT_EQ(to_local(norms[i]).scalar_type(), at::kDouble) << "rank " << manager.rank();
+      EXPECT_EQ(whole(norms[i]).item<double>(), i == 0 ? 2 : 6);
+    }
   });
 }
 
@@ -199,6 +288,11 @@ TEST(Partial, ValuesOfDtypes) {
     same(at::stack({any(), beside}), at::stack({together, numbers}),
          "stack of booleans and floats");
     same(any().mean(at::kDouble), together.mean(at::kDouble), "mean of booleans");
+    same(any().sum(), together.sum(), "number of those that are true");
+    same(any().sum(0, true), together.sum(0, true), "number of those that are true, in dim 0");
+    same(any() * -3, together * -3, "booleans times a number");
+    same(any() * at::full({3}, -3), together * at::full({3}, -3), "booleans times a tensor");
+    same(any() / 2, together / 2, "booleans divided by a number");
     // a mean of 2 is the sum of 1.25 and 0.75
     const at::Tensor y =
         leaf(at::tensor({2.5, 1.5}).to(at::kDouble), ShardSpec(mesh, {2}, {Shard(0)}), false);
@@ -208,16 +302,9 @@ TEST(Partial, ValuesOfDtypes) {
 
 // Autocast does not know linalg_pinv, but casts the products that it is made of.
 TEST(HalfPrecision, InsideOfOperatorsUnderAutocast) {
-  struct Autocast {
-    Autocast() { at::autocast::set_autocast_enabled(at::kCPU, true); }
-    ~Autocast() {
-      at::autocast::clear_cache();
-      at::autocast::set_autocast_enabled(at::kCPU, false);
-    }
-  };
   // The inverse; backward has left the gradient at `x`.
   const auto inverse = [](const at::Tensor& x, bool hermitian) {
-    const Autocast cast;
+    const Autocast cast(at::kBFloat16);
     const at::Tensor y = at::linalg_pinv(x, 1e-6, hermitian);
     y.sum().backward();
     return y.detach();

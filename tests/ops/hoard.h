@@ -15,9 +15,9 @@ namespace tessera::test {
 class Hoard {
  public:
   /// Rank 0 keeps everything until the end, rank 1 keeps some and lets go of it at random, the
-  /// others keep nothing. For every second `number` no rank does.
+  /// others (and rank -1) keep nothing.
   Hoard(int rank, std::uint64_t number) : engine_(number) {
-    if (number % 2 != 0 || rank > 1) return;
+    if (rank < 0 || rank > 1) return;
     forgets_ = rank == 1;
     current() = this;
     handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&start, &end)

@@ -1,5 +1,5 @@
 #pragma once
-// The `out=` form of the operators that a function calls.
+// The operators that a function calls: their `out=` forms, and calls with other numbers.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -25,5 +25,9 @@ struct OutCall {
 /// Runs `f`, and returns the last of the calls that it makes itself (not those that operators make)
 /// of an operator with an `out=` form; nullopt if there is none.
 std::optional<OutCall> last_with_out(const std::function<void()>& f);
+
+/// Runs `f`, and calls the last operator that it calls itself again with other floating-point
+/// arguments, if it has any. What that call throws is forgotten, unless ranks disagree (CommError).
+void repeat_with_other_numbers(const std::function<void()>& f);
 
 }  // namespace tessera::test

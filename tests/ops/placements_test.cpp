@@ -359,14 +359,25 @@ TEST(Placements, BagsOfEmbeddings) {
 TEST(Placements, AChannelsLastPoolingEndsInAView) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
-    for (const int cut : {0, 1, 2}) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const std::vector<Sizes> sizes = {{2, 0}, {5, 1}, {1, 3}, {2, 3}};
+    for (const int dim : {0, 1, 2, 3}) {
       const at::Tensor value =
           randn({2, 6, 4, 5}, at::kDouble).contiguous(at::MemoryFormat::ChannelsLast);
-      const at::Tensor x = leaf(value, ShardSpec(mesh, {2, 6, 4, 5}, {Shard(cut)}), false);
-      EXPECT_LT(
-          difference(at::adaptive_avg_pool2d(x, {1, 1}), at::adaptive_avg_pool2d(value, {1, 1})),
-          1e-14)
-          << "cut in dim " << cut;
+      const ShardSpec lies(mesh, {2, 6, 4, 5}, {Shard(dim)}, {{dim, sizes[dim]}});
+      const at::Tensor x = leaf(value, lies), plain = value.detach().clone().requires_grad_(true);
+      const at::Tensor got = at::adaptive_avg_pool2d(x * x, {1, 1}),
+                       expected = at::adaptive_avg_pool2d(plain * plain, {1, 1});
+      // Samples and channels stay where they are; of space each rank has its share of the mean.
+      const Shape pooled{2, 6, 1, 1};
+      EXPECT_EQ(spec(got), dim < 2 ? ShardSpec(mesh, pooled, {Shard(dim)}, {{dim, sizes[dim]}})
+                                   : ShardSpec(mesh, pooled, {Partial()}));
+      EXPECT_LT(difference(got, expected), 1e-14) << "sharded in dim " << dim;
+      EXPECT_EQ(got.strides(), expected.strides());
+      got.square().sum().backward();
+      expected.square().sum().backward();
+      EXPECT_EQ(spec(x.grad()), lies);
+      EXPECT_LT(difference(x.grad(), plain.grad()), 1e-14) << "sharded in dim " << dim;
     }
   });
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "out_forms.h"
+
 namespace tessera::test {
 
 const char* name_of(Special special) {
@@ -20,47 +22,84 @@ const char* name_of(Special special) {
                                           "other values before",
                                           "inputs that overlap",
                                           "mixed dtypes",
-                                          "out="};
+                                          "out=",
+                                          "float16 that overflows",
+                                          "gradients on one rank alone"};
   return names[static_cast<int>(special)];
 }
 
-Special draw_special(const OperatorCase& one, const Tensors& inputs, at::ScalarType type,
-                     Draw& draw) {
-  if (!draw.chance(35) || one.random || !one.special) return Special::none;
-  const bool complex = type == at::kComplexDouble;
+namespace {
+
+bool is_expandable(const at::Tensor& t) {
+  return t.dim() > 0 && t.size(0) > 0 && differentiable(t);
+}
+bool are_alike(const Tensors& inputs) {
+  return inputs.size() > 1 && inputs[0].sizes() == inputs[1].sizes() &&
+         inputs[0].scalar_type() == inputs[1].scalar_type();
+}
+
+// It would change something: a case that is drawn for it is about it.
+bool fits(Special special, const OperatorCase& one, const Tensors& inputs) {
   // Of nothing, kernels take dtypes that they refuse of something.
-  const bool numbers =
-      one.any_type && !complex &&
-      std::ranges::all_of(inputs, [](const at::Tensor& t) { return t.numel() > 0; });
-  switch (draw.below(15)) {
-    case 0:
-      return complex || !one.ties ? Special::none : Special::ties;
-    case 1:
-      return one.not_finite ? Special::nan : Special::none;
-    case 2:
-      return complex || !one.not_finite ? Special::none : Special::infinite;
-    case 3:
-      return type == at::kDouble ? Special::large : Special::none;
-    case 4:
-      return numbers ? Special::integers : Special::none;
-    case 5:
-      return numbers ? Special::booleans : Special::none;
-    case 6:
-      return Special::expanded;
-    case 7:
-      return complex ? Special::conjugated : Special::none;
-    case 8:
-      return Special::shared;
-    case 9:
-      return Special::inference;
-    case 10:
-      return Special::overlapping;
-    case 11:
-      return one.any_type && type == at::kDouble ? Special::mixed : Special::none;
-    case 13:
-      return Special::out;
+  const bool numbers = one.any_type && std::ranges::all_of(inputs, [](const at::Tensor& t) {
+                         return t.numel() > 0;
+                       });
+  switch (special) {
+    case Special::ties:
+      return one.ties;
+    case Special::nan:
+    case Special::infinite:
+    case Special::large:
+      return one.not_finite;
+    case Special::integers:
+    case Special::booleans:
+      return numbers;
+    case Special::expanded:
+      return std::ranges::any_of(inputs, is_expandable);
+    case Special::conjugated:
+      return one.any_type && one.complex && differentiable(inputs[0]);
+    case Special::shared:
+      return are_alike(inputs);
+    case Special::overlapping:
+      return are_alike(inputs) && inputs[0].dim() > 0 && differentiable(inputs[0]);
+    case Special::mixed:
+      return one.any_type && std::ranges::any_of(inputs, differentiable);
+    case Special::overflow:
+      return one.any_type && one.not_finite && std::ranges::any_of(inputs, differentiable);
+    case Special::one_rank:
+      return one.in_step && differentiable(inputs[0]);
     default:
-      return Special::again;
+      return true;
+  }
+}
+
+}  // namespace
+
+Special draw_special(const OperatorCase& one, const Tensors& inputs, Draw& draw) {
+  if (!draw.chance(70) || one.random || !one.special) return Special::none;
+  std::vector<Special> possible;
+  for (int i = 1; i <= static_cast<int>(Special::last); ++i) {
+    if (fits(static_cast<Special>(i), one, inputs)) possible.push_back(static_cast<Special>(i));
+  }
+  return draw.of(possible);
+}
+
+std::optional<at::ScalarType> type_of(Special special) {
+  switch (special) {
+    case Special::conjugated:
+      return at::kComplexDouble;
+    case Special::overflow:
+      return at::kHalf;
+    case Special::none:
+    case Special::nan:
+    case Special::shared:
+    case Special::expanded:
+    case Special::inference:
+    case Special::again:
+    case Special::out:
+      return std::nullopt;
+    default:
+      return at::kDouble;
   }
 }
 
@@ -93,6 +132,9 @@ at::Tensor special_values(const at::Tensor& value, Special special, Draw& draw) 
       return (value * 2).round().to(at::kLong);
     case Special::booleans:
       return value.gt(0);
+    case Special::overflow:
+      // Up to 1000 or so: of one sign, so that a part of a sum overflows only where the sum does.
+      return (value.abs() * 400).to(at::kHalf);
     default:
       return value;
   }
@@ -101,10 +143,15 @@ at::Tensor special_values(const at::Tensor& value, Special special, Draw& draw) 
 void make_special(Instance& instance, Special special, Draw& draw) {
   Tensors& inputs = instance.inputs;
   const auto f = instance.function;
+  const auto any_of = [&](bool (*is)(const at::Tensor&)) {
+    std::vector<std::size_t> which;
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      if (is(inputs[i])) which.push_back(i);
+    return draw.of(which);
+  };
   if (special == Special::expanded) {
-    const auto i = static_cast<std::size_t>(draw.below(static_cast<int>(inputs.size())));
+    const std::size_t i = any_of(is_expandable);
     const at::Tensor t = inputs[i];
-    if (t.dim() == 0 || t.size(0) == 0 || !differentiable(t)) return;
     inputs[i] = t.narrow(0, 0, 1).clone();
     instance.function = [f, i, shape = t.sizes().vec()](const Tensors& given) {
       Tensors all = given;
@@ -117,17 +164,13 @@ void make_special(Instance& instance, Special special, Draw& draw) {
       all[0] = all[0].conj();
       return f(all);
     };
-  } else if (special == Special::shared && inputs.size() > 1 &&
-             inputs[0].sizes() == inputs[1].sizes() &&
-             inputs[0].scalar_type() == inputs[1].scalar_type()) {
+  } else if (special == Special::shared) {
     instance.function = [f](const Tensors& given) {
       Tensors all = given;
       all[1] = all[0];
       return f(all);
     };
-  } else if (special == Special::overlapping && inputs.size() > 1 && inputs[0].dim() > 0 &&
-             inputs[0].sizes() == inputs[1].sizes() && differentiable(inputs[0]) &&
-             differentiable(inputs[1])) {
+  } else if (special == Special::overlapping) {
     const std::int64_t n = inputs[0].size(0);
     inputs[0] = at::cat({inputs[0], inputs[1].narrow(0, 0, std::min<std::int64_t>(n, 1))});
     instance.function = [f, n](const Tensors& given) {
@@ -137,8 +180,7 @@ void make_special(Instance& instance, Special special, Draw& draw) {
       return f(all);
     };
   } else if (special == Special::mixed) {
-    const auto i = static_cast<std::size_t>(draw.below(static_cast<int>(inputs.size())));
-    if (!differentiable(inputs[i])) return;
+    const std::size_t i = any_of(differentiable);
     instance.function = [f, i](const Tensors& given) {
       Tensors all = given;
       all[i] = all[i].to(at::kFloat);
@@ -153,7 +195,7 @@ void make_special(Instance& instance, Special special, Draw& draw) {
       }
       {
         const at::NoGradGuard guard;
-        f(others);
+        repeat_with_other_numbers([&] { f(others); });
       }
       return f(given);
     };

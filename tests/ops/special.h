@@ -9,7 +9,7 @@ inline bool differentiable(const at::Tensor& t) {
   return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type());
 }
 
-// What a third of the cases are about besides shapes and placements.
+// What most cases that draw special things are about besides shapes and placements.
 enum class Special : char {
   none,
   ties,
@@ -33,15 +33,21 @@ enum class Special : char {
   mixed,
   /// The last operator that has an `out=` form writes to tensors that are given.
   out,
+  /// float16, positive, so large that products and some sums overflow.
+  overflow,
+  /// The first rank's first input requires gradients, the others' does not. No backward.
+  one_rank,
+  last = one_rank,
 };
 
 /// As failures name it.
 const char* name_of(Special special);
 
-/// For a third of the cases something that fits the operator and its inputs, else none. `type`:
-/// that which the inputs will have.
-Special draw_special(const OperatorCase& one, const Tensors& inputs, at::ScalarType type,
-                     Draw& draw);
+/// For seven cases of ten something that fits the operator and its inputs, else none.
+Special draw_special(const OperatorCase& one, const Tensors& inputs, Draw& draw);
+
+/// The dtype that it needs; nullopt: any.
+std::optional<at::ScalarType> type_of(Special special);
 
 /// The values of one floating-point input.
 at::Tensor special_values(const at::Tensor& value, Special special, Draw& draw);
