@@ -6,7 +6,6 @@ placements. Everything else is a fault: `wrong`, `error` (an error that does not
 vain). `skipped`: a sample that plain libtorch refuses under the condition, or that the operator does not have.
 """
 
-import itertools
 import re
 import warnings
 from dataclasses import dataclass
@@ -148,13 +147,19 @@ def difference(got, expected, values, floor=0.0, tolerance=TOLERANCE):
 
 
 def samples_of(op, condition, limit):
-    """Samples of strided tensors, spread over the operator's list; and how many were left out because they are of another kind."""
+    """Samples of strided tensors, spread over the operator's list; how many were left out because they are of another kind, and where the generator of
+    samples ended with an error: its text (which counts as one)."""
     dtype = dtype_for(op, condition)
     if dtype is None:
-        return [], 0
+        return [], 0, ""
     gradients = op.supports_autograd and dtype in (op.backward_dtypes or ()) and dtype.is_floating_point | dtype.is_complex
     gradients &= condition not in ("out=", "integers")
-    all_samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), 400))
+    all_samples, failed = [], ""
+    try:
+        for sample in op.sample_inputs("cpu", dtype, requires_grad=gradients):
+            all_samples.append(sample)
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"[:200]
     kept = []
     for sample in all_samples:
         tensors = _tensors((sample.input, sample.args, sample.kwargs))
@@ -163,10 +168,10 @@ def samples_of(op, condition, limit):
         if condition == "in place" and (not isinstance(sample.input, torch.Tensor) or sample.broadcasts_input):
             continue
         kept.append((sample.input, tuple(sample.args), dict(sample.kwargs)))
-    left_out = len(all_samples) - len(kept)
-    if len(kept) <= limit:
-        return kept, left_out
-    return [kept[(i * (len(kept) - 1)) // max(limit - 1, 1)] for i in range(limit)], left_out
+    left_out = len(all_samples) - len(kept) + bool(failed)
+    if len(kept) > limit:
+        kept = [kept[(i * (len(kept) - 1)) // max(limit - 1, 1)] for i in range(limit)]
+    return kept, left_out, failed
 
 
 def cases_of(leaves):
@@ -358,12 +363,10 @@ def sweep_operator(op, samples=5, limit=60, conditions=CONDITIONS):
     counts, texts, turn = {}, {}, 0
     for condition in conditions:
         mine = counts[condition] = {}
-        dim_cases, left_out = [], 0
-        try:
-            drawn, left_out = samples_of(op, condition, samples)
-        except Exception as error:  # the sample generator's own
-            drawn = []
-            texts.setdefault("none", f"{type(error).__name__}: {error}"[:200])
+        dim_cases = []
+        drawn, left_out, failed = samples_of(op, condition, samples)
+        if failed:
+            texts.setdefault("none", failed)
         for sample in drawn:
             leaves, tree = tree_flatten(sample)
             for which, dim in cases_of(leaves):

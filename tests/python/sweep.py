@@ -1,10 +1,10 @@
 """Sweeps PyTorch's operator database over sharded inputs, and writes the table of outcomes.
 
-    sweep.py [--table docs/operator_table.md] [--only REGEX] [--every N] [--conditions A,B] [--list FILE] [--json FILE] [--resume] [--jobs 2]
+    sweep.py [--table docs/operator_table.md] [--only REGEX] [--every N] [--conditions A,B] [--list FILE] [--beside TABLE] [--json FILE] [--resume]
 
 Each operator is tried under every condition of conditions.py, in a process that can be lost: a crash or a hang is an outcome. Exit status 1 if any
 operator is wrong, crashes, hangs, or fails with an error that does not speak of sharding; with --list also if one of the operators named there is not
-equal.
+equal; with --beside also if one is refused, or needs extra bytes, where the table written before says that it is not or does not.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def worker(todo, done, samples, limit, conditions):
             counts, texts = sweep_operator(ops[name], samples, limit, conditions)
             done.put((name, {"counts": counts, "texts": texts}))
         except Exception as error:
-            done.put((name, {"counts": {}, "texts": {"none": f"{type(error).__name__}: {error}"[:200]}}))
+            done.put((name, {"counts": {"unknown": {"error": 1}}, "texts": {"error": f"{type(error).__name__}: {error}"[:200]}}))
 
 
 class Lane:
@@ -182,7 +182,8 @@ of the largest value in float64, 1e-5 in float32, 0.12 in bfloat16 (random numbe
 
 A cell counts **equal / equal with extra bytes / refused / wrong / hung**. *Extra bytes*: the operator had to move shards by itself, which the policy `error`
 forbids. *Refused*: with a message that speaks of placements. *Wrong*: another value, another error, or a crash. *Skipped*: samples that plain libtorch
-refuses under the condition too, that have no strided tensor of one dim or more, or that have no second derivative; a dash: the operators have no such form.
+refuses under the condition too, that the database's generator fails to make, that have no strided tensor of one dim or more, or that have no second
+derivative; a dash: the operators have no such form.
 """
 
 
@@ -240,6 +241,44 @@ def table(results, arguments):
     return "\n".join(lines) + "\n", totals
 
 
+def read_table(path):
+    """What a table says that was written before: (torch's version, {family: {condition: counts}}, {operator: counts}), counts being {kind: number}."""
+    version, columns, families, operators = None, [], {}, {}
+    for line in path.read_text().splitlines():
+        if found := re.search(r"operator database of (\S+),", line):
+            version = found[1]
+        cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells[:1] == ["family"]:
+            columns = cells[1:-1]
+        elif cells and cells[0] in FAMILIES:
+            counts = (dict(zip(COUNTS, map(int, c.split("/")))) if c != "-" else {} for c in cells[1:-1])
+            families[cells[0]] = dict(zip(columns, counts))
+        elif len(cells) > 8 and cells[3].isdigit():
+            operators[cells[0]] = dict(zip(COUNTS, map(int, cells[3:8])))
+    if not (version and families and operators):
+        sys.exit(f"{path} is no table of operators as this program writes it")
+    return version, families, operators
+
+
+def worse(results, path):
+    """{operator: why}: refused, or with extra bytes, where that table has none for the operator, or none for its family under the condition."""
+    import torch
+
+    version, families, operators = read_table(path)
+    if version != torch.__version__.split("+")[0]:
+        print(f"{path} is of torch {version}: not compared with")
+        return {}
+    ops, found = dict(database()), {}
+    for name, result in results.items():
+        for condition, counts in result["counts"].items():
+            before = {"operator": operators.get(name, {}), "family": families.get(family_of(ops[name]), {}).get(condition, {})}
+            for kind in ("refused", "extra"):
+                without = [what for what, of in before.items() if of.get("equal", 0) + of.get("extra", 0) and not of[kind]]
+                if counts.get(kind) and without:
+                    found.setdefault(name, f"{kind} ({condition}), where {path} has none for the {' and the '.join(without)}")
+    return found
+
+
 def conditions(text):
     wanted = tuple(c.strip() for c in text.split(","))
     unknown = set(wanted) - set(CONDITIONS)
@@ -256,6 +295,7 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--every", type=int, default=1, help="every N-th operator")
     parser.add_argument("--list", type=pathlib.Path, help="a file of operators that must be equal, and with `: local` move nothing; only these")
+    parser.add_argument("--beside", type=pathlib.Path, help="a table of outcomes that was written before: nothing may be refused, or moved, more than there")
     parser.add_argument("--conditions", type=conditions, default=CONDITIONS, help="separated by commas; default: all")
     parser.add_argument("--samples", type=int, default=4, help="of each operator, at most")
     parser.add_argument("--cases", type=int, default=8, help="per operator and condition, at most")
@@ -278,6 +318,7 @@ def main():
         names = [n for n in names if n in required]
     began = time.monotonic()
     results = sweep(names, arguments)
+    less = worse(results, arguments.beside) if arguments.beside else {}
     text, totals = table(results, arguments)
     if arguments.table:
         arguments.table.write_text(text)
@@ -286,7 +327,9 @@ def main():
     failed += [n for n, local in required.items() if n not in failed and (state(results[n]) != "equal" or (local and total(results[n])["extra"]))]
     for name in failed:
         print(f"FAILED {name}: {state(results[name])}, {dict(total(results[name]))}: {results[name]['texts']}")
-    sys.exit(1 if failed else 0)
+    for name, why in less.items():
+        print(f"FAILED {name}: {why}: {results[name]['texts']}")
+    sys.exit(1 if failed or less else 0)
 
 
 if __name__ == "__main__":

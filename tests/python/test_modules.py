@@ -1,5 +1,7 @@
 """torch.nn modules and torch.optim on sharded tensors: what one process would give."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -183,5 +185,83 @@ def test_double_backward():
         (g,) = torch.autograd.grad(t.tanh().pow(3).sum(), t, create_graph=True)
         (got,) = torch.autograd.grad(g.square().sum(), t)
         assert_same(got, expected)
+
+    on_ranks(2, body)
+
+
+class Residual(nn.Module):
+    """A stem, a block that halves the rows, one that does not, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 7, 2, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.halves = nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.side = nn.Sequential(nn.Conv2d(6, 8, 1, 2, bias=False), nn.BatchNorm2d(8))
+        self.stays = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = nn.functional.relu(self.halves(x) + self.side(x))
+        x = nn.functional.relu(self.stays(x) + x)
+        return self.head(torch.flatten(self.pool(x), 1))
+
+
+class UNet(nn.Module):
+    """Down, up, and across."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.SiLU())
+        self.down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.last = nn.Sequential(nn.Conv2d(12, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 2, 1))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(torch.cat([self.up(self.down(x)), x], 1))
+
+
+NETWORKS = {
+    "residual": (Residual, (4, 3, 32, 16), 2),
+    "unet": (UNet, (4, 3, 16, 8), 2),
+    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2), (4, 9, 8), 1),
+}
+
+
+@pytest.mark.parametrize("sizes", ["even", "uneven"])
+@pytest.mark.parametrize("along", ["rows", "samples"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_train_as_one_process(name, along, sizes):
+    make, shape, rows = NETWORKS[name]
+    dim = rows if along == "rows" else 0
+    torch.manual_seed(1)
+    plain = make().double()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+
+    def trained(net, x):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = net(x)
+            out.square().mean().backward()
+            optimizer.step()
+        return out
+
+    expected = trained(plain, x)
+    shares = None if sizes == "even" else {dim: [shape[dim] - shape[dim] // 3, shape[dim] // 3]}
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        out = trained(ts.distribute_module(nets[rank], mesh), ts.distribute_tensor(x, mesh, [ts.Shard(dim)], shares))
+        assert_same(out, expected, "output")
+        if dim == 0 or name != "residual":  # behind its pool no row is left
+            assert ts.spec(out).placements == (ts.Shard(dim),)
+        for key, p in plain.named_parameters():
+            assert_same(nets[rank].get_parameter(key), p, key)
+        for key, b in plain.named_buffers():
+            assert_same(nets[rank].get_buffer(key), b, key)
 
     on_ranks(2, body)

@@ -107,6 +107,43 @@ def test_weight_norm(way):
     compare(lambda: norm(nn.Linear(6, 4)), draw(5, 6))
 
 
+def by_rows(name, p):
+    return [ts.Shard(0)] if p.dim() else None
+
+
+@pytest.mark.parametrize("rule", [None, by_rows])
+@pytest.mark.parametrize("way", ["parametrization", "hook"])
+def test_spectral_norm(way, rule):
+    """Trained: each step's forward goes on with the power iteration of the one before."""
+    norm = nn.utils.parametrizations.spectral_norm if way == "parametrization" else nn.utils.spectral_norm
+    make = lambda: nn.Sequential(norm(nn.Linear(6, 4), n_power_iterations=2), nn.Unflatten(1, (2, 2)), norm(nn.Conv1d(2, 3, 2)))
+    compare(make, draw(5, 6), rule=rule)
+    x = draw(5, 6)
+
+    def trained(net, x):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        return net.eval()(x), net.state_dict()
+
+    expected, state = trained(plain(make), x)
+    nets = [plain(make) for _ in range(2)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        got, mine = trained(ts.distribute_module(nets[rank], mesh, rule), rows(x, mesh))
+        assert_same(got, expected, "output")
+        assert mine.keys() == state.keys() and any("_u" in name for name in mine)
+        for name, value in mine.items():
+            assert ts.is_sharded(value), name
+            assert_same(value, state[name], name)
+
+    on_ranks(2, body)
+
+
 def test_losses_with_weights():
     for weights in ({"pos_weight": draw(4, seed=5).abs()}, {"weight": draw(4, seed=6).abs()}, {"pos_weight": draw(1, seed=7).abs()}):
         target = draw(5, 4, seed=8).sigmoid()
@@ -119,10 +156,6 @@ def test_losses_with_weights():
 
 def rows_like(t, x):
     return ts.distribute_tensor(t, ts.spec(x).mesh, ts.spec(x).placements) if ts.is_sharded(x) else t
-
-
-def by_rows(name, p):
-    return [ts.Shard(0)]
 
 
 @pytest.mark.parametrize("rule", [None, by_rows])
@@ -191,6 +224,24 @@ def test_values_written_into_zeros_of_the_model():
         assert view.sum() == 0
 
     on_ranks(2, stays_sharded)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_transforms_move_to_the_longest_dim_and_back(samples):
+    """With rows sharded: a dim of one sample, shared by two ranks, would leave all work to one of them."""
+    x = draw(samples, 2, 6, 8)
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        ts.set_policies("allow", "allow")
+        parts = torch.fft.rfft2(ts.distribute_tensor(x, mesh, [ts.Shard(2)]))
+        assert ts.spec(parts).placements == (ts.Shard(3),)
+        assert_same(parts, torch.fft.rfft2(x))
+        back = torch.fft.irfft2(parts, s=(6, 8))
+        assert ts.spec(back).placements == (ts.Shard(2),)
+        assert_same(back, x)
+
+    on_ranks(2, body)
 
 
 def scripted(net):
@@ -307,6 +358,47 @@ class Ranks(nn.Module):
 
     def forward(self, x):
         return self.inner(x) * (1 + 1e-3 * ts.rank() if ts.is_sharded(x) else 1)
+
+
+class WrongGradient(torch.autograd.Function):
+    """Gives its input, and a gradient that is wrong where ranks share it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 1.001 if ts.is_sharded(g) else g
+
+
+class WrongBackward(nn.Linear):
+    """Right values; one of the gradients is wrong."""
+
+    def __init__(self, where):
+        super().__init__(6, 4)
+        self.where = where
+
+    def forward(self, x):
+        given = {"input 0": x, "weight": self.weight, "bias": self.bias}
+        return F.linear(*(WrongGradient.apply(t) if name == self.where else t for name, t in given.items()))
+
+
+@pytest.mark.parametrize("where", ["nowhere", "input 0", "weight", "bias"])
+def test_check_names_gradients_that_differ(where):
+    nets = [plain(lambda: WrongBackward(where)) for _ in range(2)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        report = ts.check(nets[rank], draw(5, 6), mesh)
+        assert bool(report) == (where == "nowhere") and not report.refused
+        assert report.values[0].equal and len(report.gradients) == 3
+        assert [g.name for g in report.wrong] == ([] if report else [f"gradient of {where}"])
+        assert ("NOT SAFE" in str(report) and f"differs: gradient of {where}" in str(report)) == (not report)
+        # What compares no gradients cannot see it.
+        assert ts.check(nets[rank], draw(5, 6), mesh, gradients=False)
+
+    on_ranks(2, body)
 
 
 def test_check_says_whether_a_model_is_safe():
@@ -677,3 +769,30 @@ def test_short_time_transforms_of_a_sharded_batch(window, options):
                 torch.stft(t, 31, center=False, return_complex=True)
 
     on_ranks(3, body)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_derivatives_by_elements_of_a_sharded_input(dim):
+    """gradcheck, jacobian and hessian index by integers: elements that one rank has, and that all wait for."""
+    x, weight = draw(3, 4), draw(4, 2, seed=4)
+
+    def f(t):
+        return torch.tanh(t @ weight).square().sum(1)
+
+    jacobian, hessian = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
+    expected, second = jacobian(f, x), hessian(lambda t: f(t).sum(), x)
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        put = lambda: ts.distribute_tensor(x.clone(), mesh, [ts.Shard(dim)], {dim: [1, 2] if dim == 0 else [4, 0]}).detach().requires_grad_(True)
+        assert torch.autograd.gradcheck(f, (put(),), rtol=1e-5)
+        assert torch.autograd.gradcheck(f, (put(),), rtol=1e-5, fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, (put(),))
+        with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+            torch.autograd.gradcheck(lambda t: f(WrongGradient.apply(t)), (put(),), rtol=1e-5)
+        assert_same(jacobian(f, put()), expected, "jacobian")
+        assert_same(jacobian(f, put(), create_graph=True), expected, "jacobian with a graph")
+        assert_same(hessian(lambda t: f(t).sum(), put()), second, "hessian")
+
+    on_ranks(2, body)

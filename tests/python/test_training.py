@@ -1,7 +1,10 @@
 """Accumulation without communication, and files, from Python."""
 
+import copy
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import tessera as ts
@@ -183,5 +186,79 @@ def test_goes_on_after_a_backward_that_failed():
         net = ts.distribute_module(nets[rank], mesh)
         got = train(net, lambda t: ts.distribute_tensor(t, mesh, [ts.Shard(0)], {0: [3, 2]}), True)
         assert got == pytest.approx(expected, rel=1e-12)
+
+    on_ranks(2, body)
+
+
+class Raises(torch.autograd.Function):
+    """Gives its input; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ctx.error
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x, fails=None, reentrant=False):
+        runs = []
+
+        def recomputed(h):
+            runs.append(h)
+            if len(runs) == 2 and fails == "recomputation":
+                raise ZeroDivisionError("a recomputation")
+            if len(runs) == 2 and fails == "nested":
+                h = Raises.apply(h, ZeroDivisionError("a recomputation's backward"))
+            return self.middle(h).tanh()
+
+        h = torch.utils.checkpoint.checkpoint(recomputed, self.first(x).tanh(), use_reentrant=reentrant)
+        if fails in ("function", "interrupt"):
+            h = Raises.apply(h, KeyboardInterrupt() if fails == "interrupt" else ZeroDivisionError("a function"))
+        return self.last(h)
+
+
+@pytest.mark.parametrize("parallel", ["sharded batch", "DistributedDataParallel"])
+@pytest.mark.parametrize("fails, reentrant", [*((f, r) for f in ("function", "interrupt", "recomputation") for r in (False, True)), ("nested", True)])
+def test_goes_on_after_exceptions_of_the_programs_own_backward(parallel, fails, reentrant):
+    """A user's function, an interrupt (Ctrl-C), a recomputation, and the backward within a reentrant one: the program catches it and trains on."""
+    torch.manual_seed(1)
+    plain = Checkpointed().double()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+
+    def train(net, loss_of, failing):
+        optimizer, losses = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), []
+        for step in range(5):
+            if failing and step in (1, 2):
+                optimizer.zero_grad(set_to_none=step == 1)
+                with pytest.raises(KeyboardInterrupt if fails == "interrupt" else ZeroDivisionError):
+                    loss_of(net, batch(step), fails).backward()
+            optimizer.zero_grad(set_to_none=step == 1)
+            loss = loss_of(net, batch(step), None)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train(plain, lambda net, x, fails: net(x, fails, reentrant).square().mean(), False)
+
+    def body(rank):
+        if parallel == "sharded batch":
+            mesh = ts.Mesh({"data": 2})
+            net = ts.distribute_module(nets[rank], mesh)
+            got = train(net, lambda net, x, fails: net(ts.distribute_tensor(x, mesh, [ts.Shard(0)], {0: [3, 2]}), fails, reentrant).square().mean(), True)
+        else:
+            net, rows = ts.DistributedDataParallel(nets[rank]), slice(0, 3) if rank == 0 else slice(3, 5)
+            got = train(net, lambda net, x, fails: net.mean_loss(net(x[rows], fails, reentrant).square().mean(), len(x[rows])), True)
+        assert got == pytest.approx(expected, rel=1e-12)
+        for mine, wanted in zip(net.parameters(), plain.parameters()):
+            assert_same(mine.grad, wanted.grad)
 
     on_ranks(2, body)
