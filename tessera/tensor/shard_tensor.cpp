@@ -12,6 +12,7 @@
 #include <iostream>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/job/failures.h"
 #include "tessera/gradient/announce.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/dispatch.h"
@@ -21,7 +22,6 @@
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 #include "tessera/tensor/spec/shard_dims.h"
@@ -398,7 +398,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   detail::ensure_registered();
   detail::Agreed& agreed = detail::MeshContext::of(mesh)->state->agreed;
   const std::vector<int>& ranks = mesh.layout().ranks();
-  const std::uint64_t failures = detail::failures_of(mesh);
+  const std::uint64_t failures = failures_of(mesh);
   std::string kind;
   const auto key = [&](const ShardSpec& spec) { return concat(spec, ", ", kind); };
   std::optional<ShardSpec> known;

@@ -44,10 +44,12 @@ void add_unary(Cases& c) {
   c.unary("clamp_min", [](const auto& x) { return x.clamp_min(0.1); }).real_only();
   c.unary("leaky_relu", [](const auto& x) { return at::leaky_relu(x, 0.1); }).real_only();
   c.unary("softplus", [](const auto& x) { return at::softplus(x); }).real_only();
-  c.unary("elu", [](const auto& x) { return at::elu(x); }).real_only();
-  c.unary("selu, celu", [](const auto& x) { return at::selu(x) + at::celu(x); }).real_only();
+  c.unary("elu", [](const auto& x) { return at::elu(x); }).real_only().finite();
+  c.unary("selu, celu", [](const auto& x) { return at::selu(x) + at::celu(x); })
+      .real_only()
+      .finite();
   c.unary("hardtanh", [](const auto& x) { return at::hardtanh(x); }).real_only();
-  // Libtorch's vectors and its last few elements give NaN different derivatives.
+  // Libtorch's vectors and its last few elements give NaN different derivatives; so do those of elu.
   c.unary("hardswish", [](const auto& x) { return at::hardswish(x); }).real_only().ordinary();
   c.unary("hardsigmoid", [](const auto& x) { return at::hardsigmoid(x); }).real_only();
   c.unary("relu6", [](const auto& x) { return at::relu6(x); }).real_only();

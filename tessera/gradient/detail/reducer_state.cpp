@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/group_state.h"
+#include "tessera/comm/job/failures.h"
 #include "tessera/gradient/announce.h"
 
 namespace tessera {
@@ -214,7 +214,7 @@ void GradientReducer::State::require_earlier_alike() {
 // an order that others have not.
 void GradientReducer::State::forget_order() {
   if (!options.learn_order || buckets.empty() || !buckets.front().uniform ||
-      !buckets.front().group.state()->watch().poison())
+      !has_ended(buckets.front().group))
     return;
   std::iota(order.begin(), order.end(), std::size_t{0});
   learnt = false;
@@ -491,7 +491,7 @@ void GradientReducer::State::learn() {
                  arrival.size() * sizeof(std::size_t));
   }
   Bucket& first = buckets.front();
-  if (first.uniform && first.group.state()->watch().poison()) {
+  if (first.uniform && has_ended(first.group)) {
     for (const Slot& slot : first.slots) {
       const at::Tensor p = parameters[slot.parameter].tensor();
       if (!p.defined()) continue;

@@ -17,11 +17,11 @@
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/job/failures.h"
 #include "tessera/nn/detail/parameter_copy.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/redistribute.h"
-#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {

@@ -11,13 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/job/failures.h"
 #include "tessera/ops/matmul/contract.h"
 #include "tessera/tensor/dispatch/carry.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/sharded_call.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera::detail {

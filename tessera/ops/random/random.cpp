@@ -18,12 +18,12 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/job/failures.h"
 #include "tessera/ops/random/draws.h"
 #include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 

@@ -12,6 +12,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/job/failures.h"
 #include "tessera/gradient/announce.h"
 #include "tessera/tensor/dispatch/failure.h"
 #include "tessera/tensor/dispatch/host_memory.h"
@@ -21,7 +22,6 @@
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/host_lock.h"
-#include "tessera/tensor/spec/failures.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {

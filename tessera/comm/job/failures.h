@@ -9,7 +9,7 @@
 
 #include "tessera/comm/job/device_mesh.h"
 
-namespace tessera::detail {
+namespace tessera {
 
 /// Of failures of meshes that hold all of `ranks` (global). All of them have the same number when
 /// they have caught their errors together.
@@ -17,4 +17,7 @@ std::uint64_t failures_of(const DistributedManager& manager, const std::vector<i
 /// Of all ranks of the mesh.
 std::uint64_t failures_of(const DeviceMesh& mesh);
 
-}  // namespace tessera::detail
+/// A failure has ended the group: every call on it throws.
+bool has_ended(const Group& group);
+
+}  // namespace tessera

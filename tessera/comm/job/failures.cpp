@@ -1,8 +1,9 @@
-#include "tessera/tensor/spec/failures.h"
+#include "tessera/comm/job/failures.h"
 
+#include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
 
-namespace tessera::detail {
+namespace tessera {
 
 std::uint64_t failures_of(const DistributedManager& manager, const std::vector<int>& ranks) {
   return manager.state()->failures(ranks);
@@ -12,4 +13,6 @@ std::uint64_t failures_of(const DeviceMesh& mesh) {
   return failures_of(mesh.manager(), mesh.layout().ranks());
 }
 
-}  // namespace tessera::detail
+bool has_ended(const Group& group) { return group.state()->watch().poison() != nullptr; }
+
+}  // namespace tessera
