@@ -22,7 +22,11 @@ namespace {
 
 struct Options {
   std::uint64_t seed = 1;
+#ifdef __SANITIZE_ADDRESS__
+  int draws = 2;
+#else
   int draws = 8;
+#endif
   int draw = -1;           // this one alone
   int ranks = 0;           // these alone
   bool processes = false;  // every rank is one

@@ -397,8 +397,9 @@ void ManagerState::report_due_failures() {
   while (!reporter_stops_) {
     if (delayed_.empty()) {
       delayed_changed_.wait(lock);
-    } else if (delayed_.front().first > std::chrono::steady_clock::now()) {
-      delayed_changed_.wait_until(lock, delayed_.front().first);
+    } else if (const auto due = delayed_.front().first; due > std::chrono::steady_clock::now()) {
+      // A copy: while this waits, others empty the list.
+      delayed_changed_.wait_until(lock, due);
     } else {
       const Failure failure = std::move(delayed_.front().second);
       delayed_.pop_front();
