@@ -49,7 +49,7 @@ void add_unary(Cases& c) {
       .real_only()
       .finite();
   c.unary("hardtanh", [](const auto& x) { return at::hardtanh(x); }).real_only();
-  // Libtorch's vectors and its last few elements give NaN different derivatives; so do those of elu.
+  // Libtorch's vectors and its last few elements give NaN different derivatives; elu too.
   c.unary("hardswish", [](const auto& x) { return at::hardswish(x); }).real_only().ordinary();
   c.unary("hardsigmoid", [](const auto& x) { return at::hardsigmoid(x); }).real_only();
   c.unary("relu6", [](const auto& x) { return at::relu6(x); }).real_only();
