@@ -1,6 +1,7 @@
 #include "tessera/partition/halo.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -83,6 +84,11 @@ void Window::check() const {
   if (kernel < 1 || stride < 1 || dilation < 1)
     throw InvalidArgument(concat("a window of kernel ", kernel, ", stride ", stride, ", dilation ",
                                  dilation, "; each is at least 1"));
+  // So that no sum of products of them overflows.
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  if (std::max({kernel, stride, dilation, padding}) > most || padding < -most)
+    throw InvalidArgument(concat("a window of kernel ", kernel, ", stride ", stride, ", padding ",
+                                 padding, ", dilation ", dilation, "; each is at most ", most));
 }
 
 Interval Window::inputs(Interval outputs) const {

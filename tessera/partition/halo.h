@@ -29,7 +29,7 @@ struct Window {
   std::int64_t dilation = 1;
   bool operator==(const Window&) const = default;
 
-  /// Throws InvalidArgument for kernel, stride or dilation below 1.
+  /// Throws InvalidArgument for kernel, stride or dilation below 1, and for what exceeds 2^31 - 1.
   void check() const;
   /// The inputs that `outputs` read, as the smallest interval that contains them; it may reach
   /// below 0 and beyond the extent. Empty for no outputs.

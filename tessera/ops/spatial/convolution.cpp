@@ -5,7 +5,6 @@
 #include <ATen/ops/convolution.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include "tessera/base/text.h"
@@ -65,10 +64,6 @@ struct Convolution {
       input[i + 2] = output[i + 2] = kSpatial + static_cast<int>(i);
       const Window window{w.spec.shape()[i + 2], stride[i], padding[i], dilation[i]};
       window.check();
-      for (const std::int64_t size : {window.stride, window.padding, window.dilation}) {
-        if (size > std::numeric_limits<std::int32_t>::max())
-          throw InvalidArgument(concat("convolution: ", size, " is too large for a window"));
-      }
       if (window.padding < 0)
         throw InvalidArgument(
             concat("convolution with padding ", window.padding, " in dim ", i + 2, ": at least 0"));

@@ -7,6 +7,8 @@
 #include <ATen/ops/im2col.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
+
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/decomposition.h"
@@ -30,6 +32,8 @@ struct Windows {
       throw InvalidArgument(
           concat(name, ": give kernel, dilation, padding and stride as two numbers each"));
     for (int i = 0; i < 2; ++i) {
+      if (image[i] > std::numeric_limits<std::int32_t>::max())
+        throw InvalidArgument(concat(name, " of a field of ", height, " x ", width, ": too large"));
       dims[i] = {kernel[i], stride[i], padding[i], dilation[i]};
       dims[i].check();
       grid[i] = padding[i] < 0 || image[i] < 0 ? 0 : dims[i].outputs(image[i], padding[i]);
