@@ -1,6 +1,10 @@
 #include "tessera/partition/window_call.h"
 
 #include <algorithm>
+#include <limits>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -48,6 +52,10 @@ Partition transposed_output_partition(const Partition& inputs, const Window& w,
 
 Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
   const std::int64_t extent = inputs.extent();
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();  // no product overflows
+  if (std::max(extent, outputs) > most)
+    throw InvalidArgument(
+        concat("a dim of ", extent, " resampled to ", outputs, "; each is at most ", most));
   // The outputs whose centre is before `end`: (2 o + 1) * extent < 2 * outputs * end.
   return shard_like(inputs, outputs, [&](std::int64_t end) {
     return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2);

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/field_map.h"
 #include "tessera/ops/rules/windowed.h"
@@ -24,8 +25,14 @@ at::Tensor sharded_at_multiples(const char* name, const at::Tensor& t, std::int6
                   with_parts(own, {{d, scaled(in_units(own.dim(d).partition, factor), factor)}}));
 }
 
+// Of larger ones the products overflow.
+void check_factor(const char* name, std::int64_t r) {
+  if (r >= 1 << 16) throw InvalidArgument(concat(name, ": factor ", r, " is too large"));
+}
+
 // [.., C r r, H, W] -> [.., C, H r, W r].
 at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
+  check_factor("pixel_shuffle", r);
   TORCH_CHECK(self.dim() >= 3 && r > 0 && self.size(-3) % (r * r) == 0, "pixel_shuffle: channels ",
               self.sizes(), " and factor ", r);
   const auto lead = self.sizes().slice(0, self.dim() - 3).vec();
@@ -43,6 +50,7 @@ at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
       .reshape(joined);
 }
 at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
+  check_factor("pixel_unshuffle", r);
   TORCH_CHECK(self.dim() >= 3 && r > 0 && self.size(-2) % r == 0 && self.size(-1) % r == 0,
               "pixel_unshuffle: ", self.sizes(), " and factor ", r);
   const auto lead = self.sizes().slice(0, self.dim() - 3).vec();

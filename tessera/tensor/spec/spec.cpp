@@ -1,5 +1,6 @@
 #include "tessera/tensor/spec/spec.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "tessera/base/hash.h"
@@ -68,6 +69,16 @@ std::vector<int> axis_sizes(const Mesh& mesh) {
   return sizes;
 }
 
+std::int64_t number_of_elements(const std::vector<std::int64_t>& shape) {
+  std::int64_t all = std::find(shape.begin(), shape.end(), 0) == shape.end() ? 1 : 0;
+  for (const std::int64_t n : shape) {
+    if (all != 0 && __builtin_mul_overflow(all, n, &all))
+      throw InvalidArgument(
+          concat("a tensor of shape ", list(shape), " has more elements than can be counted"));
+  }
+  return all;
+}
+
 std::vector<int> own_coordinate(const DeviceMesh& mesh) {
   if (!mesh.contains_me()) {
     throw InvalidArgument(concat("rank ", mesh.manager().rank(), " is not in the mesh of ranks ",
@@ -132,9 +143,9 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
   for (const Interval& i : data->sharding.box(context->position)) {
     data->local_shape.push_back(i.size());
     data->local_offset.push_back(i.begin);
-    data->local_numel *= i.size();
   }
-  for (const auto n : data->sharding.shape()) data->numel *= n;
+  data->local_numel = number_of_elements(data->local_shape);
+  data->numel = number_of_elements(data->sharding.shape());
   for (const Placement& p : data->placements) {
     data->replicated &= p.is_replicate();
     data->partial |= p.is_partial();
