@@ -3,6 +3,7 @@
 // widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
 
 #include <algorithm>
+#include <limits>
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
@@ -125,7 +126,12 @@ Plan continued_backward(const OpCall& call) {
 // again.
 at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   std::vector<std::int64_t> pads;
-  for (const auto& n : pad) pads.push_back(n.expect_int());
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();  // no sum overflows
+  for (const auto& n : pad) {
+    pads.push_back(n.expect_int());
+    if (pads.back() > most || pads.back() < -most)
+      throw InvalidArgument(concat("circular pad of ", pads.back(), "; at most ", most));
+  }
   at::Tensor x = self;
   for (std::size_t i = 0; i < pads.size() / 2 && static_cast<std::int64_t>(i) < self.dim(); ++i) {
     const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i);
