@@ -1,8 +1,10 @@
 #include "mesh.h"
 #include "library.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 
@@ -80,6 +82,16 @@ void shutdown(bool failed) {
   }
 }
 
+/// The state of the generator behind torch.get_rng_state(), whose own call keeps the generator
+/// locked while Python allocates: ranks that are threads can wait for it and for each other.
+struct HostGenerator : torch::CustomClassHolder {
+  static at::Tensor state() {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    const std::scoped_lock lock(generator.mutex());
+    return generator.get_state();
+  }
+};
+
 std::string text(Policy policy) {
   return policy == Policy::allow ? "allow" : policy == Policy::warn ? "warn" : "error";
 }
@@ -145,6 +157,10 @@ void register_mesh(torch::Library& library) {
       .def("fail", [](const MeshPtr& self, const std::string& reason) {
         self->mesh.manager().fail_groups_within(self->mesh.layout(), reason);
       });
+  library.class_<HostGenerator>("HostGenerator")
+      .def(torch::init<>())
+      .def("state",
+           [](const c10::intrusive_ptr<HostGenerator>&) { return HostGenerator::state(); });
   library.class_<PyThreadRanks>("ThreadRanks")
       .def(torch::init<std::int64_t, const std::string&, double>())
       .def("enter", [](const c10::intrusive_ptr<PyThreadRanks>& self,

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from tessera import _api
-from tessera._library import ops
+from tessera._library import classes, ops
 from tessera._placement import Replicate
 
 _KEY = torch._C.DispatchKey.PrivateUse2
@@ -73,10 +73,11 @@ def _format(tensor, spec):
 def _restore_with_generator():
     """torch.get_rng_state() and set_rng_state() (checkpointing, fork_rng) take the random numbers of sharded tensors along."""
     get, put = torch.get_rng_state, torch.set_rng_state
+    generator = classes.HostGenerator()
 
     @functools.wraps(get)
     def get_rng_state():
-        state = get()
+        state = generator.state()
         state._tessera_random = ops.random_state()
         return state
 

@@ -2,8 +2,10 @@
 
 import copy
 import copyreg
+import gc
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -405,6 +407,30 @@ def test_checkpointing_draws_the_same_again():
 
     ts.run_threads(1, lambda rank: None)
     on_ranks(2, body)
+
+
+def test_states_are_taken_while_another_rank_collects():
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):  # Python code that the collector runs
+            for _ in range(1000):
+                pass
+
+    def body(rank):
+        for i in range(10000):
+            gc.set_threshold(1 + i % 5)
+            Cycle()
+            torch.set_rng_state(torch.get_rng_state())
+
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        ts.run_threads(3, body)
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
 
 
 def test_new_tensors_are_plain():
