@@ -234,7 +234,7 @@ at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, doub
 
 void Session::backward(const at::Tensor& loss, double weight, bool last) {
   if (made_ == Made::added) throw InvalidArgument(kMixed);
-  if (made_ == Made::nothing) clear_gradients();
+  if (made_ == Made::nothing && parameters_.empty()) clear_gradients();
   at::Tensor weighed = weight_.weigh_in(loss, strategy_->loss_weight(weight), unit_);
   made_ = Made::backward;
   try {
@@ -267,7 +267,7 @@ std::shared_ptr<void> Session::forward_scope() const {
 TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bool last) {
   if (!run) throw InvalidArgument("add_gradients: there is no function");
   if (made_ == Made::backward) throw InvalidArgument(kMixed);
-  if (made_ == Made::nothing) clear_gradients();
+  if (made_ == Made::nothing && parameters_.empty()) clear_gradients();
   made_ = Made::added;
   const bool reduces = last || strategy_->abilities().owns_accumulation;
   try {
@@ -370,7 +370,7 @@ void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double 
 }
 
 // The step is over, or forgotten where an exception has ended it: what was weighed, too. Also
-// before a step: the parameters may hold what a session left that an exception ended.
+// before the first one: parameters may hold what a session left that an exception ended.
 void Session::clear_gradients() {
   if (parameters_.empty()) find_parameters();
   for (const at::Tensor& p : parameters_) p.mutable_grad().reset();

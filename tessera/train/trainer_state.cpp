@@ -105,7 +105,11 @@ void Trainer::load(const CheckpointReader& saved) {
   in_epoch_ = saved.integer("loop.in_epoch") != 0;
   validation_due_ = saved.integer("loop.validation_due") != 0;
   rate_scale_ = saved.real("loop.rate_scale");
-  rates_scaled_ = saved.integer("loop.rates_scaled") != 0;
+  // Checkpoints of before do not say it.
+  const std::vector<std::string> names = saved.value_names();
+  rates_scaled_ = std::find(names.begin(), names.end(), "loop.rates_scaled") == names.end()
+                      ? rate_scale_ != 1
+                      : saved.integer("loop.rates_scaled") != 0;
   // Ranks that are gone leave theirs to those that are there.
   const auto share = [&](const std::string& key, Metrics& into) {
     into.clear();
@@ -119,7 +123,7 @@ void Trainer::load(const CheckpointReader& saved) {
   share("loop.window_metrics", window_metrics_);
   share("loop.epoch_metrics", epoch_metrics_);
   const std::string metric = "loop.metric.";
-  for (const std::string& key : saved.value_names())
+  for (const std::string& key : names)
     if (key.starts_with(metric)) metrics_[key.substr(metric.size())] = saved.real(key);
   task_->loaded(extra);
   for (const auto& callback : options_.callbacks)

@@ -138,9 +138,9 @@ at::Tensor linear(const at::Tensor& given_x, const at::Tensor& given_w,
   if (const ShardMeta* meta = meta_of(w); meta && casts_parameters(*meta))
     casts = cast_tensors({&x, &w, &b});
   const std::optional<at::Tensor> bias = b.defined() ? std::optional(b) : std::nullopt;
-  // Of more dims libtorch adds it in a step of its own.
-  TORCH_CHECK(!bias || x.dim() > 3 || b.scalar_type() == x.scalar_type(), "linear: the bias is ",
-              b.scalar_type(), ", the input ", x.scalar_type());
+  // Of other dims libtorch adds it in a step of its own.
+  TORCH_CHECK(!bias || (x.dim() != 2 && x.dim() != 3) || b.scalar_type() == x.scalar_type(),
+              "linear: the bias is ", b.scalar_type(), ", the input ", x.scalar_type());
   const auto y = sequence_linear(x, w, bias);
   return cast_result(y ? *y : linear_of_shards(x, w, bias), casts);
 }

@@ -11,6 +11,7 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 
 #include <vector>
 
@@ -36,9 +37,10 @@ struct Groups {
     if (n < 2 || count < 1 || x.spec.shape()[1] % count != 0)
       throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
                                    " in ", count, " groups: the channels do not divide into them"));
+    const Shape& sizes = x.spec.shape();
     if (call.argument("N") >= 0 &&
-        (call.integer("N") != x.spec.shape()[0] || call.integer("C") != x.spec.shape()[1] ||
-         call.integer("HxW") * call.integer("N") * call.integer("C") != x.spec.numel()))
+        (call.integer("N") != sizes[0] || call.integer("C") != sizes[1] ||
+         call.integer("HxW") != c10::multiply_integers(sizes.begin() + 2, sizes.end())))
       throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
                                    ": N, C and HxW are not its sizes"));
     for (int d = 1; d < n; ++d) sharded |= x.spec.is_sharded(d);
