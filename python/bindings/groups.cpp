@@ -3,6 +3,8 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -43,6 +45,43 @@ std::vector<std::int64_t> from_ints(const std::vector<int>& numbers) {
   return {numbers.begin(), numbers.end()};
 }
 
+std::shared_ptr<DroppedElsewhere> DroppedElsewhere::here() {
+  struct OfThread {
+    const std::shared_ptr<DroppedElsewhere> all = std::make_shared<DroppedElsewhere>();
+    ~OfThread() { all->close(); }
+  };
+  thread_local const OfThread mine;
+  return mine.all;
+}
+
+bool DroppedElsewhere::add(std::function<bool()> done) {
+  const std::lock_guard lock(mutex_);
+  if (!closed_) started_.push_back(std::move(done));
+  return !closed_;
+}
+
+void DroppedElsewhere::let_go(bool all) {
+  std::vector<std::function<bool()>> taken;
+  {
+    const std::lock_guard lock(mutex_);
+    taken.swap(started_);
+  }
+  if (!all) {
+    std::erase_if(taken, [](const auto& done) { return done(); });
+    const std::lock_guard lock(mutex_);
+    std::move(taken.begin(), taken.end(), std::back_inserter(started_));
+    taken.clear();
+  }
+}
+
+void DroppedElsewhere::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  let_go(true);
+}
+
 namespace {
 
 using MeshPtr = c10::intrusive_ptr<PyMesh>;
@@ -53,17 +92,17 @@ using MaybeTensor = std::optional<at::Tensor>;
 struct PyRequest : torch::CustomClassHolder {
   explicit PyRequest(Request r) : request(std::move(r)) {}
   explicit PyRequest(Pending<at::Tensor> v) : value(std::move(v)) {}
-  bool done() const { return value ? value->done() : request.done(); }
+  bool done() const { return value ? value->done() : request->done(); }
   MaybeTensor wait() {
     if (!value) {
-      request.wait();
+      request->wait();
       return std::nullopt;
     }
     at::Tensor arrived = value->wait();
     return arrived.defined() ? MaybeTensor(arrived) : std::nullopt;
   }
-  Request request;
-  std::optional<Pending<at::Tensor>> value;
+  std::optional<Started<void>> request;
+  std::optional<Started<at::Tensor>> value;
 };
 using RequestPtr = c10::intrusive_ptr<PyRequest>;
 
@@ -111,6 +150,7 @@ Answer collective(const GroupPtr& self, const std::string& name, const MaybeTens
                    sizes, input_sizes, {}};
   if (timeout > 0) c.options.timeout = bounded_limit(std::chrono::duration<double>(timeout));
   if constexpr (std::is_void_v<Answer>) {
+    DroppedElsewhere::here()->let_go(false);
     call<void>(self->group, c);
   } else {
     return c10::make_intrusive<PyRequest>(call<Request>(self->group.start(), c));

@@ -5,11 +5,15 @@
 #include <torch/custom_class.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/group/group.h"
+#include "tessera/comm/group/pending.h"
 #include "tessera/mesh/groups/group_config.h"
 
 namespace tessera::python {
@@ -19,6 +23,53 @@ struct PyGroup : torch::CustomClassHolder {
   Group group;
 };
 using GroupPtr = c10::intrusive_ptr<PyGroup>;
+
+/// What this rank has started and another thread has dropped: Python's collector runs on any. To
+/// wait there could be to wait for that thread's own call, so that this rank ends it.
+class DroppedElsewhere {
+ public:
+  /// Of this thread, which is a rank.
+  static std::shared_ptr<DroppedElsewhere> here();
+
+  /// `done`: owns what was started, and says whether it is over. False: the rank's thread has ended.
+  bool add(std::function<bool()> done);
+  /// To be called by the rank: lets go what is over, or all of it, for which it waits.
+  void let_go(bool all);
+  /// The rank's thread ends.
+  void close();
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::function<bool()>> started_;
+  bool closed_ = false;
+};
+
+/// A Pending that Python holds.
+template <class T>
+class Started {
+ public:
+  explicit Started(Pending<T> pending)
+      : pending_(std::make_shared<Pending<T>>(std::move(pending))), by_(DroppedElsewhere::here()) {
+    by_->let_go(false);
+  }
+  ~Started() {
+    if (!pending_ || waited_ || by_ == DroppedElsewhere::here()) return;
+    by_->add([pending = std::move(pending_)] { return pending->done(); });
+  }
+  Started(Started&&) noexcept = default;
+  Started& operator=(Started&&) = delete;
+
+  bool done() const { return pending_->done(); }
+  T wait() {
+    waited_ = true;
+    return pending_->wait();
+  }
+
+ private:
+  std::shared_ptr<Pending<T>> pending_;
+  bool waited_ = false;
+  std::shared_ptr<DroppedElsewhere> by_;
+};
 
 /// "sum", "avg", "product", "min", "max", or "premultiplied" by `factor`. Throws InvalidArgument.
 ReduceOp reduce_op(const std::string& name, double factor = 1);

@@ -4,13 +4,14 @@
 
 #include <dlfcn.h>
 
-#include "tessera/tensor/host_lock.h"
+#include "tessera/base/host_lock.h"
 
 namespace tessera::python {
 
 namespace {
 
 struct Interpreter {
+  int (*initialized)();
   int (*holds)();
   void* (*save)();
   void (*restore)(void*);
@@ -24,6 +25,7 @@ void find(F& function, const char* name) {
 const Interpreter& interpreter() {
   static const Interpreter found = [] {
     Interpreter all;
+    find(all.initialized, "Py_IsInitialized");
     find(all.holds, "PyGILState_Check");
     find(all.save, "PyEval_SaveThread");
     find(all.restore, "PyEval_RestoreThread");
@@ -32,14 +34,18 @@ const Interpreter& interpreter() {
   return found;
 }
 
-void* release() { return interpreter().holds() ? interpreter().save() : nullptr; }
+// While the interpreter ends, and afterwards, no other thread of it runs, and its answers are no use.
+void* release() {
+  const Interpreter& python = interpreter();
+  return python.initialized() && python.holds() ? python.save() : nullptr;
+}
 void acquire(void* thread) { interpreter().restore(thread); }
 
 constexpr HostLock kLock = {release, acquire};
 
 const bool registered = [] {
   const Interpreter& found = interpreter();
-  if (found.holds && found.save && found.restore) set_host_lock(&kLock);
+  if (found.initialized && found.holds && found.save && found.restore) set_host_lock(&kLock);
   return true;
 }();
 

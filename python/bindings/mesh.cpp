@@ -1,4 +1,5 @@
 #include "mesh.h"
+#include "handles.h"
 #include "library.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -40,6 +41,7 @@ struct PyThreadRanks : torch::CustomClassHolder {
     ranks.fail(static_cast<int>(rank), what);
   }
   void leave(std::int64_t rank) const {
+    DroppedElsewhere::here()->let_go(true);
     ranks.leave(static_cast<int>(rank));
     current().reset();
   }
@@ -70,6 +72,7 @@ void init(const std::string& backend, double timeout, const std::string& between
 // time limit.
 void shutdown(bool failed) {
   if (!current()) return;
+  DroppedElsewhere::here()->let_go(true);
   if (!failed) {
     current().reset();
     return;

@@ -134,7 +134,7 @@ at::Tensor halo(const at::Tensor& tensor, const WidthTexts& widths, const std::s
 
 struct PyRedistribution : torch::CustomClassHolder {
   explicit PyRedistribution(Pending<at::Tensor> p) : pending(std::move(p)) {}
-  Pending<at::Tensor> pending;
+  Started<at::Tensor> pending;
 };
 using RedistributionPtr = c10::intrusive_ptr<PyRedistribution>;
 

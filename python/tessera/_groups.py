@@ -20,7 +20,7 @@ def _row_shape(tensor):
 
 
 class Request:
-    """A call that is under way. What was given to it must not be read or written before `wait()` has returned."""
+    """A call that is under way. What was given to it must not be read or written before `wait()` has returned. Dropped without it, it is waited for."""
 
     def __init__(self, handle, result=None):
         self._handle, self._result = handle, result

@@ -531,6 +531,27 @@ TEST(Policy, WarnsOnceForEachCallSite) {
   });
 }
 
+TEST(Policy, AHandlerOfWarningsMayAskForPolicies) {
+  struct Asking final : c10::WarningHandler {
+    explicit Asking(const DistributedManager& m) : manager(m) {}
+    void process(const c10::Warning&) override {
+      warns += policies(manager).promotion == Policy::warn;
+    }
+    const DistributedManager& manager;
+    int warns = 0;
+  };
+  on_threads(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::warn, .promotion = Policy::warn});
+    Asking asking(manager);
+    const c10::WarningUtils::WarningHandlerGuard guard(&asking);
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = distribute_tensor(randn({4, 6}, at::kDouble), mesh, {Shard(0)});
+    at::cumsum(x, 0);
+    x.mul(at::ones({6}, at::kDouble));
+    EXPECT_EQ(asking.warns, 2);
+  });
+}
+
 // What a user writes to be sure that a layer moves nothing.
 TEST(Policy, ALayerThatMovesNothing) {
   on_threads(2, [](DistributedManager& manager) {

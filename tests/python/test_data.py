@@ -1,6 +1,8 @@
 """The loader, orders, sources and streams from Python: the batches of one process, on any mesh."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -193,6 +195,36 @@ def test_a_loader_that_goes_waits_for_threads_that_wait_for_the_interpreter():
         return True
 
     assert on_ranks(1, body) == [True]
+
+
+def test_a_loader_may_go_within_the_read_of_a_sample():
+    dropped, collected = threading.Event(), []
+
+    class Collecting(Samples):
+        def __getitem__(self, index):
+            if index > 1 and not collected:
+                assert dropped.wait(20)
+                begin = time.monotonic()
+                gc.collect()  # drops the loader, whose thread this is
+                collected.append(time.monotonic() - begin)
+            return super().__getitem__(index)
+
+    def body(rank):
+        loader = ts.Loader(Collecting(), ts.FixedOrder(7, 2, shuffle=False), ts.Mesh({"x": 1}), ["x"], workers=1, stall_limit=10)
+        loader.next()
+        loader.me = loader
+        del loader
+        dropped.set()
+        for _ in range(300):
+            if not collected:
+                time.sleep(0.1)
+
+    gc.disable()
+    try:
+        on_ranks(1, body)
+    finally:
+        gc.enable()
+    assert collected and collected[0] < 5
 
 
 @pytest.mark.parametrize("axes,batch_axes", [({"data": 2, "domain": 2}, ["data"]), ({"domain": 2, "data": 2}, ["data"]), ({"data": 2, "fsdp": 2}, ["data", "fsdp"])])

@@ -1,11 +1,14 @@
 """Groups, rank tables, trees, mappings, data parallelism and fields from Python, under the names that C++ has."""
 
 import copy
+import gc
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
 import torch
@@ -66,6 +69,80 @@ def test_collectives_with_uneven_rows():
             g.all_reduce(torch.ones(1), "median")
 
     on_ranks(3, body)
+
+
+CALLS = {
+    "even": lambda rank: ts.world().all_reduce(torch.ones(2), start=True),
+    "uneven": lambda rank: ts.world().all_gather(torch.ones(1 + rank, 2), sizes=[1, 2], start=True),
+    "redistribution": lambda rank: ts.start_redistribute(ts.ones([4, 4], ts.Mesh({"x": 2}), [ts.Shard(0)]), [ts.Shard(1)]),
+}
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_dropped_waits_without_the_interpreter(call, backend):
+    started = threading.Event()
+
+    def body(rank):
+        ts.world().barrier()  # makes the group
+        if rank == 0:
+            request = CALLS[call](rank)
+            threading.Timer(0.2, started.set).start()
+            del request  # waits for the other rank, which is a thread of this interpreter
+        else:
+            assert started.wait(20)
+            CALLS[call](rank).wait()
+        return ts.world().all_reduce(torch.ones(1)).item()
+
+    assert ts.run_threads(2, body, backend, 10) == [2, 2]
+
+
+class Cycle:
+    """Goes when the collector finds it."""
+
+    def __init__(self, *holds):
+        self.me, self.holds = self, holds
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_collects_what_another_one_has_started(call):
+    started = threading.Event()
+
+    def body(rank):
+        ts.world().barrier()
+        if rank == 0:
+            Cycle(CALLS[call](rank))
+            started.set()
+        else:
+            assert started.wait(20)
+            gc.collect()  # to wait here would be to wait for the call below
+            CALLS[call](rank).wait()
+        return ts.world().all_reduce(torch.ones(1)).item()
+
+    gc.disable()
+    try:
+        assert ts.run_threads(2, body, timeout=10) == [2, 2]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backend,ask", [("threads", lambda work: work.get_future().wait()), ("shm", lambda work: work.result())])
+def test_pythons_own_groups_wait_without_the_interpreter(backend, ask):
+    asked = threading.Event()
+
+    def body(rank):
+        group, t = ts.world().process_group(), torch.ones(2)
+        ts.world().barrier()
+        if rank == 0:
+            work = group.allreduce([t])
+            threading.Timer(0.2, asked.set).start()
+            ask(work)
+        else:
+            assert asked.wait(20)
+            group.allreduce([t]).wait()
+        return t.tolist()
+
+    assert ts.run_threads(2, body, backend, 10) == [[2, 2], [2, 2]]
 
 
 def test_functional_collectives_are_differentiable():
@@ -306,6 +383,26 @@ def test_data_parallel_with_uneven_batches():
             ts.DistributedDataParallel(nets[rank], ignore=["0.wieght"])
 
     on_ranks(3, body)
+
+
+def test_python_may_pause_reductions_while_a_gradient_goes():
+    paused = []
+
+    def body(rank):
+        net = nn.Linear(2, 1)
+        ddp = ts.DistributedDataParallel(net, reduction="sum")
+
+        def pause():
+            with ts.no_sync(net):
+                paused.append(rank)
+
+        for _ in range(2):  # the second backward lets rank 1's gradient go, and Python hears of it
+            ddp(torch.ones(1, 2)).sum().backward()
+            weakref.finalize(net.weight.grad, pause)
+        return net.weight.grad.tolist()
+
+    assert on_ranks(2, body) == [[[4, 4]]] * 2
+    assert 1 in paused
 
 
 def test_buffers_follow_rank_0():

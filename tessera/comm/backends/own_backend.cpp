@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/arguments.h"
 
@@ -36,6 +37,7 @@ OwnWork::OwnWork(int rank, OpType type, std::vector<at::Tensor> results)
     : c10d::Work(rank, type), results_(std::move(results)) {}
 
 std::vector<at::Tensor> OwnWork::result() {
+  const WithoutHostLock released;  // c10d's Python asks with the lock
   wait();
   return results_;
 }

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -111,7 +112,8 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   std::map<std::size_t, std::vector<Announcement>> announced;
   // Of parameters whose gradients are averaged, from the first that is complete.
   std::map<std::size_t, MeanForm> forms;
-  bool sync = true;
+  // Not under the mutex: a NoSync may end while this thread or another one holds it.
+  std::atomic<bool> sync = true;
   bool late = false;  // something uniform was accumulated after its bucket had started
   bool open = false;  // between the first hook of a backward and its end
   // Identifies the backward that is open.
@@ -123,14 +125,8 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   // Engine threads of several devices fire hooks at the same time.
   mutable std::mutex mutex;
 
-  bool syncing() const override {
-    const std::lock_guard lock(mutex);
-    return sync;
-  }
-  void set_syncing(bool on) override {
-    const std::lock_guard lock(mutex);
-    sync = on;
-  }
+  bool syncing() const override { return sync; }
+  void set_syncing(bool on) override { sync = on; }
   void reduce() override {
     for (const auto& weak : earlier) {
       if (const auto inner = weak.lock()) inner->reduce();

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/layout.h"
@@ -17,20 +18,7 @@
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/sharded_call.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/rank_state.h"
-
-namespace tessera {
-
-std::atomic<const HostLock*>& detail::host_lock() {
-  // Process-wide, because an interpreter is.
-  static std::atomic<const HostLock*> lock = nullptr;
-  return lock;
-}
-
-void set_host_lock(const HostLock* lock) { detail::host_lock() = lock; }
-
-}  // namespace tessera
 
 namespace tessera::detail {
 
@@ -79,7 +67,7 @@ void run_composed(const OpInfo& info, const Scan& scan, torch::jit::Stack* stack
 void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>& moves,
                           const MeshContext& context) {
   RankState& state = *context.state;
-  const std::lock_guard lock(state.mutex);
+  std::unique_lock lock(state.mutex);
   if (state.policies.redistribution == Policy::allow) return;
   std::int64_t bytes = 0;
   std::string what;
@@ -96,7 +84,9 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
         text +
         ". Redistribute explicitly before the call, or set Policies::redistribution to allow.");
   }
-  if (state.warned.insert(concat(text, ' ', call_site())).second) TORCH_WARN(text);
+  const bool first = state.warned.insert(concat(text, ' ', call_site())).second;
+  lock.unlock();  // a user's handler of warnings may come here again
+  if (first) TORCH_WARN(text);
 }
 
 void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {

@@ -15,6 +15,7 @@
 #include <tuple>
 #include <utility>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/tensor/dispatch/cast_parameters.h"
 #include "tessera/tensor/dispatch/execute.h"
 #include "tessera/tensor/dispatch/failure.h"
@@ -26,7 +27,6 @@
 #include "tessera/tensor/dispatch/promote.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/dispatch/view_replay.h"
-#include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/mesh_context.h"
 #include "tessera/tensor/spec/rank_state.h"
 

@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/failures.h"
 #include "tessera/gradient/announce.h"
@@ -21,7 +22,6 @@
 #include "tessera/tensor/dispatch/promote_view.h"
 #include "tessera/tensor/dispatch/redistribute.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/host_lock.h"
 #include "tessera/tensor/spec/rank_state.h"
 
 namespace tessera::detail {
@@ -272,7 +272,7 @@ at::Tensor written_value(const OpInfo& info, const c10::IValue* arguments) {
 void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& context,
                   const at::Tensor& plain) {
   RankState& state = *context->state;
-  const std::lock_guard lock(state.mutex);
+  std::unique_lock lock(state.mutex);
   if (state.policies.promotion == Policy::allow) return;
   // libtorch's own formulas make such tensors from numbers.
   if (plain.dim() == 0 && plain.is_cpu() && !plain.requires_grad()) return;
@@ -281,7 +281,9 @@ void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& contex
       " meets sharded ones; it is taken as replicated, that is, equal on all ranks of the mesh");
   if (state.policies.promotion == Policy::error)
     throw ShardingError(text + ". Distribute it first, or set Policies::promotion to allow.");
-  if (state.warned.insert(text).second) TORCH_WARN(text);
+  const bool first = state.warned.insert(text).second;
+  lock.unlock();  // a user's handler of warnings may come here again
+  if (first) TORCH_WARN(text);
 }
 
 }  // namespace

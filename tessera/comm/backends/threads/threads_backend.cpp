@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/backend_calls.h"
 #include "tessera/comm/group/detail/mismatch.h"
@@ -214,7 +215,10 @@ class ThreadsWork : public c10d::Work {
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     try {
-      wait(kNoTimeout);
+      {
+        const WithoutHostLock released;  // c10d's Python asks with the lock
+        wait(kNoTimeout);
+      }
       future->markCompleted(c10::IValue(results_));
     } catch (...) {
       future->setError(std::current_exception());
@@ -281,10 +285,11 @@ std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank
   } catch (...) {
     error = std::current_exception();
   }
+  // Not under the lock: to let a tensor go may take an interpreter's.
+  slot->calls.clear();
   lock.lock();
   slot->error = error;
   slot->done = true;
-  slot->calls.clear();
   changed_.notify_all();
   return slot;
 }
@@ -321,11 +326,12 @@ std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Te
   } catch (...) {
     error = std::current_exception();
   }
+  // Not under the lock: to let a tensor go may take an interpreter's.
+  for (const auto& message : {mine, other}) message->tensor = at::Tensor();
   lock.lock();
   for (const auto& message : {mine, other}) {
     message->error = error;
     message->done = true;
-    message->tensor = at::Tensor();
   }
   changed_.notify_all();
   return mine;

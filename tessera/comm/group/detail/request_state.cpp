@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/mismatch.h"
 #include "tessera/comm/group/detail/trace_event.h"
@@ -34,14 +35,17 @@ RequestState::RequestState(GroupState& group, const char* operation, const CallO
 }
 
 RequestState::~RequestState() {
-  if (begun_ && !finished_) {
-    try {
-      const GroupWatch::Unreported quiet;
-      wait();
-    } catch (...) {  // the caller did not wait; the group is poisoned and its next call says so
+  if ((begun_ && !finished_) || poller_.joinable()) {
+    const WithoutHostLock released;  // an interpreter may be what drops it
+    if (begun_ && !finished_) {
+      try {
+        const GroupWatch::Unreported quiet;
+        wait();
+      } catch (...) {  // the caller did not wait; the group is poisoned and its next call says so
+      }
     }
+    if (poller_.joinable()) poller_.join();
   }
-  if (poller_.joinable()) poller_.join();
   if (queued_) std::erase(group_.queued(), this);
   if (turn_) {
     const auto turn = take_turn();

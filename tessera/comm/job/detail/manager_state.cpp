@@ -9,6 +9,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/make_in_time.h"
@@ -71,6 +72,7 @@ ManagerState::ManagerState(ManagerBase base)
 }
 
 ManagerState::~ManagerState() {
+  const WithoutHostLock released;  // an interpreter may be what drops the last mesh
   // While an exception unwinds the stack, the other ranks must not wait for this one.
   const bool unwinding = std::uncaught_exceptions() > 0;
   if (unwinding) {

@@ -1,7 +1,8 @@
 #pragma once
 // HostLock: the lock of an interpreter that the program runs in. An operator on sharded tensors
-// waits for other ranks. If these are threads of one process and the caller holds the interpreter's
-// lock, they could not run: the lock is released during the call.
+// waits for other ranks, and so does the destructor of what was started. If these are threads of
+// one process and the caller holds the interpreter's lock, they could not run: the lock is released
+// meanwhile.
 
 #include <atomic>
 
@@ -15,7 +16,7 @@ struct HostLock {
 };
 
 /// Sets the lock of the whole process, which is its interpreter's. `lock` must outlive every use of
-/// sharded tensors.
+/// groups and sharded tensors.
 void set_host_lock(const HostLock* lock);
 
 namespace detail {
