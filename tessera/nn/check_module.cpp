@@ -5,6 +5,7 @@
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/modules/dropout.h>
 
@@ -75,6 +76,7 @@ CheckedValue compared(const std::string& name, const at::Tensor& got, const at::
   if (got.defined() != expected.defined())
     return {concat(name, got.defined() ? " (not on one process)" : " (missing)"),
             std::numeric_limits<double>::infinity(), 0, std::nullopt};
+  if (!got.defined()) return {name, 0, 0, std::nullopt};
   return {name, relative_difference(got, expected, floor),
           options.tolerance.value_or(usual_tolerance(expected.scalar_type())),
           is_sharded(got) ? std::optional(placements(got)) : std::nullopt};
@@ -140,6 +142,32 @@ std::int64_t bytes_of(const CommTraceScope& trace) {
   return sum;
 }
 
+using Checked = std::vector<CheckedValue>;
+
+// What differs on one rank alone, a plain output or a value that ranks did not share, differs.
+void share_differences(const std::vector<Checked*>& lists, const DeviceMesh& mesh) {
+  std::vector<double*> all;
+  for (Checked* values : lists)
+    for (CheckedValue& v : *values) all.push_back(&v.difference);
+  const Group ranks = mesh.all();
+  if (ranks.size() == 1 || all.empty()) return;
+  const at::Tensor shared = at::zeros({static_cast<std::int64_t>(all.size())}, at::kDouble);
+  auto* at = shared.data_ptr<double>();
+  for (std::size_t i = 0; i < all.size(); ++i) at[i] = *all[i];
+  ranks.all_reduce(shared, ReduceOp::max, {.name = "check_module"});
+  for (std::size_t i = 0; i < all.size(); ++i) *all[i] = at[i];
+}
+
+// Running statistics and the like, as forward has left them.
+Checked compared_buffers(const torch::nn::Module& alone, const torch::nn::Module& spread,
+                         const CheckOptions& options) {
+  Checked buffers;
+  const auto got = spread.named_buffers();
+  for (const auto& b : alone.named_buffers())
+    buffers.push_back(compared(concat("buffer ", b.key()), got[b.key()], b.value(), options));
+  return buffers;
+}
+
 void compare_gradients(CheckReport& report, const Tensors& plain, const Tensors& sharded,
                        const torch::nn::Module& alone, const torch::nn::Module& spread,
                        const CheckOptions& options) {
@@ -191,6 +219,11 @@ std::string CheckReport::to_string() const {
 CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call,
                          const Tensors& inputs, const DeviceMesh& mesh, const ModuleRule& rule,
                          const CheckOptions& options) {
+  if (!call) throw InvalidArgument("check_module: there is no call to run the module by");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined())
+      throw InvalidArgument(concat("check_module: input ", i, " is undefined"));
+  }
   if (options.placements.size() > 1 && options.placements.size() != inputs.size())
     throw InvalidArgument(concat("check_module: ", options.placements.size(),
                                  " entries of placements for ", inputs.size(), " inputs"));
@@ -223,15 +256,19 @@ CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call
                                      i < got.size() ? got[i] : at::Tensor(),
                                      i < expected.size() ? expected[i] : at::Tensor(), options));
   const at::Tensor loss = options.gradients ? weighted_loss(expected) : at::Tensor();
-  if (loss.defined()) {
-    loss.backward();
-    const at::Tensor sharded_loss = weighted_loss(got);
-    if (sharded_loss.defined()) {
-      const CommTraceScope trace(manager);
-      sharded_loss.backward();
-      report.backward_bytes = bytes_of(trace);
-    }
+  const at::Tensor sharded_loss = options.gradients ? weighted_loss(got) : at::Tensor();
+  if (loss.defined()) loss.backward();
+  if (sharded_loss.defined()) {
+    const CommTraceScope trace(manager);
+    sharded_loss.backward();
+    report.backward_bytes = bytes_of(trace);
+  }
+  if (loss.defined() || sharded_loss.defined())
     compare_gradients(report, plain, sharded, *alone, *spread, options);
+  Checked buffers = compared_buffers(*alone, *spread, options);
+  share_differences({&report.values, &report.gradients, &buffers}, mesh);
+  for (const CheckedValue& b : buffers) {
+    if (!b.equal()) report.values.push_back(b);
   }
   report.refused = refusals.refusals();
   return report;

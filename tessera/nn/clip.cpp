@@ -72,6 +72,7 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
   std::vector<at::Tensor> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& p : given) {
+    if (!p.defined()) throw InvalidArgument("clip_gradients: a parameter is undefined");
     if (seen.insert(p.unsafeGetTensorImpl()).second) parameters.push_back(p);
   }
   for (const OwnedShard& owned : by_hand) {

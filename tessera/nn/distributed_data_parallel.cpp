@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <exception>
 #include <set>
@@ -10,6 +12,8 @@
 #include "tessera/comm/group/agreement.h"
 #include "tessera/gradient/announce.h"
 #include "tessera/gradient/coalesced.h"
+#include "tessera/gradient/hooks.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
@@ -144,6 +148,27 @@ std::vector<at::Tensor> DataParallelEngine::buffers() const {
 }
 
 void DataParallelEngine::before_forward() {
+  // Frozen when it was wrapped, or new: ranks would train it each by itself, and nobody notice.
+  const auto alone = [](const at::Tensor& p) {
+    if (!p.requires_grad()) return false;
+    // the last hook is a reducer's as a rule, and asking it takes no memory
+    const auto* last =
+        dynamic_cast<const ChainedHook*>(torch::autograd::impl::post_acc_grad_hooks(p).get());
+    return !(last && !last->sync.expired()) && gradient_syncs({p}).empty();
+  };
+  if (group_.size() > 1 && at::GradMode::is_enabled()) {
+    const auto all = module_->parameters();
+    if (std::any_of(all.begin(), all.end(), alone)) {
+      for (const auto& item : module_->named_parameters()) {
+        if (alone(item.value()) && reduces(item.key()))
+          throw GradientError(
+              concat("DistributedDataParallel: '", item.key(),
+                     "' requires gradients, and did not when the module was wrapped: nothing "
+                     "reduces them. Wrap it anew after unfreezing, wrap before freezing, or list "
+                     "it in ignore"));
+      }
+    }
+  }
   // Evaluation may run on some ranks alone, so it must not communicate.
   if (!options_.broadcast_buffers || !module_->is_training() || !at::GradMode::is_enabled() ||
       !reducer_->syncing())

@@ -107,7 +107,7 @@ Pending<at::Tensor> start_redistribute(const at::Tensor& t,
 }
 
 std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, const ShardSpec& to) {
-  if (detail::context_of(from) != detail::context_of(to) || from.shape() != to.shape()) {
+  if (from.shape() != to.shape() || detail::context_of(from) != detail::context_of(to)) {
     throw InvalidArgument(
         concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
   }

@@ -256,6 +256,15 @@ void check_dtype(const at::Tensor& t) {
   }
 }
 
+// Of a value that a sharded tensor is made of.
+void require_plain(const at::Tensor& t, const char* call) {
+  if (!t.defined()) throw InvalidArgument(concat(call, ": the tensor is undefined"));
+  if (is_sharded(t))
+    throw InvalidArgument(concat(call, ": the tensor is itself a ShardTensor, ", spec(t),
+                                 ": tessera::redistribute() gives it other placements"));
+  check_dtype(t);
+}
+
 // The spec that a local and the sizes of every sharded dim determine; nullopt if they do not.
 std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh& mesh,
                                        const std::vector<Placement>& placements,
@@ -385,7 +394,7 @@ const std::vector<Placement>& placements(const at::Tensor& t) {
 
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
   detail::ensure_registered();
-  check_dtype(local);
+  require_plain(local, "from_local");
   if (local.sizes() != at::IntArrayRef(spec.local_shape())) {
     throw InvalidArgument(concat("from_local: the local has shape ", local.sizes(), ", the spec ",
                                  spec, " says ", list(spec.local_shape()), " for this rank"));
@@ -404,9 +413,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   std::optional<ShardSpec> known;
   try {
     detail::require_one_per_axis(mesh.layout(), placements);
-    if (!local.defined()) throw InvalidArgument("from_local: the local is undefined");
-    if (is_sharded(local)) throw InvalidArgument("from_local: the local is itself a ShardTensor");
-    check_dtype(local);
+    require_plain(local, "from_local");
     kind = concat(toString(local.scalar_type()),
                   local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
     known = spec_of_sizes(local, mesh, placements, sizes);
@@ -424,6 +431,8 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
 
 at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options,
                      std::function<void(void*)> deleter) {
+  if (!data && spec.local_numel() > 0)
+    throw InvalidArgument(concat("from_blob: no memory for the local of ", spec));
   return from_local(
       at::from_blob(
           data, spec.local_shape(), deleter ? std::move(deleter) : [](void*) {}, options),
@@ -432,7 +441,7 @@ at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions&
 
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
   detail::ensure_registered();
-  check_dtype(full);
+  require_plain(full, "distribute_tensor");
   if (full.sizes() != at::IntArrayRef(spec.shape()))
     throw InvalidArgument(
         concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
@@ -441,6 +450,7 @@ at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
 
 at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
                              const std::vector<Placement>& placements, const ShardSizes& sizes) {
+  require_plain(full, "distribute_tensor");
   return distribute_tensor(full, ShardSpec(mesh, full.sizes().vec(), placements, sizes));
 }
 
@@ -451,11 +461,19 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
     throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
   std::string header;
   if (all.rank() == root) {
-    check_dtype(full);
-    header = concat(static_cast<int>(full.scalar_type()), ",");
-    for (const auto n : full.sizes()) header += concat(n, ",");
+    try {
+      require_plain(full, "scatter");
+      header = concat(static_cast<int>(full.scalar_type()), ",");
+      for (const auto n : full.sizes()) header += concat(n, ",");
+    } catch (const Error& e) {
+      // The other ranks give no tensor, and wait for this one's.
+      all.broadcast_bytes(concat(kWrong, e.what()), root, {.name = "scatter"});
+      throw;
+    }
   }
   header = all.broadcast_bytes(header, root, {.name = "scatter"});
+  if (header.starts_with(kWrong))
+    throw InvalidArgument(concat("at mesh position ", root, ": ", header.substr(1)));
   std::vector<std::int64_t> numbers;
   for (std::size_t at = 0; at < header.size();) {
     const auto comma = header.find(',', at);
@@ -591,6 +609,7 @@ std::string summary(const at::Tensor& t) {
 }
 
 void print(const at::Tensor& t) {
+  meta_or_throw(t);
   const at::Tensor whole = full_tensor(t.detach());
   if (spec(t).mesh().all().rank() == 0) std::cout << summary(t) << "\n" << whole << "\n";
 }

@@ -255,6 +255,38 @@ TEST(DistributedDataParallel, AnOldWrapperOfOneRankIsAnErrorOnEveryRank) {
     run_threads(ranks, [](DistributedManager& manager) { testing::keep_an_old_wrapper(manager); });
 }
 
+// Its gradient would be each rank's own, and the ranks would drift apart.
+TEST(DistributedDataParallel, WhatIsUnfrozenLaterIsRefusedUntilItIsWrappedAnew) {
+  run_threads(2, [](DistributedManager& manager) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Linear(3, 1));
+    const at::Tensor last = net->parameters()[2], x = torch::full({2, 3}, manager.rank() + 1.0);
+    last.requires_grad_(false);
+    {
+      DistributedDataParallel ddp(net, manager.world());
+      ddp(x).sum().backward();
+      last.requires_grad_(true);
+      {
+        const at::NoGradGuard no_grad;
+        EXPECT_NO_THROW(ddp(x));
+      }
+      EXPECT_THROW(ddp(x), GradientError);
+      last.requires_grad_(false);
+      EXPECT_NO_THROW(ddp(x));
+      last.requires_grad_(true);
+    }
+    DistributedDataParallel ddp(net, manager.world());
+    net->zero_grad();
+    ddp(x).sum().backward();
+    at::Tensor sum = last.grad().clone();
+    manager.world().all_reduce(sum, ReduceOp::avg);
+    EXPECT_TRUE(at::allclose(sum, last.grad())) << "the same on all ranks";
+    last.requires_grad_(false);
+    DistributedDataParallel without(net, manager.world(), {.ignore = {"1.weight"}});
+    last.requires_grad_(true);
+    EXPECT_NO_THROW(without(x)) << "of what is left out nothing is said";
+  });
+}
+
 TEST(DistributedDataParallel, TakesSharedPointersAndAnyForward) {
   struct Pair : torch::nn::Module {
     Pair() { layer = register_module("layer", torch::nn::Linear(2, 2)); }

@@ -215,6 +215,7 @@ TEST(ClipGradients, AnUndeclaredPartIsAnErrorOnEveryRank) {
 
     EXPECT_THROW(clip_gradients({p}, manager.world(), {.max_norm = 0}), InvalidArgument);
     EXPECT_THROW(clip_gradients({p}, manager.world(), {.norm_type = 0.5}), InvalidArgument);
+    EXPECT_THROW(clip_gradients({at::Tensor()}, manager.world()), InvalidArgument);
     EXPECT_THROW(clip_gradients({p}, manager.world(), {},
                                 {{at::ones({1}).requires_grad_(), manager.world()}}),
                  InvalidArgument);

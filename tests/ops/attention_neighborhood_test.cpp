@@ -215,6 +215,8 @@ TEST(Neighborhood, RefusesWhatDoesNotFit) {
   EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3}, {3}), InvalidArgument);
   EXPECT_THROW(neighborhood_attention_1d(q, q, q, {0}), InvalidArgument);
   EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3}, {0}), InvalidArgument);
+  EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3}, {std::int64_t{1} << 62}), InvalidArgument)
+      << "their product overflows";
   EXPECT_THROW(neighborhood_attention_1d(q, q, q, {3, 3}), InvalidArgument);
   EXPECT_THROW(neighborhood_attention_2d(q, q, q, {3, 3}), InvalidArgument);
   EXPECT_THROW(neighborhood_attention_1d(q, at::ones({1, 5, 2, 3}), q, {3}), InvalidArgument);

@@ -147,6 +147,84 @@ TEST(CheckModule, NamesGradientsThatDiffer) {
   });
 }
 
+// Buffers that forward writes to are values too.
+TEST(CheckModule, NamesBuffersThatDiffer) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::BatchNorm1d net(4);
+    net->to(at::kDouble);
+    fill(*net, 4);
+    const std::vector<at::Tensor> x = {randn({5, 4}, at::kDouble)};
+    for (const double slip : {1.0, 1.5}) {
+      const auto report = check_module(*net,
+                                       [&](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+                                         auto& norm = *m.as<torch::nn::BatchNorm1d>();
+                                         const at::Tensor y = norm.forward(t[0]);
+                                         const at::NoGradGuard no_grad;
+                                         if (is_sharded(t[0])) norm.running_mean.mul_(slip);
+                                         return std::vector<at::Tensor>{y};
+                                       },
+                                       x, mesh, {}, {.gradients = false});
+      EXPECT_EQ(report.safe(), slip == 1) << report.to_string();
+      EXPECT_EQ(report.to_string().find("differs: buffer running_mean") == std::string::npos,
+                slip == 1)
+          << report.to_string();
+    }
+    EXPECT_EQ(net->running_mean.abs().max().item<double>(), 0) << "the module itself";
+  });
+}
+
+// What one rank alone sees is in every rank's report.
+TEST(CheckModule, SaysTheSameOnEveryRank) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    torch::nn::Linear net(6, 4);
+    net->to(at::kDouble);
+    fill(*net, 4);
+    const std::vector<at::Tensor> x = {randn({5, 6}, at::kDouble)};
+    for (const int off : {-1, 0, 2}) {  // this rank's value of a plain output
+      const auto report = check_module(
+          *net,
+          [&](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+            const at::Tensor y = m.as<torch::nn::Linear>()->forward(t[0]);
+            const double mine = is_sharded(t[0]) && manager.rank() == off ? 2 : 1;
+            return std::vector<at::Tensor>{y, at::full({2}, mine, at::kDouble)};
+          },
+          x, mesh);
+      EXPECT_EQ(report.safe(), off < 0) << off << ": " << report.to_string();
+    }
+  });
+}
+
+TEST(CheckModule, OfOutputsThatAreNotThereOrHaveNoGradient) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::Linear net(6, 4);
+    net->to(at::kDouble);
+    fill(*net, 4);
+    const std::vector<at::Tensor> x = {randn({5, 6}, at::kDouble)};
+    auto report = check_module(
+        *net,
+        [](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+          return std::vector<at::Tensor>{m.as<torch::nn::Linear>()->forward(t[0]), at::Tensor()};
+        },
+        x, mesh);
+    EXPECT_TRUE(report.safe()) << report.to_string();
+    for (const bool of_sharded : {false, true}) {
+      report = check_module(
+          *net,
+          [&](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+            const at::Tensor y = m.as<torch::nn::Linear>()->forward(t[0]);
+            return std::vector<at::Tensor>{is_sharded(y) == of_sharded ? y.detach() : y};
+          },
+          x, mesh);
+      EXPECT_FALSE(report.safe()) << "a gradient on one side alone: " << report.to_string();
+    }
+    EXPECT_THROW(check_module(*net, {}, x, mesh), InvalidArgument);
+    EXPECT_THROW(check_module(net, {at::Tensor()}, mesh), InvalidArgument);
+  });
+}
+
 // As torch::jit::load() gives it: one rank and two train alike.
 TEST(ScriptModules, DistributeAndTrain) {
   const auto make = [] {
@@ -188,6 +266,48 @@ def forward(self, x):
                      got = trained(mine, distribute_tensor(field, mesh, {Shard(2)}));
     EXPECT_TRUE(spec(got).placements()[0].is_shard(2));
     EXPECT_LT(difference(got, expected), 1e-12);
+  });
+}
+
+// Frozen, its weights are constants: plain tensors, as ever replicated.
+TEST(ScriptModules, FrozenOnesRunAndWhatIsRefusedIsSaid) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    test::seed(5);
+    torch::jit::Module net("net");
+    net.register_parameter("weight", randn({4, 6}, at::kDouble), false);
+    net.register_attribute("training", c10::BoolType::get(), false);
+    net.define(R"(
+def forward(self, x):
+    return torch.relu(torch.linear(x, self.weight)).softmax(-1)
+)");
+    const at::Tensor value = randn({5, 6}, at::kDouble), expected = net.forward({value}).toTensor(),
+                     rows = distribute_tensor(value, mesh, {Shard(0)}, {{0, {5, 0}}});
+    torch::jit::Module frozen = torch::jit::freeze(net);
+    distribute_module(frozen, mesh);
+    distribute_module(net, mesh);
+    for (int run = 0; run < 4; ++run) {  // the executor rewrites the graph after the first ones
+      for (torch::jit::Module* one : {&frozen, &net}) {
+        const at::Tensor got = one->forward({rows}).toTensor();
+        EXPECT_TRUE(spec(got).placements()[0].is_shard(0));
+        EXPECT_LT(difference(got, expected), 1e-13);
+      }
+    }
+    const auto said = [](const std::function<void()>& call) -> std::string {
+      try {
+        call();
+      } catch (const c10::Error& e) {
+        return e.what();
+      }
+      return "nothing was thrown";
+    };
+    std::stringstream file;
+    EXPECT_NE(said([&] { net.save(file); }).find("tessera::save"), std::string::npos)
+        << said([&] { net.save(file); });
+    const DeviceMesh other = manager.mesh({{"y", 2}});
+    const at::Tensor elsewhere = distribute_tensor(value, other, {Shard(0)});
+    EXPECT_NE(said([&] { net.forward({elsewhere}); }).find("two meshes"), std::string::npos);
+    EXPECT_LT(difference(net.forward({rows}).toTensor(), expected), 1e-13) << "the next one works";
   });
 }
 

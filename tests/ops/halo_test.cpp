@@ -334,6 +334,18 @@ TEST(Halo, BadRequestsSayWhatIsWrong) {
     EXPECT_THROW(halo_exchange(at::zeros({3}), {{0, {1, 1}}}), InvalidArgument);
     EXPECT_THROW(halo_exchange(u, {{0, {-1, 1}}}), InvalidArgument);
     EXPECT_THROW(halo_exchange(u, {{2, {1, 1}}}), InvalidArgument);
+    EXPECT_THROW(halo_exchange(u, {{0, {1, 1}}, {-2, {2, 2}}}), InvalidArgument) << "dim 0 twice";
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+    EXPECT_THROW(halo_exchange(u, {{0, {kMost, 1}}}), InvalidArgument);
+    EXPECT_THROW(halo_exchange(u, {{0, {1, kMost}}}), InvalidArgument);
+    EXPECT_THROW(halo_exchange(u, {{0, {kMost / 2, kMost / 2, Edge::circular}}}), InvalidArgument);
+    EXPECT_THROW(halo_exchange(u, Halo()), InvalidArgument);
+    EXPECT_THROW(Halo().exchange(at::zeros({4, 3})), InvalidArgument);
+    EXPECT_THROW((void)Halo().needed(), InvalidArgument);
+    EXPECT_THROW(Halo(ShardSpec(mesh, {4}, {Shard(0)}), {Edge::zero}, {}), InvalidArgument);
+    const Halo halo = halo_of(spec(u), {{0, {1, 1}}});
+    EXPECT_THROW(halo.exchange(u), InvalidArgument) << "a ShardTensor where its local is needed";
+    EXPECT_THROW(halo.start_exchange(to_local(u)).assemble({}), InvalidArgument);
     EXPECT_THROW(
         Halo(ShardSpec(mesh, {4}, {Partial()}), {Edge::zero}, [](int) { return Box{{0, 4}}; }),
         InvalidArgument);

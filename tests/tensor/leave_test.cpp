@@ -412,6 +412,59 @@ TEST(Pictures, TextAndSvg) {
 
 // What reads memory, resizes, or writes where a rank has no shard: the right thing, or a refusal
 // that says what to do.
+// A spec, a tensor or memory that is not there is an error, not a crash.
+TEST(Refuse, WhatIsNotThere) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const ShardSpec none, rows(mesh, {4, 3}, {Shard(0)});
+    const at::Tensor value = at::ones({4, 3}), part = at::ones({2, 3}),
+                     sharded = distribute_tensor(value, rows);
+    double memory[6] = {};
+    const std::vector<std::function<void()>> calls = {
+        [&] { (void)none.mesh(); },
+        [&] { (void)none.shape(); },
+        [&] { (void)none.has_partial(); },
+        [&] { none.with_placements({Replicate()}); },
+        [&] { distribute_tensor(value, none); },
+        [&] { from_local(part, none); },
+        [&] { from_blob(memory, none, at::kDouble); },
+        [&] { redistribute(sharded, none); },
+        [&] { explain_redistribution(none, rows); },
+        [&] { explain_redistribution(rows, none); },
+        [&] { visualize_sharding(none); },
+        [&] { tessera::empty(none); },
+        [&] { tessera::zeros(none); },
+        [&] { tessera::full(none, 1); },
+        [&] { tessera::arange(none); },
+        [&] { tessera::randn(none); },
+        [&] { ShardSpec(mesh, {-4}, {Replicate()}); },
+        [&] { from_blob(nullptr, rows, at::kDouble); },
+        [&] { from_local(at::Tensor(), rows); },
+        [&] { distribute_tensor(at::Tensor(), mesh, {Shard(0)}); },
+        [&] { distribute_tensor(sharded, mesh, {Shard(0)}); },
+        [&] { distribute_tensor(sharded, rows); },
+        [&] { tessera::print(at::Tensor()); },
+    };
+    for (std::size_t i = 0; i < calls.size(); ++i) EXPECT_THROW(calls[i](), InvalidArgument) << i;
+    EXPECT_EQ(from_blob(nullptr, ShardSpec(mesh, {0}, {Shard(0)}), at::kDouble).numel(), 0);
+  });
+}
+
+// The root alone has the tensor, and alone sees what is wrong with it.
+TEST(Refuse, ToScatterWhatTheRootDoesNotHave) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor value = randn({4, 3}), sharded = distribute_tensor(value, mesh, {Shard(0)});
+    for (const at::Tensor& wrong : {at::Tensor(), sharded, value.to_sparse()}) {
+      EXPECT_THROW(scatter(manager.rank() == 1 ? wrong : at::Tensor(), mesh, {Shard(0)}, {}, 1),
+                   Error);
+      const at::Tensor got =
+          scatter(manager.rank() == 1 ? value : at::Tensor(), mesh, {Shard(0)}, {}, 1);
+      EXPECT_EQ(difference(got, value), 0) << "the next one works";
+    }
+  });
+}
+
 TEST(Refuse, OrDoTheRightThing) {
   on_threads(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
@@ -425,6 +478,14 @@ TEST(Refuse, OrDoTheRightThing) {
     std::ostringstream out;
     EXPECT_NE(message([&] { torch::save(rows(), out); }).find("tessera::save"), std::string::npos)
         << message([&] { torch::save(rows(), out); });
+    // What was distributed in place has libtorch's own tensors.
+    torch::nn::Linear net(3, 2);
+    distribute_module(*net, mesh);
+    for (const at::Tensor& p : net->parameters())
+      EXPECT_NE(message([&] { torch::save(p, out); }).find("tessera::save"), std::string::npos)
+          << message([&] { torch::save(p, out); });
+    EXPECT_NE(message([&] { torch::save(net, out); }).find("tessera::save"), std::string::npos)
+        << message([&] { torch::save(net, out); });
     EXPECT_NE(message([&] { out << rows(); }).find("tessera::print"), std::string::npos);
     // Scalars, wherever they lie.
     EXPECT_NEAR(rows().sum().item<double>(), value.sum().item<double>(), 1e-12)

@@ -78,6 +78,23 @@ TEST(Rule09SetData, RefusesBeforeAnythingHasChanged) {
   });
 }
 
+// The impl that showed a sharded tensor is a plain one's then.
+TEST(Rule09SetData, ATensorMayBecomePlainAgain) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor value = randn({4, 3}, at::kDouble);
+    at::Tensor t = distribute_tensor(value.clone(), mesh, {Shard(0)});
+    const at::Tensor handle = t;
+    t.set_data(value.clone());
+    EXPECT_FALSE(is_sharded(handle));
+    handle.data().mul_(2);
+    EXPECT_EQ(difference(handle.detach(), value * 2), 0);
+    t.set_data(distribute_tensor(value, mesh, {Shard(1)}));
+    EXPECT_TRUE(placements(handle)[0].is_shard(1));
+    EXPECT_EQ(difference(handle.data(), value), 0);
+  });
+}
+
 // ---- dispatcher ----
 
 TEST(Rule18DirectReads, SayWhatToDo) {

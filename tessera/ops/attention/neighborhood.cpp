@@ -62,7 +62,8 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ",
                                    dims[d].kernel, ", dilation ", dims[d].dilation,
                                    "; give at least 1"));
-    if (!dims[d].causal && extent > 0 && dims[d].kernel * dims[d].dilation > extent)
+    // not their product, which may overflow
+    if (!dims[d].causal && extent > 0 && dims[d].kernel > extent / dims[d].dilation)
       throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ",
                                    dims[d].kernel, " x dilation ", dims[d].dilation,
                                    " is more than its extent of ", extent));

@@ -9,6 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
 namespace tessera {
@@ -184,8 +185,21 @@ Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
 }
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {
+  if (is_sharded(t))
+    throw InvalidArgument(concat(what, " is a ShardTensor; it must be this rank's, to_local()"));
   if (t.sizes() != at::IntArrayRef(shape))
     throw InvalidArgument(concat(what, " has shape ", t.sizes(), "; it must be ", list(shape)));
+}
+
+// A box whose elements cannot be counted would come out as one of any size.
+void require_countable(const Box& box) {
+  std::int64_t all = 1, size = 0;
+  for (const Interval& i : box) {
+    if (__builtin_sub_overflow(i.end, i.begin, &size) ||
+        __builtin_mul_overflow(all, std::max<std::int64_t>(size, 1), &all))
+      throw InvalidArgument(
+          concat("a halo whose box ", list(box), " has more elements than can be ", "counted"));
+  }
 }
 
 bool contains(const Box& outer, const Box& inner) {
@@ -204,6 +218,7 @@ std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& 
     if (box.size() != sharding.shape().size())
       throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(),
                                    " dims of a field with ", sharding.shape().size()));
+    require_countable(box);
     if (volume(box) == 0) continue;
     const Box own = sharding.box(p);
     for (std::size_t d = 0; d < box.size(); ++d) {
@@ -238,6 +253,7 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
     throw InvalidArgument(concat("a halo of a partial field, ", field, ": redistribute it first"));
   if (static_cast<int>(edges.size()) != field.dims())
     throw InvalidArgument(concat(edges.size(), " edges for a field of ", field.dims(), " dims"));
+  if (!needed) throw InvalidArgument("a halo without a function that says which box is needed");
   HaloState& s = *state_;
   s.field = field;
   s.context = detail::context_of(field);
@@ -279,13 +295,20 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
     s.receive_counts[s.group_rank[piece.rank]] += volume(piece.source);
 }
 
-const ShardSpec& Halo::field() const { return state_->field; }
-const HaloPlan& Halo::plan() const { return state_->plan; }
-const Box& Halo::owned() const { return state_->owned; }
-const Box& Halo::needed() const { return state_->plan.needed; }
-bool Halo::travels() const { return state_->travels; }
-HaloMethod Halo::method() const { return state_->method; }
-Group Halo::group() const { return state_->group(); }
+namespace {
+const std::shared_ptr<HaloState>& made(const std::shared_ptr<HaloState>& state) {
+  if (!state) throw InvalidArgument("a Halo that was made without arguments: give a field's spec");
+  return state;
+}
+}  // namespace
+
+const ShardSpec& Halo::field() const { return made(state_)->field; }
+const HaloPlan& Halo::plan() const { return made(state_)->plan; }
+const Box& Halo::owned() const { return made(state_)->owned; }
+const Box& Halo::needed() const { return made(state_)->plan.needed; }
+bool Halo::travels() const { return made(state_)->travels; }
+HaloMethod Halo::method() const { return made(state_)->method; }
+Group Halo::group() const { return made(state_)->group(); }
 
 namespace {
 
@@ -334,7 +357,7 @@ HaloValues::~HaloValues() = default;
 
 HaloValues Halo::start_exchange(const at::Tensor& local) const {
   const LocalCallGuard guard;
-  check_shape(local, state_->field.local_shape(), "the shard of a halo exchange");
+  check_shape(local, field().local_shape(), "the shard of a halo exchange");
   HaloValues values;
   values.state_ = std::make_unique<HaloValues::State>();
   values.state_->local = local;
@@ -360,6 +383,9 @@ at::Tensor HaloValues::assemble(const Box& box) {
   const LocalCallGuard guard;
   State& f = *state_;
   const HaloState& s = *f.travelling.state;
+  if (box.size() != s.owned.size())
+    throw InvalidArgument(
+        concat("a box of ", box.size(), " dims of a field with ", s.owned.size()));
   if (volume(box) > 0 && contains(s.owned, box)) return view_of(f.local, s.owned, box);
   request.wait();
   struct Part {

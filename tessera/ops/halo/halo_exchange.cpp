@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
+#include <set>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -73,6 +74,7 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
   key.push_back(reinterpret_cast<std::uintptr_t>(field.data().get()));
   key.push_back(static_cast<std::uint64_t>(options.method));
   std::vector<HaloWidth> of_dim(field.dims());
+  std::set<int> named;
   for (const auto& [dim, width] : widths) {
     if (width.before < 0 || width.after < 0)
       throw InvalidArgument(concat("a halo of ", width.before, " and ", width.after, " in dim ",
@@ -80,7 +82,14 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
     if (dim < -field.dims() || dim >= field.dims())
       throw InvalidArgument(
           concat("a halo in dim ", dim, " of a field of ", field.dims(), " dims"));
-    of_dim[dim < 0 ? dim + field.dims() : dim] = width;
+    const int d = dim < 0 ? dim + field.dims() : dim;
+    if (!named.insert(d).second)
+      throw InvalidArgument(concat("a halo of dim ", d, " is given twice, from the end as well"));
+    std::int64_t last = 0;
+    if (__builtin_add_overflow(field.shape()[d], width.after, &last))
+      throw InvalidArgument(concat("a halo of ", width.after, " after dim ", d, " of ",
+                                   field.shape()[d], " is longer than can be counted"));
+    of_dim[d] = width;
   }
   for (const HaloWidth& w : of_dim) {
     key.push_back(static_cast<std::uint64_t>(w.before));

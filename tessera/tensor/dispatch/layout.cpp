@@ -35,6 +35,8 @@ class SpareMeta {
     if (spare.size_ > 0) return std::move(spare.kept_[--spare.size_]);
     auto meta = std::make_unique<c10::ExtraMeta>();
     meta->custom_data_ptr_error_msg_.emplace(kNoMemory, sizeof kNoMemory - 1);
+    // a parameter that was distributed in place has libtorch's own impl, and its name
+    meta->custom_storage_error_msg_.emplace(kNoMemory, sizeof kNoMemory - 1);
     return meta;
   }
   static void give(std::unique_ptr<c10::ExtraMeta> meta) {
@@ -106,10 +108,11 @@ struct ShardImpl final : c10::TensorImpl {
   }
 
  private:
-  // No Python mode wants to see the copy, and the tensor has nothing attached that a wrapper does
-  // not have.
+  // It is sharded still (set_data() of a plain tensor ends that), no Python mode wants to see the
+  // copy, and the tensor has nothing attached that a wrapper does not have.
   bool copied_as_it_is() const {
-    return c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+    return key_set_.has_backend(c10::BackendComponent::PrivateUse2Bit) &&
+           c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
            !key_set_.has(c10::DispatchKey::Python) && !extra_meta_->symbolic_shape_meta_;
   }
   c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion&& version,

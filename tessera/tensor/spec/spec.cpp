@@ -243,6 +243,9 @@ std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
 
 ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
                      const std::vector<Placement>& placements, const ShardSizes& sizes) {
+  for (const std::int64_t n : shape) {
+    if (n < 0) throw InvalidArgument(concat("a tensor of shape ", list(shape)));
+  }
   const auto context = detail::MeshContext::of(mesh);
   std::vector<Placement> normal = placements;
   auto dims = detail::shard_dims(mesh.layout(), shape, normal, sizes);
@@ -253,23 +256,39 @@ ShardSpec ShardSpec::replicated(const DeviceMesh& mesh, const std::vector<std::i
   return ShardSpec(mesh, shape, std::vector<Placement>(mesh.layout().dims()));
 }
 
-const DeviceMesh& ShardSpec::mesh() const { return data_->context->mesh; }
-const std::vector<std::int64_t>& ShardSpec::shape() const { return data_->sharding.shape(); }
-const std::vector<Placement>& ShardSpec::placements() const { return data_->placements; }
+namespace {
+const detail::SpecData& data_of(const ShardSpec& spec) {
+  if (!spec)
+    throw InvalidArgument(
+        "a ShardSpec that was made without arguments says nothing: give a mesh, "
+        "a shape and placements");
+  return *spec.data();
+}
+}  // namespace
+
+const DeviceMesh& ShardSpec::mesh() const { return data_of(*this).context->mesh; }
+const std::vector<std::int64_t>& ShardSpec::shape() const {
+  return data_of(*this).sharding.shape();
+}
+const std::vector<Placement>& ShardSpec::placements() const { return data_of(*this).placements; }
 const DimSharding& ShardSpec::dim(int d) const {
-  const auto& all = data_->sharding.dims();
+  const auto& all = data_of(*this).sharding.dims();
   if (d < 0 || d >= static_cast<int>(all.size()))
     throw InvalidArgument(concat("dim ", d, " of a tensor of ", all.size(), " dims ", *this));
   return all[d];
 }
-bool ShardSpec::is_replicated() const { return data_->replicated; }
-bool ShardSpec::has_partial() const { return data_->partial; }
-bool ShardSpec::has_shard() const { return data_->shard; }
-const std::vector<std::int64_t>& ShardSpec::local_shape() const { return data_->local_shape; }
-const std::vector<std::int64_t>& ShardSpec::local_offset() const { return data_->local_offset; }
-std::int64_t ShardSpec::numel() const { return data_->numel; }
-std::int64_t ShardSpec::local_numel() const { return data_->local_numel; }
-const Sharding& ShardSpec::sharding() const { return data_->sharding; }
+bool ShardSpec::is_replicated() const { return data_of(*this).replicated; }
+bool ShardSpec::has_partial() const { return data_of(*this).partial; }
+bool ShardSpec::has_shard() const { return data_of(*this).shard; }
+const std::vector<std::int64_t>& ShardSpec::local_shape() const {
+  return data_of(*this).local_shape;
+}
+const std::vector<std::int64_t>& ShardSpec::local_offset() const {
+  return data_of(*this).local_offset;
+}
+std::int64_t ShardSpec::numel() const { return data_of(*this).numel; }
+std::int64_t ShardSpec::local_numel() const { return data_of(*this).local_numel; }
+const Sharding& ShardSpec::sharding() const { return data_of(*this).sharding; }
 
 ShardSizes ShardSpec::sizes() const {
   ShardSizes all;
