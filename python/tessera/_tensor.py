@@ -63,9 +63,20 @@ def _copy(tensor):
     return copy
 
 
+def _replicated(tensor):
+    return all(isinstance(p, Replicate) for p in _api.spec(tensor).placements)
+
+
+def _tolist(tensor):
+    """Never a collective, but for a scalar: what every rank has is read there."""
+    if tensor.dim() == 0:
+        return tensor.item()
+    return _api.to_local(tensor.detach()).tolist() if _replicated(tensor) else _refuse("tolist() of", _WHOLE)(tensor)
+
+
 def _format(tensor, spec):
     """Never a collective: a line of logging that one rank alone writes must not wait for the others."""
-    if tensor.dim() == 0 and all(isinstance(p, Replicate) for p in _api.spec(tensor).placements):
+    if tensor.dim() == 0 and _replicated(tensor):
         return format(tensor.item(), spec)
     return f"<{_api.summary(tensor)}>" if tensor.dim() else f"<{_api.summary(tensor)}; t.item(), called by all ranks, gives the number>"
 
@@ -101,7 +112,7 @@ _instead("__deepcopy__", _deepcopy)
 torch.Tensor.__copy__ = _copy
 _instead("numpy", _refuse("numpy() of", _WHOLE))
 _instead("__array__", _refuse("numpy() of", _WHOLE))
-_instead("tolist", lambda t: t.item() if t.dim() == 0 else _refuse("tolist() of", _WHOLE)(t))
+_instead("tolist", _tolist)
 _instead("data_ptr", _refuse("data_ptr() of", "tessera.to_local(t) has memory of its own"))
 _instead("untyped_storage", _refuse("untyped_storage() of", "tessera.to_local(t) has memory of its own"))
 _instead("new_tensor", lambda t, data, **options: torch.empty(0, dtype=t.dtype, device=t.device).new_tensor(data, **options))

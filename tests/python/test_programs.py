@@ -796,3 +796,199 @@ def test_derivatives_by_elements_of_a_sharded_input(dim):
         assert_same(hessian(lambda t: f(t).sum(), put()), second, "hessian")
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("sizes", [[5], [0, 5], [0, 0, 5], [5, 0, 0], [2, 0, 3]])
+def test_rows_that_are_written_where_one_rank_has_everything(sizes):
+    """That rank needs no copy of its rows, which the others are sent: its views must not be refused by it alone."""
+
+    def written(y):
+        y[1] -= 2
+        y[None, 3] *= 3
+        y[2:][1][1:] += y[4, :-1]
+        row = y[1:].t()[:, 1]
+        row.sub_(2)
+        y[..., None][0] = row.sum()
+        again = y[4]
+        again.neg_()
+        return y, again + 1
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": len(sizes)})
+        y = ts.distribute_tensor(ROWS.clone(), mesh, [ts.Shard(0)], {0: sizes}).detach()
+        for got, expected in zip(written(y), written(ROWS.clone())):
+            assert_same(got, expected)
+        for view in (lambda t: t[4, :-1], lambda t: t[2:][1][1:], lambda t: t[1:].t()[2:, 1]):
+            assert view(y).storage_offset() == view(ROWS).storage_offset()
+        for wrong in (lambda t: t[3][1:].add_(t[3][:-1]), lambda t: t[2:][1][1:].copy_(t[3, :-1])):
+            with pytest.raises(RuntimeError):
+                wrong(y)
+        first, second = y[1], y[1]
+        second.add_(1)
+        with pytest.raises(RuntimeError, match="Take the view again"):
+            first + 1
+        assert_same(y[1], second)
+
+    on_ranks(len(sizes), body)
+
+
+def test_identities_are_written_into_sharded_weights():
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 3})
+        for dim in (0, 1):
+            put = lambda t: ts.distribute_tensor(t.clone(), mesh, [ts.Shard(dim)]).detach()
+            weight = put(ROWS)
+            assert nn.init.eye_(weight) is weight
+            assert_same(weight, torch.eye(5, 6, dtype=torch.float64))
+            square = put(SQUARE[0])
+            torch.eye(3, out=square)
+            assert_same(square, torch.eye(3, dtype=torch.float64))
+            for wrong in (lambda: torch.eye(6, 5, out=weight), lambda: torch.eye(-5, 6, out=weight)):
+                with pytest.raises(RuntimeError):
+                    wrong()
+            assert_same(weight.sum(), torch.tensor(5.0, dtype=torch.float64))
+
+    on_ranks(3, body)
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).mT
+
+    def right_inverse(self, w):
+        return w.triu()
+
+
+@pytest.mark.parametrize("rule", [None, by_rows])
+def test_parametrizations_of_sharded_weights_come_and_go(rule):
+    def trained(net, x):
+        nn.utils.parametrize.register_parametrization(net, "weight", Symmetric())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        nn.utils.parametrize.remove_parametrizations(net, "weight")
+        net(x).square().mean().backward()
+        return net.weight, net.weight.grad
+
+    x = draw(5, 4)
+    expected = trained(plain(lambda: nn.Linear(4, 4)), x)
+    nets = [plain(lambda: nn.Linear(4, 4)) for _ in range(2)]
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        for got, wanted in zip(trained(ts.distribute_module(nets[rank], mesh, rule), rows(x, mesh)), expected):
+            assert_same(got, wanted)
+        a, b = rows(ROWS, mesh).detach(), rows(ROWS * 2, mesh).detach()
+        a.set_(b)
+        b.add_(1)
+        assert_same(a, ROWS * 2 + 1)
+        for other in (ts.redistribute(b, [ts.Shard(1)]), rows(ROWS[:4], mesh), rows(ROWS.float(), mesh)):
+            with pytest.raises(RuntimeError):
+                a.set_(other)
+        assert_same(a, ROWS * 2 + 1)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_optimizers_go_on_with_whole_states(kind):
+    """What was saved as plain tensors lies where its parameter does, and so do later states."""
+    options = {"lr": 0.05, "fused": True} | ({"momentum": 0.9} if kind == "SGD" else {})
+
+    def trained(net, x):
+        def steps():
+            optimizer = getattr(torch.optim, kind)(net.parameters(), **options)
+            if state:
+                optimizer.load_state_dict(state)
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+            return optimizer
+
+        state = None
+        saved = steps().state_dict()
+        state = {**saved, "state": {k: {n: whole(v).clone() if torch.is_tensor(v) else v for n, v in s.items()} for k, s in saved["state"].items()}}
+        return steps()
+
+    x = draw(5, 6)
+    net = plain(lambda: nn.Linear(6, 4))
+    trained(net, x)
+    nets = [plain(lambda: nn.Linear(6, 4)) for _ in range(2)]
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        mine = ts.distribute_module(nets[rank], mesh, by_rows)
+        optimizer = trained(mine, rows(x, mesh))
+        for p, q in zip(mine.parameters(), net.parameters()):
+            assert_same(p, q)
+            for name, value in optimizer.state[p].items():
+                if torch.is_tensor(value) and value.dim():
+                    assert ts.spec(value).placements == (ts.Shard(0),), name
+
+    on_ranks(2, body)
+
+
+def test_forward_mode_of_rows_that_are_written():
+    """The tangent of a view is written into the zeros of its base."""
+    from torch.autograd import forward_ad
+
+    def written(x):
+        out = torch.zeros_like(x)
+        out[0] = x[1] * 2
+        out[2:, 1:3] = x[1:4, 3:5].sin()
+        table = x.t()[1:].clone()
+        return out, torch.zeros_like(table).copy_(table), torch.stack([x[0], x[0] * x[1]])
+
+    tangent = ROWS.cos()
+
+    def duals(put):
+        made = written(forward_ad.make_dual(put(ROWS), put(tangent)))
+        return [t for y in made for t in forward_ad.unpack_dual(y)]
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 3})
+        for dim in (0, 1):
+            for got, expected in zip(duals(lambda t: ts.distribute_tensor(t.clone(), mesh, [ts.Shard(dim)]).detach()), duals(torch.clone)):
+                assert_same(got, expected)
+
+    with forward_ad.dual_level():  # the process has one at a time, and ranks here are threads of it
+        on_ranks(3, body)
+
+
+SHUFFLES = {
+    "pixel_shuffle by 1": lambda x: F.pixel_shuffle(x, 1),
+    "pixel_shuffle of a pixel": lambda x: F.pixel_shuffle(x[:, :, :1, :1], 2),
+    "pixel_unshuffle by 1": lambda x: F.pixel_unshuffle(x, 1),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "channel_shuffle of one group": lambda x: F.channel_shuffle(x, 1),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", SHUFFLES)
+def test_shuffles_have_memory_of_their_own(name, inference):
+    x = draw(2, 4, 6, 4)
+    expected = SHUFFLES[name](x)
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        for dim in range(4):
+            with torch.inference_mode(inference):
+                t = ts.distribute_tensor(x.clone(), mesh, [ts.Shard(dim)]).detach()
+                y = SHUFFLES[name](t)
+                assert_same(y, expected)
+                assert not y._is_view()
+                y.fill_(7.0)
+                assert_same(t, x)
+
+    on_ranks(2, body)

@@ -228,6 +228,10 @@ def test_what_reads_memory():
         assert trace.count == 0
         total = t.sum()
         assert float(total) == X.sum().item() and total.tolist() == X.sum().item() and f"{total:.1f}" == f"{X.sum().item():.1f}"
+        counts = ts.distribute_tensor(X[0], mesh, [ts.Replicate()])
+        with ts.CommTrace() as trace:
+            assert rank or counts.tolist() == X[0].tolist()  # what a rank has it reads alone
+        assert trace.count == 0
         for read in (t.numpy, t.tolist, t.data_ptr, t.untyped_storage, lambda: pickle.dumps(t), lambda: torch.save(t, io.BytesIO())):
             with pytest.raises(RuntimeError, match="ShardTensor.*tessera"):
                 read()

@@ -1,6 +1,7 @@
 // Shuffles between channels and space.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_unsafe_view.h>
 
 #include <vector>
 
@@ -30,6 +31,11 @@ void check_factor(const char* name, std::int64_t r) {
   if (r >= 1 << 16) throw InvalidArgument(concat(name, ": factor ", r, " is too large"));
 }
 
+// In memory of its own, also where reshape() would give a view: by factor 1, of 1 x 1 pixels.
+at::Tensor reshaped_copy(const at::Tensor& t, at::IntArrayRef shape) {
+  return at::_unsafe_view(t.clone(at::MemoryFormat::Contiguous), shape);
+}
+
 // [.., C r r, H, W] -> [.., C, H r, W r].
 at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
   check_factor("pixel_shuffle", r);
@@ -44,10 +50,8 @@ at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
   const auto n = static_cast<std::int64_t>(lead.size());
   for (const auto d : {0, 3, 1, 4, 2}) order.push_back(n + d);
-  return sharded_at_multiples("pixel_shuffle", self, -3, r * r)
-      .reshape(split)
-      .permute(order)
-      .reshape(joined);
+  const at::Tensor channels = sharded_at_multiples("pixel_shuffle", self, -3, r * r);
+  return reshaped_copy(channels.reshape(split).permute(order), joined);
 }
 at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
   check_factor("pixel_unshuffle", r);
@@ -63,10 +67,8 @@ at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
   const auto n = static_cast<std::int64_t>(lead.size());
   for (const auto d : {0, 2, 4, 1, 3}) order.push_back(n + d);
   const at::Tensor rows = sharded_at_multiples("pixel_unshuffle", self, -2, r);
-  return sharded_at_multiples("pixel_unshuffle", rows, -1, r)
-      .reshape(split)
-      .permute(order)
-      .reshape(joined);
+  const at::Tensor columns = sharded_at_multiples("pixel_unshuffle", rows, -1, r);
+  return reshaped_copy(columns.reshape(split).permute(order), joined);
 }
 at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
   TORCH_CHECK(self.dim() > 2 && groups > 0 && self.size(1) % groups == 0,
@@ -74,7 +76,7 @@ at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
   auto split = self.sizes().vec();
   split[1] = self.size(1) / groups;
   split.insert(split.begin() + 1, groups);
-  return self.reshape(split).transpose(1, 2).contiguous().reshape(self.sizes());
+  return reshaped_copy(self.reshape(split).transpose(1, 2), self.sizes());
 }
 
 const bool registered = [] {

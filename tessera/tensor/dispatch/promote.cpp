@@ -217,11 +217,33 @@ struct Demote : torch::autograd::Function<Demote> {
   }
 };
 
+// What an operator writes beside element `j` of its list `i`: the parameter to which the
+// state of an optimizer belongs.
+at::Tensor written_beside(const OpInfo& info, const c10::IValue* arguments, std::size_t i,
+                          std::size_t j) {
+  if (i == 0 || !info.written[i] || !info.written[0] || !arguments[0].isTensorList()) return {};
+  const auto first = arguments[0].toListRef();
+  return j < first.size() ? first[j].toTensor() : at::Tensor();
+}
+
+// What was promoted, if it can lie where `beside` does: whole it could not be written to there.
+at::Tensor placed_beside(const at::Tensor& promoted, const at::Tensor& beside) {
+  const ShardMeta& whole = *meta_of(promoted);
+  const ShardMeta* there = beside.defined() ? meta_of(beside) : nullptr;
+  if (!there || promoted.grad_fn() || promoted.sizes() != beside.sizes() ||
+      there->spec().has_partial() || context_of(there->spec()) != context_of(whole.spec()))
+    return promoted;
+  const LocalCallGuard guard;
+  const auto layout = under(*whole.layout, there->spec());
+  const at::Tensor shard = redistribute_local(whole.local, whole.spec(), there->spec());
+  return wrap(aligned(shard.clone(), *layout), layout);
+}
+
 // Converts the caller's own tensor, so that it gets the history of what is written to it. `like`:
-// the value that is written, if it is sharded.
+// the value that is written, if it is sharded. `beside`: see above.
 void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>& context,
                     const OpInfo& info, bool above, const at::Tensor& like,
-                    PromotedTargets& targets) {
+                    const at::Tensor& beside, PromotedTargets& targets) {
   const auto refusal = [&](const char* why) {
     return concat(info.name, " writes a sharded value into a plain tensor ", why,
                   ". Make the target sharded (tessera::distribute_tensor, or distribute_module for "
@@ -253,7 +275,7 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
   // it.
   if (!above && target.has_storage() && target.storage().use_count() > 1)
     refuse_here("whose memory others share");
-  const at::Tensor promoted = promote(target, context);
+  const at::Tensor promoted = placed_beside(promote(target, context), beside);
   targets.add(target);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
@@ -333,12 +355,13 @@ void PromotedTargets::restore() const {
 PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
                                   const std::shared_ptr<MeshContext>& context, bool above) {
   PromotedTargets targets;
-  const auto promoted = [&](const at::Tensor& t, bool written) -> at::Tensor {
+  const auto promoted = [&](const at::Tensor& t, bool written,
+                            const at::Tensor& beside = {}) -> at::Tensor {
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
     compare_once(info, t, *context);
     if (written) {
-      promote_target(t, context, info, above, written_value(info, arguments), targets);
+      promote_target(t, context, info, above, written_value(info, arguments), beside, targets);
       return t;
     }
     // This may be within a user's autograd::Function.
@@ -352,7 +375,10 @@ PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
         if (v.isTensor() && is_plain(v.toTensor())) v = promoted(v.toTensor(), info.written[i]);
       } else if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isTensorList()) {
         c10::List<at::Tensor> list;
-        for (const at::Tensor& t : v.toTensorVector()) list.push_back(promoted(t, info.written[i]));
+        for (const at::Tensor& t : v.toTensorVector()) {
+          list.push_back(
+              promoted(t, info.written[i], written_beside(info, arguments, i, list.size())));
+        }
         v = list;
       } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
         c10::List<std::optional<at::Tensor>> list;
