@@ -250,6 +250,12 @@ TEST(Placements, ExtremesAlongASharedDim) {
         same(std::get<1>(smallest), std::get<1>(p_smallest), "where min");
         same(where_largest, at::argmax(value, dim, keep), "argmax");
         same(where_smallest, at::argmin(value, dim, keep), "argmin");
+        set_policies(manager, {.redistribution = Policy::error});
+        const at::Tensor of_all = at::argmax(x, std::nullopt, keep),
+                         least_of_all = at::argmin(x, std::nullopt, keep);
+        set_policies(manager, {.redistribution = Policy::allow});
+        same(of_all, at::argmax(value, std::nullopt, keep), "argmax of all");
+        same(least_of_all, at::argmin(value, std::nullopt, keep), "argmin of all");
         if (at::isFloatingType(value.scalar_type())) {
           set_policies(manager, {.redistribution = Policy::error});
           const at::Tensor sum = at::logsumexp(x, dim, keep);
@@ -598,6 +604,312 @@ TEST(Placements, PartialTensorsPlusProductsOfInfinities) {
                 1e-12);
     });
   }
+}
+
+namespace {
+
+std::int64_t most_bytes(const CommTrace& trace) {
+  std::int64_t most = 0;
+  for (const auto& e : trace.events()) most = std::max(most, e.bytes);
+  return most;
+}
+
+}  // namespace
+
+// Norms written by hand, and a field times what its mean gives: forward and backward reduce
+// statistics, never the field.
+TEST(Placements, MeansOverSharedDimsReduceNoField) {
+  const auto by_hand = [](const at::Tensor& x) {
+    const at::Tensor centred = x - x.mean({1, 2, 3}, true);
+    return centred * (centred * centred).mean({1, 2, 3}, true).add(1e-5).rsqrt();
+  };
+  const auto excited = [](const at::Tensor& x) {
+    return x * (x.mean(Sizes{2, 3}).tanh() + x.sum(Sizes{2, 3})).sigmoid().view({2, 4, 1, 1});
+  };
+  const auto of_all = [](const at::Tensor& x) { return x / (x * x).mean() + x.mean(); };
+  const std::vector<std::function<at::Tensor(const at::Tensor&)>> functions{by_hand, excited,
+                                                                            of_all};
+  on_threads(4, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"y", 2}, {"x", 2}});
+    const ShardSpec lies(mesh, {2, 4, 9, 8}, {Shard(2), Shard(3)}, {{2, {9, 0}}, {3, {5, 3}}});
+    set_policies(manager, {.redistribution = Policy::error});
+    for (std::size_t i = 0; i < functions.size(); ++i) {
+      test::seed(static_cast<int>(i));
+      const at::Tensor value = randn({2, 4, 9, 8}, at::kDouble),
+                       along = randn(value.sizes(), at::kDouble);
+      const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
+      const at::Tensor weights = distribute_tensor(along, lies);
+      (functions[i](plain) * along).sum().backward();
+      at::Tensor got;
+      {
+        const CommTraceScope trace(manager);
+        got = functions[i](x);
+        (got * weights).sum().backward();
+        EXPECT_LE(most_bytes(*trace), 2 * 4 * 8) << i << "\n" << trace->table();
+      }
+      EXPECT_EQ(spec(got), lies) << i;
+      EXPECT_EQ(spec(x.grad()), lies) << i;
+      EXPECT_LT(difference(got, functions[i](value)), 1e-12) << i;
+      EXPECT_LT(difference(x.grad(), plain.grad(), 1), 1e-11) << i;
+    }
+    // A half precision's sum may exceed its range.
+    const at::Tensor large = at::full({2, 4, 9, 8}, 3e4, at::kHalf);
+    EXPECT_EQ(difference(leaf(large, lies).mean(), large.mean()), 0);
+  });
+}
+
+TEST(Placements, ProductsByLettersKeepEveryDim) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    keeps_its_cut(
+        "einsum", ranks, 60,
+        [](Draw& draw) -> std::pair<OfValues, std::vector<Shape>> {
+          const std::int64_t b = draw.between(1, 3), c = draw.between(1, 4), h = draw.between(1, 5),
+                             w = draw.between(1, 4), k = draw.between(1, 3);
+          const Shape x{b, c, h, w};
+          const auto product = [&](const char* letters, std::vector<Shape> others) {
+            others.insert(others.begin(), x);
+            return std::pair<OfValues, std::vector<Shape>>(
+                [letters](const Values& v) { return at::einsum(letters, v); }, others);
+          };
+          switch (draw.below(8)) {
+            case 0:
+              return product("bchw,ck->bkhw", {{c, k}});
+            case 1:
+              return product("bchw,bc->bhw", {{b, c}});
+            case 2:
+              return product("bchw,kchw->bk", {{k, c, h, w}});
+            case 3:
+              return product("...chw,ck->...khw", {{c, k}});
+            case 4:
+              return product("bchw, cd, dk -> bkhw", {{c, 2}, {2, k}});
+            case 5:
+              return product("BcHw,c", {{c}});
+            case 6:
+              return product("bchw,b...w->hc", {{b, k, 1}});
+            default:
+              return {[](const Values& v) { return at::tensordot(v[0], v[1], {-3, 0}, {1, 0}); },
+                      {x, {b, c, k}}};
+          }
+        },
+        false);
+  }
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const at::Tensor value = randn({2, 3, 7, 4}, at::kDouble), w = randn({5, 3}, at::kDouble);
+    const at::Tensor x = distribute_tensor(value, mesh, {Shard(2)}, {{2, {4, 0, 3}}});
+    const CommTraceScope trace(manager);
+    const at::Tensor y = at::einsum("bchw,oc->bohw", {x, w}), z = at::tensordot(x, w, {1}, {1});
+    EXPECT_EQ(trace->events().size(), 0u) << trace->table();
+    EXPECT_EQ(spec(y).sizes().at(2), (Sizes{4, 0, 3}));
+    EXPECT_EQ(spec(z).sizes().at(1), (Sizes{4, 0, 3}));
+    EXPECT_LT(difference(y, at::einsum("bchw,oc->bohw", {value, w})), 1e-12);
+    EXPECT_LT(difference(z, at::tensordot(value, w, {1}, {1})), 1e-12);
+    EXPECT_ANY_THROW(at::einsum("bchw,oc->bohw", {x, randn({5, 2}, at::kDouble)}));
+  });
+}
+
+// What backward writes into zeros of another size lies as the gradient does.
+TEST(Placements, TransformsAndSelectionsAlongOtherDimsGoBackWhereTheyLie) {
+  const std::vector<std::function<at::Tensor(const at::Tensor&)>> functions{
+      [](const at::Tensor& x) { return at::view_as_real(at::fft_rfft(x, std::nullopt, 2)); },
+      [](const at::Tensor& x) {
+        return x.index({at::indexing::Slice(), at::indexing::Slice(), at::tensor({3, 3, 0})});
+      },
+      [](const at::Tensor& x) { return x.new_zeros({3, 5, 1}) + x.narrow(2, 1, 1).sum(0, true); }};
+  on_threads(3, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 3}});
+    const ShardSpec lies(mesh, {2, 5, 4}, {Shard(1)}, {{1, {3, 0, 2}}});
+    set_policies(manager, {.redistribution = Policy::error});
+    for (std::size_t i = 0; i < functions.size(); ++i) {
+      const at::Tensor value = randn({2, 5, 4}, at::kDouble);
+      const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
+      const at::Tensor expected = functions[i](plain), along = randn(expected.sizes(), at::kDouble);
+      (expected * along).sum().backward();
+      const CommTraceScope trace(manager);
+      const at::Tensor got = functions[i](x);
+      (got * distribute_tensor(along, spec(got))).sum().backward();
+      EXPECT_EQ(trace->events().size(), 0u) << i << "\n" << trace->table();
+      EXPECT_EQ(spec(x.grad()), lies) << i;
+      EXPECT_LT(difference(got, expected), 1e-12) << i;
+      EXPECT_LT(difference(x.grad(), plain.grad()), 1e-12) << i;
+    }
+    EXPECT_TRUE(
+        spec(leaf(randn({2, 5, 4}, at::kDouble), lies).new_zeros({2, 6, 4})).is_replicated());
+  });
+}
+
+// Of a sharded dim one row is brought to all, not the field; what is written to it arrives.
+TEST(Placements, ARowOfASharedDimIsBroughtAlone) {
+  for (const int ranks : {2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      Draw draw(210 + ranks);
+      for (int i = 0; i < 40; ++i) {
+        const auto mesh = manager.mesh(draw.axes(ranks));
+        const Shape shape{draw.between(2, 7), draw.between(2, 5), 2};
+        const int dim = draw.below(2);
+        const std::int64_t at = draw.below(static_cast<int>(2 * shape[dim])) - shape[dim],
+                           row = 8 * shape[0] * shape[1] * shape[2] / shape[dim];
+        test::seed(i);
+        const at::Tensor value = randn(shape, at::kDouble),
+                         along = randn(value.sizes(), at::kDouble);
+        const ShardSpec lies = draw.spec(mesh, shape, false);
+        const std::string where = concat(i, " on ", lies, " dim ", dim, " at ", at);
+        const auto scaled = [&](const at::Tensor& x) {
+          at::Tensor y = x * 2;
+          y.select(dim, at).mul_(x.select(dim, 0) + 1);
+          return y;
+        };
+        const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
+        (scaled(plain) * along).sum().backward();
+        at::Tensor got;
+        {
+          const CommTraceScope trace(manager);
+          got = scaled(x);
+          (got * distribute_tensor(along, lies)).sum().backward();
+          ASSERT_LE(most_bytes(*trace), row) << where << "\n" << trace->table();
+        }
+        ASSERT_EQ(spec(got), lies) << where;
+        ASSERT_LT(difference(got, scaled(value), 1), 1e-12) << where;
+        ASSERT_LT(difference(x.grad(), plain.grad(), 1), 1e-12) << where;
+        EXPECT_ANY_THROW(x.select(dim, shape[dim])) << where;
+      }
+    });
+  }
+}
+
+// The gradients of an edge and of the interior of an even field meet where they lie.
+TEST(Placements, GradientsOfSlicesLieAsEvenShardsDo) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::error});
+      Draw draw(240 + ranks);
+      for (int i = 0; i < 60; ++i) {
+        const auto mesh = manager.mesh({{"x", ranks}});
+        const std::int64_t n = draw.between(1, 14), from = draw.below(static_cast<int>(n)),
+                           to = from + draw.between(1, static_cast<int>(n - from)),
+                           step = draw.between(1, 3);
+        const ShardSpec lies(mesh, {2, n}, {Shard(1)});
+        test::seed(i);
+        const at::Tensor value = randn({2, n}, at::kDouble);
+        const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
+        const auto f = [&](const at::Tensor& t) {
+          return t.slice(1, from, to, step).square().sum() + t.narrow(1, 0, 1).pow(3).sum() +
+                 t.narrow(1, n - 1, 1).exp().sum() + t.square().sum();
+        };
+        f(plain).backward();
+        const CommTraceScope trace(manager);
+        f(x).backward();
+        const std::string where = concat(i, ": ", n, " from ", from, " to ", to, " by ", step);
+        ASSERT_EQ(trace->events().size(), 0u) << where << "\n" << trace->table();
+        ASSERT_EQ(spec(x.grad()), lies) << where;
+        ASSERT_LT(difference(x.grad(), plain.grad(), 1), 1e-12) << where;
+      }
+    });
+  }
+}
+
+TEST(Placements, ClassesPlacesAndComparisonsOfShards) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::error});
+      Draw draw(280 + ranks);
+      for (int i = 0; i < 40; ++i) {
+        const auto mesh = manager.mesh(draw.axes(ranks));
+        const Shape shape{draw.between(1, 6), draw.between(1, 5)};
+        test::seed(i);
+        const at::Tensor classes = randint(4, shape), value = randn(shape, at::kDouble),
+                         edges = std::get<0>(randn({5}, at::kDouble).sort()),
+                         of_rows = std::get<0>(randn({shape[0], 3}, at::kDouble).sort());
+        const ShardSpec lies = draw.spec(mesh, shape, false);
+        const at::Tensor c = leaf(classes, lies, false), x = leaf(value, lies, false);
+        const CommTraceScope trace(manager);
+        const at::Tensor hot = at::one_hot(c, 4), places = at::searchsorted(edges, x),
+                         by_row = at::searchsorted(of_rows, x, false, true);
+        const bool same = at::equal(x, x * 1), other = at::equal(x, x + 1);
+        ASSERT_LE(most_bytes(*trace), 8) << trace->table();
+        const std::string where = concat(i, " on ", lies);
+        ASSERT_EQ(spec(places), lies) << where;
+        ASSERT_EQ(spec(by_row), lies) << where;
+        for (int d = 0; d < 2; ++d) ASSERT_EQ(spec(hot).dim(d), lies.dim(d)) << where;
+        ASSERT_TRUE(whole(hot).equal(at::one_hot(classes, 4))) << where;
+        ASSERT_TRUE(whole(at::one_hot(c)).equal(at::one_hot(classes))) << where;
+        ASSERT_TRUE(whole(places).equal(at::searchsorted(edges, value))) << where;
+        ASSERT_TRUE(whole(by_row).equal(at::searchsorted(of_rows, value, false, true))) << where;
+        ASSERT_TRUE(same && !other && !at::equal(x, at::zeros({1}, at::kDouble))) << where;
+        EXPECT_ANY_THROW(at::one_hot(c - 4, 4)) << where;
+        EXPECT_ANY_THROW(at::one_hot(c + 4, 4)) << where;
+      }
+    });
+  }
+}
+
+// Slices that are a row or two apart: neighbours exchange rows, forward and backward.
+TEST(Placements, DifferencesOfSlicesExchangeRows) {
+  const std::vector<std::function<at::Tensor(const at::Tensor&)>> functions{
+      [](const at::Tensor& x) { return at::diff(x, 1, 1); },
+      [](const at::Tensor& x) { return at::diff(x, 2, 1); },
+      [](const at::Tensor& x) { return x.slice(1, 2) - x.slice(1, 0, -2); },
+      [](const at::Tensor& x) { return x.slice(1, 1, std::nullopt, 2) * x.slice(1, 0, -1, 2); },
+      [](const at::Tensor& x) { return at::trapezoid(x, at::arange(18, at::kDouble).pow(2), 1); },
+      [](const at::Tensor& x) { return x.unflatten(1, {9, 2}).mean(2); }};
+  on_threads(3, [&](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto mesh = manager.mesh({{"x", 3}});
+    for (const Sizes& sizes : {Sizes{6, 6, 6}, Sizes{9, 2, 7}, Sizes{7, 0, 11}}) {
+      const ShardSpec lies(mesh, {2, 18}, {Shard(1)}, {{1, sizes}});
+      for (std::size_t i = 0; i < functions.size(); ++i) {
+        test::seed(static_cast<int>(i));
+        const at::Tensor value = randn({2, 18}, at::kDouble);
+        const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
+        const at::Tensor expected = functions[i](plain), along = randn(expected.sizes());
+        (expected * along).sum().backward();
+        const CommTraceScope trace(manager);
+        const at::Tensor got = functions[i](x);
+        (got * distribute_tensor(along, spec(got).has_partial()
+                                            ? ShardSpec::replicated(mesh, along.sizes().vec())
+                                            : spec(got)))
+            .sum()
+            .backward();
+        const std::string where = concat(i, " on ", lies);
+        EXPECT_LE(most_bytes(*trace), 2 * 2 * 2 * 8) << where << "\n" << trace->table();
+        EXPECT_TRUE(spec(got).has_partial() || spec(got).is_sharded(1)) << where;
+        EXPECT_LT(difference(got, expected), 1e-12) << where;
+        EXPECT_LT(difference(x.grad(), plain.grad()), 1e-12) << where;
+      }
+    }
+    // Where half of a shard moves it is refused.
+    const at::Tensor value = randn({2, 18}, at::kDouble);
+    const auto put = [&](const Sizes& sizes) {
+      return distribute_tensor(value, mesh, {Shard(1)}, {{1, sizes}});
+    };
+    EXPECT_EQ(spec(put({6, 6, 6}) + put({3, 7, 8})).sizes().at(1), (Sizes{6, 6, 6}));
+    EXPECT_THROW(put({6, 6, 6}) + put({2, 8, 8}), ImplicitRedistributionError);
+  });
+}
+
+// Rows that are merged behind fewer samples than there are ranks: some ranks get samples, and no
+// rank gets the field.
+TEST(Placements, RowsMergedBehindFewSamplesAreNotGathered) {
+  on_threads(4, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 4}});
+    const at::Tensor value = randn({2, 8, 4, 3}, at::kDouble),
+                     along = randn({8, 8, 3}, at::kDouble);
+    const at::Tensor plain = value.clone().requires_grad_(true);
+    const at::Tensor x =
+        leaf(value, ShardSpec(mesh, {2, 8, 4, 3}, {Shard(1)}, {{1, {4, 0, 2, 2}}}));
+    const auto windows = [](const at::Tensor& t) {
+      return t.view({2, 2, 4, 2, 2, 3}).permute({0, 1, 3, 2, 4, 5}).reshape({8, 8, 3});
+    };
+    (windows(plain) * along).sum().backward();
+    set_policies(manager, {.redistribution = Policy::allow});
+    const CommTraceScope trace(manager);
+    const at::Tensor got = windows(x);
+    (got * distribute_tensor(along, spec(got))).sum().backward();
+    for (const auto& e : trace->events()) EXPECT_NE(e.operation, "all_gather") << trace->table();
+    EXPECT_EQ(spec(got).sizes().at(0), (Sizes{4, 4, 0, 0}));
+    EXPECT_EQ(difference(got, windows(value)), 0);
+    EXPECT_LT(difference(x.grad(), plain.grad()), 1e-12);
+  });
 }
 
 }  // namespace tessera::test

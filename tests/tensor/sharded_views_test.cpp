@@ -129,6 +129,34 @@ TEST(Rule06ViewsThatMove, AreRefusedOnceTheBaseHasChanged) {
   });
 }
 
+// Where one rank has everything it needs no copy, which the others are sent.
+TEST(Rule06ViewsThatMove, OfARankThatHasEverythingAreAsThoseOfTheOthers) {
+  const at::Tensor value = randn({5, 4}, at::kDouble);
+  const auto write = [](const at::Tensor& x) {
+    x[1].sub_(2);
+    x.unsqueeze(0).select(1, 3).mul_(3);
+    const at::Tensor row = x.slice(0, 2)[1];
+    row.add_(1);
+    return row + 1;
+  };
+  const at::Tensor expected = value.clone(), row = write(expected);
+  for (const std::vector<std::int64_t>& sizes :
+       {std::vector<std::int64_t>{5}, {0, 5}, {0, 0, 5}, {5, 0, 0}}) {
+    on_threads(static_cast<int>(sizes.size()), [&](DistributedManager& manager) {
+      set_policies(manager, {.redistribution = Policy::allow});
+      const DeviceMesh mesh = manager.mesh({{"x", static_cast<int>(sizes.size())}});
+      const at::Tensor x =
+          distribute_tensor(value.clone(), ShardSpec(mesh, {5, 4}, {Shard(0)}, {{0, sizes}}));
+      EXPECT_EQ(difference(write(x), row), 0);
+      EXPECT_EQ(difference(x, expected), 0);
+      const at::Tensor first = x[1], second = x[1];
+      second.add_(1);
+      EXPECT_THROW(first + 1, ShardingError) << "on every rank";
+      EXPECT_EQ(difference(x.select(0, 1), second), 0);
+    });
+  }
+}
+
 // What a kernel writes through a view of its own plain temporary would be lost.
 TEST(Rule16PlainTemporaries, WithViewsAreRefused) {
   on_two([](DistributedManager&, const DeviceMesh& mesh) {

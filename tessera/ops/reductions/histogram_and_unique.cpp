@@ -10,8 +10,8 @@ namespace {
 
 const bool registered = [] {
   for (const char* op :
-       {"aten::_local_scalar_dense", "aten::equal", "aten::median", "aten::nanmedian",
-        "aten::histc", "aten::bincount", "aten::histogram", "aten::_histogramdd_bin_edges",
+       {"aten::_local_scalar_dense", "aten::median", "aten::nanmedian", "aten::histc",
+        "aten::bincount", "aten::histogram", "aten::_histogramdd_bin_edges",
         "aten::_histogramdd_from_bin_cts", "aten::_histogramdd_from_bin_tensors", "aten::_unique",
         "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
         "aten::unique_dim_consecutive", "aten::segment_reduce", "aten::_segment_reduce_backward",

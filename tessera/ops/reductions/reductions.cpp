@@ -18,6 +18,8 @@
 #include "tessera/ops/reductions/reduced.h"
 #include "tessera/ops/rules/decomposition.h"
 #include "tessera/ops/rules/labels.h"
+#include "tessera/tensor/dispatch/dispatch.h"
+#include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 
@@ -61,6 +63,38 @@ Plan mean(const OpCall& call) {
         (scalar ? x.to(wide) : at::sum(x, dims, keep, wide)).div(count).to(dtype)};
   };
   return plan;
+}
+
+// A mean over a sharded dim that backward goes through: the gradient of a sum is expanded, that of
+// a mean written out besides, and a partial one is reduced as one value per result only where it is
+// not.
+bool mean_of_sum(torch::jit::Stack* stack, bool of_dims) {
+  const std::size_t count = of_dims ? 4 : 2, first = stack->size() - count;
+  const at::Tensor self = (*stack)[first].toTensor();
+  const ShardMeta* meta = meta_of(self);
+  const auto dtype = stack->back().toOptional<at::ScalarType>();
+  if (!meta || !at::GradMode::is_enabled() || !self.requires_grad() ||
+      at::toOpMathType(self.scalar_type()) != self.scalar_type() ||
+      (dtype && *dtype != self.scalar_type()))
+    return false;
+  Shape dims;
+  if (of_dims && !(*stack)[first + 1].isNone()) dims = (*stack)[first + 1].toIntVector();
+  const std::int64_t n = self.dim();
+  if (dims.empty()) {
+    for (std::int64_t d = 0; d < n; ++d) dims.push_back(d);
+  }
+  double elements = 1;
+  bool sharded = false;
+  for (const std::int64_t d : dims) {
+    if (d < -n || d >= n) return false;
+    elements *= static_cast<double>(self.size(d));
+    sharded |= meta->spec().is_sharded(static_cast<int>(normal_dim(d, n)));
+  }
+  if (!sharded || elements == 0) return false;
+  const at::Tensor mean = self.sum(dims, of_dims && (*stack)[first + 2].toBool()) / elements;
+  stack->resize(first);
+  stack->emplace_back(mean);
+  return true;
 }
 
 at::Scalar lowest(at::ScalarType t) {
@@ -134,9 +168,23 @@ bool allclose(const at::Tensor& self, const at::Tensor& other, double rtol, doub
   return at::isclose(self, other, rtol, atol, equal_nan).all().item<bool>();
 }
 
+// Each rank compares its shards.
+bool equal(const at::Tensor& self, const at::Tensor& other) {
+  TORCH_CHECK(self.scalar_type() == other.scalar_type(), "Expected all tensors to have the same ",
+              "dtype, but found ", self.scalar_type(), " and ", other.scalar_type());
+  if (self.sizes() != other.sizes()) return false;
+  const auto comparable = [](const at::Tensor& t) {
+    return at::isFloat8Type(t.scalar_type()) ? t.to(at::kFloat) : t;
+  };
+  return comparable(self.detach()).eq(comparable(other.detach())).all().item<bool>();
+}
+
 const bool registered = [] {
   for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
   for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
+  register_above("aten::mean", [](torch::jit::Stack* stack) { return mean_of_sum(stack, false); });
+  register_above("aten::mean.dim",
+                 [](torch::jit::Stack* stack) { return mean_of_sum(stack, true); });
   for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"})
     register_rule(op, count);
   for (const char* op : {"aten::amax", "aten::max"})
@@ -153,6 +201,7 @@ const bool registered = [] {
   register_decomposition("nansum", nansum);
   register_decomposition("aminmax", aminmax);
   register_decomposition("allclose", allclose);
+  register_decomposition("equal", equal);
   return true;
 }();
 

@@ -82,29 +82,45 @@ Plan along_reduced(const OpCall& call) {
   return solve(p);
 }
 
-// The largest (or smallest) value along one sharded dim and its index: the extreme of the ranks'
-// extremes, and the first of the indices where it occurs, as in plain libtorch. NaN counts as more
-// extreme than all.
+// The place in the global tensor, counted in rows, of an element of this rank's shard.
+at::Tensor global_place(at::Tensor local_place, const ShardSpec& spec) {
+  const Shape &shape = spec.shape(), &local = spec.local_shape(), &offset = spec.local_offset();
+  at::Tensor place = at::zeros_like(local_place);
+  std::int64_t stride = 1;
+  for (int d = spec.dims() - 1; d >= 0; --d) {
+    place += (local_place.remainder(local[d]) + offset[d]) * stride;
+    local_place = local_place.div(local[d], "floor");
+    stride *= shape[d];
+  }
+  return place;
+}
+
+// The largest (or smallest) value along one sharded dim, or of all, and its index: the extreme of
+// the ranks' extremes, and the first of the indices where it occurs, as in plain libtorch. NaN
+// counts as more extreme than all.
 Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
-  if (n == 0 || !call.has("dim")) return along_reduced(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
-  if (!x.spec.is_sharded(d) || x.spec.shape()[d] == 0) return along_reduced(call);
+  const std::set<int> dims = reduced_dims(call);
+  const bool sharded = std::ranges::any_of(dims, [&](int k) { return x.spec.is_sharded(k); });
+  if (!sharded || x.spec.numel() == 0) return along_reduced(call);
   const bool keep = keeps(call);
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
-  p.outputs.assign(with_values ? 2 : 1, remaining(n, {d}, keep));
-  p.output_shapes.assign(p.outputs.size(), shape_without(x.spec.shape(), {d}, keep));
-  p.contract = {d};
+  p.outputs.assign(with_values ? 2 : 1, remaining(n, dims, keep));
+  p.output_shapes.assign(p.outputs.size(), shape_without(x.spec.shape(), dims, keep));
+  p.contract = dims;
   Plan plan = solve(p);
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (with_values) reduce_inside(plan.outputs[1]);
   if (axes.empty()) return plan;
-  plan.local = [over = OverRanks{context_of(x.spec), axes, "extreme"}, d, keep, largest,
-                with_values, begin = plan.inputs[0]->local_offset()[d],
-                extent = x.spec.shape()[d]](const c10::OperatorHandle&, torch::jit::Stack a) {
-    const at::Tensor t = a[0].toTensor();
+  const bool all = !call.has("dim");  // argmax() counts the elements
+  plan.local = [over = OverRanks{context_of(x.spec), axes, "extreme"}, all,
+                d = all ? 0 : *dims.begin(), keep, largest, with_values, in = *plan.inputs[0],
+                result = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&,
+                                                             torch::jit::Stack a) {
+    const at::Tensor t = all ? a[0].toTensor().reshape({-1}) : a[0].toTensor();
+    const std::int64_t extent = all ? in.numel() : in.shape()[d];
     const bool floating = at::isFloatingType(t.scalar_type());
     // Collectives of all backends support these dtypes.
     const auto type =
@@ -122,7 +138,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
     if (t.size(d) > 0) {
       const auto [v, i] = largest ? at::max(t, d, true) : at::min(t, d, true);
       value = v.to(type);
-      place = i + begin;
+      place = all ? global_place(i, in) : i + in.local_offset()[d];
     }
     const at::Tensor unknown = value.isnan();
     // 1 if some rank has a NaN, which then is the result
@@ -133,6 +149,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
         at::where(any_unknown, unknown, value.eq(best)).logical_and(place.lt(extent));
     at::Tensor first =
         over(at::where(has_best, place, at::full_like(place, extent)), ReduceOp::min);
+    if (all) return torch::jit::Stack{first.view(result)};
     if (!keep) first = first.squeeze(d);
     if (!with_values) return torch::jit::Stack{first};
     at::Tensor found = best.to(t.scalar_type());

@@ -15,7 +15,30 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-// The gradient's shards along the sliced dim; the elements between them belong to the shard before.
+// The shards along the dim that was sliced, of which the gradient only says where its elements lie.
+// Even ones, if the slice may be of such; else what lies between the elements of two ranks belongs
+// to the first, and what is around those of one rank to the ranks that even shards would give it.
+Shape before_slicing(const Partition& slice, std::int64_t start, std::int64_t step,
+                     std::int64_t extent) {
+  const Partition even = Partition::even(extent, slice.parts());
+  if (kept(even, start, step, slice.extent()) == slice) return even.sizes();
+  const Shape given = slice.sizes();
+  const bool on_one = std::ranges::count_if(given, [](std::int64_t n) { return n > 0; }) == 1;
+  const std::int64_t behind = start + (slice.extent() - 1) * step + 1;
+  Shape sizes;
+  std::int64_t at = 0;
+  for (int i = 0; i < slice.parts(); ++i) {
+    const std::int64_t end = slice.interval(i).end, as_even = even.interval(i).end;
+    const bool before = end == 0, last = i + 1 == slice.parts();
+    std::int64_t to = start + end * step;
+    if (before) to = on_one ? std::min(as_even, start) : 0;
+    if (end == slice.extent()) to = on_one && !last ? std::max(as_even, behind) : extent;
+    sizes.push_back(std::max<std::int64_t>(to - at, 0));
+    at = std::max(at, to);
+  }
+  return sizes;
+}
+
 Plan slice_backward(const OpCall& call) {
   const ShardSpec& g = call.tensor(0).spec;
   const Shape sizes = call.integers("input_sizes");
@@ -29,15 +52,7 @@ Plan slice_backward(const OpCall& call) {
   Shape local_sizes, parts;
   std::int64_t local_start = start;
   if (g.is_sharded(d)) {
-    const Partition& p = g.dim(d).partition;
-    std::int64_t at = 0;
-    for (int i = 0; i < p.parts(); ++i) {
-      const std::int64_t end = i + 1 == p.parts() || p.interval(i).end == g.shape()[d] ? extent
-                               : p.interval(i).end == 0 ? 0
-                                                        : start + p.interval(i).end * step;
-      parts.push_back(std::max<std::int64_t>(end - at, 0));
-      at = std::max(at, end);
-    }
+    parts = before_slicing(g.dim(d).partition, start, step, extent);
   }
   std::vector<std::pair<int, Partition>> given;
   if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));

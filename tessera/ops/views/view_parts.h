@@ -4,7 +4,9 @@
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "tessera/tensor/spec/spec.h"
@@ -19,6 +21,24 @@ inline std::vector<int> identity(int n) {
   std::vector<int> from(n);
   std::iota(from.begin(), from.end(), 0);
   return from;
+}
+
+/// Sizes of the shards of a dim of which only indices start, start + step, ... (count of them) are
+/// kept.
+inline Partition kept(const Partition& parts, std::int64_t start, std::int64_t step,
+                      std::int64_t count) {
+  std::vector<std::int64_t> sizes;
+  // number of kept indices < end
+  const auto below = [&](std::int64_t end) {
+    return std::clamp<std::int64_t>((end - start + step - 1) / step, 0, count);
+  };
+  for (int i = 0; i < parts.parts(); ++i) {
+    const Interval part = parts.interval(i);
+    sizes.push_back(part.empty() ? 0
+                                 : (part.end <= start ? 0 : below(part.end)) -
+                                       (part.begin <= start ? 0 : below(part.begin)));
+  }
+  return Partition(std::span<const std::int64_t>(sizes));
 }
 
 /// A slice of this rank's local: where it begins, and its length.

@@ -154,23 +154,6 @@ Plan expand(const OpCall& call) {
   return plan;
 }
 
-// Sizes of the shards of a dim of which only indices start, start + step, ... (count of them) are
-// kept, and each shard's first local index.
-Partition kept(const Partition& parts, std::int64_t start, std::int64_t step, std::int64_t count) {
-  Shape sizes;
-  // number of kept indices < end
-  const auto below = [&](std::int64_t end) {
-    return std::clamp<std::int64_t>((end - start + step - 1) / step, 0, count);
-  };
-  for (int i = 0; i < parts.parts(); ++i) {
-    const Interval part = parts.interval(i);
-    sizes.push_back(part.empty() ? 0
-                                 : (part.end <= start ? 0 : below(part.end)) -
-                                       (part.begin <= start ? 0 : below(part.begin)));
-  }
-  return Partition(std::span<const std::int64_t>(sizes));
-}
-
 // A slice along a sharded dim keeps the dim, with other sizes, and shares memory.
 Plan slice(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
@@ -224,6 +207,26 @@ Plan select(const OpCall& call) {
 }
 
 Plan unbind(const OpCall& call) { return select(call); }
+
+// Of a dim over several ranks one row is gathered, not all: a slice, which shares memory, of which
+// the dim is then taken off.
+bool select_row(torch::jit::Stack* stack) {
+  const std::size_t first = stack->size() - 3;
+  const at::Tensor self = (*stack)[first].toTensor();
+  const ShardMeta* meta = meta_of(self);
+  const std::int64_t n = self.dim(), dim = (*stack)[first + 1].toInt();
+  if (!meta || dim < -n || dim >= n) return false;
+  const auto d = dim < 0 ? dim + n : dim;
+  std::int64_t at = (*stack)[first + 2].toInt();
+  if (at < -self.size(d) || at >= self.size(d) || self.size(d) == 1 ||
+      !is_distributed(meta->spec(), static_cast<int>(d)))
+    return false;
+  if (at < 0) at += self.size(d);
+  const at::Tensor row = self.slice(d, at, at + 1).squeeze(d);
+  stack->resize(first);
+  stack->emplace_back(row);
+  return true;
+}
 
 Plan diagonal(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
@@ -392,11 +395,11 @@ struct Reshaping {
     const auto moved = between_rows(spec.dim(a).partition, rows);
     spec = moved ? with_parts(spec, {{a, *moved}}) : with_unsharded_dims(spec, {a});
   }
-  /// Dim `d`, merged behind dim `a`: its axis shards `a`, if there is enough of it.
+  /// Dim `d`, merged behind dim `a`: its axis shards `a`, if that has two elements or more.
+  /// If these are fewer than the ranks some have none: less moves, and less is computed.
   void shard_instead(int d, int a) {
     const std::vector<int> axes = spec.dim(d).axes;
-    const bool room =
-        axes.size() == 1 && !spec.is_sharded(a) && spec.shape()[a] >= spec.dim(d).partition.parts();
+    const bool room = axes.size() == 1 && !spec.is_sharded(a) && spec.shape()[a] >= 2;
     spec = with_unsharded_dims(spec, {d});
     if (!room) return;
     auto placements = spec.placements();
@@ -594,6 +597,7 @@ const bool registered = [] {
   register_rule("aten::view.dtype", view_dtype);
   register_rule("aten::as_strided", as_strided);
   register_above("aten::as_strided_", same_elements_in_place);
+  register_above("aten::select.int", select_row);
   // What forward-mode differentiation asks of a value and its tangent.
   for (const char* op : {"is_same_size", "_has_same_storage_numel"})
     register_decomposition(op, [](const at::Tensor& self, const at::Tensor& other) {

@@ -88,6 +88,38 @@ void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& t
   if (meta.intermediate || t.grad_fn()) install_reduced(t, local, to);
 }
 
+// As redistribute_local(). Of a partial tensor that is expanded (the gradient of a sum) the ranks
+// reduce each element once, not as often as it is repeated.
+at::Tensor redistribute_once(const at::Tensor& local, const Layout& layout, const ShardSpec& to) {
+  const ShardSpec& from = layout.spec;
+  std::vector<bool> repeated(from.dims(), false);
+  bool any = false;
+  for (int d = 0; d < from.dims(); ++d) {
+    repeated[d] = layout.strides[d] == 0 && from.shape()[d] > 1 && !from.is_sharded(d);
+    any |= repeated[d];
+  }
+  if (!any || !from.has_partial() || to.has_partial() || from.numel() == 0)
+    return redistribute_local(local, from, to);
+  const auto once = [&](const ShardSpec& spec) {
+    Dims shape = spec.shape();
+    auto placements = spec.placements();
+    std::vector<DimSharding> dims;
+    for (int d = 0; d < spec.dims(); ++d) {
+      dims.push_back(repeated[d] ? DimSharding{} : spec.dim(d));
+      if (repeated[d]) shape[d] = 1;
+    }
+    for (Placement& p : placements) {
+      if (p.is_shard() && repeated[p.dim]) p = Replicate();
+    }
+    return make_spec(context_of(spec), shape, std::move(placements), std::move(dims));
+  };
+  at::Tensor one = local;
+  for (int d = 0; d < from.dims(); ++d) {
+    if (repeated[d]) one = one.narrow(d, 0, 1);
+  }
+  return redistribute_local(one, once(from), once(to)).expand(to.local_shape());
+}
+
 // The copy that belongs to a view whose base had to be gathered first. `whole` gets the memory
 // order of the base, so that views of it have the strides expected.
 std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to,
@@ -95,6 +127,8 @@ std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec
   const ShardMeta& meta = *meta_of(base);
   const auto layout = under(*meta.layout, to);
   whole = layout->dense ? aligned(std::move(whole), *layout) : whole.contiguous();
+  // A rank that has everything was given the base's own memory, other ranks were not.
+  if (const LocalCallGuard guard; whole.is_alias_of(meta.local)) whole = whole.clone();
   return std::make_shared<ViewCopy>(whole, to, base);
 }
 
@@ -155,7 +189,7 @@ Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool writt
 void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
   for (std::size_t i = 0; i < copies.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
-      if (copies[i] != copies[j] && meta_of(copies[i]->base) == meta_of(copies[j]->base))
+      if (copies[i] != copies[j] && copies[i]->base_local().is_alias_of(copies[j]->base_local()))
         throw ShardingError(concat(info.name, " writes to two views of ",
                                    meta_of(copies[i]->base)->spec(),
                                    " that had to be copied. Write to one after the other."));
@@ -486,7 +520,7 @@ at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move
   at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
   if (!local.defined()) {
     const at::Tensor own = offloaded_ && !on_host_ ? on_device(meta) : meta.local;
-    local = aligned(redistribute_local(own, meta.spec(), move.to), *under(*meta.layout, move.to));
+    local = aligned(redistribute_once(own, *meta.layout, move.to), *under(*meta.layout, move.to));
     if (kept) kept->add(t, move.to, local);
   }
   if (plan_.view_copied && info_.view && move.argument == 0)
@@ -577,13 +611,20 @@ at::Tensor ShardedCall::wrap_replicated(at::Tensor local, bool view, std::size_t
   if (position >= plan_.outputs.size()) plan_.outputs.resize(position + 1);
   LayoutPtr& known = plan_.outputs[position].layout;
   const c10::Device shown = shown_by(local);
+  std::int64_t offset = local.storage_offset();
+  if (view && view_copy_ && view_base_.defined()) {
+    // The memory of a copy begins elsewhere than that of its base.
+    const ShardMeta& base = *meta_of(view_base_);
+    offset += (base.layout->offset - base.local.storage_offset()) *
+              static_cast<std::int64_t>(base.local.element_size()) /
+              static_cast<std::int64_t>(local.element_size());
+  }
   if (!known || local.sizes() != at::IntArrayRef(known->sizes()) ||
-      local.strides() != at::IntArrayRef(known->strides) ||
-      local.storage_offset() != known->offset || local.scalar_type() != known->dtype ||
-      shown != known->device) {
+      local.strides() != at::IntArrayRef(known->strides) || offset != known->offset ||
+      local.scalar_type() != known->dtype || shown != known->device) {
     known = replicated_layout(context_of(like_->spec), local);
-    if (shown != known->device)
-      known = make_layout(known->spec, known->strides, known->offset, known->dtype, shown);
+    if (shown != known->device || offset != known->offset)
+      known = make_layout(known->spec, known->strides, offset, known->dtype, shown);
   }
   at::Tensor t = wrap_shown(std::move(local), known, shown);
   if (view) meta_of(t)->copy = view_copy_;
