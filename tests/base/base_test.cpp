@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -156,11 +157,14 @@ TEST(File, WhatIsNoRegularFileDoesNotBlock) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_NE(message_of([&] { RandomAccessFile{pipe}; }).find("no regular file"), std::string::npos);
   EXPECT_EQ(read_whole_file(pipe), "") << "no process writes";
+  // As long as it is open, a write does not fail between two reads.
+  const int reader = open(pipe.c_str(), O_RDONLY | O_NONBLOCK);
   std::thread writer([&] { std::ofstream(pipe) << "text"; });
   // Until the writer is there, a pipe reads as empty.
   std::string text;
   while (text.empty()) text = read_whole_file(pipe);
   writer.join();
+  close(reader);
   EXPECT_EQ(text, "text");
   unlink(pipe.c_str());
   EXPECT_NE(message_of([] { RandomAccessFile{"/"}; }).find("no regular file"), std::string::npos);
