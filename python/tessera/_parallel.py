@@ -41,9 +41,26 @@ class DistributedDataParallel(torch.nn.Module):
         names, tensors = [n for n, _ in parameters + buffers], [t for _, t in parameters + buffers]
         options = (reduction, float(factor), broadcast_buffers, list(ignore), first_bucket_bytes, bucket_bytes, overlap, gradient_as_bucket_view)
         self._engine = classes.DistributedDataParallel(names, tensors, len(parameters), self.group._handle, *options)
+        self._wrapped = [(name, m, {n: p for n, p in m._parameters.items() if p is not None}) for name, m in module.named_modules()]
+        self._ignored = set(ignore)
+
+    def _require_wrapped(self):
+        """The engine has the tensors that were wrapped: of others it would reduce nothing."""
+        for name, module, wrapped in self._wrapped:
+            for n, p in module._parameters.items():
+                if p is wrapped.get(n) or not p.requires_grad:
+                    continue
+                full = f"{name}.{n}" if name else n
+                if full not in self._ignored:
+                    raise RuntimeError(
+                        f"DistributedDataParallel: '{full}' is not the tensor that was wrapped, and nothing reduces its gradient: wrap the module anew "
+                        "after load_state_dict(assign=True) or what else replaces parameters, or list it in ignore"
+                    )
 
     def forward(self, *args, **kwargs):
         """Of the module; in training its buffers are broadcast first."""
+        if torch.is_grad_enabled():
+            self._require_wrapped()
         self._engine.before_forward(self.module.training)
         return self.module(*args, **kwargs)
 

@@ -163,9 +163,9 @@ void DataParallelEngine::before_forward() {
         if (alone(item.value()) && reduces(item.key()))
           throw GradientError(
               concat("DistributedDataParallel: '", item.key(),
-                     "' requires gradients, and did not when the module was wrapped: nothing "
-                     "reduces them. Wrap it anew after unfreezing, wrap before freezing, or list "
-                     "it in ignore"));
+                     "' requires gradients and nothing reduces them: it was frozen, or not there, "
+                     "when the module was wrapped, or a post-accumulate hook registered since has "
+                     "taken the place of the reducer's. Wrap it anew, or list it in ignore"));
       }
     }
   }

@@ -381,6 +381,16 @@ def test_data_parallel_with_uneven_batches():
         assert ts.clip_gradients(ddp.parameters(), last / 2) == pytest.approx(last) and ts.clip_gradients(ddp.parameters()) == pytest.approx(last / 2)
         with pytest.raises(RuntimeError, match="no parameter or buffer named"):
             ts.DistributedDataParallel(nets[rank], ignore=["0.wieght"])
+        nets[rank].load_state_dict({name: t.clone() for name, t in nets[rank].state_dict().items()}, assign=True)
+        with pytest.raises(RuntimeError, match="is not the tensor that was wrapped"):
+            ddp(mine)
+        with torch.no_grad():
+            ddp(mine)
+        net = ts.DistributedDataParallel(nets[rank])
+        for hooked in nets[rank].parameters():
+            hooked.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(RuntimeError, match="a post-accumulate hook"):
+            net(mine)
 
     on_ranks(3, body)
 

@@ -992,3 +992,63 @@ def test_shuffles_have_memory_of_their_own(name, inference):
                 assert_same(t, x)
 
     on_ranks(2, body)
+
+
+FIELD = torch.arange(48, dtype=torch.float64).reshape(2, 3, 2, 4).sin()
+OF_A_ROW = {
+    "reshape": lambda x: x[..., 3].reshape(-1),
+    "split": lambda x: x[:, 0].reshape(2, 2, 2, 2),
+    "linear": lambda x: F.linear(x[..., 3], torch.ones(5, 2, dtype=torch.float64)),
+    "flatten": lambda x: x.select(2, 1).flatten(0, 1),
+    "diagonal": lambda x: x[:, 1:].diagonal().reshape(-1),
+    "a part": lambda x: x[1].reshape(-1)[3:],
+    "another order": lambda x: x.permute(3, 2, 1, 0).select(2, 1).permute(1, 0, 2).view(8, 2),
+    "one element": lambda x: x[:, 1, 0].reshape(-1)[1],
+}
+
+
+@pytest.mark.parametrize("name", OF_A_ROW)
+def test_rows_of_a_sharded_dim_can_be_reshaped(name):
+    """What was gathered has strides of its own: those of the global memory lead out of it."""
+    leaf = FIELD.clone().requires_grad_()
+    expected = OF_A_ROW[name](leaf)
+    expected.sin().sum().backward()
+
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 3})
+        for dim in range(4):
+            for inference in (False, True):
+                with torch.inference_mode(inference):
+                    x = ts.distribute_tensor(FIELD.clone(), mesh, [ts.Shard(dim)]).detach().requires_grad_(not inference)
+                    y = OF_A_ROW[name](x)
+                    assert_same(y, expected)
+            x = ts.distribute_tensor(FIELD.clone(), mesh, [ts.Shard(dim)]).detach().requires_grad_()
+            OF_A_ROW[name](x).sin().sum().backward()
+            assert_same(x.grad, leaf.grad)
+        y = ts.distribute_tensor(FIELD.clone(), mesh, [ts.Shard(1)]).detach()
+        y[:, 2].reshape(-1)[5:].mul_(2)
+        again = FIELD.clone()
+        again[:, 2].reshape(-1)[5:].mul_(2)  # a copy: nothing is written to the field
+        assert_same(y, again)
+        with pytest.raises(RuntimeError, match="strides have no meaning"):
+            torch.as_strided(y[:, 1], (2, 2), (8, 1))
+
+    on_ranks(3, body)
+
+
+def test_what_one_rank_alone_would_see_to_be_wrong():
+    def body(rank):
+        ts.set_policies("allow", "allow")
+        mesh = ts.Mesh({"x": 2})
+        sequence = torch.tensor([[3.0, 1.0, 2.0, 4.0], [4.0, 3.0, 2.0, 1.0]])
+        sorter, wrong = sequence.argsort(1), torch.tensor([[0, 1, 2, 3], [0, 1, 2, 9]])
+        values = torch.tensor([[1.5, 3.5], [2.5, 0.5]])
+        put = lambda t: rows(t, mesh).detach()
+        assert_same(torch.searchsorted(put(sequence), put(values), sorter=put(sorter)), torch.searchsorted(sequence, values, sorter=sorter))
+        with pytest.raises(RuntimeError, match="sorter"):
+            torch.searchsorted(put(sequence), put(values), sorter=put(wrong))
+        for other in (sequence.double(), sequence.to(torch.int64), sequence + 1, sequence[:, :2]):
+            assert torch.equal(put(sequence), put(other)) == torch.equal(sequence, other)
+
+    on_ranks(2, body)

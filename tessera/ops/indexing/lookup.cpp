@@ -37,8 +37,10 @@ Plan looked_up(const OpCall& call) {
   return solve(p);
 }
 
-// Each value is looked up in the sequence, or in that of its row: which must be complete.
+// Each value is looked up in the sequence, or in that of its row: which must be complete. Of a
+// sorter all ranks see all, since libtorch checks its numbers.
 Plan searchsorted(const OpCall& call) {
+  if (call.find("sorter")) return on_gathered(call);
   const TensorInfo &sequence = *call.find("sorted_sequence"), &values = *call.find("self");
   const int n = values.spec.dims();
   const bool by_row = sequence.spec.dims() > 1;

@@ -21,6 +21,7 @@
 #include "tessera/tensor/dispatch/layout.h"
 #include "tessera/tensor/dispatch/no_dispatch.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/dispatch/view_copy.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/mesh_context.h"
 
@@ -544,6 +545,22 @@ bool same_elements_in_place(torch::jit::Stack* stack) {
   return true;
 }
 
+// A view of what was gathered lies in memory of its own, to which strides of the global memory say
+// nothing.
+bool require_global_memory(torch::jit::Stack* stack, std::size_t count) {
+  const at::Tensor& self = (*stack)[stack->size() - count].toTensor();
+  const ShardMeta* meta = meta_of(self);
+  if (!meta || !meta->copy || !meta->spec().is_replicated()) return false;
+  bool same = stack->back().isNone() || meta->local.storage_offset() == meta->layout->offset;
+  for (std::int64_t d = 0; d < self.dim(); ++d)
+    same &= self.size(d) == 1 || meta->local.stride(d) == meta->layout->strides[d];
+  if (!same)
+    throw ShardingError(concat("as_strided of a view of ", meta_of(meta->copy->base)->spec(),
+                               " that had to be gathered: strides have no meaning in its memory. "
+                               "Use slices, permute and expand, or clone it first."));
+  return false;
+}
+
 Plan as_strided(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
   const auto from =
@@ -592,11 +609,16 @@ const bool registered = [] {
   register_rule("aten::unbind.int", unbind);
   for (const char* op : {"aten::diagonal", "aten::diagonal_copy"}) register_rule(op, diagonal);
   register_rule("aten::unfold", unfold);
-  for (const char* op : {"aten::view", "aten::_unsafe_view", "aten::_reshape_alias"})
-    register_rule(op, view);
+  for (const char* op : {"aten::view", "aten::_unsafe_view"}) register_rule(op, view);
+  // Its strides are those of the global memory, which a row that was gathered has not.
+  register_rule("aten::_reshape_alias", view, {.for_replicated = true});
   register_rule("aten::view.dtype", view_dtype);
   register_rule("aten::as_strided", as_strided);
   register_above("aten::as_strided_", same_elements_in_place);
+  for (const char* op : {"aten::as_strided", "aten::as_strided_copy"})
+    register_above(op, [](torch::jit::Stack* stack) { return require_global_memory(stack, 4); });
+  register_above("aten::as_strided_scatter",
+                 [](torch::jit::Stack* stack) { return require_global_memory(stack, 5); });
   register_above("aten::select.int", select_row);
   // What forward-mode differentiation asks of a value and its tangent.
   for (const char* op : {"is_same_size", "_has_same_storage_numel"})

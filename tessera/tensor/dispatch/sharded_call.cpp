@@ -120,15 +120,27 @@ at::Tensor redistribute_once(const at::Tensor& local, const Layout& layout, cons
   return redistribute_local(one, once(from), once(to)).expand(to.local_shape());
 }
 
+// In the memory order of a tensor with these strides, without its gaps.
+at::Tensor in_order(const at::Tensor& t, at::IntArrayRef like_strides) {
+  const Dims strides = strides_in_order(t.sizes(), like_strides);
+  bool same = t.storage_offset() == 0;
+  for (std::int64_t d = 0; d < t.dim(); ++d) same &= t.size(d) == 1 || t.stride(d) == strides[d];
+  if (same || t.numel() == 0) return t;
+  return at::empty_strided(t.sizes(), strides, t.options()).copy_(t);
+}
+
 // The copy that belongs to a view whose base had to be gathered first. `whole` gets the memory
-// order of the base, so that views of it have the strides expected.
+// order of the base, so that what is a view of the base is one of it.
 std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to,
                                          at::Tensor& whole) {
   const ShardMeta& meta = *meta_of(base);
   const auto layout = under(*meta.layout, to);
-  whole = layout->dense ? aligned(std::move(whole), *layout) : whole.contiguous();
-  // A rank that has everything was given the base's own memory, other ranks were not.
-  if (const LocalCallGuard guard; whole.is_alias_of(meta.local)) whole = whole.clone();
+  {
+    const LocalCallGuard guard;
+    whole = layout->dense ? aligned(std::move(whole), *layout) : in_order(whole, layout->strides);
+    // A rank that has everything was given the base's own memory, other ranks were not.
+    if (whole.is_alias_of(meta.local)) whole = whole.clone();
+  }
   return std::make_shared<ViewCopy>(whole, to, base);
 }
 
