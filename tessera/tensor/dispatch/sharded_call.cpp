@@ -120,8 +120,10 @@ at::Tensor redistribute_once(const at::Tensor& local, const Layout& layout, cons
   return redistribute_local(one, once(from), once(to)).expand(to.local_shape());
 }
 
-// In the memory order of a tensor with these strides, without its gaps.
+// In the memory order of a tensor with these strides, without its gaps. Expanded dims have no place
+// in an order.
 at::Tensor in_order(const at::Tensor& t, at::IntArrayRef like_strides) {
+  if (std::ranges::count(like_strides, 0) > 0) return t.contiguous();
   const Dims strides = strides_in_order(t.sizes(), like_strides);
   bool same = t.storage_offset() == 0;
   for (std::int64_t d = 0; d < t.dim(); ++d) same &= t.size(d) == 1 || t.stride(d) == strides[d];
