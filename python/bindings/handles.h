@@ -31,7 +31,7 @@ class DroppedElsewhere {
   /// Of this thread, which is a rank.
   static std::shared_ptr<DroppedElsewhere> here();
 
-  /// `done`: owns what was started, and says whether it is over. False: the rank's thread has ended.
+  /// `done`: owns what was started, and says whether it is over. False: the rank's thread is over.
   bool add(std::function<bool()> done);
   /// To be called by the rank: lets go what is over, or all of it, for which it waits.
   void let_go(bool all);

@@ -34,7 +34,7 @@ const Interpreter& interpreter() {
   return found;
 }
 
-// While the interpreter ends, and afterwards, no other thread of it runs, and its answers are no use.
+// While the interpreter ends, and afterwards, no other thread of it runs: its answers are no use.
 void* release() {
   const Interpreter& python = interpreter();
   return python.initialized() && python.holds() ? python.save() : nullptr;

@@ -52,7 +52,7 @@ void start_workers(const std::shared_ptr<Engine>& engine, int workers) {
 
 template <class Engine>
 void stop_workers(Engine& engine, const char* owner) {
-  // The read of a sample may be what drops the owner: an interpreter's collector runs on any thread.
+  // The read of a sample may drop the owner: an interpreter's collector runs on any thread.
   const int here = worker_of() == &engine ? 1 : 0;
   std::unique_lock lock(engine.mutex);
   engine.stop = true;
