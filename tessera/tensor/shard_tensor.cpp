@@ -1,5 +1,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>

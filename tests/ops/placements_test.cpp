@@ -546,7 +546,7 @@ TEST(Placements, PartialTensorsTimesInfinities) {
        [&](const at::Tensor& x, const auto& put) { return put(factor) * x; }},
       {"mul_",
        [&](const at::Tensor& x, const auto& put) {
-         const at::Tensor y = x + x;
+         at::Tensor y = x + x;
          y.mul_(put(factor));
          return y;
        }},

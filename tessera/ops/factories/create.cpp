@@ -1,5 +1,7 @@
 // Tensors like another one.
 
+#include <ATen/ops/zeros_like.h>
+
 #include <numeric>
 
 #include "tessera/base/text.h"

@@ -1,5 +1,6 @@
 #include "tessera/tensor/dispatch/sharded_call.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
