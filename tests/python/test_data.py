@@ -198,7 +198,7 @@ def test_a_loader_that_goes_waits_for_threads_that_wait_for_the_interpreter():
 
 
 def test_a_loader_may_go_within_the_read_of_a_sample():
-    dropped, collected = threading.Event(), []
+    dropped, done, collected = threading.Event(), threading.Event(), []
 
     class Collecting(Samples):
         def __getitem__(self, index):
@@ -207,6 +207,7 @@ def test_a_loader_may_go_within_the_read_of_a_sample():
                 begin = time.monotonic()
                 gc.collect()  # drops the loader, whose thread this is
                 collected.append(time.monotonic() - begin)
+                done.set()
             return super().__getitem__(index)
 
     def body(rank):
@@ -215,9 +216,7 @@ def test_a_loader_may_go_within_the_read_of_a_sample():
         loader.me = loader
         del loader
         dropped.set()
-        for _ in range(300):
-            if not collected:
-                time.sleep(0.1)
+        assert done.wait(30)
 
     gc.disable()
     try:
