@@ -44,18 +44,19 @@ if(TESSERA_SANITIZE)
   endif()
 endif()
 
-# tessera_room(NAME [TORCH] SOURCES a.cpp ... NEEDS lower_room ... [LIBRARIES target ...])
+# tessera_room(NAME [TORCH] SOURCES a.cpp ... NEEDS lower_room ... [OPENS_TO higher_room ...] [LIBRARIES target ...])
+# OPENS_TO names the rooms that may include this one's `internal/` headers; the test build.rooms enforces it.
 # The room's headers are reachable as <tessera/NAME/...> through a folder that holds this room alone, so that including a
 # room that is not named in NEEDS does not compile.
 function(tessera_room name)
-  cmake_parse_arguments(ROOM "TORCH" "" "SOURCES;NEEDS;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(ROOM "TORCH" "" "SOURCES;NEEDS;OPENS_TO;LIBRARIES" ${ARGN})
   set(window "${PROJECT_BINARY_DIR}/include/${name}")
   file(MAKE_DIRECTORY "${window}/tessera")
   file(CREATE_LINK "${CMAKE_CURRENT_SOURCE_DIR}" "${window}/tessera/${name}" SYMBOLIC)
   add_library(tessera_${name} OBJECT ${ROOM_SOURCES})
   target_include_directories(tessera_${name} PUBLIC $<BUILD_INTERFACE:${window}>)
   target_link_libraries(tessera_${name} PRIVATE tessera_flags)
-  set_target_properties(tessera_${name} PROPERTIES TESSERA_NEEDS "${ROOM_NEEDS}")
+  set_target_properties(tessera_${name} PROPERTIES TESSERA_NEEDS "${ROOM_NEEDS}" TESSERA_OPENS_TO "${ROOM_OPENS_TO}")
   foreach(lower IN LISTS ROOM_NEEDS)
     target_link_libraries(tessera_${name} PUBLIC tessera_${lower})
   endforeach()

@@ -61,6 +61,7 @@ foreach(room IN LISTS TESSERA_ROOMS)
       FILES_MATCHING
       PATTERN "*.h"
       PATTERN "detail" EXCLUDE
+      PATTERN "internal" EXCLUDE
       PATTERN "backends" EXCLUDE
     )
   endif()

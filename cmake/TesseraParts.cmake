@@ -24,8 +24,10 @@ if(NOT TESSERA_NCCL STREQUAL "OFF")
   find_package(CUDAToolkit QUIET)
   # The header must be that of the NCCL that libtorch was built with: a structure of it is part of c10d's. The wheel's lies beside torch; libtessera_nccl.so
   # compares the sizes when it is loaded.
-  find_path(TESSERA_NCCL_HEADER nccl.h HINTS "${TESSERA_TORCH_PREFIX}/../nvidia/nccl/include" NO_DEFAULT_PATH)
-  find_path(TESSERA_NCCL_HEADER nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS} PATHS /usr/local/cuda/include)
+  # Looked for anew at each configure: the wheel's may arrive after a toolkit's was found.
+  unset(TESSERA_NCCL_HEADER CACHE)
+  find_path(TESSERA_NCCL_HEADER nccl.h HINTS "${TESSERA_TORCH_PREFIX}/../nvidia/nccl/include" NO_DEFAULT_PATH NO_CACHE)
+  find_path(TESSERA_NCCL_HEADER nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS} PATHS /usr/local/cuda/include NO_CACHE)
   if(CUDAToolkit_FOUND AND TESSERA_NCCL_HEADER AND EXISTS "${TESSERA_TORCH_PREFIX}/lib/libtorch_cuda.so")
     set(TESSERA_HAS_NCCL ON)
     message(STATUS "NCCL part: ${TESSERA_NCCL_HEADER}/nccl.h, CUDA ${CUDAToolkit_VERSION}")

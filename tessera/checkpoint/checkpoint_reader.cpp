@@ -11,14 +11,14 @@
 #include <utility>
 
 #include "tessera/base/error.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/detail/spread.h"
 #include "tessera/checkpoint/detail/together.h"
-#include "tessera/checkpoint/storage/saved_checkpoint.h"
-#include "tessera/checkpoint/torch_dtypes.h"
-#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/checkpoint/internal/torch_dtypes.h"
+#include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
+#include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {

@@ -16,15 +16,15 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
-#include "tessera/base/json_text.h"
+#include "tessera/base/internal/json_text.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/detail/together.h"
-#include "tessera/checkpoint/storage/catalogue.h"
-#include "tessera/checkpoint/storage/shard_file.h"
-#include "tessera/comm/group/agreement.h"
-#include "tessera/comm/job/tagged_group.h"
-#include "tessera/files/checksum.h"
+#include "tessera/checkpoint/storage/detail/catalogue.h"
+#include "tessera/checkpoint/storage/detail/shard_file.h"
+#include "tessera/comm/agree/agree.h"
+#include "tessera/comm/job/internal/tagged_group.h"
+#include "tessera/files/internal/checksum.h"
 #include "tessera/files/json.h"
 
 namespace tessera {
@@ -110,7 +110,7 @@ struct Checkpointer::Impl {
     group = manager.group(ranks);
     options.timeout = bounded_limit(options.timeout);
     // They choose the calls of the saves, and the group of the writing threads.
-    require_agreement(group, "the options of a Checkpointer", options_text(options));
+    agree::same(group, "the options of a Checkpointer", options_text(options));
     call = {options.timeout, "checkpoint"};
     detail::together(group, "checkpoints", [&] { check_given(folder, options); }, call);
     // A group of its own, so that the writing threads never meet the program's calls, nor those of

@@ -14,17 +14,17 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
-#include "tessera/base/json_text.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/json_text.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/together.h"
-#include "tessera/checkpoint/torch_dtypes.h"
+#include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/files/operations.h"
 #include "tessera/files/read_file.h"
 #include "tessera/partition/transfer.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {

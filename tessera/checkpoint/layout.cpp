@@ -4,7 +4,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
-#include "tessera/base/json_text.h"
+#include "tessera/base/internal/json_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera {

@@ -5,7 +5,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/files/checksum.h"
+#include "tessera/files/internal/checksum.h"
 #include "tessera/files/json.h"
 
 namespace tessera {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string_view>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"

@@ -3,7 +3,7 @@
 #include <map>
 #include <optional>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"

@@ -4,7 +4,7 @@
 #include <climits>
 #include <map>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"

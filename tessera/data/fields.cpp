@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 
 namespace tessera {

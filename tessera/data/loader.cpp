@@ -16,7 +16,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"
@@ -420,7 +420,7 @@ void Loader::require_agreement(const Group& group) const {
     held.number(static_cast<std::uint64_t>(process));
     for (const int c : r.mapping.held_by(process)) held.number(static_cast<std::uint64_t>(c));
   }
-  tessera::require_agreement(group, "what the loader reads",
+  agree::same(group, "what the loader reads",
                              concat(text, "who reads what: ", held.value(), "\n"));
 }
 

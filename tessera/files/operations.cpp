@@ -17,7 +17,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
-#include "tessera/files/checksum.h"
+#include "tessera/files/internal/checksum.h"
 
 namespace tessera {
 

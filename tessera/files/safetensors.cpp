@@ -7,8 +7,8 @@
 #include <set>
 
 #include "tessera/base/error.h"
-#include "tessera/base/json_text.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/json_text.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/json.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/gradient/announce.h"
+#include "tessera/gradient/internal/announce.h"
 #include "tessera/gradient/reducer.h"
 
 namespace tessera {

@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
-#include "tessera/gradient/bucket.h"
+#include "tessera/comm/agree/agree.h"
+#include "tessera/gradient/detail/bucket.h"
 #include "tessera/gradient/detail/reducer_state.h"
-#include "tessera/gradient/hooks.h"
+#include "tessera/gradient/internal/hooks.h"
 
 namespace tessera {
 
@@ -111,7 +111,7 @@ void agree(const std::vector<Group>& order,
   std::exception_ptr differs;
   for (const Group& group : order) {
     try {
-      require_agreement(group, "the parameters whose gradients are reduced",
+      agree::same(group, "the parameters whose gradients are reduced",
                         told.empty() ? agreed.at(group.state().get()) : told);
     } catch (const MismatchError& e) {
       if (!differs) {

@@ -12,8 +12,8 @@
 #include <unordered_set>
 #include <utility>
 
-#include "tessera/gradient/announce.h"
-#include "tessera/gradient/hooks.h"
+#include "tessera/gradient/internal/announce.h"
+#include "tessera/gradient/internal/hooks.h"
 
 namespace tessera {
 

@@ -7,7 +7,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"
-#include "tessera/launch/secret.h"
+#include "tessera/launch/internal/secret.h"
 
 extern char** environ;
 

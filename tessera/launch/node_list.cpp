@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "tessera/base/error.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 

@@ -7,7 +7,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 

@@ -7,10 +7,10 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
-#include "tessera/gradient/coalesced.h"
-#include "tessera/nn/parameter_gradient.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/comm/agree/agree.h"
+#include "tessera/gradient/internal/coalesced.h"
+#include "tessera/nn/detail/parameter_gradient.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera {
 
@@ -155,7 +155,7 @@ Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh
     text = e.what();
   }
   if (const Group ranks = mesh.all(); ranks.size() > 1)
-    require_agreement(ranks, "the module to distribute", text);
+    agree::same(ranks, "the module to distribute", text);
   if (refused) std::rethrow_exception(refused);
   return targets;
 }

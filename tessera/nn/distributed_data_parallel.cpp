@@ -9,10 +9,10 @@
 #include <set>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
-#include "tessera/gradient/announce.h"
-#include "tessera/gradient/coalesced.h"
-#include "tessera/gradient/hooks.h"
+#include "tessera/comm/agree/agree.h"
+#include "tessera/gradient/internal/announce.h"
+#include "tessera/gradient/internal/coalesced.h"
+#include "tessera/gradient/internal/hooks.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -97,7 +97,7 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
     refused = std::current_exception();
     text += concat(e.what(), "\n");
   }
-  require_agreement(group_, "the module", text);
+  agree::same(group_, "the module", text);
   if (!unknown.empty())
     throw InvalidArgument(
         concat("the module has no parameter or buffer named ", list(unknown),

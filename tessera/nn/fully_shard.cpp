@@ -15,18 +15,18 @@
 #include <unordered_set>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
-#include "tessera/gradient/hooks.h"
+#include "tessera/comm/agree/agree.h"
+#include "tessera/gradient/internal/hooks.h"
 #include "tessera/nn/detail/flat_plan.h"
 #include "tessera/nn/detail/gather_units.h"
+#include "tessera/nn/detail/parameter_gradient.h"
 #include "tessera/nn/distribute_module.h"
-#include "tessera/nn/parameter_gradient.h"
-#include "tessera/tensor/dispatch/host_memory.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/redistribute.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
 
@@ -563,7 +563,7 @@ FullyShardPlan agreed_plan(const torch::nn::Module& module, const DeviceMesh& me
     text = e.what();
   }
   if (const Group ranks = mesh.all(); ranks.size() > 1)
-    require_agreement(ranks, "the module to shard fully", text);
+    agree::same(ranks, "the module to shard fully", text);
   if (refused) std::rethrow_exception(refused);
   return std::move(*plan);
 }

@@ -10,12 +10,12 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/nn/detail/flat_plan.h"
-#include "tessera/tensor/dispatch/dispatch.h"
-#include "tessera/tensor/dispatch/failure.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera {
 
@@ -198,7 +198,7 @@ void OptimizerShards::plan(const torch::optim::Optimizer& optimizer) {
   if (text.empty()) return;
   const Group ranks = s.ranks();
   if (ranks.size() == 1) return;
-  require_agreement(ranks, "the parameters of a ShardedOptimizer", text);
+  agree::same(ranks, "the parameters of a ShardedOptimizer", text);
   std::vector<at::Tensor> chunk;
   std::int64_t bytes = 0;
   const auto close = [&] {

@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/partition/partition.h"
 
 namespace tessera {
@@ -252,7 +252,7 @@ TensorParallelPlan tensor_parallel(torch::nn::Module& module, const DeviceMesh& 
     text = e.what();
   }
   if (const Group ranks = mesh.all(); ranks.size() > 1)
-    require_agreement(ranks, "the tensor-parallel plan", text);
+    agree::same(ranks, "the tensor-parallel plan", text);
   if (refused) std::rethrow_exception(refused);
   distribute_module(module, mesh, plan->rule(), options.reducer);
   return std::move(*plan);

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/pipeline/detail/pipeline_state.h"
 #include "tessera/schedule/csv.h"
 #include "tessera/schedule/passes.h"
@@ -173,7 +173,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
     if (own) std::rethrow_exception(own);
     throw;
   }
-  require_agreement(mesh.all(), "the pipeline's schedule and options", text);
+  agree::same(mesh.all(), "the pipeline's schedule and options", text);
   detail::throw_together(mesh.all(), own_problem(plan, stages));
 
   const std::vector<int> mine = schedule.stages_of(plan.rank);
@@ -183,7 +183,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   std::string alike = own_traits;
   for (const auto& [name, tensors] : plan.options.tied) alike += concat("tied ", name, "\n");
   const Group others = mesh.group(plan.other_axes());
-  if (others.size() > 1) require_agreement(others, "the stages of a pipeline", alike);
+  if (others.size() > 1) agree::same(others, "the stages of a pipeline", alike);
   for (const std::string& one : group.all_gather_bytes(own_traits)) {
     TextReader lines(one);
     std::string flags;

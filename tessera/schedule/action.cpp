@@ -4,7 +4,7 @@
 #include <array>
 #include <ostream>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/schedule/detail/text.h"

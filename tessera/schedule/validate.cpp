@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/schedule/detail/deadlock.h"
 #include "tessera/schedule/detail/limits.h"

@@ -9,12 +9,12 @@
 
 #include "tessera/base/text.h"
 #include "tessera/partition/transfer.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/shard_dims.h"
+#include "tessera/tensor/spec/detail/shard_dims.h"
 
 namespace tessera {
 

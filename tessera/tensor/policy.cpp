@@ -1,7 +1,7 @@
 #include "tessera/tensor/policy.h"
 
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
 

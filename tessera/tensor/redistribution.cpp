@@ -1,13 +1,13 @@
 #include "tessera/tensor/redistribution.h"
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/host_memory.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/redistribution_plan.h"
+#include "tessera/tensor/spec/detail/redistribution_plan.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera {
 

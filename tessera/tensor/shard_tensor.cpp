@@ -13,19 +13,19 @@
 #include <iostream>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/job/failures.h"
-#include "tessera/gradient/announce.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/dispatch.h"
-#include "tessera/tensor/dispatch/host_memory.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/promote.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/comm/job/internal/failures.h"
+#include "tessera/gradient/internal/announce.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
-#include "tessera/tensor/spec/shard_dims.h"
+#include "tessera/tensor/spec/detail/shard_dims.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
 

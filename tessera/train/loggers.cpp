@@ -10,11 +10,11 @@
 #include <optional>
 
 #include "tessera/base/error.h"
-#include "tessera/base/json_text.h"
+#include "tessera/base/internal/json_text.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/files/operations.h"
-#include "tessera/train/event_file.h"
+#include "tessera/train/detail/event_file.h"
 #include "tessera/train/logger.h"
 
 namespace tessera {

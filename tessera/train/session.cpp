@@ -9,7 +9,7 @@
 #include <set>
 #include <utility>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/optimizer_state.h"
 #include "tessera/gradient/sync.h"

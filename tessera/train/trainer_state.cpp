@@ -7,7 +7,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
-#include "tessera/comm/job/tagged_group.h"
+#include "tessera/comm/job/internal/tagged_group.h"
 #include "tessera/train/strategies.h"
 #include "tessera/train/trainer.h"
 

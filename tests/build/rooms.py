@@ -2,10 +2,12 @@
 
 For each room: a file in it that includes a header of a room it does not need must not compile; it needs lower rooms only; and what a room of the
 core can include is its own window, those of the rooms it needs, and libtorch (the MPI and NCCL parts of `comm` besides).
-What is private to a room, its folders `detail` and `backends`, no other room includes. docs/architecture.md says the same needs.
+Privacy has three degrees: public headers are installed; those in a folder `internal` are for the rooms that OPENS_TO names; those in `detail` and
+`backends` no other room includes. An OPENS_TO without a reach is a fault too. docs/architecture.md says the same needs.
 """
 
 import argparse
+import collections
 import json
 import pathlib
 import re
@@ -44,10 +46,11 @@ def main():
         parser.add_argument(f"--{name}", nargs="*", default=[])
     arguments = parser.parse_args()
     source, build = pathlib.Path(arguments.source), pathlib.Path(arguments.build)
-    direct = {}
+    direct, opens = {}, {}
     for entry in arguments.rooms:
-        room, _, needs = entry.partition(":")
+        room, needs, opened = entry.split(":")
         direct[room] = [need for need in needs.split(",") if need]
+        opens[room] = {other for other in opened.split(",") if other}
     order = list(direct)
     faults, probes = [], 0
     private, public = {"detail", "backends"}, {"tessera/comm/backends/mpi/mpi.h"}
@@ -90,6 +93,7 @@ def main():
                 faults.append(f"{room} does not need {other}, but a file in it that includes {header} got: {error or 'no error'}")
 
     # The way around the include path: a quoted include is of a room, by its full name.
+    reaches = collections.Counter()
     for room in order:
         for path in sorted((source / "tessera" / room).rglob("*")):
             if path.suffix not in (".h", ".cpp", ".cu"):
@@ -100,6 +104,16 @@ def main():
                     faults.append(f"{path.relative_to(source)} includes \"{included}\"")
                 elif parts[1] != room and private & set(parts) and included not in public:
                     faults.append(f"{path.relative_to(source)} includes \"{included}\", which is private to {parts[1]}")
+                elif parts[1] != room and "internal" in parts:
+                    reaches[parts[1], room] += 1
+                    if room not in opens[parts[1]]:
+                        faults.append(f"{path.relative_to(source)} includes \"{included}\", and {parts[1]} does not open to {room}")
+    for room in order:
+        for other in sorted(opens[room]):
+            if not (source / "tessera" / other).is_dir():
+                faults.append(f"{room} opens to {other}, which is no room")
+            elif other in order and not reaches[room, other]:
+                faults.append(f"{room} opens to {other}, which does not reach in")
 
     # The table of the documentation says what the build says.
     said = {}
@@ -111,9 +125,14 @@ def main():
         if sorted(said.get(room, ["nothing"])) != sorted(direct[room]):
             faults.append(f"docs/architecture.md says that {room} needs {said.get(room)}, the build {direct[room]}")
 
+    for (room, other), count in sorted(reaches.items()):
+        print(f"{other} reaches into {room}/internal {count} times")
+    kept = private | {"internal"}
+    public_headers = sum(1 for room in order for header in headers[room]
+                         if not kept & set(header.relative_to(source).parts) or header.relative_to(source).as_posix() in public)
     for fault in faults:
         print(fault, file=sys.stderr)
-    print(f"{len(order)} rooms, {probes} includes tried, {len(faults)} faults")
+    print(f"{len(order)} rooms, {public_headers} public headers, {sum(reaches.values())} reaches, {probes} includes tried, {len(faults)} faults")
     return 1 if faults or probes < len(order) else 0
 
 

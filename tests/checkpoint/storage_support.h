@@ -12,9 +12,9 @@
 #include "../support/folder.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/checkpoint/storage/catalogue.h"
-#include "tessera/checkpoint/storage/saved_checkpoint.h"
-#include "tessera/checkpoint/storage/shard_file.h"
+#include "tessera/checkpoint/storage/detail/catalogue.h"
+#include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
+#include "tessera/checkpoint/storage/detail/shard_file.h"
 
 namespace tessera::testing {
 

@@ -8,7 +8,7 @@
 #include <set>
 
 #include "storage_support.h"
-#include "tessera/files/checksum.h"
+#include "tessera/files/internal/checksum.h"
 
 namespace tessera {
 namespace {

@@ -1,4 +1,4 @@
-#include "tessera/files/checksum.h"
+#include "tessera/files/internal/checksum.h"
 
 #include <gtest/gtest.h>
 

@@ -5,7 +5,7 @@
 #include <random>
 
 #include "../support/folder.h"
-#include "tessera/base/json_text.h"
+#include "tessera/base/internal/json_text.h"
 
 namespace tessera {
 namespace {

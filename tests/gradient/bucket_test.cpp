@@ -1,4 +1,4 @@
-#include "tessera/gradient/bucket.h"
+#include "tessera/gradient/detail/bucket.h"
 
 #include <gtest/gtest.h>
 

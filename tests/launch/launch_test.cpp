@@ -9,8 +9,8 @@
 
 #include "recorded.h"
 #include "tessera/base/error.h"
+#include "tessera/launch/internal/secret.h"
 #include "tessera/launch/launch.h"
-#include "tessera/launch/secret.h"
 
 namespace tessera {
 namespace {

@@ -1,4 +1,4 @@
-#include "tessera/partition/window_call.h"
+#include "tessera/partition/internal/window_call.h"
 
 #include <gtest/gtest.h>
 

@@ -12,7 +12,7 @@
 
 #include "ranks.h"
 #include "tessera/base/text.h"
-#include "tessera/shm/reduce.h"
+#include "tessera/shm/detail/reduce.h"
 
 namespace tessera::shm::testing {
 namespace {

@@ -4,7 +4,7 @@
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::test {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "support.h"
 #include "tessera/comm/group/trace.h"
-#include "tessera/tensor/spec/redistribution_plan.h"
+#include "tessera/tensor/spec/detail/redistribution_plan.h"
 
 namespace tessera::test {
 

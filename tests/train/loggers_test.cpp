@@ -6,7 +6,7 @@
 #include <filesystem>
 
 #include "support.h"
-#include "tessera/train/event_file.h"
+#include "tessera/train/detail/event_file.h"
 #include "tessera/train/logger.h"
 
 namespace tessera::test {

@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "tessera/base/text.h"
+#include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/layout.h"
-#include "tessera/checkpoint/torch_dtypes.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {

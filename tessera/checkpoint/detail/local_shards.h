@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/state.h"
-#include "tessera/checkpoint/storage/write_plan.h"
+#include "tessera/checkpoint/storage/detail/write_plan.h"
 
 namespace tessera::detail {
 

@@ -12,14 +12,6 @@
 namespace tessera {
 namespace {
 
-// The device for control messages: the CPU if the group has a backend for it.
-c10::Device device_of(const Group& group) {
-  const auto& state = *group.state();
-  return state.size() > 1 && !state.has_endpoint(c10::DeviceType::CPU)
-             ? c10::Device(c10::DeviceType::CUDA)
-             : c10::Device(c10::DeviceType::CPU);
-}
-
 at::Tensor to_tensor(const std::string& bytes, c10::Device device) {
   auto tensor = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
   if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
@@ -66,9 +58,16 @@ Sizes all_lengths(const Group& group, const std::string& mine, c10::Device devic
 
 }  // namespace
 
+c10::Device detail::control_device(const Group& group) {
+  const auto& state = *group.state();
+  return state.size() > 1 && !state.has_endpoint(c10::DeviceType::CPU)
+             ? c10::Device(c10::DeviceType::CUDA)
+             : c10::Device(c10::DeviceType::CPU);
+}
+
 std::vector<std::string> Group::all_gather_bytes(const std::string& mine,
                                                  const CallOptions& options) const {
-  const auto device = device_of(*this);
+  const auto device = detail::control_device(*this);
   const Sizes sizes = all_lengths(*this, mine, device, options);
   auto all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
   all_gather(all, to_tensor(mine, device), sizes, options);
@@ -77,7 +76,7 @@ std::vector<std::string> Group::all_gather_bytes(const std::string& mine,
 
 std::string Group::broadcast_bytes(const std::string& bytes, int root,
                                    const CallOptions& options) const {
-  const auto device = device_of(*this);
+  const auto device = detail::control_device(*this);
   auto length = numbers({static_cast<std::int64_t>(bytes.size())}, device);
   broadcast(length, root, options);
   const bool is_root = rank() == root;
@@ -89,7 +88,7 @@ std::string Group::broadcast_bytes(const std::string& bytes, int root,
 
 std::vector<std::string> Group::gather_bytes(const std::string& mine, int root,
                                              const CallOptions& options) const {
-  const auto device = device_of(*this);
+  const auto device = detail::control_device(*this);
   const Sizes sizes = all_lengths(*this, mine, device, options);
   at::Tensor all;
   if (rank() == root) all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
@@ -99,7 +98,7 @@ std::vector<std::string> Group::gather_bytes(const std::string& mine, int root,
 
 std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root,
                                  const CallOptions& options) const {
-  const auto device = device_of(*this);
+  const auto device = detail::control_device(*this);
   Sizes sizes(size(), 0);
   std::string joined;
   // The other ranks are in the broadcast of the lengths, which tells them.

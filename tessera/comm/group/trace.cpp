@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
-#include "tessera/base/json_text.h"
+#include "tessera/base/internal/json_text.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/detail/request_state.h"

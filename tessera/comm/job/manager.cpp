@@ -10,12 +10,12 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/nccl/nccl.h"
-#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
-#include "tessera/comm/job/tagged_group.h"
+#include "tessera/comm/job/internal/tagged_group.h"
 #include "tessera/comm/store/detail/store_server.h"
-#include "tessera/launch/secret.h"
+#include "tessera/launch/internal/secret.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/mapping/cost.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
@@ -189,7 +189,7 @@ void DistributedManager::add_mesh(const std::string& name, const Mesh& mesh) con
 }
 
 void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {
-  require_agreement(Group(state_->meeting_place()), "the plan of the process groups",
+  agree::same(Group(state_->meeting_place()), "the plan of the process groups",
                     plan.canonical());
   state_->add_families(plan);
   if (!eager || !plan.mesh().contains(rank())) return;

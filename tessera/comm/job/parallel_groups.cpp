@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/agreement.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/functional.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/mesh/errors.h"
@@ -109,7 +109,7 @@ DeviceMesh mesh_of(const DistributedManager& manager, const ParallelOptions& opt
                                   options.pipeline, " on ", manager.world_size(),
                                   " ranks: ", error.what()));
   }
-  require_agreement(Group(manager.state()->meeting_place()), "model and pipeline parallelism",
+  agree::same(Group(manager.state()->meeting_place()), "model and pipeline parallelism",
                     concat("model ", options.model, "\npipeline ", options.pipeline,
                            "\nmodel groups: ", words(options.model_group),
                            "\npipeline groups: ", words(options.pipeline_group),

@@ -15,7 +15,7 @@
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/store_connection.h"
 #include "tessera/comm/store/detail/store_server.h"
-#include "tessera/launch/secret.h"
+#include "tessera/launch/internal/secret.h"
 
 namespace tessera {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/base/file.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"

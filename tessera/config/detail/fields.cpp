@@ -6,7 +6,7 @@
 #include <map>
 
 #include "tessera/base/deadline.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
 

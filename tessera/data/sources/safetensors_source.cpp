@@ -4,9 +4,9 @@
 
 #include <utility>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
-#include "tessera/checkpoint/torch_dtypes.h"
+#include "tessera/checkpoint/internal/torch_dtypes.h"
 
 namespace tessera {
 

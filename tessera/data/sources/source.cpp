@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 
 namespace tessera {

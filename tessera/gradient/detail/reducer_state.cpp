@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/job/failures.h"
-#include "tessera/gradient/announce.h"
+#include "tessera/comm/job/internal/failures.h"
+#include "tessera/gradient/internal/announce.h"
 
 namespace tessera {
 

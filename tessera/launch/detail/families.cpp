@@ -10,7 +10,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/file.h"
 #include "tessera/base/hash.h"
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"

@@ -14,7 +14,7 @@
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
 #include "tessera/launch/detail/allocator.h"
-#include "tessera/launch/secret.h"
+#include "tessera/launch/internal/secret.h"
 
 extern char** environ;
 

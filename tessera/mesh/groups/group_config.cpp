@@ -4,7 +4,7 @@
 #include <limits>
 #include <set>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/order.h"

@@ -17,12 +17,12 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/job/failures.h"
+#include "tessera/comm/job/internal/failures.h"
 #include "tessera/nn/detail/parameter_copy.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/redistribute.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
 

@@ -48,8 +48,8 @@
 
 #include "tessera/comm/group/group.h"
 #include "tessera/nn/detail/upload.h"
-#include "tessera/tensor/dispatch/parameter_source.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/dispatch/internal/parameter_source.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
 

@@ -4,9 +4,9 @@
 #include <ATen/ops/from_blob.h>
 
 #include "tessera/nn/detail/gather_units.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
 

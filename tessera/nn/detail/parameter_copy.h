@@ -11,7 +11,7 @@
 #include <memory>
 #include <optional>
 
-#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/tensor/dispatch/internal/parameter_source.h"
 
 namespace tessera::detail {
 

@@ -16,7 +16,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/detail/decomposition.h"
 
 namespace tessera::detail::native_transformer_rules {
 

@@ -11,15 +11,15 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/attention/neighborhood_local.h"
+#include "tessera/ops/attention/detail/neighborhood_local.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/thread_cache.h"
-#include "tessera/ops/rules/windowed.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/thread_cache.h"
+#include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
 namespace {

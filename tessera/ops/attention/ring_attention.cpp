@@ -25,17 +25,17 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tessera/ops/attention/ring.h"
-#include "tessera/ops/random/draws.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/execute.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/promote.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/ops/attention/detail/ring.h"
+#include "tessera/ops/random/detail/draws.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::ring_attention_rules {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/empty_shards.h"
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/detail/empty_shards.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

@@ -11,13 +11,13 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/op_info.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/op_info.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::elementwise_rules {
 

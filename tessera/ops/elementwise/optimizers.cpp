@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::optimizer_rules {

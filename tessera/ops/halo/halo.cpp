@@ -7,10 +7,10 @@
 #include <set>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera {
 

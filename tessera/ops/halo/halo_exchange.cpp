@@ -8,8 +8,8 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/thread_cache.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -15,15 +15,15 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/indexing/dim_shard.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/ops/indexing/detail/dim_shard.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::embedding_rules {
 

@@ -19,13 +19,13 @@
 #include <tuple>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::embedding_bag_rules {
 

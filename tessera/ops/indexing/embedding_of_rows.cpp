@@ -22,15 +22,15 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/group.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/dispatch.h"
-#include "tessera/tensor/dispatch/failure.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::embedding_of_rows {
 

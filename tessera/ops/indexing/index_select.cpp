@@ -5,9 +5,9 @@
 
 #include <vector>
 
-#include "tessera/ops/indexing/dim_shard.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/indexing/detail/dim_shard.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::index_select_rules {

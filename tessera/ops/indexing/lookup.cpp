@@ -9,15 +9,15 @@
 #include <optional>
 #include <vector>
 
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::lookup_rules {
 

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/indexing/dim_shard.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/indexing/detail/dim_shard.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

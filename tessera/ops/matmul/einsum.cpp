@@ -14,12 +14,12 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/ops/matmul/contract.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/tensor/dispatch/cast_parameters.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/matmul/detail/contract.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/dispatch/internal/cast_parameters.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail::einsum_rules {
 

@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/empty_shards.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/dispatch.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/empty_shards.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::linear_algebra_rules {

@@ -10,9 +10,9 @@
 #include <optional>
 #include <utility>
 
-#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/ops/rules/index_rule.h"
-#include "tessera/ops/rules/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::matmul_rules {

@@ -11,15 +11,15 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/norms/dtypes.h"
-#include "tessera/ops/rules/empty_shards.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/ops/norms/detail/dtypes.h"
+#include "tessera/ops/rules/detail/empty_shards.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::batch_norm_rules {
 

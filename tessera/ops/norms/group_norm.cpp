@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/norms/dtypes.h"
-#include "tessera/ops/rules/empty_shards.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/norms/detail/dtypes.h"
+#include "tessera/ops/rules/detail/empty_shards.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

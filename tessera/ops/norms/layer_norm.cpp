@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/norms/dtypes.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/norms/detail/dtypes.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

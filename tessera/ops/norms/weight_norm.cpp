@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/detail/decomposition.h"
 
 namespace tessera::detail::weight_norm_rules {
 

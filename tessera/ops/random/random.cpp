@@ -18,14 +18,14 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/job/failures.h"
-#include "tessera/ops/random/draws.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/comm/job/internal/failures.h"
+#include "tessera/ops/random/detail/draws.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
 

@@ -23,9 +23,9 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/random/draws.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/random/detail/draws.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"

@@ -13,7 +13,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::packed_sequence_rules {

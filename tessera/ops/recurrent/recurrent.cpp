@@ -13,12 +13,12 @@
 
 #include <set>
 
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/tensor/dispatch/gathered_parameters.h"
-#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/tensor/dispatch/internal/gathered_parameters.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail::recurrent_rules {
 

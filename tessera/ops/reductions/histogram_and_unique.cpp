@@ -1,7 +1,7 @@
 // Results whose shape or values depend on all elements at once: the inputs are gathered. So are
 // values that are read by the host.
 
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::histogram_and_unique_rules {

@@ -15,11 +15,11 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/reductions/reduced.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/dispatch.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/reductions/detail/reduced.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

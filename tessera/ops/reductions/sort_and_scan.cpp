@@ -21,14 +21,14 @@
 #include <set>
 #include <vector>
 
-#include "tessera/ops/reductions/reduced.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/tensor/dispatch/dispatch.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/redistribute.h"
+#include "tessera/ops/reductions/detail/reduced.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::sort_and_scan_rules {

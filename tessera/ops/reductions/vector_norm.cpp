@@ -10,14 +10,14 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/reductions/reduced.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/reductions/detail/reduced.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::vector_norm_rules {
 

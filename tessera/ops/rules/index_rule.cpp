@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera {

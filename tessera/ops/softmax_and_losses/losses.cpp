@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::nll_loss_rules {
 

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/over_ranks.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/over_ranks.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::softmax_rules {
 

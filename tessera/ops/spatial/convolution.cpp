@@ -8,11 +8,11 @@
 #include <optional>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/ops/spatial/convolution_halo.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/ops/spatial/detail/convolution_halo.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

@@ -1,7 +1,7 @@
 // Fractional pooling: the windows of each sample are drawn separately, so samples may be sharded.
 
-#include "tessera/ops/rules/empty_shards.h"
-#include "tessera/ops/rules/labels.h"
+#include "tessera/ops/rules/detail/empty_shards.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::fractional_pooling_rules {

@@ -8,17 +8,17 @@
 #include <functional>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/field_map.h"
-#include "tessera/ops/rules/thread_cache.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/ops/spatial/interpolation_halo.h"
-#include "tessera/partition/window_call.h"
-#include "tessera/tensor/dispatch/execute.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/thread_cache.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/ops/spatial/detail/interpolation_halo.h"
+#include "tessera/partition/internal/window_call.h"
+#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::interpolation_rules {
 

@@ -7,13 +7,13 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/partition/window_call.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::pad_rules {
 

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/field_map.h"
-#include "tessera/ops/rules/windowed.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::pixel_shuffle_rules {

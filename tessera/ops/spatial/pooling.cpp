@@ -6,10 +6,10 @@
 #include <limits>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/ops/spatial/pooling_halo.h"
-#include "tessera/partition/window_call.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/ops/spatial/detail/pooling_halo.h"
+#include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

@@ -11,10 +11,10 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/field_map.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/partition/window_call.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 

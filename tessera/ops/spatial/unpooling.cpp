@@ -12,17 +12,17 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/field_map.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/ops/spatial/needed_boxes.h"
-#include "tessera/partition/window_call.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/no_dispatch.h"
-#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/ops/spatial/detail/needed_boxes.h"
+#include "tessera/partition/internal/window_call.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::unpooling_rules {
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/windowed.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 

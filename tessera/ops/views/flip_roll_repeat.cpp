@@ -14,15 +14,15 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/decomposition.h"
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/rules/windowed.h"
-#include "tessera/tensor/dispatch/carry.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/promote.h"
+#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::flip_roll_repeat_rules {
 

@@ -4,9 +4,9 @@
 #include <set>
 #include <vector>
 
-#include "tessera/ops/rules/labels.h"
-#include "tessera/ops/views/view_parts.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/views/detail/view_parts.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::view_backward_rules {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "tessera/ops/rules/decomposition.h"
+#include "tessera/ops/rules/detail/decomposition.h"
 
 namespace tessera::detail::view_copies_rules {
 

@@ -6,7 +6,7 @@
 #include <map>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/parameter_source.h"
+#include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 

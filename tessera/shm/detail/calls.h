@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "tessera/shm/detail/core.h"
+#include "tessera/shm/detail/reduce.h"
 #include "tessera/shm/detail/stream.h"
-#include "tessera/shm/reduce.h"
 
 namespace tessera::shm::detail {
 

@@ -7,9 +7,9 @@
 #include <set>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/dry_run.h"
-#include "tessera/tensor/dispatch/layout.h"
-#include "tessera/tensor/dispatch/op_info.h"
+#include "tessera/tensor/dispatch/detail/dry_run.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/op_info.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera {

@@ -5,12 +5,12 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/layout.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/mesh_context.h"
-#include "tessera/tensor/spec/rank_state.h"
-#include "tessera/tensor/spec/redistribution_plan.h"
-#include "tessera/tensor/spec/shard_dims.h"
+#include "tessera/tensor/spec/detail/redistribution_plan.h"
+#include "tessera/tensor/spec/detail/shard_dims.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
 

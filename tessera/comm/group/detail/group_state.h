@@ -32,6 +32,10 @@ namespace c10d {
 class ProcessGroup;
 }
 
+namespace tessera {
+class Group;
+}  // namespace tessera
+
 namespace tessera::detail {
 
 class RequestState;
@@ -190,5 +194,8 @@ class GroupState {
   std::vector<std::shared_ptr<CommTrace>> traces_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };
+
+/// The device for control messages: the CPU if the group has a backend for it.
+c10::Device control_device(const Group& group);
 
 }  // namespace tessera::detail

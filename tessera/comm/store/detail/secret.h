@@ -8,7 +8,7 @@
 
 #include "tessera/comm/store/detail/hmac.h"
 #include "tessera/comm/store/detail/wire.h"
-#include "tessera/launch/secret.h"
+#include "tessera/launch/internal/secret.h"
 
 namespace tessera::detail {
 

@@ -17,7 +17,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/store.h"
-#include "tessera/launch/secret.h"
+#include "tessera/launch/internal/secret.h"
 
 namespace tessera::detail {
 namespace {

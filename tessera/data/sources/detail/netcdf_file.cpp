@@ -6,7 +6,7 @@
 #include <mutex>
 #include <type_traits>
 
-#include "tessera/base/name.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
 

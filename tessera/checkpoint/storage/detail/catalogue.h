@@ -1,0 +1,58 @@
+#pragma once
+// The checkpoints in a folder: which there are, which is the latest, removing them.
+//
+// Each checkpoint is a folder of its own with a manifest. Names in these functions are those of
+// checkpoints, not paths.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/storage/detail/manifest.h"
+#include "tessera/files/operations.h"
+
+namespace tessera {
+
+struct CheckpointName {
+  std::string name;
+  /// Later saves have higher ones.
+  std::uint64_t sequence = 0;
+};
+
+/// Throws InvalidArgument for a name that cannot be one folder: empty, with a slash, "." or "..",
+/// hidden, longer than 200 bytes, or not UTF-8.
+void check_checkpoint_name(const std::string& name);
+
+/// The manifest of a checkpoint, whose files are there with their sizes. Throws FileError with the
+/// file that is absent, of another size, or damaged.
+Manifest read_manifest(const std::string& folder, const std::string& name);
+
+/// True if the checkpoint's folder is there and has a manifest, whatever that holds. Throws
+/// FileError where the system does not say: what cannot be looked at is not absent.
+bool has_manifest(const std::string& folder, const std::string& name);
+
+/// Those whose manifests and file sizes are right, earliest first. What is wrong with the others,
+/// and what cannot be looked at, is told in `problems`, a sentence each; a folder without a
+/// manifest is not a checkpoint and no problem. Throws FileError if the folder itself cannot be
+/// read.
+std::vector<CheckpointName> list_checkpoints(const std::string& folder,
+                                             std::vector<std::string>* problems = nullptr);
+/// The highest sequence of a manifest in the folder, also of checkpoints whose files are damaged;
+/// 0: there is none. `unread` gets a sentence for each manifest that the system does not give,
+/// whose sequence may be higher. Throws FileError if the folder itself cannot be read.
+std::uint64_t highest_sequence(const std::string& folder, std::vector<std::string>& unread);
+std::optional<std::string> latest_checkpoint(const std::string& folder,
+                                             std::vector<std::string>* problems = nullptr);
+
+/// Removes the manifest first, so that a half-removed checkpoint is none, then its files. Files
+/// that no checkpoint writes stay, and their folder with them. Throws FileError.
+void remove_checkpoint(const std::string& folder, const std::string& name,
+                       FileOperations& operations);
+/// Removes what interrupted saves left: shard files and temporary files in folders that have no
+/// manifest. Only for one who knows that nobody is saving there. Gives what could not be looked at
+/// or removed, a sentence each, and stays. Throws FileError if the folder itself cannot be read.
+std::vector<std::string> remove_incomplete(const std::string& folder, FileOperations& operations);
+
+}  // namespace tessera

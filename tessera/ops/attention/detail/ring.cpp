@@ -1,0 +1,239 @@
+#include "tessera/ops/attention/detail/ring.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/zeros_like.h>
+
+namespace tessera::detail::ring_attention_rules {
+
+namespace {
+
+// From this many queries per rank on halves of them are handed on to balance a causal mask.
+constexpr std::int64_t kBalancedFromQueries = 64;
+
+ShardSpec placed(const std::shared_ptr<MeshContext>& context, const Shape& shape,
+                 const std::vector<Placement>& placements,
+                 const std::vector<const DimSharding*>& parts) {
+  return make_spec(context, shape, placements, parts);
+}
+
+}  // namespace
+
+at::Tensor repeated(const at::Tensor& t, std::int64_t times) {
+  return times == 1 ? t : t.repeat_interleave(times, t.dim() - 3);
+}
+
+at::Tensor summed(const at::Tensor& t, std::int64_t times) {
+  if (times == 1) return t;
+  Shape shape = t.sizes().vec();
+  const std::size_t head = shape.size() - 3;
+  shape[head] /= times;
+  shape.insert(shape.begin() + static_cast<std::ptrdiff_t>(head) + 1, times);
+  return t.reshape(shape).sum(static_cast<std::int64_t>(head) + 1);
+}
+
+at::Tensor times(const at::Tensor& t, const at::Tensor& kept) {
+  return kept.defined() ? t * kept : t;
+}
+
+at::Tensor of_columns(const at::Tensor& mask, const Interval& keys) {
+  return mask.size(-1) == 1 ? mask : mask.narrow(-1, keys.begin, keys.size());
+}
+
+void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys) {
+  const at::Tensor part = of_columns(mask, keys);
+  part.add_(scores.sum_to_size(part.sizes()));
+}
+
+at::Tensor of_run(const at::Tensor& t, const Run& run) { return t.narrow(-2, run.at, run.count); }
+
+Round::Round(const Ring& r, at::ScalarType t)
+    : ring(r),
+      group(r.context->mesh.group(r.axes)),
+      ranks(group.size()),
+      me(group.rank()),
+      parts(r.key.is_sharded(r.sequence()) ? &r.key.dim(r.sequence()).partition : nullptr),
+      type(t),
+      mirror(me) {
+  const int d = r.sequence();
+  const DimSharding& rows = r.query.dim(d);
+  // From what all ranks share.
+  if (r.causal && !r.mask && ranks > 1 && rows.axes == r.axes &&
+      r.query.shape()[d] >= kBalancedFromQueries * ranks)
+    mirror = ranks - 1 - me;
+  const std::int64_t all = r.query.local_shape()[d], begin = r.query.local_offset()[d];
+  if (mirror == me) {
+    runs = {{0, all, begin}};
+    return;
+  }
+  const Interval theirs = rows.partition.interval(mirror);
+  second = all / 2;
+  first = all - second;
+  second_of_mirror = theirs.size() / 2;
+  runs = {{0, first, begin}, {first, second_of_mirror, theirs.end - second_of_mirror}};
+}
+
+Interval Round::columns(int rank) const {
+  return parts ? parts->interval(rank) : Interval{0, ring.key.shape()[ring.sequence()]};
+}
+
+Request Round::pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
+                    std::int64_t rows) const {
+  std::vector<Message> messages;
+  next.clear();
+  for (const at::Tensor& t : mine) {
+    Shape shape = t.sizes().vec();
+    shape[shape.size() - 2] = rows;
+    next.push_back(at::empty(shape, t.options().memory_format(c10::nullopt)));
+    messages.push_back({Message::Kind::send, t.contiguous(), (me + ranks - 1) % ranks});
+    messages.push_back({Message::Kind::receive, next.back(), (me + 1) % ranks});
+  }
+  return group.start().exchange(messages, {.name = "ring attention"});
+}
+
+std::vector<at::Tensor> Round::exchanged(const std::vector<at::Tensor>& mine,
+                                         std::int64_t rows) const {
+  if (mirror == me) return mine;
+  std::vector<at::Tensor> theirs, all;
+  std::vector<Message> messages;
+  for (const at::Tensor& t : mine) {
+    Shape shape = t.sizes().vec();
+    shape[shape.size() - 2] = rows;
+    theirs.push_back(at::empty(shape, t.options().memory_format(c10::nullopt)));
+    messages.push_back(
+        {Message::Kind::send, t.narrow(-2, first, t.size(-2) - first).contiguous(), mirror});
+    messages.push_back({Message::Kind::receive, theirs.back(), mirror});
+  }
+  group.start().exchange(messages, {.name = "ring attention, halves"}).wait();
+  for (std::size_t i = 0; i < mine.size(); ++i)
+    all.push_back(at::cat({mine[i].narrow(-2, 0, first), theirs[i]}, -2));
+  return all;
+}
+
+at::Tensor Round::scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                         const Interval& keys, const Run& run) const {
+  at::Tensor s = at::matmul(q, repeated(k.to(type), ring.repeat).transpose(-2, -1));
+  if (mask.defined()) {
+    const at::Tensor part = of_columns(mask, keys);
+    s = part.scalar_type() == at::kBool ? s.masked_fill(part.logical_not(), -kInfinity)
+                                        : s + part.to(type);
+  }
+  if (ring.causal && keys.end - 1 > run.begin) {
+    const at::Tensor row =
+                         at::arange(run.begin, run.begin + run.count, s.options().dtype(at::kLong))
+                             .unsqueeze(-1),
+                     column = at::arange(keys.begin, keys.end, s.options().dtype(at::kLong));
+    s = s.masked_fill(column.gt(row), -kInfinity);
+  }
+  return s;
+}
+
+at::Tensor Round::kept(const at::Tensor& p, const Interval& keys, const Run& run) const {
+  if (ring.dropout == 0) return {};
+  if (ring.dropout == 1) return at::zeros_like(p);
+  Shape global = ring.query.shape(), offset = ring.query.local_offset();
+  global.back() = ring.key.shape()[ring.sequence()];
+  offset[ring.sequence()] = run.begin;
+  offset.back() = keys.begin;
+  return dropout_mask(ring.draw, global, offset, p.sizes().vec(), ring.dropout)
+      .to(p.options())
+      .div(1 - ring.dropout);
+}
+
+c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
+                                   const ShardSpec& mask, bool causal, double scale, bool grouped) {
+  const int n = q.dims(), sequence = n - 2;
+  if (k.dims() != n || v.dims() != n) return {};
+  for (int d = 0; d < n - 2; ++d) {
+    const bool heads =
+        grouped && d == n - 3 && k.shape()[d] > 0 && q.shape()[d] % k.shape()[d] == 0;
+    if (k.shape()[d] != v.shape()[d] || (k.shape()[d] != q.shape()[d] && !heads)) return {};
+  }
+  if (k.shape()[sequence] != v.shape()[sequence] || q.shape()[n - 1] != k.shape()[n - 1]) return {};
+  auto ring = c10::make_intrusive<Ring>();
+  ring->context = context_of(q);
+  ring->causal = causal;
+  ring->scale = scale;
+  if (grouped && n >= 3) ring->repeat = q.shape()[n - 3] / k.shape()[n - 3];
+  const int axes = q.mesh_dims();
+  std::vector<Placement> of_query(axes), of_key(axes);
+  std::vector<bool> whole_keys(axes, false);  // axes that shard queries, but not keys
+  for (int a = 0; a < axes; ++a) {
+    if (k.placements()[a].is_shard(sequence) || v.placements()[a].is_shard(sequence)) {
+      of_query[a] = of_key[a] = Shard(sequence);
+      ring->axes.push_back(a);
+    } else if (q.placements()[a].is_shard(sequence)) {
+      of_query[a] = Shard(sequence);
+      whole_keys[a] = true;
+    } else {
+      for (const ShardSpec* s : {&q, &k, &v}) {
+        const Placement p = s->placements()[a];
+        if (!p.is_shard() || p.dim >= sequence || q.shape()[p.dim] != k.shape()[p.dim]) continue;
+        of_query[a] = of_key[a] = p;
+        break;
+      }
+    }
+  }
+  const auto& context = ring->context;
+  std::vector<const DimSharding*> query_parts(n), key_parts(n);
+  const auto first_that_fits = [&](int d, const std::vector<const ShardSpec*>& all,
+                                   const std::vector<Placement>& placements) {
+    std::vector<int> wanted;
+    for (int a = 0; a < axes; ++a) {
+      if (placements[a].is_shard(d)) wanted.push_back(a);
+    }
+    for (const ShardSpec* s : all) {
+      if (s->dim(d).axes == wanted) return &s->dim(d);
+    }
+    return static_cast<const DimSharding*>(nullptr);
+  };
+  for (int d = 0; d < n; ++d) {
+    query_parts[d] = first_that_fits(d,
+                                     d < sequence ? std::vector<const ShardSpec*>{&q, &k, &v}
+                                                  : std::vector<const ShardSpec*>{&q},
+                                     of_query);
+    key_parts[d] = d < sequence ? query_parts[d] : first_that_fits(d, {&k, &v}, of_key);
+  }
+  ring->query = placed(context, q.shape(), of_query, query_parts);
+  ring->key = placed(context, k.shape(), of_key, key_parts);
+  ring->value = placed(context, v.shape(), of_key, key_parts);
+  Shape out = q.shape();
+  out.back() = v.shape().back();
+  std::vector<const DimSharding*> out_parts;
+  for (int d = 0; d < n; ++d) out_parts.push_back(&ring->query.dim(d));
+  ring->out = placed(context, out, of_query, out_parts);
+  auto key_gradient = of_key;
+  for (int a = 0; a < axes; ++a) {
+    if (whole_keys[a]) key_gradient[a] = Partial();
+  }
+  ring->key_gradient = ring->key.with_placements(key_gradient);
+  ring->value_gradient = ring->value.with_placements(key_gradient);
+  if (mask) {
+    const int m = mask.dims();
+    if (m > n || m < 2 || (mask.shape()[m - 1] != 1 && mask.shape()[m - 1] != k.shape()[sequence]))
+      return {};
+    std::vector<Placement> of_mask(axes), of_gradient(axes);
+    std::vector<const DimSharding*> mask_parts(m);
+    for (int a = 0; a < axes; ++a) {
+      if (!of_query[a].is_shard()) continue;
+      const int d = of_query[a].dim - (n - m);
+      const bool sharded = d >= 0 && mask.shape()[d] != 1;
+      of_mask[a] = sharded ? Shard(d) : Replicate();
+      of_gradient[a] = sharded ? Shard(d) : Partial();
+    }
+    for (int d = 0; d < m - 1; ++d) {
+      const std::int64_t extent = mask.shape()[d];
+      if (extent != 1 && extent != q.shape()[d + n - m]) return {};
+      mask_parts[d] = &ring->query.dim(d + n - m);
+      // The axes are the same in both, but the dims are not.
+    }
+    ring->mask = placed(context, mask.shape(), of_mask, mask_parts);
+    ring->mask_gradient = placed(context, mask.shape(), of_gradient, mask_parts);
+  }
+  return ring;
+}
+
+}  // namespace tessera::detail::ring_attention_rules

@@ -1,0 +1,112 @@
+#pragma once
+// Attention over a sharded sequence, below autograd: the layout of a call, and one rank's way round
+// the ring on which keys and values are passed. ring_attention.cpp says how they are used.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "tessera/comm/group/group.h"
+#include "tessera/ops/random/detail/draws.h"
+#include "tessera/partition/interval.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera::detail::ring_attention_rules {
+
+using Shape = std::vector<std::int64_t>;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// The layout of a call; the same for forward and backward.
+struct Ring : torch::CustomClassHolder {
+  std::shared_ptr<MeshContext> context;
+  /// Along which keys and values are passed.
+  std::vector<int> axes;
+  ShardSpec query, key, value, mask, out;
+  ShardSpec key_gradient, value_gradient, mask_gradient;
+  bool causal = false;
+  double scale = 1;
+  /// Heads of queries per head of keys.
+  std::int64_t repeat = 1;
+  double dropout = 0;
+  /// Of the dropout.
+  DrawPosition draw;
+
+  int dims() const { return query.dims(); }
+  int sequence() const { return dims() - 2; }
+};
+
+/// The ring's layout; nullptr if libtorch's own composite is to be used.
+c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
+                                   const ShardSpec& mask, bool causal, double scale, bool grouped);
+
+at::Tensor repeated(const at::Tensor& t, std::int64_t times);
+/// The adjoint of repeated().
+at::Tensor summed(const at::Tensor& t, std::int64_t times);
+/// `t` where nothing is dropped.
+at::Tensor times(const at::Tensor& t, const at::Tensor& kept);
+/// The columns of a mask, or of its gradient, that belong to these keys.
+at::Tensor of_columns(const at::Tensor& mask, const Interval& keys);
+void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys);
+
+/// A run of the queries that this rank computes: where it is in the local tensors, and the global
+/// index of its first.
+struct Run {
+  std::int64_t at, count, begin;
+};
+
+/// The queries of a run: rows of any tensor of [..., queries, columns].
+at::Tensor of_run(const at::Tensor& t, const Run& run);
+
+/// One rank's way round the ring.
+struct Round {
+  const Ring& ring;
+  const Group group;
+  const int ranks, me;
+  /// Of the keys, one shard per rank of the ring.
+  const Partition* parts;
+  at::ScalarType type;
+  std::vector<Run> runs;
+  /// The rank with which halves of the queries are exchanged; this rank itself: with none.
+  int mirror;
+  /// Queries of the first half, which stays, and of the second ones of both ranks.
+  std::int64_t first = 0, second = 0, second_of_mirror = 0;
+
+  Round(const Ring& r, at::ScalarType t);
+
+  int owner(int step) const { return (me + step) % ranks; }
+  Interval columns(int rank) const;
+
+  /// Passes `mine` on, and receives what the next rank has, of `rows` rows.
+  Request pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
+               std::int64_t rows) const;
+  /// Exchanges what follows the first half, of which this rank then has `rows`.
+  std::vector<at::Tensor> exchanged(const std::vector<at::Tensor>& mine, std::int64_t rows) const;
+  /// Tensors of this rank's own queries as those of the queries that it computes, and back.
+  std::vector<at::Tensor> dealt(const std::vector<at::Tensor>& mine) const {
+    return exchanged(mine, second_of_mirror);
+  }
+  std::vector<at::Tensor> returned(const std::vector<at::Tensor>& computed) const {
+    return exchanged(computed, second);
+  }
+
+  bool nothing(const Interval& keys, const Run& run) const {
+    return keys.empty() || run.count == 0 ||
+           (ring.causal && keys.begin > run.begin + run.count - 1);
+  }
+
+  /// Scores of a run of (scaled) queries with one shard of the keys.
+  at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                    const Interval& keys, const Run& run) const;
+  /// For weights like `p`: 1 / (1 - dropout) where they are kept, else 0; undefined without
+  /// dropout.
+  at::Tensor kept(const at::Tensor& p, const Interval& keys, const Run& run) const;
+};
+
+}  // namespace tessera::detail::ring_attention_rules

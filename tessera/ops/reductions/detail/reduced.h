@@ -1,0 +1,67 @@
+#pragma once
+// Helpers shared by rules of reductions: which dims an operator reduces, and which remain.
+
+#include <set>
+#include <vector>
+
+#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/rule.h"
+
+namespace tessera::detail {
+
+inline std::set<int> reduced_dims(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  std::set<int> dims;
+  if (call.argument("dim") >= 0 && call.has("dim")) {
+    for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
+  }
+  if (dims.empty()) {
+    for (int d = 0; d < n; ++d) dims.insert(d);
+  }
+  if (n == 0) dims.clear();
+  return dims;
+}
+
+inline bool keeps(const OpCall& call) {
+  return call.argument("keepdim") >= 0 && call.boolean("keepdim");
+}
+
+inline Labels remaining(int n, const std::set<int>& dims, bool keep) {
+  Labels out;
+  for (int d = 0; d < n; ++d) {
+    if (!dims.contains(d)) {
+      out.push_back(d);
+    } else if (keep) {
+      out.push_back(kUnsharded);
+    }
+  }
+  return out;
+}
+
+inline std::vector<std::int64_t> shape_without(const std::vector<std::int64_t>& shape,
+                                               const std::set<int>& dims, bool keep) {
+  std::vector<std::int64_t> out;
+  for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
+    if (!dims.contains(d)) {
+      out.push_back(shape[d]);
+    } else if (keep) {
+      out.push_back(1);
+    }
+  }
+  return out;
+}
+
+inline LabelProblem reduction(const OpCall& call, ReduceOp::Kind op) {
+  const int n = call.tensor(0).spec.dims();
+  const auto dims = reduced_dims(call);
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  p.outputs = {remaining(n, dims, keeps(call))};
+  if (!call.outputs())
+    p.output_shapes = {shape_without(call.tensor(0).spec.shape(), dims, keeps(call))};
+  p.contract = dims;
+  p.reduce = op;
+  return p;
+}
+
+}  // namespace tessera::detail

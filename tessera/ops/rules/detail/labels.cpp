@@ -1,0 +1,364 @@
+#include "tessera/ops/rules/detail/labels.h"
+
+#include <ATen/core/function_schema.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/parameter_source.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// What one mesh axis does: how it may be used in a plan.
+struct Choice {
+  enum class Kind : unsigned char { label, partial, replicate } kind = Kind::replicate;
+  int label = kUnsharded;
+  int input = -1;  // of the partial input; -1: all
+  ReduceOp::Kind op = ReduceOp::Kind::sum;
+};
+
+bool has(const Labels& labels, int label) {
+  return std::find(labels.begin(), labels.end(), label) != labels.end();
+}
+int dim_of(const Labels& labels, int label) {
+  return static_cast<int>(std::find(labels.begin(), labels.end(), label) - labels.begin());
+}
+
+// True if some output lacks the label and so becomes partial.
+bool leaves_partial(const LabelProblem& p, int label) {
+  for (const Labels& out : p.outputs) {
+    if (!has(out, label)) return true;
+  }
+  return false;
+}
+
+Placement required(const LabelProblem& p, const Choice& choice, int input) {
+  switch (choice.kind) {
+    case Choice::Kind::replicate:
+      return Replicate();
+    case Choice::Kind::label:
+      if (has(p.inputs[input], choice.label)) return Shard(dim_of(p.inputs[input], choice.label));
+      return p.additive.contains(input) && leaves_partial(p, choice.label) ? Partial(p.reduce)
+                                                                           : Replicate();
+    case Choice::Kind::partial:
+      return choice.input < 0 || choice.input == input || p.additive.contains(input)
+                 ? Partial(choice.op)
+                 : Replicate();
+  }
+  return Replicate();
+}
+
+Placement placed(const LabelProblem& p, const Choice& choice, std::size_t output) {
+  if (choice.kind == Choice::Kind::replicate) return Replicate();
+  if (choice.kind == Choice::Kind::partial) return Partial(choice.op);
+  const Labels& labels = p.outputs[output];
+  return has(labels, choice.label) ? Shard(dim_of(labels, choice.label)) : Partial(p.reduce);
+}
+
+double cost(const Placement& from, const Placement& to, double numel, int ranks) {
+  if (from == to || from.is_replicate()) return 0;
+  const double rest = (ranks - 1.0) / ranks;
+  if (from.is_partial()) return numel * rest * (to.is_shard() ? 1 : 2);
+  return to.is_shard() ? numel * rest / ranks : numel * rest;
+}
+
+// Parameters are gathered rather than moving data, unless the operator can work on their shards.
+constexpr double kGatherParameter = 1e-4;
+
+std::vector<Choice> choices(const LabelProblem& p, int axis) {
+  std::vector<Choice> all;
+  const auto& tensors = p.call.tensors();
+  std::set<int> seen;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const Placement placement = tensors[i].spec.placements()[axis];
+    if (placement.is_shard()) {
+      const int label = p.inputs[i][placement.dim];
+      if (label == kUnsharded || !seen.insert(label).second) continue;
+      if (leaves_partial(p, label) && !p.contract.contains(label)) continue;
+      all.push_back({Choice::Kind::label, label, -1, p.reduce});
+    } else if (placement.is_partial(ReduceOp::Kind::sum) ||
+               placement.is_partial(ReduceOp::Kind::avg)) {
+      if (p.linear == LabelProblem::Linear::together)
+        all.push_back({Choice::Kind::partial, kUnsharded, -1, placement.op});
+      if (p.linear == LabelProblem::Linear::one && p.linear_in.contains(static_cast<int>(i))) {
+        all.push_back({Choice::Kind::partial, kUnsharded, static_cast<int>(i), placement.op});
+      }
+    }
+  }
+  all.push_back({});
+  return all;
+}
+
+// Whether the shards of a parameter over this axis are computed with: of a layer that a
+// tensor-parallel plan has sharded over it, or one of which fully_shard gathers others.
+bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
+  if (!t.parameter || t.element >= 0) return false;
+  const c10::IValue& v = p.call.arguments()[t.argument];
+  const ShardMeta* meta = v.isTensor() ? meta_of(v.toTensor()) : nullptr;
+  if (!meta) return false;
+  if (meta->layout->sequence.axis == axis) return true;
+  const auto found = context_of(meta->spec())->state->sources.find(meta->local);
+  return found.first && !found.first->gathers_over(axis);
+}
+
+Choice best(const LabelProblem& p, int axis, int ranks) {
+  const auto& tensors = p.call.tensors();
+  Choice chosen;
+  double least = std::numeric_limits<double>::infinity();
+  for (const Choice& c : choices(p, axis)) {
+    double moved = 0;
+    bool possible = true;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const Placement from = tensors[i].spec.placements()[axis],
+                      to = required(p, c, static_cast<int>(i));
+      if (tensors[i].written && !(from == to) && !(from.is_partial() && to.is_replicate()))
+        // a partial target can be reduced first
+        possible = false;
+      // the result must have the target's placement
+      if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to))
+        possible = false;
+      // A Partial factor is reduced, which is due and holds for all its uses, rather than kept so.
+      if (c.kind == Choice::Kind::partial && from.is_shard() && to.is_replicate() &&
+          computed_in_shards(p, tensors[i], axis))
+        possible = false;
+      const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
+      moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
+    }
+    if (!possible) continue;
+    // Among equal costs: sharded before partial before replicated.
+    if (c.kind == Choice::Kind::partial ||
+        (c.kind == Choice::Kind::label && leaves_partial(p, c.label)))
+      moved += 1e-6;
+    if (c.kind == Choice::Kind::replicate) moved += 2e-6;
+    if (moved < least) {
+      least = moved;
+      chosen = c;
+    }
+  }
+  if (least == std::numeric_limits<double>::infinity()) {
+    std::string text;
+    for (const TensorInfo& t : tensors)
+      text += concat(text.empty() ? "" : "; ", p.call.schema().arguments()[t.argument].name(), " ",
+                     t.spec);
+    throw ShardingError(
+        concat(p.call.name(), " cannot write its result in place with inputs ", text,
+               ". Redistribute the target first, or use the form that returns a new tensor."));
+  }
+  return chosen;
+}
+
+}  // namespace
+
+Plan solve(const LabelProblem& p) {
+  const auto& tensors = p.call.tensors();
+  if (p.inputs.size() != tensors.size())
+    throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(),
+                               " inputs of ", tensors.size()));
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (static_cast<int>(p.inputs[i].size()) != tensors[i].spec.dims())
+      throw InvalidArgument(
+          concat(p.call.name(), ": ", p.call.schema().arguments()[tensors[i].argument].name(),
+                 " of shape ", list(tensors[i].spec.shape()), " has ", tensors[i].spec.dims(),
+                 " dims, and needs ", p.inputs[i].size(), " with the other arguments as they are"));
+  }
+  const auto& context = context_of(tensors[0].spec);
+  const int axes = tensors[0].spec.mesh_dims();
+  std::vector<Choice> chosen;
+  std::map<int, std::vector<int>> axes_of;  // label -> axes
+  for (int axis = 0; axis < axes; ++axis) {
+    chosen.push_back(best(p, axis, context->sizes[axis]));
+    if (chosen.back().kind == Choice::Kind::label) axes_of[chosen.back().label].push_back(axis);
+  }
+  // The partition of a label: that of the tensor that is written to, else of the largest input that
+  // is sharded over the same axes.
+  std::map<int, DimSharding> parts;
+  for (const auto& [label, of] : axes_of) {
+    double largest = -1;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (!has(p.inputs[i], label)) continue;
+      const DimSharding& d = tensors[i].spec.dim(dim_of(p.inputs[i], label));
+      const double weight = tensors[i].written ? std::numeric_limits<double>::infinity()
+                                               : static_cast<double>(tensors[i].spec.numel());
+      if (d.axes == of && weight > largest) {
+        largest = weight;
+        parts[label] = d;
+      }
+    }
+  }
+  const auto spec_of = [&](const Labels& labels, const std::vector<std::int64_t>& shape,
+                           std::vector<Placement> placements) {
+    if (labels.size() != shape.size())
+      throw RuleError(concat("the rule of ", p.call.name(), " gives ", labels.size(),
+                             " labels to a result of shape ", list(shape)));
+    std::vector<const DimSharding*> dims(labels.size(), nullptr);
+    for (std::size_t d = 0; d < labels.size(); ++d) {
+      const auto it = parts.find(labels[d]);
+      if (it != parts.end()) dims[d] = &it->second;
+    }
+    return make_spec(context, shape, std::move(placements), dims);
+  };
+  Plan plan;
+  plan.linear = std::ranges::any_of(
+      chosen, [](const Choice& c) { return c.kind == Choice::Kind::partial && c.input >= 0; });
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    std::vector<Placement> placements;
+    for (const Choice& c : chosen) placements.push_back(required(p, c, static_cast<int>(i)));
+    plan.inputs.push_back(spec_of(p.inputs[i], tensors[i].spec.shape(), std::move(placements)));
+  }
+  const auto* inferred = p.output_shapes.empty() ? p.call.outputs() : nullptr;
+  if (p.output_shapes.empty() && !inferred && !p.call.in_place())
+    throw ShardingError(
+        concat("the rule of ", p.call.name(), " does not know the shape of its result"));
+  for (std::size_t o = 0; o < p.outputs.size(); ++o) {
+    std::vector<std::int64_t> shape;
+    if (inferred) {
+      if (o >= inferred->size()) break;  // written in place: the target has its spec
+      if (!(*inferred)[o].defined) {
+        plan.outputs.push_back({});
+        continue;
+      }
+      shape = (*inferred)[o].shape;
+    } else if (o < p.output_shapes.size()) {
+      shape = p.output_shapes[o];
+    } else {
+      break;
+    }
+    std::vector<Placement> placements;
+    for (const Choice& c : chosen) placements.push_back(placed(p, c, o));
+    plan.outputs.push_back({spec_of(p.outputs[o], shape, std::move(placements))});
+  }
+  return plan;
+}
+
+Labels all_labels(std::int64_t n) {
+  Labels labels;
+  for (std::int64_t i = 0; i < n; ++i) labels.push_back(static_cast<int>(i));
+  return labels;
+}
+
+std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
+  const std::int64_t n = std::max<std::int64_t>(dims, 1);
+  if (dim < -n || dim >= n)
+    throw InvalidArgument(concat("dim ", dim, " of a tensor of ", dims, " dims"));
+  return dim < 0 ? dim + n : dim;
+}
+
+Labels first_dims_free(int n, int free) {
+  Labels labels = all_labels(n);
+  for (int d = std::max(free, 0); d < n; ++d) labels[d] = kUnsharded;
+  return labels;
+}
+Labels last_dims_unsharded(int n, int whole) { return first_dims_free(n, n - whole); }
+Labels unsharded_labels(const TensorInfo& tensor) { return Labels(tensor.spec.dims(), kUnsharded); }
+
+void label_arguments(LabelProblem& problem,
+                     const std::vector<std::pair<const char*, Labels>>& labels) {
+  for (const TensorInfo& t : problem.call.tensors()) {
+    Labels own = unsharded_labels(t);
+    for (const auto& [name, given] : labels) {
+      if (problem.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims())
+        own = given;
+    }
+    problem.inputs.push_back(std::move(own));
+  }
+}
+
+bool summands_can_be_cast(at::ScalarType from, at::ScalarType to) {
+  if (from == at::kBool) return false;
+  const auto whole_number = [](at::ScalarType t) { return at::isIntegralType(t, true); };
+  return from == to || from == at::kLong || (!whole_number(from) && !whole_number(to));
+}
+
+std::set<int> first_dims(int n) {
+  std::set<int> dims;
+  for (int d = 0; d < n; ++d) dims.insert(d);
+  return dims;
+}
+
+Plan per_sample(const OpCall& call) {
+  const auto* outputs = call.outputs();
+  if (!outputs) return on_gathered(call);
+  const std::int64_t count = call.tensor(0).spec.dims() > 0 ? call.tensor(0).spec.shape()[0] : 0;
+  LabelProblem p(call);
+  for (const TensorInfo& t : call.tensors()) {
+    p.inputs.push_back(first_dims_free(t.spec.dims(), 1));
+    if (t.spec.dims() == 0 || t.spec.shape()[0] != count) return on_gathered(call);
+  }
+  for (const OutputInfo& out : *outputs) {
+    if (out.defined && (out.shape.empty() || out.shape[0] != count)) return on_gathered(call);
+    p.outputs.push_back(first_dims_free(static_cast<int>(out.shape.size()), 1));
+  }
+  return solve(p);
+}
+
+Plan on_gathered(const OpCall&) {
+  Plan plan;
+  plan.gathered = true;
+  return plan;
+}
+
+ShardSpec without_partial(const ShardSpec& spec) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_partial()) p = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
+                      const std::vector<int>& from, bool partial,
+                      const std::vector<std::pair<int, Partition>>& parts) {
+  std::vector<Placement> placements;
+  for (const Placement& p : like.placements())
+    placements.push_back(p.is_partial() && partial ? p : Replicate());
+  std::vector<DimSharding> dims(shape.size());
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    if (from[d] < 0 || !like.is_sharded(from[d])) continue;
+    dims[d] = like.dim(from[d]);
+    for (const int axis : dims[d].axes) placements[axis] = Shard(static_cast<int>(d));
+    for (const auto& [dim, partition] : parts) {
+      if (dim == static_cast<int>(d)) dims[d].partition = partition;
+    }
+  }
+  return make_spec(context_of(like), shape, std::move(placements), std::move(dims));
+}
+
+ShardSpec with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& dims) {
+  auto placements = spec.placements();
+  std::set<int> taken = dims;
+  for (int d = 0; d < spec.dims(); ++d) {
+    if (spec.is_sharded(d)) taken.insert(d);
+  }
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (!placements[a].is_shard() || !dims.contains(placements[a].dim)) continue;
+    placements[a] = Replicate();
+    const int ranks = context_of(spec)->sizes[a];
+    int longest = -1;
+    for (int d = 0; d < spec.dims() && ranks > 1; ++d) {
+      if (taken.contains(d) || spec.shape()[d] < ranks) continue;
+      if (longest < 0 || spec.shape()[d] > spec.shape()[longest]) longest = d;
+    }
+    if (longest < 0) continue;
+    placements[a] = Shard(longest);
+    taken.insert(longest);
+  }
+  return spec.with_placements(placements);
+}
+
+ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_shard() && dims.contains(p.dim)) p = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,355 @@
+#include "tessera/ops/spatial/detail/convolution_halo.h"
+
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// The gradient of a bias: everything but channels is summed.
+at::Tensor bias_gradient(const at::Tensor& gradient) {
+  std::vector<std::int64_t> dims{0};
+  for (std::int64_t d = 2; d < gradient.dim(); ++d) dims.push_back(d);
+  return gradient.sum(dims);
+}
+
+}  // namespace
+
+ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, ShardSpec y,
+                                 bool backward)
+    : arguments_(std::move(arguments)), x_(std::move(x)), y_(std::move(y)) {
+  const int position = context_of(x_)->position;
+  in_ = x_.sharding().box(position);
+  out_ = y_.sharding().box(position);
+  for (std::size_t i = 0; i < arguments_.windows.size(); ++i) {
+    const int d = static_cast<int>(i) + 2;
+    const Window& w = arguments_.windows[i];
+    dims_.push_back({w, x_.is_sharded(d) && x_.dim(d).partition.parts() > 1, x_.shape()[d],
+                     y_.shape()[d], in_[d], out_[d]});
+    stride_.push_back(w.stride);
+    dilation_.push_back(w.dilation);
+  }
+  aligned_ = aligned();
+  interior_ = out_;
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    const Dim& d = dims_[i];
+    if (d.distributed)
+      interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
+  }
+  const std::vector<Edge> edges(x_.dims(), Edge::zero);
+  if (backward) {
+    gradients_ = Halo(y_, edges, needed_gradients());
+  } else {
+    inputs_ = Halo(x_, edges, needed_inputs());
+  }
+  if (aligned_) find_strips(backward);
+}
+
+void ConvolutionHalo::find_strips(bool backward) {
+  const auto spatial = [](const Box& box) { return Box(box.begin() + 2, box.end()); };
+  // The window relates A, a convolution's outputs and a transposed one's inputs, to B.
+  const bool halo_is_a = backward != arguments_.transposed;
+  const Box own = spatial(backward ? in_ : out_);
+  Box needed = backward ? gradients_.needed() : inputs_.needed();
+  for (std::size_t i = 0; i < dims_.size(); ++i)
+    needed[i + 2] =
+        intersect(needed[i + 2], {0, backward ? dims_[i].out_extent : dims_[i].in_extent});
+  for (const Box& box : difference(needed, backward ? out_ : in_)) {
+    Strip strip{
+        box,
+        TapSum(arguments_.windows, halo_is_a ? spatial(box) : own, halo_is_a ? own : spatial(box)),
+        {},
+        {},
+        {}};
+    tap_work_ += strip.taps.pairs() * in_[0].size() * in_[1].size() * out_[1].size() /
+                 arguments_.groups * (backward ? 2 : 1);
+    if (backward) {
+      strip.own = in_;
+      for (std::size_t i = 0; i < dims_.size(); ++i) {
+        const Window& w = dims_[i].window;
+        if (dims_[i].distributed)
+          strip.own[i + 2] =
+              intersect(in_[i + 2], arguments_.transposed ? w.transposed_inputs(box[i + 2])
+                                                          : w.inputs(box[i + 2]));
+      }
+      if (volume(strip.own) == 0) continue;
+      strip.call = backward_call(strip.own);
+      strip.inside = intersect(box, strip.call.out);
+      if (volume(strip.inside) == 0) continue;
+    }
+    halo_.push_back(std::move(strip));
+  }
+  if (backward) return;
+  for (const Box& box : difference(out_, interior_))
+    outer_.push_back({box, {}, {}, {}, forward_call(box)});
+}
+
+// A few multiplications take less time than the setup of an operator's call; from some number on
+// its kernels are faster.
+bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) const {
+  constexpr std::int64_t kMost = 1 << 18;
+  return aligned_ && tap_work_ <= kMost && TapSum::takes(x) &&
+         weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
+}
+
+// The inputs that a position's outputs read.
+NeededBox ConvolutionHalo::needed_inputs() const {
+  return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
+          transposed = arguments_.transposed](int position) {
+    const Box owned = x.box(position), outputs = y.box(position);
+    Box box = owned;
+    if (volume(outputs) == 0) return Box(box.size());
+    for (std::size_t i = 0; i < dims.size(); ++i) {
+      if (dims[i].distributed)
+        box[i + 2] = transposed ? dims[i].window.transposed_inputs(outputs[i + 2])
+                                : dims[i].window.inputs(outputs[i + 2]);
+    }
+    return box;
+  };
+}
+
+// The outputs to which a position's inputs contribute.
+NeededBox ConvolutionHalo::needed_gradients() const {
+  return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
+          transposed = arguments_.transposed](int position) {
+    const Box inputs = x.box(position);
+    Box box = y.box(position);
+    if (volume(inputs) == 0) return Box(box.size());
+    for (std::size_t i = 0; i < dims.size(); ++i) {
+      if (!dims[i].distributed) continue;
+      const Interval touched = transposed ? dims[i].window.inputs(inputs[i + 2])
+                                          : dims[i].window.transposed_inputs(inputs[i + 2]);
+      box[i + 2] = intersect(touched, {0, dims[i].out_extent});
+    }
+    return box;
+  };
+}
+
+HaloPolicy ConvolutionHalo::policy() const { return context_of(x_)->state->halo_policy; }
+
+bool ConvolutionHalo::interior_first(HaloPolicy::Order order) const {
+  switch (order) {
+    case HaloPolicy::Order::assemble:
+      return false;
+    case HaloPolicy::Order::automatic:
+      return volume(in_) >= HaloPolicy::kInteriorElements;
+    default:
+      return true;
+  }
+}
+
+ConvolutionHalo::Call ConvolutionHalo::whole_dims() const {
+  Call call{in_, out_, {}, {}};
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    call.padding.push_back(dims_[i].window.padding);
+    call.output_padding.push_back(arguments_.transposed ? arguments_.output_padding[i] : 0);
+  }
+  return call;
+}
+
+ConvolutionHalo::Call ConvolutionHalo::forward_call(const Box& outputs) const {
+  Call call = whole_dims();
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    if (!dims_[i].distributed) continue;
+    const BoxCall one =
+        tessera::forward_call(dims_[i].window, outputs[i + 2], arguments_.transposed);
+    call.in[i + 2] = one.inputs;
+    call.out[i + 2] = one.outputs;
+    call.padding[i] = one.padding;
+    call.output_padding[i] = 0;
+  }
+  return call;
+}
+
+ConvolutionHalo::Call ConvolutionHalo::backward_call(const Box& inputs) const {
+  Call call = whole_dims();
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    if (!dims_[i].distributed) continue;
+    const BoxCall one =
+        tessera::backward_call(dims_[i].window, inputs[i + 2], arguments_.transposed);
+    call.in[i + 2] = one.inputs;
+    call.out[i + 2] = one.outputs;
+    call.padding[i] = one.padding;
+    call.output_padding[i] = 0;
+  }
+  return call;
+}
+
+std::optional<ConvolutionHalo::Call> ConvolutionHalo::aligned() const {
+  if (volume(in_) == 0 || volume(out_) == 0) return std::nullopt;
+  Call call = whole_dims();
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    const Dim& d = dims_[i];
+    if (!d.distributed) continue;
+    const auto one = aligned_call(d.window, d.in, d.out, arguments_.transposed);
+    if (!one) return std::nullopt;
+    call.padding[i] = one->padding;
+    call.output_padding[i] = one->output_padding;
+  }
+  return call;
+}
+
+at::Tensor ConvolutionHalo::convolve(const Call& call, const at::Tensor& x,
+                                     const at::Tensor& weight,
+                                     const std::optional<at::Tensor>& bias) const {
+  if (x.numel() > 0 && weight.numel() > 0) {
+    return at::convolution(x, weight, bias, stride_, call.padding, dilation_, arguments_.transposed,
+                           call.output_padding, arguments_.groups);
+  }
+  // No samples, or channels that are on other ranks.
+  const at::Tensor y = at::zeros(shape_of(call.out), x.options());
+  if (!bias || !bias->defined()) return y;
+  std::vector<std::int64_t> channels(y.dim(), 1);
+  channels[1] = bias->numel();
+  return y.add_(bias->view(channels));
+}
+
+std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at::Tensor& gradient,
+                                                     const at::Tensor& x, const at::Tensor& weight,
+                                                     std::array<bool, 3> mask) const {
+  std::array<at::Tensor, 3> result;
+  if (gradient.numel() > 0 && x.numel() > 0 && weight.numel() > 0) {
+    const std::vector<std::int64_t> bias{gradient.size(1)};
+    // With one spatial dim libtorch takes one channel in another order for channels-last, and then
+    // refuses the gradient that it has made itself.
+    const bool one_dim = arguments_.transposed && weight.dim() == 3;
+    std::tie(result[0], result[1], result[2]) = at::convolution_backward(
+        gradient, one_dim ? x.contiguous() : x, one_dim ? weight.contiguous() : weight,
+        mask[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride_, call.padding, dilation_,
+        arguments_.transposed, call.output_padding, arguments_.groups, mask);
+    return result;
+  }
+  if (mask[0]) result[0] = at::zeros_like(x, at::MemoryFormat::Contiguous);
+  if (mask[1]) result[1] = at::zeros_like(weight, at::MemoryFormat::Contiguous);
+  if (mask[2]) result[2] = bias_gradient(gradient);
+  return result;
+}
+
+// Given outputs of this rank, once the halo is there.
+at::Tensor ConvolutionHalo::compute(HaloValues& values, const Box& outputs, const Call& call,
+                                    const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias) const {
+  return part(convolve(call, values.assemble(call.in), weight, bias), call.out, outputs);
+}
+
+at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias) {
+  const HaloPolicy::Order order = policy().order;
+  HaloValues values = inputs_.start_exchange(x);
+  if (volume(out_) == 0) return at::zeros(shape_of(out_), x.options());
+  // Without a halo to wait for, the call on the shard alone computes everything.
+  const bool complete = aligned_ && interior_ == out_;
+  const bool taps = order != HaloPolicy::Order::assemble && by_taps(x, weight);
+  if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && interior_first(order)))
+    return compute(values, out_, forward_call(out_), weight, bias);
+  if (order == HaloPolicy::Order::wait_first) values.arrival().wait();
+  at::Tensor y = convolve(*aligned_, x, weight, bias);
+  if (complete) return y;
+  if (taps) {
+    for (const Strip& strip : halo_) {
+      const at::Tensor box = values.assemble(strip.box);
+      if (arguments_.transposed) {
+        strip.taps.to_b(y, box, weight, arguments_.groups);
+      } else {
+        strip.taps.to_a(y, box, weight, arguments_.groups);
+      }
+    }
+    return y;
+  }
+  for (const Strip& strip : outer_)
+    part(y, out_, strip.box).copy_(compute(values, strip.box, strip.call, weight, bias));
+  return y;
+}
+
+std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, const at::Tensor& x,
+                                                    const at::Tensor& weight,
+                                                    std::array<bool, 3> mask) {
+  const HaloPolicy policy = this->policy();
+  if (policy.backward == HaloPolicy::Backward::sum)
+    return backward_by_sum(gradient, x, weight, mask);
+  HaloValues values = gradients_.start_exchange(gradient);
+  if (volume(in_) == 0) {
+    // x has no elements: zeros, except for the bias
+    std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);
+    return none;
+  }
+  const bool complete = aligned_ && gradients_.needed() == out_;
+  const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) &&
+                    gradient.scalar_type() == x.scalar_type();
+  if (!complete && !taps && !(aligned_ && interior_first(policy.order))) {
+    at::Tensor of_bias = mask[2] ? bias_gradient(gradient) : at::Tensor();
+    const Call call = backward_call(in_);
+    auto result = gradients(call, values.assemble(call.out), x, weight, {mask[0], mask[1], false});
+    result[2] = of_bias;
+    return result;
+  }
+  if (policy.order == HaloPolicy::Order::wait_first) values.arrival().wait();
+  auto result = gradients(*aligned_, gradient, x, weight, mask);
+  // The outputs of other ranks add to what this rank's own gave: each strip of them to the inputs
+  // that contribute to it.
+  for (const Strip& strip : halo_) {
+    if (taps) {
+      add_strip(strip, values.assemble(strip.box), result, x, weight, mask);
+      continue;
+    }
+    const at::Tensor box = at::zeros(shape_of(strip.call.out), gradient.options());
+    part(box, strip.call.out, strip.inside).copy_(values.assemble(strip.inside));
+    const auto more =
+        gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
+    if (mask[0]) part(result[0], in_, strip.own).add_(more[0]);
+    if (mask[1]) result[1].add_(more[1]);
+  }
+  return result;
+}
+
+// `box`: gradients of a strip's outputs.
+void ConvolutionHalo::add_strip(const Strip& strip, const at::Tensor& box,
+                                std::array<at::Tensor, 3>& result, const at::Tensor& x,
+                                const at::Tensor& weight, std::array<bool, 3> mask) const {
+  if (arguments_.transposed) {
+    if (mask[0]) strip.taps.to_a(result[0], box, weight, arguments_.groups);
+    if (mask[1]) strip.taps.to_weight(result[1], x, box, arguments_.groups);
+  } else {
+    if (mask[0]) strip.taps.to_b(result[0], box, weight, arguments_.groups);
+    if (mask[1]) strip.taps.to_weight(result[1], box, x, arguments_.groups);
+  }
+}
+
+std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gradient,
+                                                           const at::Tensor& x,
+                                                           const at::Tensor& weight,
+                                                           std::array<bool, 3> mask) {
+  if (!inputs_) inputs_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero), needed_inputs());
+  std::array<at::Tensor, 3> result;
+  at::Tensor of_needed = at::zeros(shape_of(inputs_.needed()), x.options());
+  HaloValues values = mask[1] ? inputs_.start_exchange(x) : HaloValues();
+  if (volume(out_) == 0) {
+    result = gradients(whole_dims(), gradient, x, weight, mask);
+  } else {
+    // The gradients of the box of inputs of given outputs; outputs that the call computes beyond
+    // them have none.
+    const Call call = forward_call(out_);
+    at::Tensor box = gradient;
+    if (!(call.out == out_)) {
+      box = at::zeros(shape_of(call.out), gradient.options());
+      part(box, call.out, out_).copy_(gradient);
+    }
+    const at::Tensor inputs =
+        mask[1] ? values.assemble(call.in) : at::zeros(shape_of(call.in), x.options());
+    result = gradients(call, box, inputs, weight, {mask[0], mask[1], false});
+    if (mask[2]) result[2] = bias_gradient(gradient);
+    const Box inside = intersect(call.in, inputs_.needed());
+    if (mask[0]) part(of_needed, inputs_.needed(), inside).copy_(part(result[0], call.in, inside));
+  }
+  if (mask[0]) result[0] = inputs_.sum(of_needed);
+  return result;
+}
+
+}  // namespace tessera::detail

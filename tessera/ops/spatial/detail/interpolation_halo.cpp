@@ -1,0 +1,381 @@
+#include "tessera/ops/spatial/detail/interpolation_halo.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/remainder.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+
+#include "tessera/base/text.h"
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+using Scales = std::vector<std::optional<double>>;
+
+// Calls the operator, or with `input_size` its backward.
+at::Tensor call(const Interpolation& op, const at::Tensor& t, const Shape& outputs,
+                const std::optional<Shape>& input_size, bool align, const Scales& scales) {
+  const LocalCallGuard guard;
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+      concat("aten::", op.name, input_size ? "_backward" : "").c_str(), "");
+  torch::jit::Stack stack{t, outputs};
+  if (input_size) stack.emplace_back(*input_size);
+  if (op.align_argument) stack.emplace_back(align);
+  for (const auto& s : scales) stack.emplace_back(s ? c10::IValue(*s) : c10::IValue());
+  handle.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
+// The weights of one dim are obtained from libtorch itself, so that they are those of its kernel
+// for this dtype and device, to the last rounding: combs of ones, further apart than a window
+// reaches, give the weights of one input each.
+struct Probe {
+  const Interpolation& op;
+  at::TensorOptions options;
+  bool align, channels_last;
+
+  Shape spread(std::int64_t n) const {
+    Shape shape(op.inner, 1);
+    shape.back() = n;
+    return shape;
+  }
+  Scales scales(const std::optional<double>& scale) const {
+    Scales all(op.inner);
+    all.back() = scale;
+    return all;
+  }
+  Shape shape(std::int64_t channels, std::int64_t n) const {
+    Shape s{1, channels};
+    for (const auto size : spread(n)) s.push_back(size);
+    return s;
+  }
+
+  Taps forward(std::int64_t inputs, std::int64_t outputs,
+               const std::optional<double>& scale) const {
+    const LocalCallGuard guard;
+    const double step =
+        align
+            ? (outputs > 1 ? static_cast<double>(inputs - 1) / static_cast<double>(outputs - 1) : 0)
+        : scale && *scale > 0 ? 1 / *scale
+                              : static_cast<double>(inputs) / static_cast<double>(outputs);
+    const double reach = op.antialias ? op.reach * std::max(step, 1.0) : op.reach;
+    const std::int64_t period = std::min<std::int64_t>(
+        2 * static_cast<std::int64_t>(std::ceil(reach)) + 3, std::max<std::int64_t>(inputs, 3));
+    at::Tensor combs = at::arange(inputs, at::kLong)
+                           .remainder(period)
+                           .unsqueeze(0)
+                           .eq(at::arange(period, at::kLong).unsqueeze(1));
+    combs = combs.to(options).view(shape(period, inputs));
+    if (channels_last)
+      combs = combs.contiguous(op.inner == 2 ? at::MemoryFormat::ChannelsLast
+                                             : at::MemoryFormat::ChannelsLast3d);
+    const at::Tensor response = call(op, combs, spread(outputs), std::nullopt, align, scales(scale))
+                                    .reshape({period, outputs})
+                                    .t()
+                                    .to(at::kCPU, at::kDouble)
+                                    .contiguous();
+    const double* weights = response.const_data_ptr<double>();
+    Taps taps;
+    for (std::int64_t o = 0; o < outputs; ++o) {
+      const auto at = static_cast<double>(o);
+      const bool corner = (align && !op.antialias) || op.name.starts_with("upsample_nearest");
+      const double centre = std::clamp(corner ? at * step : (at + 0.5) * step - 0.5, 0.0,
+                                       static_cast<double>(inputs - 1));
+      std::vector<std::pair<std::int64_t, double>> row;
+      for (std::int64_t r = 0; r < period; ++r) {
+        const double w = weights[o * period + r];
+        if (w == 0) continue;
+        const auto turn = static_cast<std::int64_t>(
+            std::llround((centre - static_cast<double>(r)) / static_cast<double>(period)));
+        std::int64_t i = r + period * turn;
+        if (i < 0) i += period;
+        if (i >= inputs) i -= period;
+        row.emplace_back(i, w);
+      }
+      std::sort(row.begin(), row.end());
+      for (const auto& [i, w] : row) {
+        taps.index.push_back(i);
+        taps.weight.push_back(w);
+      }
+      taps.offset.push_back(static_cast<std::int64_t>(taps.index.size()));
+    }
+    return taps;
+  }
+
+  // For nearest neighbours: each input's gradient of ones counts its outputs, and neighbours
+  // ascend.
+  Taps backward(std::int64_t inputs, std::int64_t outputs,
+                const std::optional<double>& scale) const {
+    const LocalCallGuard guard;
+    const at::Tensor ones = at::ones(shape(1, outputs), options);
+    const at::Tensor counts =
+        call(op, ones, spread(outputs), shape(1, inputs), align, scales(scale))
+            .reshape({inputs})
+            .to(at::kCPU, at::kDouble)
+            .contiguous();
+    Taps taps;
+    for (std::int64_t i = 0; i < inputs; ++i) {
+      for (auto n = static_cast<std::int64_t>(counts.const_data_ptr<double>()[i]); n > 0; --n) {
+        taps.index.push_back(i);
+        taps.weight.push_back(1);
+        taps.offset.push_back(static_cast<std::int64_t>(taps.index.size()));
+      }
+    }
+    return taps;
+  }
+};
+
+// Outputs `rows` of a matrix, with inputs counted from `first` on.
+Taps part_of(const Taps& taps, const Interval& rows, std::int64_t first) {
+  Taps part;
+  for (std::int64_t o = rows.begin; o < rows.end; ++o) {
+    for (std::int64_t k = taps.offset[o]; k < taps.offset[o + 1]; ++k) {
+      part.index.push_back(taps.index[k] - first);
+      part.weight.push_back(taps.weight[k]);
+    }
+    part.offset.push_back(static_cast<std::int64_t>(part.index.size()));
+  }
+  return part;
+}
+
+Taps transposed(const Taps& taps, std::int64_t inputs) {
+  std::vector<std::vector<std::pair<std::int64_t, double>>> rows(inputs);
+  for (std::int64_t o = 0; o < taps.rows(); ++o) {
+    for (std::int64_t k = taps.offset[o]; k < taps.offset[o + 1]; ++k)
+      rows[taps.index[k]].emplace_back(o, taps.weight[k]);
+  }
+  Taps result;
+  for (const auto& row : rows) {
+    for (const auto& [o, w] : row) {
+      result.index.push_back(o);
+      result.weight.push_back(w);
+    }
+    result.offset.push_back(static_cast<std::int64_t>(result.index.size()));
+  }
+  return result;
+}
+
+Interval read_by(const Taps& taps, const Interval& outputs) {
+  Interval in{std::numeric_limits<std::int64_t>::max(), 0};
+  for (std::int64_t k = outputs.empty() ? 0 : taps.offset[outputs.begin];
+       k < (outputs.empty() ? 0 : taps.offset[outputs.end]); ++k)
+    in = {std::min(in.begin, taps.index[k]), std::max(in.end, taps.index[k] + 1)};
+  return in.empty() ? Interval{0, 0} : in;
+}
+
+bool close(const Taps& a, const Taps& b, double tolerance) {
+  if (a.rows() != b.rows()) return false;
+  for (std::int64_t o = 0; o < a.rows(); ++o) {
+    std::map<std::int64_t, double> weights;
+    for (std::int64_t k = a.offset[o]; k < a.offset[o + 1]; ++k) weights[a.index[k]] += a.weight[k];
+    for (std::int64_t k = b.offset[o]; k < b.offset[o + 1]; ++k) weights[b.index[k]] -= b.weight[k];
+    for (const auto& [i, w] : weights) {
+      if (std::abs(w) > tolerance) return false;
+    }
+  }
+  return true;
+}
+
+Shape spatial_shape(const Box& box, std::size_t lead) {
+  const Shape shape = shape_of(box);
+  return {shape.begin() + static_cast<std::ptrdiff_t>(lead), shape.end()};
+}
+
+at::ScalarType computed_in(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace
+
+std::vector<Taps> interpolation_matrices(const InterpolationCall& call, const Shape& inputs,
+                                         bool of_backward) {
+  const Probe probe{
+      *call.op, call.options.dtype(computed_in(c10::typeMetaToScalarType(call.options.dtype()))),
+      call.align, call.channels_last};
+  std::vector<Taps> all;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    all.push_back(of_backward ? probe.backward(inputs[i], call.outputs[i], call.scales[i])
+                              : probe.forward(inputs[i], call.outputs[i], call.scales[i]));
+  return all;
+}
+
+InterpolationHalo::InterpolationHalo(InterpolationCall call, ShardSpec x, ShardSpec y,
+                                     std::vector<Taps> matrices, bool plain)
+    : call_(std::move(call)), x_(std::move(x)), y_(std::move(y)), whole_(std::move(matrices)) {
+  out_ = y_.sharding().box(context_of(y_)->position);
+  halo_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero),
+               [to = y_.sharding(), matrices = whole_](int position) {
+                 Box box = to.box(position);
+                 if (volume(box) == 0) return Box(box.size());
+                 const std::size_t first = box.size() - matrices.size();
+                 for (std::size_t i = 0; i < matrices.size(); ++i)
+                   box[first + i] = read_by(matrices[i], box[first + i]);
+                 return box;
+               });
+  if (plain) find_native();
+  if (native_) return;
+  for (std::size_t i = 0; i < whole_.size(); ++i) {
+    const std::size_t d = lead() + i;
+    const Taps mine =
+        part_of(whole_[i], volume(out_) > 0 ? out_[d] : Interval{0, 0}, halo_.needed()[d].begin);
+    const std::int64_t inputs = halo_.needed()[d].size();
+    matrix_.push_back(dense(mine, inputs));
+    adjoint_.push_back(dense(transposed(mine, inputs), mine.rows()));
+  }
+}
+
+// If inputs and outputs are in a simple ratio, the operator itself, called on a box that begins and
+// ends where both grids do, computes this rank's outputs; what it computes at the box's own edges
+// is dropped.
+void InterpolationHalo::find_native() {
+  if (volume(out_) == 0) return;
+  const at::ScalarType type = computed_in(c10::typeMetaToScalarType(call_.options.dtype()));
+  const Probe probe{*call_.op, call_.options.dtype(type), call_.align, call_.channels_last};
+  // libtorch's float indices far from the origin are less exact than those of a box near it.
+  const double tolerance = call_.op->nearest ? 0 : type == at::kDouble ? 1e-12 : 1e-5;
+  native_in_ = halo_.needed();
+  native_out_ = out_;
+  for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
+    const std::size_t d = lead() + i;
+    const std::int64_t inputs = x_.shape()[d], outputs = call_.outputs[i];
+    if (!is_distributed(x_, static_cast<int>(d))) {
+      native_in_[d] = {0, inputs};
+      native_out_[d] = {0, outputs};
+    } else {
+      const std::int64_t common = std::gcd(inputs, outputs), q = inputs / common,
+                         p = outputs / common;
+      if (q > 8 || call_.align) return;
+      const std::int64_t first = std::min(native_in_[d].begin / q, out_[d].begin / p);
+      const std::int64_t last =
+          std::max((native_in_[d].end + q - 1) / q, (out_[d].end + p - 1) / p);
+      native_in_[d] = {first * q, last * q};
+      native_out_[d] = {first * p, last * p};
+    }
+    const std::int64_t n = native_in_[d].size(), m = native_out_[d].size();
+    const Interval mine = out_[d].shifted(-native_out_[d].begin);
+    const Taps wanted = part_of(whole_[i], out_[d], native_in_[d].begin);
+    if (is_distributed(x_, static_cast<int>(d)) &&
+        !close(part_of(probe.forward(n, m, call_.scales[i]), mine, 0), wanted, tolerance))
+      return;
+    // Backward is called in the same way.
+    if (call_.op->nearest &&
+        !close(part_of(probe.backward(n, m, call_.scales[i]), mine, 0), wanted, 0))
+      return;
+  }
+  // libtorch's antialiased kernels treat a row-major result of width 1 as channels_last, and are
+  // wrong if its height changes (2.15): what they would make of this rank's shard differs from what
+  // they make of the global field.
+  if (call_.op->antialias && native_out_.back().size() == 1 &&
+      any_distributed(x_, static_cast<int>(lead())))
+    return;
+  native_ = true;
+}
+
+InterpolationHalo::Dense InterpolationHalo::dense(const Taps& taps, std::int64_t inputs) const {
+  Dense d;
+  d.rows = taps.rows();
+  bool ones = true;
+  d.identity = taps.rows() == inputs;
+  for (std::int64_t o = 0; o < taps.rows(); ++o) {
+    const std::int64_t n = taps.offset[o + 1] - taps.offset[o];
+    d.taps = std::max(d.taps, n);
+    ones &= n == 1 && taps.weight[taps.offset[o]] == 1;
+    d.identity &= ones && taps.index[taps.offset[o]] == o;
+  }
+  d.identity &= ones;
+  if (d.identity) return d;
+  const auto device = call_.options.device();
+  for (std::int64_t k = 0; k < d.taps; ++k) {
+    std::vector<std::int64_t> index;
+    std::vector<double> weight;
+    for (std::int64_t o = 0; o < taps.rows(); ++o) {
+      const std::int64_t first = taps.offset[o], n = taps.offset[o + 1] - first;
+      index.push_back(n == 0 ? 0 : taps.index[first + std::min(k, n - 1)]);
+      weight.push_back(k < n ? taps.weight[first + k] : 0);
+    }
+    d.index.push_back(at::tensor(index, at::kLong).to(device));
+    if (!ones || d.taps != 1)
+      d.weight.push_back(
+          at::tensor(weight, at::kDouble)
+              .to(device, computed_in(c10::typeMetaToScalarType(call_.options.dtype()))));
+  }
+  return d;
+}
+
+at::Tensor InterpolationHalo::along(const at::Tensor& t, const Dense& m, std::size_t dim) const {
+  if (m.identity) return t;
+  const auto d = static_cast<std::int64_t>(dim);
+  Shape shape(out_.size(), 1), sizes = t.sizes().vec();
+  sizes[dim] = m.rows;
+  if (m.taps == 0) return at::zeros(sizes, t.options());
+  at::Tensor sum;
+  for (std::size_t k = 0; k < m.index.size(); ++k) {
+    at::Tensor values = t.index_select(d, m.index[k]);
+    if (m.weight.empty()) return values;
+    shape[dim] = m.rows;
+    const at::Tensor weight = m.weight[k].view(shape);
+    if (k == 0) {
+      sum = values.mul_(weight);
+    } else {
+      sum.addcmul_(values, weight);
+    }
+  }
+  return sum;
+}
+
+at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
+  HaloValues values = halo_.start_exchange(x);
+  values.arrival().wait();
+  if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
+  if (native_) {
+    const at::Tensor y =
+        call(*call_.op, values.assemble(native_in_), spatial_shape(native_out_, lead()),
+             std::nullopt, call_.align, call_.scales);
+    return part(y, native_out_, out_);
+  }
+  const bool weighted =
+      std::any_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return !m.weight.empty(); });
+  at::Tensor t = values.assemble(halo_.needed());
+  if (weighted) t = t.to(computed_in(x.scalar_type()));
+  for (std::size_t i = 0; i < matrix_.size(); ++i) t = along(t, matrix_[i], lead() + i);
+  // If every matrix is the identity it is still the field's memory, or a buffer's.
+  const bool same =
+      std::all_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return m.identity; });
+  return same ? t.to(x.scalar_type()).clone() : t.to(x.scalar_type());
+}
+
+at::Tensor InterpolationHalo::adjoint(const at::Tensor& gradient) const {
+  const Box& box = halo_.needed();
+  if (volume(out_) == 0) return halo_.sum(at::zeros(shape_of(box), gradient.options()));
+  if (native_) {
+    at::Tensor padded = gradient;
+    if (!(native_out_ == out_)) {
+      padded = at::zeros(shape_of(native_out_), gradient.options());
+      part(padded, native_out_, out_).copy_(gradient);
+    }
+    const at::Tensor g = call(*call_.op, padded, spatial_shape(native_out_, lead()),
+                              shape_of(native_in_), call_.align, call_.scales);
+    return halo_.sum(part(g, native_in_, box));
+  }
+  at::Tensor t = gradient.to(computed_in(gradient.scalar_type()));
+  for (std::size_t i = adjoint_.size(); i-- > 0;) t = along(t, adjoint_[i], lead() + i);
+  return halo_.sum(t.to(gradient.scalar_type()));
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,312 @@
+#include "tessera/ops/spatial/detail/pooling_halo.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/avg_pool2d.h>
+#include <ATen/ops/avg_pool2d_backward.h>
+#include <ATen/ops/avg_pool3d.h>
+#include <ATen/ops/avg_pool3d_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/max_pool2d_with_indices.h>
+#include <ATen/ops/max_pool3d_with_indices.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "tessera/ops/rules/detail/windowed.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+
+namespace tessera::detail {
+
+namespace {
+
+Box spatial(const Box& box, std::size_t lead) {
+  return Box(box.begin() + static_cast<std::ptrdiff_t>(lead), box.end());
+}
+
+c10::Scalar lowest(at::ScalarType type) {
+  if (at::isFloatingType(type)) return -std::numeric_limits<double>::infinity();
+  switch (type) {
+    case at::kByte:
+      return 0;
+    case at::kChar:
+      return std::numeric_limits<std::int8_t>::min();
+    case at::kShort:
+      return std::numeric_limits<std::int16_t>::min();
+    case at::kInt:
+      return std::numeric_limits<std::int32_t>::min();
+    default:
+      return std::numeric_limits<std::int64_t>::min();
+  }
+}
+
+// Whether the boxes differ in their first dim at most: then positions differ by a number.
+bool alike_but_for_rows(const Box& a, const Box& b) {
+  return std::equal(a.begin() + 1, a.end(), b.begin() + 1);
+}
+
+at::Tensor shifted(const at::Tensor& flat, const Box& from, const Box& to) {
+  std::int64_t row = 1;
+  for (std::size_t d = 1; d < to.size(); ++d) row *= to[d].size();
+  const std::int64_t by = (from[0].begin - to[0].begin) * row;
+  return by == 0 ? flat : flat + by;
+}
+
+// Row-major positions in `from`, as positions in `to`; both boxes of global indices. What is
+// outside of `to` is moved to its nearest edge.
+at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
+  if (from == to) return flat;
+  if (intersect(from[0], to[0]) == from[0] && alike_but_for_rows(from, to))
+    return shifted(flat, from, to);
+  at::Tensor result;
+  std::int64_t stride = 1;
+  for (std::size_t d = from.size(); d-- > 0;) {
+    const at::Tensor along = d > 0 ? flat.remainder(from[d].size()) : flat;
+    if (d > 0) flat = flat.div(from[d].size(), "floor");
+    const at::Tensor there = (along + (from[d].begin - to[d].begin))
+                                 .clamp(0, std::max<std::int64_t>(to[d].size() - 1, 0)) *
+                             stride;
+    result = result.defined() ? result + there : there;
+    stride *= to[d].size();
+  }
+  return result;
+}
+
+// Element k of the result's `dim` is the sum of t's elements in windows[k] there. What lies outside
+// a window does not touch it, NaN and infinities neither.
+at::Tensor windowed_sum(const at::Tensor& t, const std::vector<Interval>& windows,
+                        std::int64_t dim) {
+  const auto count = static_cast<std::int64_t>(windows.size());
+  std::int64_t most = 1;
+  for (const Interval& w : windows) most = std::max(most, w.size());
+  if (count == 0 || t.size(dim) == 0) {
+    auto shape = t.sizes().vec();
+    shape[dim] = count;
+    return at::zeros(shape, t.options());
+  }
+  std::vector<std::int64_t> from;
+  std::vector<std::uint8_t> outside;
+  for (const Interval& w : windows) {
+    for (std::int64_t k = 0; k < most; ++k) {
+      from.push_back(k < w.size() ? w.begin + k : 0);
+      outside.push_back(k >= w.size());
+    }
+  }
+  const at::Tensor picked = t.index_select(dim, at::tensor(from).to(t.device()));
+  std::vector<std::int64_t> shape(t.dim() - dim, 1);
+  shape[0] = count * most;
+  const at::Tensor mask = at::tensor(outside).to(at::kBool).view(shape).to(t.device());
+  return picked.masked_fill(mask, 0).unflatten(dim, {count, most}).sum(dim + 1);
+}
+
+// Windows as libtorch computes them; padding is in the box.
+struct Regular {
+  explicit Regular(const std::vector<PoolDim>& dims) : none(dims.size(), 0) {
+    for (const PoolDim& d : dims) {
+      kernel.push_back(d.window.kernel);
+      stride.push_back(d.window.stride);
+      dilation.push_back(d.window.dilation);
+    }
+  }
+  std::vector<std::int64_t> kernel, stride, dilation, none;
+};
+
+}  // namespace
+
+Interval PoolDim::inside(std::int64_t o) const {
+  if (adaptive) return {o * extent / outputs, ((o + 1) * extent + outputs - 1) / outputs};
+  const std::int64_t begin = o * window.stride - window.padding;
+  return {std::max<std::int64_t>(begin, 0), std::min(begin + window.kernel, extent)};
+}
+
+std::int64_t PoolDim::padded_count(std::int64_t o) const {
+  const std::int64_t begin = o * window.stride - window.padding;
+  return std::min(begin + window.kernel, extent + window.padding) - begin;
+}
+
+Interval PoolDim::inputs(Interval out) const {
+  if (out.empty()) return {0, 0};
+  return adaptive ? Interval{inside(out.begin).begin, inside(out.end - 1).end} : window.inputs(out);
+}
+
+PoolHalo::PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims)
+    : x_(std::move(x)), y_(std::move(y)), dims_(std::move(dims)) {
+  out_ = y_.sharding().box(context_of(y_)->position);
+  halo_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero),
+               [to = y_.sharding(), dims = dims_](int position) {
+                 Box box = to.box(position);
+                 if (volume(box) == 0) return Box(box.size());
+                 for (std::size_t i = 0; i < dims.size(); ++i) {
+                   Interval& one = box[box.size() - dims.size() + i];
+                   one = dims[i].inputs(one);
+                 }
+                 return box;
+               });
+}
+
+std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
+  HaloValues values = halo_.start_exchange(x);
+  values.arrival().wait();
+  const auto shape = shape_of(out_);
+  if (volume(out_) == 0)
+    return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
+  const Box& box = halo_.needed();
+  at::Tensor in = values.assemble(box);
+  Box array(box.size());
+  for (std::size_t d = 0; d < box.size(); ++d) array[d] = {0, x_.shape()[d]};
+  // beyond the array: `in` is then memory of our own
+  for (const Box& strip : difference(box, array))
+    part(in, box, strip).fill_(lowest(x.scalar_type()));
+  const Box of_box = spatial(box, lead()), of_array = spatial(array, lead());
+  if (!dims_[0].adaptive) {
+    const Regular r(dims_);
+    auto [y, indices] =
+        dims_.size() == 2
+            ? at::max_pool2d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false)
+            : at::max_pool3d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false);
+    return {y, moved(indices, of_box, of_array)};
+  }
+  // Cell by cell: adaptive windows differ in size.
+  at::Tensor y = at::empty(shape, x.options()),
+             indices = at::empty(shape, x.options().dtype(at::kLong));
+  const Box outputs = spatial(out_, lead());
+  Box cell(outputs.size());
+  const auto visit = [&](auto&& self, std::size_t d, at::Tensor from, at::Tensor to,
+                         at::Tensor where) -> void {
+    if (d == outputs.size()) {
+      const auto [value, at] = from.flatten(static_cast<std::int64_t>(lead())).max(-1);
+      to.copy_(value);
+      where.copy_(moved(at, cell, of_array));
+      return;
+    }
+    for (std::int64_t o = outputs[d].begin; o < outputs[d].end; ++o) {
+      cell[d] = dims_[d].inside(o);
+      const auto dim = static_cast<std::int64_t>(lead());
+      self(self, d + 1,
+           from.narrow(dim + static_cast<std::int64_t>(d), cell[d].begin - of_box[d].begin,
+                       cell[d].size()),
+           to.select(dim, o - outputs[d].begin), where.select(dim, o - outputs[d].begin));
+    }
+  };
+  visit(visit, 0, in, y, indices);
+  return {y, indices};
+}
+
+at::Tensor PoolHalo::largest_backward(const at::Tensor& gradient, const at::Tensor& indices,
+                                      const at::Tensor& x) const {
+  const Box& box = halo_.needed();
+  at::Tensor of_box = at::zeros(shape_of(box), gradient.options());
+  if (volume(out_) > 0) {
+    Box array;
+    for (const PoolDim& d : dims_) array.push_back({0, d.extent});
+    const auto first = static_cast<std::int64_t>(lead());
+    const Box to = spatial(box, lead());
+    // Those that the forward gave are in the box; others, which a caller has made up, are moved
+    // into it, so that no rank fails alone.
+    const at::Tensor at = alike_but_for_rows(array, to)
+                              ? shifted(indices, array, to).clamp(0, volume(to) - 1)
+                              : moved(indices, array, to);
+    of_box.flatten(first).scatter_add_(-1, at.flatten(first), gradient.flatten(first));
+  }
+  return halo_.sum(of_box).to(x.scalar_type());
+}
+
+at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding, std::int64_t divisor) const {
+  if (divisor != 0) return t.div(static_cast<double>(divisor));
+  at::Tensor result = t;
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    const Interval& outputs = out_[lead() + i];
+    std::vector<double> counts;
+    for (std::int64_t o = outputs.begin; o < outputs.end; ++o)
+      counts.push_back(static_cast<double>(count_padding && !dims_[i].adaptive
+                                               ? dims_[i].padded_count(o)
+                                               : dims_[i].inside(o).size()));
+    std::vector<std::int64_t> shape(out_.size(), 1);
+    shape[lead() + i] = outputs.size();
+    result = result.div(at::tensor(counts, at::kDouble).view(shape).to(t.options()));
+  }
+  return result;
+}
+
+namespace {
+
+// The inputs of the box that each output of a dim pools.
+std::vector<Interval> pooled_inputs(const PoolDim& d, const Interval& outputs,
+                                    const Interval& inputs) {
+  std::vector<Interval> windows;
+  for (std::int64_t o = outputs.begin; o < outputs.end; ++o) {
+    const Interval in = intersect(d.inside(o), inputs);
+    windows.push_back({in.begin - inputs.begin, in.end - inputs.begin});
+  }
+  return windows;
+}
+
+// The outputs that pool each input of the box, which are neighbours of each other.
+std::vector<Interval> pooling_outputs(const PoolDim& d, const Interval& outputs,
+                                      const Interval& inputs) {
+  std::vector<Interval> windows(static_cast<std::size_t>(inputs.size()), {0, 0});
+  const auto pooled = pooled_inputs(d, outputs, inputs);
+  for (std::int64_t o = 0; o < outputs.size(); ++o) {
+    for (std::int64_t i = pooled[o].begin; i < pooled[o].end; ++i) {
+      Interval& w = windows[i];
+      if (w.size() == 0) w.begin = o;
+      w.end = o + 1;
+    }
+  }
+  return windows;
+}
+
+}  // namespace
+
+// Sums over regular windows are libtorch's; adaptive ones, which differ in size, are summed
+// dim by dim.
+at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
+  HaloValues values = halo_.start_exchange(x);
+  values.arrival().wait();
+  if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
+  const Box& box = halo_.needed();
+  // Windows are summed in float32 if the values are of half precision.
+  at::Tensor t = values.assemble(box).to(at::toOpMathType(x.scalar_type()));
+  if (!dims_[0].adaptive) {
+    const Regular r(dims_);
+    t = dims_.size() == 2 ? at::avg_pool2d(t, r.kernel, r.stride, r.none, false, true, 1)
+                          : at::avg_pool3d(t, r.kernel, r.stride, r.none, false, true, 1);
+    return divided(t, count_padding, divisor).to(x.scalar_type());
+  }
+  for (std::size_t i = 0; i < dims_.size(); ++i) {
+    const std::size_t d = lead() + i;
+    t = windowed_sum(t, pooled_inputs(dims_[i], out_[d], box[d]), static_cast<std::int64_t>(d));
+  }
+  return divided(t, count_padding, divisor).contiguous().to(x.scalar_type());
+}
+
+at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tensor& x,
+                                      bool count_padding, std::int64_t divisor) const {
+  const Box& box = halo_.needed();
+  at::Tensor t;
+  if (volume(out_) == 0) {
+    t = at::zeros(shape_of(box), x.options());
+  } else {
+    t = divided(gradient, count_padding, divisor);
+    if (!dims_[0].adaptive) {
+      const Regular r(dims_);
+      const at::Tensor like = at::empty(shape_of(box), x.options());
+      return halo_.sum(
+          dims_.size() == 2
+              ? at::avg_pool2d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1)
+              : at::avg_pool3d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1));
+    }
+    for (std::size_t i = 0; i < dims_.size(); ++i) {
+      const std::size_t d = lead() + i;
+      t = windowed_sum(t, pooling_outputs(dims_[i], out_[d], box[d]), static_cast<std::int64_t>(d));
+    }
+  }
+  return halo_.sum(t);
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,781 @@
+#include "tessera/tensor/dispatch/internal/sharded_call.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <tuple>
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/gathered_parameters.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
+
+namespace tessera::detail {
+
+namespace {
+
+// The spec without partial axes.
+ShardSpec partial_reduced(const ShardSpec& spec) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_partial()) p = Replicate();
+  }
+  return spec.with_placements(placements);
+}
+
+// Reduces a tensor that is written to in place, together with its aliases and the views of its
+// memory, which see the write.
+void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec& from,
+                   const ShardSpec& to) {
+  const ShardMeta& meta = *meta_of(target);
+  if (meta.copy)
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", from,
+                               " that had to be copied. Redistribute it first."));
+  if (!meta.base) {
+    install_reduced(target, redistribute_local(meta.local, from, to), to);
+    return;
+  }
+  const ShardMeta& base = *meta.base;
+  const ShardSpec whole = reduced_like(base.spec(), to);
+  if (!base.layout->dense || base.copy) {
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
+                               " that has gaps or had to be copied. Redistribute it first."));
+  }
+  install_reduced(target, redistribute_local(base.local, base.spec(), whole), whole);
+  if (!(meta_of(target)->spec() == to))
+    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
+                               " that cannot be reduced with it. Redistribute it first."));
+}
+
+// True for a view of all elements of an intermediate Partial result that `to` only reduces: the
+// result is then reduced, of which the view is one again, so that its other uses find it so. The
+// conditions are global ones, and follow from the program alone.
+bool shows_intermediate(const ShardMeta& meta, const ShardSpec& to) {
+  if (!meta.base || meta.copy || !(to == partial_reduced(meta.spec()))) return false;
+  const ShardMeta& base = *meta.base;
+  const Layout &own = *meta.layout, &whole = *base.layout;
+  const auto lazy = [](const at::Tensor& t) { return t.is_conj() || t.is_neg(); };
+  return base.intermediate && !base.copy && whole.dense && own.dense &&
+         own.offset == whole.offset && own.dtype == whole.dtype &&
+         own.spec.numel() == whole.spec.numel() && !lazy(meta.local) && !lazy(base.local) &&
+         !(reduced_like(base.spec(), to) == base.spec());
+}
+
+// The local without partial axes, in the memory order that it has.
+at::Tensor reduced_in_order(const ShardMeta& meta) {
+  const ShardSpec to = partial_reduced(meta.spec());
+  return aligned(redistribute_local(meta.local, meta.spec(), to), *under(*meta.layout, to));
+}
+
+// An intermediate result that had to be reduced stays reduced: what backward saved of it, and its
+// next use, need not reduce it again. Ranks agree: the condition depends on what the program has
+// done to the tensor, not on which other tensors refer to it.
+void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to,
+                  const at::Tensor& local) {
+  if (!from.has_partial() || !(to == partial_reduced(from))) return;
+  const ShardMeta& meta = *meta_of(t);
+  if (meta.base || meta.copy || !(meta.spec() == from) || (t.is_leaf() && t.requires_grad()))
+    return;
+  if (meta.intermediate || t.grad_fn()) install_reduced(t, local, to);
+}
+
+// As redistribute_local(). Of a partial tensor that is expanded (the gradient of a sum) the ranks
+// reduce each element once, not as often as it is repeated.
+at::Tensor redistribute_once(const at::Tensor& local, const Layout& layout, const ShardSpec& to) {
+  const ShardSpec& from = layout.spec;
+  std::vector<bool> repeated(from.dims(), false);
+  bool any = false;
+  for (int d = 0; d < from.dims(); ++d) {
+    repeated[d] = layout.strides[d] == 0 && from.shape()[d] > 1 && !from.is_sharded(d);
+    any |= repeated[d];
+  }
+  if (!any || !from.has_partial() || to.has_partial() || from.numel() == 0)
+    return redistribute_local(local, from, to);
+  const auto once = [&](const ShardSpec& spec) {
+    Dims shape = spec.shape();
+    auto placements = spec.placements();
+    std::vector<DimSharding> dims;
+    for (int d = 0; d < spec.dims(); ++d) {
+      dims.push_back(repeated[d] ? DimSharding{} : spec.dim(d));
+      if (repeated[d]) shape[d] = 1;
+    }
+    for (Placement& p : placements) {
+      if (p.is_shard() && repeated[p.dim]) p = Replicate();
+    }
+    return make_spec(context_of(spec), shape, std::move(placements), std::move(dims));
+  };
+  at::Tensor one = local;
+  for (int d = 0; d < from.dims(); ++d) {
+    if (repeated[d]) one = one.narrow(d, 0, 1);
+  }
+  return redistribute_local(one, once(from), once(to)).expand(to.local_shape());
+}
+
+// In the memory order of a tensor with these strides, without its gaps. Expanded dims have no place
+// in an order.
+at::Tensor in_order(const at::Tensor& t, at::IntArrayRef like_strides) {
+  if (std::ranges::count(like_strides, 0) > 0) return t.contiguous();
+  const Dims strides = strides_in_order(t.sizes(), like_strides);
+  bool same = t.storage_offset() == 0;
+  for (std::int64_t d = 0; d < t.dim(); ++d) same &= t.size(d) == 1 || t.stride(d) == strides[d];
+  if (same || t.numel() == 0) return t;
+  return at::empty_strided(t.sizes(), strides, t.options()).copy_(t);
+}
+
+// The copy that belongs to a view whose base had to be gathered first. `whole` gets the memory
+// order of the base, so that what is a view of the base is one of it.
+std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec& to,
+                                         at::Tensor& whole) {
+  const ShardMeta& meta = *meta_of(base);
+  const auto layout = under(*meta.layout, to);
+  {
+    const LocalCallGuard guard;
+    whole = layout->dense ? aligned(std::move(whole), *layout) : in_order(whole, layout->strides);
+    // A rank that has everything was given the base's own memory, other ranks were not.
+    if (whole.is_alias_of(meta.local)) whole = whole.clone();
+  }
+  return std::make_shared<ViewCopy>(whole, to, base);
+}
+
+bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
+  return info.view && c10::InferenceMode::is_enabled() && base.isTensor() &&
+         !base.toTensor().is_inference();
+}
+
+// Tells copies of views about a write to their base, and writes back what was written to a copy.
+void note_written(const c10::IValue& v, RankState& state) {
+  const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
+  if (!meta) return;
+  if (state.copies.any()) state.copies.wrote(meta->local, nullptr);
+  if (state.sources.any()) state.sources.wrote(meta->local);
+  if (meta->copy) meta->copy->write_back();
+}
+
+// True if both tensors contain the same element at different positions, as TensorIterator refuses
+// it on one process.
+bool overlap_in_part(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.is_non_overlapping_and_dense() ||
+      !b.is_non_overlapping_and_dense())
+    return false;
+  const auto begin_a = a.storage_offset(), begin_b = b.storage_offset();
+  const auto end_a = begin_a + a.numel(), end_b = begin_b + b.numel();
+  if (begin_a == begin_b && end_a == end_b) return a.strides() != b.strides();
+  return begin_a < end_b && begin_b < end_a;
+}
+
+// The tensor whose memory a view uses in the end.
+const at::Tensor& memory_of(const ShardMeta& meta) {
+  const ShardMeta* at = &meta;
+  while (at->copy) at = meta_of(at->copy->base);
+  return at->local;
+}
+
+using Copies = std::vector<std::shared_ptr<ViewCopy>>;
+
+// For an operator that writes to several tensors: those targets, or all tensors, that are views in
+// memory of their own.
+Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool written_only) {
+  Copies copies;
+  const auto look = [&](const c10::IValue& v) {
+    if (!v.isTensor() || !v.toTensor().defined()) return;
+    if (const ShardMeta* meta = meta_of(v.toTensor()); meta && meta->copy)
+      copies.push_back(meta->copy);
+  };
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (written_only && !info.written[i]) continue;
+    look(arguments[i]);
+    if (arguments[i].isTensorList()) {
+      for (const c10::IValue& v : arguments[i].toListRef()) look(v);
+    }
+  }
+  return copies;
+}
+
+void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      if (copies[i] != copies[j] && copies[i]->base_local().is_alias_of(copies[j]->base_local()))
+        throw ShardingError(concat(info.name, " writes to two views of ",
+                                   meta_of(copies[i]->base)->spec(),
+                                   " that had to be copied. Write to one after the other."));
+    }
+  }
+}
+
+// Of a tensor, or the first of a list: whether it shows a device other than the CPU.
+bool shows_device(const c10::IValue& v) {
+  if (v.isTensor()) return v.toTensor().defined() && !v.toTensor().is_cpu();
+  return v.isTensorList() && !v.toListRef().empty() && shows_device(v.toListRef().front());
+}
+
+// Calls `call` with each tensor among the arguments, and whether it is written to.
+template <class Call>
+void each_tensor(const OpInfo& info, const c10::IValue* arguments, const Call& call) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    const c10::IValue& v = arguments[i];
+    if (v.isTensor() && v.toTensor().defined()) call(v.toTensor(), info.written[i]);
+    if (info.kinds[i] == OpInfo::Kind::other || !v.isList()) continue;
+    for (const c10::IValue& t : v.toListRef()) {
+      if (t.isTensor() && t.toTensor().defined()) call(t.toTensor(), info.written[i]);
+    }
+  }
+}
+
+bool any_in_host_memory(const OpInfo& info, const c10::IValue* arguments) {
+  bool any = false;
+  each_tensor(info, arguments, [&](const at::Tensor& t, bool) {
+    const ShardMeta* meta = meta_of(t);
+    any |= meta && in_host_memory(*meta);
+  });
+  return any;
+}
+
+// Whether some of the targets lie in host memory, and others on the device that they show. Where
+// the first shows the CPU it is not asked.
+bool in_two_memories(const OpInfo& info, const c10::IValue* arguments) {
+  bool host = false, device = false;
+  if (!shows_device(arguments[0])) return false;
+  each_tensor(info, arguments, [&](const at::Tensor& t, bool written) {
+    const ShardMeta* meta = written ? meta_of(t) : nullptr;
+    if (meta) (in_host_memory(*meta) ? host : device) = true;
+  });
+  return host && device;
+}
+
+// Argument `i` of an operator on lists, for element `e` of the lists.
+c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, std::size_t e) {
+  if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
+    c10::List<at::Tensor> one;
+    one.push_back(v.toListRef()[e].toTensor());
+    return one;
+  }
+  if (info.op.schema().arguments()[i].name() != "scalars") return v;
+  if (v.isTensor()) return v.toTensor().narrow(0, static_cast<std::int64_t>(e), 1);
+  c10::List<at::Scalar> one;
+  one.push_back(v.toListRef()[e].toScalar());
+  return one;
+}
+
+bool lists_of(std::size_t size, const OpInfo& info, const c10::IValue* arguments) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (arguments[i].isList() && arguments[i].toListRef().size() != size) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack,
+                         const Scan& scan)
+    : info_(info),
+      plan_(plan),
+      stack_(*stack),
+      count_(info.kinds.size()),
+      first_(stack->size() - count_),
+      like_(scan.first->layout),
+      context_(*context_of(like_->spec)),
+      view_of_normal_(makes_view_of_normal(info, stack_[first_])),
+      alias_targets_(info.out_variant || info.resizes),
+      targets_(info.writes ? count_ : 0),
+      view_copy_(info.view ? scan.first->copy : nullptr),
+      view_base_(info.view && stack_[first_].isTensor() ? stack_[first_].toTensor() : at::Tensor()),
+      offloaded_(plan.on_device && any_in_host_memory(info, &stack_[first_])) {}
+
+void ShardedCall::run() {
+  if (plan_.moves_shards) check_policy();
+  if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
+  if (offloaded_) choose_memory();
+  redistribute_inputs();
+  find_copied();
+  substitute_locals();
+  if (plan_.mode == ReadyPlan::Mode::replicated) {
+    // the same on all ranks, also if it fails
+    run_local();
+    wrap_results();
+  } else {
+    try {
+      run_local();
+      wrap_results();
+    } catch (...) {
+      rethrow_to_all(info_.name, context_);
+    }
+  }
+  write_back();
+}
+
+void ShardedCall::check_policy() const {
+  if (context_.state->policies.redistribution == Policy::allow) return;
+  std::vector<ImplicitMove> moves;
+  for (const auto& move : plan_.moves) {
+    if (!move.announced) continue;
+    moves.push_back({info_.op.schema().arguments()[move.argument].name(), move.from, move.to,
+                     static_cast<std::int64_t>(argument(move).element_size())});
+  }
+  check_implicit_moves(info_.name, moves, context_);
+}
+
+// An input that is redistributed, or was copied, no longer overlaps the target: plain libtorch
+// refuses the overlap.
+void ShardedCall::refuse_overlap() const {
+  const c10::IValue& written = stack_[first_];
+  const ShardMeta* target = written.isTensor() ? meta_of(written.toTensor()) : nullptr;
+  if (!target || (plan_.moves.empty() && !target->copy)) return;
+  for (std::size_t i = 1; i < count_; ++i) {
+    if (info_.kinds[i] != OpInfo::Kind::tensor || !stack_[first_ + i].isTensor()) continue;
+    const at::Tensor& t = stack_[first_ + i].toTensor();
+    const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+    if (meta && memory_of(*meta).is_alias_of(memory_of(*target)) &&
+        overlap_in_part(written.toTensor(), t))
+      throw InvalidArgument(concat(info_.name, ": elements of ",
+                                   info_.op.schema().arguments()[i].name(),
+                                   " are written to while they are read. Clone it first."));
+  }
+}
+
+// The same on all ranks: it depends on which tensors the program keeps in host memory alone.
+void ShardedCall::choose_memory() {
+  bool writes_host = false, writes_device = false;
+  std::int64_t host_dims = -1, device_dims = -1;
+  each_tensor(info_, &stack_[first_], [&](const at::Tensor& t, bool written) {
+    const ShardMeta* meta = meta_of(t);
+    if (!meta) return;
+    if (in_host_memory(*meta)) shown_ = meta->layout->device;
+    const bool host = meta->local.is_cpu();
+    if (written) (host ? writes_host : writes_device) = true;
+    std::int64_t& dims = host ? host_dims : device_dims;
+    dims = std::max(dims, t.dim());
+  });
+  if (writes_host && writes_device)
+    throw ShardingError(concat(info_.name,
+                               " writes to tensors in host memory and to others on the device at "
+                               "once. Call it for each of the two."));
+  on_host_ =
+      writes_host || (!writes_device && (device_dims < 0 || (device_dims == 0 && host_dims > 0)));
+}
+
+// A result that is asked for on the device shown is one like its input, in host memory: that is
+// what libtorch's factories pass on by default.
+void ShardedCall::keep_device_arguments() {
+  for (std::size_t i = 0; i < count_; ++i) {
+    c10::IValue& v = stack_[first_ + i];
+    if (!v.isDevice()) continue;
+    if (v.toDevice() == shown_) {
+      v = c10::Device(c10::kCPU);
+    } else {
+      elsewhere_ = true;
+    }
+  }
+}
+
+void ShardedCall::redistribute_inputs() {
+  for (const ReadyPlan::Move& move : plan_.moves) {
+    const at::Tensor t = argument(move);
+    const bool as_planned = meta_of(t)->spec() == move.to;  // reduced with another target
+    if (info_.written[move.argument]) {
+      if (!as_planned) reduce_target(info_, t, meta_of(t)->spec(), move.to);
+      continue;
+    }
+    Moved moved{move.argument, move.element, {}};
+    if (as_planned) {
+      moved.local = placed(meta_of(t)->local, *meta_of(t));
+    } else if (const Moved* before = moved_before(t, move.to)) {
+      moved.local = before->local;
+    } else {
+      moved.source = t;
+      moved.move = &move;
+      if (!plan_.view_copied && shows_intermediate(*meta_of(t), move.to)) {
+        reduce_below(moved);
+      } else {
+        moved.local = placed(redistributed(t, move), *meta_of(t));
+      }
+    }
+    moved_.push_back(std::move(moved));
+  }
+}
+
+// A result that is no view and is a parameter's all the same is a copy of it in another dtype.
+void ShardedCall::find_copied() {
+  if (info_.view || plan_.outputs.empty() || !plan_.outputs[0].layout ||
+      !plan_.outputs[0].layout->parameter)
+    return;
+  const c10::IValue& v = stack_[first_];
+  const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
+  if (meta && !meta->copy)
+    std::tie(copied_from_, copied_index_) = context_.state->sources.find(meta->local);
+}
+
+void ShardedCall::substitute_locals() {
+  const LocalCallGuard guard;
+  if (on_host_) keep_device_arguments();
+  for (std::size_t i = 0; i < count_; ++i) {
+    c10::IValue& v = stack_[first_ + i];
+    const int argument = static_cast<int>(i);
+    if (info_.writes && info_.written[i]) targets_[i] = v;
+    if (info_.kinds[i] == OpInfo::Kind::tensor && v.isTensor()) {
+      at::Tensor local = local_of(v.toTensor(), argument, -1);
+      v = std::move(local);
+    } else if (info_.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
+      c10::List<at::Tensor> list;
+      int element = 0;
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(local_of(t.toTensor(), argument, element++));
+      v = std::move(list);
+    } else if (info_.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      int element = -1;
+      for (const c10::IValue& t : v.toListRef()) {
+        ++element;
+        list.push_back(t.isTensor() ? std::optional(local_of(t.toTensor(), argument, element))
+                                    : std::nullopt);
+      }
+      v = std::move(list);
+    }
+  }
+  // Not earlier: an operator may need a tensor reduced in one argument and unchanged in another.
+  for (const Moved& m : moved_) {
+    if (m.below.defined()) {
+      if (const ShardMeta& meta = *meta_of(m.source); meta.base)
+        install_reduced(m.source, m.below, partial_reduced(meta.base->spec()));
+    } else if (m.move) {
+      keep_reduced(m.source, m.move->from, m.move->to, m.local);
+    }
+  }
+}
+
+void ShardedCall::run_local() {
+  // On the global values everything is as on one process, autocast inside of the operator too. On
+  // shards it is not: a rank whose shard is empty might choose another dtype.
+  const bool as_one_process = plan_.mode == ReadyPlan::Mode::replicated && !plan_.local;
+  std::optional<LocalCallGuard> local;
+  if (!as_one_process) local.emplace();
+  const BelowAutogradGuard guard;
+  for (const auto& [i, value] : plan_.arguments) stack_[first_ + i] = value;
+  if (plan_.local) {
+    run_local_function();
+  } else if (alias_targets_) {
+    run_on_aliases();
+  } else {
+    info_.op.callBoxed(&stack_);
+  }
+}
+
+void ShardedCall::wrap_results() {
+  std::size_t position = 0;
+  const std::size_t results = stack_.size() - info_.returns.size();
+  for (std::size_t i = 0; i < info_.returns.size(); ++i) {
+    c10::IValue& v = stack_[results + i];
+    const OpInfo::Return& r = info_.returns[i];
+    if (r.argument >= 0) {
+      v = targets_[r.argument];
+    } else if (r.tensor) {
+      if (v.isTensor()) v = wrap(std::move(v).toTensor(), r.view, position++);
+    } else if (r.list) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& t : v.toListRef())
+        list.push_back(wrap(t.toTensor(), r.view, position++));
+      v = std::move(list);
+    }
+  }
+}
+
+void ShardedCall::write_back() const {
+  for (const c10::IValue& target : targets_) {
+    note_written(target, *context_.state);
+    if (!target.isTensorList()) continue;
+    for (const c10::IValue& t : target.toListRef()) {
+      note_written(t, *context_.state);
+      // libtorch's kernels of lists write to one tensor after the other, and count each write. For
+      // sharded tensors they write to the locals, and nothing has been counted.
+      if (t.isTensor() && t.toTensor().defined() && !t.toTensor().is_inference())
+        t.toTensor().unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+at::Tensor ShardedCall::argument(const ReadyPlan::Move& move) const {
+  const c10::IValue& v = stack_[first_ + move.argument];
+  return move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
+}
+
+const ShardedCall::Moved* ShardedCall::moved_before(const at::Tensor& source,
+                                                    const ShardSpec& to) const {
+  const auto found = std::find_if(moved_.begin(), moved_.end(), [&](const Moved& m) {
+    return m.move && m.source.is_same(source) && m.move->to == to;
+  });
+  return found == moved_.end() ? nullptr : &*found;
+}
+
+void ShardedCall::reduce_below(Moved& moved) {
+  const ShardMeta& view = *meta_of(moved.source);
+  const ShardMeta& base = *view.base;
+  moved.below = reduced_in_order(base);
+  const LocalCallGuard guard;
+  moved.local = moved.below.as_strided(
+      view.local.sizes(), view.local.strides(),
+      view.local.storage_offset() - base.local.storage_offset() + moved.below.storage_offset());
+}
+
+// In the memory order of the global tensor, like every local: kernels and views decide by strides.
+at::Tensor ShardedCall::redistributed(const at::Tensor& t, const ReadyPlan::Move& move) {
+  const ShardMeta& meta = *meta_of(t);
+  if (!plan_.view_copied) {
+    if (at::Tensor gathered = gathered_by_source(t, move.to); gathered.defined()) return gathered;
+  }
+  GatheredParameters* kept = plan_.view_copied ? nullptr : GatheredParameters::current();
+  at::Tensor local = kept ? kept->find(t, move.to) : at::Tensor();
+  if (!local.defined()) {
+    const at::Tensor own = offloaded_ && !on_host_ ? on_device(meta) : meta.local;
+    local = aligned(redistribute_once(own, *meta.layout, move.to), *under(*meta.layout, move.to));
+    if (kept) kept->add(t, move.to, local);
+  }
+  if (plan_.view_copied && info_.view && move.argument == 0)
+    view_copy_ = make_view_copy(t, move.to, local);
+  return local;
+}
+
+at::Tensor ShardedCall::local_of(const at::Tensor& t, int argument, int element) const {
+  const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
+  if (!meta) return t;
+  if (meta->copy) meta->copy->require_fresh(info_.name);
+  if (info_.written[argument] && alias_targets_) return meta->local.detach();
+  for (const Moved& m : moved_) {
+    if (m.argument == argument && m.element == element) return m.local;
+  }
+  return offloaded_ && !on_host_ && in_host_memory(*meta) ? uploaded(*meta)
+                                                          : placed(meta->local, *meta);
+}
+
+// A local, where the call computes.
+at::Tensor ShardedCall::placed(at::Tensor local, const ShardMeta& of) const {
+  if (!offloaded_ || !local.defined()) return local;
+  if (on_host_) return local.is_cpu() ? local : to_host(local);
+  return in_host_memory(of) ? local.to(of.layout->device) : local;
+}
+
+// A local that lies in host memory, on the device: as its source has it, if it is a parameter's and
+// its rank needs no other's shard.
+at::Tensor ShardedCall::uploaded(const ShardMeta& meta) const {
+  if (const auto [source, index] = context_.state->sources.find(meta.local); source && !meta.copy) {
+    if (at::Tensor gathered = source->gathered(index, meta, meta.spec()); gathered.defined())
+      return gathered;
+  }
+  return on_device(meta);
+}
+
+// The device that a result shows.
+c10::Device ShardedCall::shown_by(const at::Tensor& result) const {
+  return on_host_ && !elsewhere_ ? shown_ : result.device();
+}
+
+void ShardedCall::run_local_function() {
+  torch::jit::Stack given(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+  stack_.resize(first_);
+  torch::jit::Stack made = plan_.local(info_.op, std::move(given));
+  stack_.insert(stack_.end(), std::make_move_iterator(made.begin()),
+                std::make_move_iterator(made.end()));
+  if (stack_.size() != first_ + info_.returns.size()) {
+    throw RuleError(concat("the local function of the rule of ", info_.name, " returns ",
+                           stack_.size() - first_, " values, the operator ", info_.returns.size()));
+  }
+}
+
+// The targets adopt what the call has made of their aliases.
+void ShardedCall::run_on_aliases() {
+  std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
+  for (std::size_t i = 0; i < count_; ++i) {
+    if (info_.written[i] && targets_[i].isTensor() && targets_[i].toTensor().defined())
+      aliases.emplace_back(targets_[i].toTensor(), stack_[first_ + i].toTensor());
+  }
+  info_.op.callBoxed(&stack_);
+  for (const auto& [target, alias] : aliases) {
+    const ShardMeta* meta = meta_of(target);
+    if (!meta) continue;
+    // A local that was not replaced is still a view of its base.
+    auto copy = alias.is_alias_of(meta->local) ? meta->copy : nullptr;
+    LayoutPtr layout = replicated_layout(context_of(like_->spec), alias);
+    if (const c10::Device shown = shown_by(alias); shown != layout->device)
+      layout = make_layout(layout->spec, layout->strides, layout->offset, layout->dtype, shown);
+    install(target, alias, std::move(layout), std::move(copy));
+  }
+}
+
+at::Tensor ShardedCall::wrap(at::Tensor local, bool view, std::size_t position) {
+  if (!local.defined()) return local;
+  // What a rule has made for a rank without elements.
+  if (on_host_ && !elsewhere_ && !local.is_cpu()) local = to_host(local);
+  return plan_.mode == ReadyPlan::Mode::replicated
+             ? wrap_replicated(std::move(local), view, position)
+             : wrap_ruled(std::move(local), view, position);
+}
+
+at::Tensor ShardedCall::wrap_replicated(at::Tensor local, bool view, std::size_t position) {
+  if (!view && (local.is_conj() || local.is_neg())) {
+    const LocalCallGuard guard;
+    local = local.resolve_conj().resolve_neg();
+  }
+  if (position >= plan_.outputs.size()) plan_.outputs.resize(position + 1);
+  LayoutPtr& known = plan_.outputs[position].layout;
+  const c10::Device shown = shown_by(local);
+  std::int64_t offset = local.storage_offset();
+  if (view && view_copy_ && view_base_.defined()) {
+    // The memory of a copy begins elsewhere than that of its base.
+    const ShardMeta& base = *meta_of(view_base_);
+    offset += (base.layout->offset - base.local.storage_offset()) *
+              static_cast<std::int64_t>(base.local.element_size()) /
+              static_cast<std::int64_t>(local.element_size());
+  }
+  if (!known || local.sizes() != at::IntArrayRef(known->sizes()) ||
+      local.strides() != at::IntArrayRef(known->strides) || offset != known->offset ||
+      local.scalar_type() != known->dtype || shown != known->device) {
+    known = replicated_layout(context_of(like_->spec), local);
+    if (shown != known->device || offset != known->offset)
+      known = make_layout(known->spec, known->strides, offset, known->dtype, shown);
+  }
+  at::Tensor t = wrap_shown(std::move(local), known, shown);
+  if (view) meta_of(t)->copy = view_copy_;
+  if (view && view_of_normal_) as_view_of_normal(t);
+  return t;
+}
+
+at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t position) {
+  if (position >= plan_.outputs.size())
+    throw RuleError(concat("the rule of ", info_.name, " plans ", plan_.outputs.size(),
+                           " outputs, the operator makes more"));
+  ReadyPlan::Output& out = plan_.outputs[position];
+  const c10::Device shown = shown_by(local);
+  if (!out.layout) {
+    if (!out.spec)
+      throw RuleError(concat("the rule of ", info_.name, " gives no spec for result ", position));
+    out.layout =
+        make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
+                    local.scalar_type(), shown);
+  }
+  if (local.dim() != out.layout->spec.dims())
+    throw RuleError(concat("the rule of ", info_.name, " says that result ", position, " has ",
+                           out.layout->spec.dims(), " dims, the operator makes ", local.dim()));
+  if (!view) {
+    if (copied_from_)
+      local = copied_from_->copied(copied_index_, *like_, *out.layout,
+                                   aligned(std::move(local), *out.layout));
+    at::Tensor made = wrap_fresh(std::move(local), out.layout, shown);
+    if (out.layout->spec.data()->partial) meta_of(made)->intermediate = true;
+    return made;
+  }
+  at::Tensor t = wrap_shown(std::move(local), out.layout, shown);
+  meta_of(t)->copy = view_copy_;
+  if (plan_.moves.empty() && out.layout->spec.has_partial()) as_view_of_partial(t, view_base_);
+  if (view_of_normal_) as_view_of_normal(t);
+  return t;
+}
+
+bool reduce_intermediate(const at::Tensor& tensor) {
+  const ShardMeta* meta = tensor.defined() ? meta_of(tensor) : nullptr;
+  if (!meta || !meta->spec().has_partial()) return false;
+  const bool shows = shows_intermediate(*meta, partial_reduced(meta->spec()));
+  if (!shows && (!meta->intermediate || meta->base || meta->copy)) return false;
+  const ShardMeta& of = shows ? *meta->base : *meta;
+  install_reduced(tensor, reduced_in_order(of), partial_reduced(of.spec()));
+  return true;
+}
+
+bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  const c10::IValue* arguments = stack->data() + first;
+  const Copies copies = copies_among(info, arguments, true);
+  if (copies.empty() && !in_two_memories(info, arguments)) return false;
+  for (const auto& copy : copies) copy->require_fresh(info.name);
+  const bool on_lists = info.name.starts_with("aten::_foreach_") && arguments[0].isList();
+  const std::size_t elements = on_lists ? arguments[0].toListRef().size() : 0;
+  if (!on_lists || !lists_of(elements, info, arguments)) {
+    refuse_two_of_one(info, copies);
+    return false;
+  }
+  if (elements < 2) return false;
+  for (const auto& copy : copies_among(info, arguments, false)) copy->require_fresh(info.name);
+  const torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  stack->resize(first);
+  for (std::size_t e = 0; e < elements; ++e) {
+    torch::jit::Stack one;
+    for (std::size_t i = 0; i < n; ++i) one.push_back(of_element(info, i, given[i], e));
+    // Whether or not they have changed, so that all ranks do the same.
+    for (const auto& copy : e == 0 ? Copies() : copies_among(info, one.data(), false))
+      copy->refresh();
+    run_sharded(info, &one);
+  }
+  return true;
+}
+
+namespace {
+
+// The tensor that `value` is, or those of the list.
+void append_tensors(std::vector<at::Tensor>* all, const c10::IValue& value) {
+  if (value.isTensor()) {
+    all->push_back(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorVector()) all->push_back(t);
+  }
+}
+
+}  // namespace
+
+void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  std::vector<at::Tensor> targets;
+  torch::jit::Stack inputs;
+  bool lists = false;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (info.written[i]) append_tensors(&targets, (*stack)[first + i]);
+    lists |= info.written[i] && (*stack)[first + i].isList();
+    if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
+  }
+  const LocalCallGuard guard;
+  info.functional->callBoxed(&inputs);
+  std::vector<at::Tensor> results;
+  for (const c10::IValue& made : inputs) append_tensors(&results, made);
+  if (results.size() < targets.size() || (lists && results.size() != targets.size()))
+    throw InvalidArgument(concat(info.name, ": there are ", results.size(),
+                                 " results, and out has ", targets.size(), " tensors"));
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const at::Tensor& result = results[results.size() - targets.size() + i];
+    const ShardMeta* made = meta_of(result);
+    if (info.out_variant && !c10::canCast(result.scalar_type(), targets[i].scalar_type()))
+      throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
+                                   ", which out, being ", toString(targets[i].scalar_type()),
+                                   ", cannot hold"));
+    if (info.name == "aten::index_select.out" && result.scalar_type() != targets[i].scalar_type())
+      throw InvalidArgument(concat(info.name, ": self is ", toString(result.scalar_type()),
+                                   ", out is ", toString(targets[i].scalar_type()),
+                                   ": this operator converts nothing"));
+    if (info.out_variant && targets[i].sizes() == result.sizes()) {
+      targets[i].copy_(result);
+    } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
+      throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()),
+                                 ", out is ", toString(targets[i].scalar_type())));
+    } else if (!made) {
+      throw ShardingError(concat(info.name, ": the result has shape ", result.sizes(),
+                                 ", out, which is sharded, ", targets[i].sizes()));
+    } else {
+      install(targets[i], made->local, made->layout, made->copy);
+      meta_of(targets[i])->base = made->base;
+      // libtorch counts the change of shape as a write, but nothing has been written.
+      if (info.in_place_view && !targets[i].is_inference()) {
+        for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
+      }
+    }
+  }
+  stack->resize(first);
+  if (info.returns.empty()) return;
+  for (const at::Tensor& t : targets) stack->emplace_back(t);
+}
+
+}  // namespace tessera::detail
