@@ -106,13 +106,14 @@ std::string describe(const ReducerOptions& options) {
 
 // All groups hear of what one of them disagrees about, or of what this rank refuses (`told`), so
 // that no rank of them goes on.
-void agree(const std::vector<Group>& order,
-           const std::map<const detail::GroupState*, std::string>& agreed, std::string told) {
+void compare_parameters(const std::vector<Group>& order,
+                        const std::map<const detail::GroupState*, std::string>& agreed,
+                        std::string told) {
   std::exception_ptr differs;
   for (const Group& group : order) {
     try {
       agree::same(group, "the parameters whose gradients are reduced",
-                        told.empty() ? agreed.at(group.state().get()) : told);
+                  told.empty() ? agreed.at(group.state().get()) : told);
     } catch (const MismatchError& e) {
       if (!differs) {
         differs = std::current_exception();
@@ -169,7 +170,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
     refused = std::current_exception();
     told = concat("refused: ", e.what());
   }
-  agree(order, agreed, told);
+  compare_parameters(order, agreed, told);
   if (refused) std::rethrow_exception(refused);
 
   // What another one reduces first is complete only when backward ends.
