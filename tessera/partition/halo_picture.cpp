@@ -5,6 +5,7 @@
 
 #include "tessera/base/colour.h"
 #include "tessera/base/error.h"
+#include "tessera/base/internal/svg.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -35,30 +36,22 @@ constexpr int kPanel = 220, kGap = 36, kTop = 34;
 // Draws index intervals of two dims into a square.
 class Canvas {
  public:
-  Canvas(std::ostream& out, Interval rows, Interval columns, double x, double y)
-      : out_(out), rows_(rows), columns_(columns), x_(x), y_(y) {
+  Canvas(detail::Svg& svg, Interval rows, Interval columns, double x, double y)
+      : svg_(svg), rows_(rows), columns_(columns), x_(x), y_(y) {
     scale_ = static_cast<double>(kPanel) /
              static_cast<double>(std::max<std::int64_t>({rows.size(), columns.size(), 1}));
   }
   void rect(Interval rows, Interval columns, const std::string& style,
             const std::string& title = "") {
     if (rows.empty() || columns.empty()) return;
-    out_ << "<rect x=\"" << x(columns.begin) << "\" y=\"" << y(rows.begin) << "\" width=\""
-         << scale_ * static_cast<double>(columns.size()) << "\" height=\""
-         << scale_ * static_cast<double>(rows.size()) << "\" " << style;
-    if (title.empty()) {
-      out_ << "/>\n";
-    } else {
-      out_ << "><title>" << title << "</title></rect>\n";
-    }
+    svg_.rect(x_ + scale_ * static_cast<double>(columns.begin - columns_.begin),
+              y_ + scale_ * static_cast<double>(rows.begin - rows_.begin),
+              scale_ * static_cast<double>(columns.size()),
+              scale_ * static_cast<double>(rows.size()), style, title);
   }
-  double x(std::int64_t column) const {
-    return x_ + scale_ * static_cast<double>(column - columns_.begin);
-  }
-  double y(std::int64_t row) const { return y_ + scale_ * static_cast<double>(row - rows_.begin); }
 
  private:
-  std::ostream& out_;
+  detail::Svg& svg_;
   Interval rows_, columns_;
   double x_, y_, scale_;
 };
@@ -98,21 +91,18 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
       all_columns = {std::min(all_columns.begin, box[columns].begin),
                      std::max(all_columns.end, box[columns].end)};
   }
-  TextStream out;
-  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << wide * (kPanel + kGap) + kGap
-      << "\" height=\"" << high * (kPanel + kGap + kTop) + kGap
-      << "\" font-family=\"sans-serif\" font-size=\"12\">\n"
-      << "<defs><pattern id=\"own\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\"><path "
-         "d=\"M0 6L6 0\" "
-         "stroke=\"#444\"/></pattern></defs>\n"
-      << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
+  detail::Svg svg(wide * (kPanel + kGap) + kGap, high * (kPanel + kGap + kTop) + kGap, 12);
+  svg.element(
+      "<defs><pattern id=\"own\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\">"
+      "<path d=\"M0 6L6 0\" stroke=\"#444\"/></pattern></defs>");
   for (int p = 0; p < shown; ++p) {
     const double left = kGap + (p % wide) * (kPanel + kGap),
                  top = kTop + (p / wide) * (kPanel + kGap + kTop);
     const HaloPlan plan = halo_plan(input, edges, needed, p);
-    out << "<text x=\"" << left << "\" y=\"" << top - 8 << "\">rank " << input.rank(p) << ": "
-        << plan.received() << " elements received, " << plan.sent() << " sent</text>\n";
-    Canvas canvas(out, all_rows, all_columns, left, top);
+    svg.text(left, top - 8,
+             concat("rank ", input.rank(p), ": ", plan.received(), " elements received, ",
+                    plan.sent(), " sent"));
+    Canvas canvas(svg, all_rows, all_columns, left, top);
     for (int q = 0; q < input.positions(); ++q) {
       const Box box = input.box(q);
       if (volume(box) == 0) continue;
@@ -137,8 +127,7 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
                   "fill=\"none\" stroke=\"black\" stroke-width=\"1.5\"",
                   concat("needs ", text_of(plan.needed)));
   }
-  out << "</svg>\n";
-  return std::move(out).str();
+  return svg.finish();
 }
 
 std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,

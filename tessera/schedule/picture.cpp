@@ -4,7 +4,7 @@
 #include <array>
 #include <cmath>
 
-#include "tessera/base/markup_text.h"
+#include "tessera/base/internal/svg.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
@@ -21,8 +21,6 @@ struct DrawnKind {
 // In the order of ActionKind.
 constexpr std::array<DrawnKind, 4> kDrawnKinds = {
     {{"forward", 215}, {"input gradient", 140}, {"weight gradient", 45}, {"backward", 165}}};
-
-std::string number(double value) { return significant(value, 6); }
 
 std::string colour(ActionKind kind, int chunk) {
   return concat("hsl(", kDrawnKinds.at(static_cast<std::size_t>(kind)).hue, ",60%,",
@@ -48,7 +46,25 @@ void check_spans(const PipelineSchedule& schedule, const Timeline& timeline) {
 class Picture {
  public:
   Picture(const PipelineSchedule& schedule, const Timeline& timeline)
-      : schedule_(schedule), timeline_(timeline) {
+      : schedule_(schedule),
+        timeline_(timeline),
+        width_(width_of(schedule, timeline)),
+        scale_(timeline.makespan > 0 ? width_ / timeline.makespan : 0),
+        svg_(kLeft + width_ + kRight, kTop + schedule.ranks() * (kRow + kGap) + 40, 12) {}
+
+  std::string draw() {
+    svg_.text(20, 24,
+              concat(schedule_.name, ": ", schedule_.stages(), " stages, ", schedule_.micro_batches,
+                     " micro-batches, time ", significant(timeline_.makespan, 6), ", waiting ",
+                     significant(100 * timeline_.bubble(), 6), " %"),
+              "font-weight=\"bold\"");
+    legend();
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) row(rank);
+    return svg_.finish();
+  }
+
+ private:
+  static double width_of(const PipelineSchedule& schedule, const Timeline& timeline) {
     // The shortest action that takes time has room for a digit, but a long step stays a picture.
     double shortest = timeline.makespan;
     for (int r = 0; r < schedule.ranks(); ++r) {
@@ -56,47 +72,24 @@ class Picture {
         if (span.end > span.start) shortest = std::min(shortest, span.end - span.start);
       }
     }
-    const double wanted = shortest > 0 ? 16 * timeline.makespan / shortest : 0;
-    width_ = std::clamp(wanted, 480.0, 4000.0);
-    scale_ = timeline.makespan > 0 ? width_ / timeline.makespan : 0;
+    return std::clamp(shortest > 0 ? 16 * timeline.makespan / shortest : 0, 480.0, 4000.0);
   }
 
-  std::string draw() {
-    const double height = kTop + schedule_.ranks() * (kRow + kGap) + 40;
-    out_ << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << number(kLeft + width_ + kRight)
-         << "\" height=\"" << number(height) << "\" font-family=\"sans-serif\" font-size=\"12\">\n"
-         << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
-         << "<text x=\"20\" y=\"24\" font-weight=\"bold\">" << markup_text(schedule_.name) << ": "
-         << schedule_.stages() << " stages, " << schedule_.micro_batches << " micro-batches, time "
-         << number(timeline_.makespan) << ", waiting " << number(100 * timeline_.bubble())
-         << " %</text>\n";
-    legend();
-    for (int rank = 0; rank < schedule_.ranks(); ++rank) row(rank);
-    out_ << "</svg>\n";
-    return std::move(out_).str();
-  }
-
- private:
   void legend() {
     double x = 20;
-    for (std::size_t k = 0; k < kDrawnKinds.size(); ++k) {
-      out_ << "<rect x=\"" << number(x) << "\" y=\"36\" width=\"12\" height=\"12\" fill=\""
-           << colour(static_cast<ActionKind>(k), 0) << "\" stroke=\"#333\"/><text x=\""
-           << number(x + 17) << "\" y=\"46\">" << kDrawnKinds.at(k).name << "</text>\n";
-      x += 120;
+    for (std::size_t k = 0; k < kDrawnKinds.size(); ++k, x += 120) {
+      svg_.rect(x, 36, 12, 12,
+                concat("fill=\"", colour(static_cast<ActionKind>(k), 0), "\" stroke=\"#333\""));
+      svg_.text(x + 17, 46, kDrawnKinds.at(k).name);
     }
-    out_ << "<text x=\"" << number(kLeft + width_ + 12) << "\" y=\"" << number(kTop - 10)
-         << "\" fill=\"#555\">holds at most</text>\n";
+    svg_.text(kLeft + width_ + 12, kTop - 10, "holds at most", "fill=\"#555\"");
   }
 
   void row(int rank) {
-    const double y = kTop + rank * (kRow + kGap);
-    out_ << "<text x=\"" << kLeft - 8 << "\" y=\"" << number(y + kRow / 2 + 2)
-         << "\" text-anchor=\"end\">rank " << rank << "</text>\n"
-         << "<rect x=\"" << kLeft << "\" y=\"" << number(y) << "\" width=\"" << number(width_)
-         << "\" height=\"" << kRow - kBeside << "\" fill=\"#f1f3f5\"/>\n"
-         << "<text x=\"" << number(kLeft + width_ + 12) << "\" y=\"" << number(y + kRow / 2 + 2)
-         << "\">" << number(timeline_.peak[rank]) << "</text>\n";
+    const double y = kTop + rank * (kRow + kGap), base = y + kRow / 2 + 2;
+    svg_.text(kLeft - 8, base, concat("rank ", rank), "text-anchor=\"end\"");
+    svg_.rect(kLeft, y, width_, kRow - kBeside, "fill=\"#f1f3f5\"");
+    svg_.text(kLeft + width_ + 12, base, significant(timeline_.peak[rank], 6));
     const std::vector<int> stages = schedule_.stages_of(rank);
     for (std::size_t i = 0; i < schedule_.actions[rank].size(); ++i) {
       const PipelineAction& a = schedule_.actions[rank][i];
@@ -106,27 +99,24 @@ class Picture {
         const auto chunk = std::find(stages.begin(), stages.end(), a.stage) - stages.begin();
         box(a, x, y, width, static_cast<int>(chunk));
       } else if (width > 0) {
-        out_ << "<rect x=\"" << number(x) << "\" y=\"" << number(y + kRow - kBeside + 1)
-             << "\" width=\"" << number(width) << "\" height=\"" << kBeside - 1
-             << "\" fill=\"#868e96\"><title>" << a << "</title></rect>\n";
+        svg_.rect(x, y + kRow - kBeside + 1, width, kBeside - 1, "fill=\"#868e96\"", concat(a));
       }
     }
   }
 
   void box(const PipelineAction& a, double x, double y, double width, int chunk) {
-    out_ << "<rect x=\"" << number(x) << "\" y=\"" << number(y) << "\" width=\"" << number(width)
-         << "\" height=\"" << kRow - kBeside << "\" fill=\"" << colour(a.kind, chunk)
-         << "\" stroke=\"#333\" stroke-width=\"0.5\"><title>" << a << "</title></rect>\n";
+    svg_.rect(x, y, width, kRow - kBeside,
+              concat("fill=\"", colour(a.kind, chunk), "\" stroke=\"#333\" stroke-width=\"0.5\""),
+              concat(a));
     const std::string text = std::to_string(a.micro_batch);
     if (width < 7.0 * static_cast<double>(text.size()) + 2) return;
-    out_ << "<text x=\"" << number(x + width / 2) << "\" y=\"" << number(y + kRow / 2 + 2)
-         << "\" font-size=\"11\" text-anchor=\"middle\">" << text << "</text>\n";
+    svg_.text(x + width / 2, y + kRow / 2 + 2, text, "font-size=\"11\" text-anchor=\"middle\"");
   }
 
   const PipelineSchedule& schedule_;
   const Timeline& timeline_;
   double width_, scale_;
-  TextStream out_;
+  detail::Svg svg_;
 };
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tessera/base/colour.h"
-#include "tessera/base/markup_text.h"
+#include "tessera/base/internal/svg.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -153,39 +153,30 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
   const double full_width =
       std::max({width + kLeft + 20, 7.6 * static_cast<double>(title.size()) + 40,
                 6.4 * static_cast<double>(said.size()) + 40});
-  TextStream out;
-  out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << full_width << "\" height=\""
-      << height + kTop + 44 << "\" font-family=\"sans-serif\" font-size=\"13\">\n"
-      << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
-      << "<text x=\"20\" y=\"24\" font-weight=\"bold\">" << markup_text(title) << "</text>\n";
+  detail::Svg svg(full_width, height + kTop + 44, 13);
+  svg.text(20, 24, title, "font-weight=\"bold\"");
   double x = kLeft;
   for (std::size_t j = 0; j < widths.size(); ++j) {
-    out << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << kTop - 8
-        << "\" text-anchor=\"middle\" fill=\"#555\">" << range(p.columns, p.column_parts[j])
-        << "</text>\n";
+    svg.text(x + widths[j] / 2, kTop - 8, range(p.columns, p.column_parts[j]),
+             "text-anchor=\"middle\" fill=\"#555\"");
     x += widths[j];
   }
   double y = kTop;
   for (std::size_t i = 0; i < heights.size(); ++i) {
-    out << "<text x=\"" << kLeft - 8 << "\" y=\"" << y + heights[i] / 2 + 4
-        << "\" text-anchor=\"end\" fill=\"#555\">" << range(p.rows, p.row_parts[i]) << "</text>\n";
+    const double base = y + heights[i] / 2 + 4;
+    svg.text(kLeft - 8, base, range(p.rows, p.row_parts[i]), "text-anchor=\"end\" fill=\"#555\"");
     x = kLeft;
     for (std::size_t j = 0; j < widths.size(); ++j) {
       const int first = p.ranks[i][j].empty() ? 0 : p.ranks[i][j].front();
-      out << "<rect x=\"" << x << "\" y=\"" << y << "\" width=\"" << widths[j] << "\" height=\""
-          << heights[i] << "\" fill=\"" << numbered_colour(first, 55, 82)
-          << "\" stroke=\"#333\"/>\n"
-          << "<text x=\"" << x + widths[j] / 2 << "\" y=\"" << y + heights[i] / 2 + 4
-          << "\" text-anchor=\"middle\">" << ranks_text(p.ranks[i][j]) << "</text>\n";
+      svg.rect(x, y, widths[j], heights[i],
+               concat("fill=\"", numbered_colour(first, 55, 82), "\" stroke=\"#333\""));
+      svg.text(x + widths[j] / 2, base, ranks_text(p.ranks[i][j]), "text-anchor=\"middle\"");
       x += widths[j];
     }
     y += heights[i];
   }
-  if (!said.empty())
-    out << "<text x=\"20\" y=\"" << y + 28 << "\" font-size=\"11\" fill=\"#555\">"
-        << markup_text(said) << "</text>\n";
-  out << "</svg>\n";
-  return std::move(out).str();
+  if (!said.empty()) svg.text(20, y + 28, said, "font-size=\"11\" fill=\"#555\"");
+  return svg.finish();
 }
 
 }  // namespace tessera
