@@ -60,6 +60,7 @@ class Mesh:
     >>> mesh = ts.Mesh({"data": 2, "domain": 3})     # ranks 0..5, row-major: the last axis has adjacent ranks
     >>> mesh.coordinate                              # rank 4: (1, 1)
     >>> mesh.group("domain").ranks                   # rank 4: [3, 4, 5]
+    >>> ts.Mesh({"data": -1, "domain": 3})           # an open axis takes what the others leave of the world
     >>> ts.Mesh({"x": 3}, ranks=[4, 0, 2])           # any ranks, in any order
     >>> ts.Mesh.of("data_parallel")                  # of `create_process_groups`, or of `add_mesh`
 

@@ -19,8 +19,9 @@ std::int64_t product(const std::vector<Axis>& axes) {
   std::int64_t n = 1;
   for (const Axis& axis : axes) {
     if (axis.size < 1)
-      throw InvalidArgument(concat("mesh axis '", axis.name, "' has size ", axis.size,
-                                   "; give a size of at least 1"));
+      throw InvalidArgument(
+          concat("mesh axis '", axis.name, "' has size ", axis.size, "; give a size of at least 1",
+                 axis.size == kOpenAxis ? ", or a number of ranks that decides an open axis" : ""));
     if (!names.insert(axis.name).second)
       throw InvalidArgument(
           concat("mesh axis '", axis.name, "' is named twice; give each axis its own name"));
@@ -43,6 +44,23 @@ std::vector<int> row_major_strides(const std::vector<Axis>& axes) {
 }
 
 }  // namespace
+
+std::vector<Axis> closed_axes(std::vector<Axis> axes, int ranks) {
+  const auto is_open = [](const Axis& axis) { return axis.size == kOpenAxis; };
+  const auto open = std::find_if(axes.begin(), axes.end(), is_open);
+  if (open == axes.end()) return axes;
+  if (const auto other = std::find_if(open + 1, axes.end(), is_open); other != axes.end())
+    throw InvalidArgument(concat("mesh axes '", open->name, "' and '", other->name,
+                                 "' are both open; one can take what the others leave"));
+  open->size = 1;
+  const std::int64_t others = product(axes);
+  if (ranks < 1 || ranks % others != 0)
+    throw InvalidArgument(concat("mesh axis '", open->name, "' is open, but ", ranks,
+                                 " ranks do not divide by ", others,
+                                 ", the product of the other axes"));
+  open->size = static_cast<int>(ranks / others);
+  return axes;
+}
 
 /// The ranks and their inverse. A table 0, 1, 2, ... needs no inverse, a dense one an array, one
 /// with wide gaps a sorted list.
@@ -111,7 +129,8 @@ Mesh::Mesh(std::vector<Axis> axes) : axes_(std::move(axes)) {
   strides_ = row_major_strides(axes_);
 }
 
-Mesh::Mesh(std::vector<Axis> axes, std::vector<int> ranks) : axes_(std::move(axes)) {
+Mesh::Mesh(std::vector<Axis> axes, std::vector<int> ranks)
+    : axes_(closed_axes(std::move(axes), static_cast<int>(ranks.size()))) {
   const std::int64_t n = product(axes_);
   if (n != static_cast<std::int64_t>(ranks.size()))
     throw InvalidArgument(
@@ -122,8 +141,9 @@ Mesh::Mesh(std::vector<Axis> axes, std::vector<int> ranks) : axes_(std::move(axe
 
 Mesh Mesh::over(std::shared_ptr<const Table> table, std::vector<Axis> axes) {
   Mesh mesh;
-  const std::int64_t n = product(axes);
   const auto ranks = static_cast<std::int64_t>(table->ranks.size());
+  axes = closed_axes(std::move(axes), static_cast<int>(ranks));
+  const std::int64_t n = product(axes);
   if (n != ranks)
     throw InvalidArgument(
         concat("the axes have ", n, " coordinates, but the mesh has ", ranks, " ranks"));
@@ -376,8 +396,9 @@ Mesh Mesh::flatten(const std::vector<std::string>& axes, const std::string& name
   return over(permute(order).table_, std::move(result));
 }
 
-Mesh Mesh::unflatten(const std::string& axis, const std::vector<Axis>& into) const {
+Mesh Mesh::unflatten(const std::string& axis, const std::vector<Axis>& given) const {
   const int i = index(axis);
+  const std::vector<Axis> into = closed_axes(given, axes_[i].size);
   const std::int64_t n = product(into);
   if (n != axes_[i].size || into.empty())
     throw InvalidArgument(concat("axis '", axis, "' of size ", axes_[i].size,

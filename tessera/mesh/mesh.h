@@ -28,12 +28,22 @@ namespace tessera {
 /// promised.
 inline constexpr int kMostRanks = 1 << 22;
 
+/// The size of an axis that takes what the others leave of a known number of ranks.
+inline constexpr int kOpenAxis = -1;
+
 /// A named dimension of a mesh.
 struct Axis {
   std::string name;
   int size = 1;
   bool operator==(const Axis&) const = default;
 };
+
+/// The axes with the size of an open one filled in: their sizes multiply to `ranks`.
+/// closed_axes({{"data", kOpenAxis}, {"domain", 2}}, 8) -> data 4, domain 2. Axes without an open
+/// one stay as they are.
+///
+/// Throws InvalidArgument for two open axes, and where the others do not divide `ranks`.
+std::vector<Axis> closed_axes(std::vector<Axis> axes, int ranks);
 
 /// A value: copies share the table. Every member function is const and may be called from several
 /// threads.
@@ -43,7 +53,7 @@ class Mesh {
   /// Ranks 0 .. product - 1, row-major: the last axis has adjacent ranks.
   explicit Mesh(std::vector<Axis> axes);
   /// Any ranks, each at most once, row-major over the axes: a permutation, a subset of the world,
-  /// rows that are not contiguous.
+  /// rows that are not contiguous. One axis may be open.
   Mesh(std::vector<Axis> axes, std::vector<int> ranks);
 
   const std::vector<Axis>& axes() const { return axes_; }
@@ -100,14 +110,15 @@ class Mesh {
   /// Joins axes into one, in mesh order, at the place of the outermost of them: group(name) of the
   /// result = group(axes) of this mesh.
   Mesh flatten(const std::vector<std::string>& axes, const std::string& name) const;
-  /// Splits an axis into several, outermost first; the product of their sizes is its size.
+  /// Splits an axis into several, outermost first; the product of their sizes is its size, and one
+  /// may be open.
   Mesh unflatten(const std::string& axis, const std::vector<Axis>& into) const;
   /// The same coordinates with the axes in another order (all of them named): no group along an
   /// axis changes.
   Mesh permute(const std::vector<std::string>& order) const;
   Mesh rename(const std::string& axis, const std::string& name) const;
-  /// The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2
-  /// x tensor=2.
+  /// The same table under other axes with the same product, of which one may be open: data=2 x
+  /// tensor=4 as data=2 x expert=2 x tensor=2.
   Mesh view(std::vector<Axis> axes) const;
 
   /// The axes, outermost first, and where adjacent ranks are: "data=2 x tensor=4 (outermost first;

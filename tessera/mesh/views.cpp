@@ -35,9 +35,10 @@ MeshViews::MeshViews(std::string name, Mesh mesh) {
 }
 
 void MeshViews::add(const std::string& name, std::vector<Axis> axes) {
+  const Mesh& first = views_.front().second;
+  axes = closed_axes(std::move(axes), first.size());
   long long product = 1;
   for (const Axis& axis : axes) product *= std::max(axis.size, 1);
-  const Mesh& first = views_.front().second;
   if (product != first.size())
     throw WorldSizeMismatch(concat("view '", name, "' has ", product, " coordinates, but view '",
                                    views_.front().first, "' has ", first.size(), " ranks"),

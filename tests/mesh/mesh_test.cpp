@@ -97,6 +97,25 @@ TEST(Mesh, BadInputIsRefusedWithTheNumbers) {
   }
 }
 
+TEST(Mesh, AnOpenAxisTakesWhatTheOthersLeave) {
+  std::vector<int> ranks(24);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  for (const int a : {1, 2, 3, 4, 6, 8, 12, 24}) {
+    EXPECT_EQ(Mesh({{"x", kOpenAxis}, {"y", a}}, ranks), Mesh({{"x", 24 / a}, {"y", a}}));
+    EXPECT_EQ(Mesh({{"x", a}, {"y", kOpenAxis}}, ranks), Mesh({{"x", a}, {"y", 24 / a}}));
+  }
+  const Mesh m({{"a", 2}, {"b", 12}});
+  EXPECT_EQ(m.view({{"x", 3}, {"y", kOpenAxis}}), Mesh({{"x", 3}, {"y", 8}}));
+  EXPECT_EQ(m.unflatten("b", {{"x", kOpenAxis}, {"y", 4}}), Mesh({{"a", 2}, {"x", 3}, {"y", 4}}));
+  EXPECT_SAYS(refused<InvalidArgument>([&] { m.view({{"x", kOpenAxis}, {"y", kOpenAxis}}); }),
+              "'x' and 'y' are both open");
+  EXPECT_SAYS(refused<InvalidArgument>([&] { m.view({{"x", kOpenAxis}, {"y", 5}}); }),
+              "24 ranks do not divide by 5");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"x", kOpenAxis}}); }), "decides an open axis");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"x", kOpenAxis}}, {}); }), "0 ranks");
+  EXPECT_SAYS(refused<InvalidArgument>([] { Mesh({{"x", -2}}); }), "size -2");
+}
+
 TEST(Order, ConvertsBothWays) {
   const auto mesh = mesh_from_order("tp-cp-dp", {{"tp", 2}, {"dp", 4}}, 8);
   EXPECT_EQ(mesh, Mesh({{"dp", 4}, {"cp", 1}, {"tp", 2}}));

@@ -8,9 +8,9 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/backends/nccl/nccl.h"
-#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/internal/tagged_group.h"
@@ -165,7 +165,7 @@ Group tagged_group(const DistributedManager& manager, const std::vector<int>& ra
 DeviceMesh DistributedManager::mesh(const Mesh& mesh) const { return DeviceMesh(mesh, *this); }
 
 DeviceMesh DistributedManager::mesh(const std::vector<Axis>& axes) const {
-  Mesh mesh(axes);
+  Mesh mesh(closed_axes(axes, world_size()));
   if (mesh.size() != world_size())
     throw InvalidArgument(
         concat("the mesh ", mesh.to_string(), " has ", mesh.size(), " coordinates, the world ",
@@ -189,8 +189,7 @@ void DistributedManager::add_mesh(const std::string& name, const Mesh& mesh) con
 }
 
 void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {
-  agree::same(Group(state_->meeting_place()), "the plan of the process groups",
-                    plan.canonical());
+  agree::same(Group(state_->meeting_place()), "the plan of the process groups", plan.canonical());
   state_->add_families(plan);
   if (!eager || !plan.mesh().contains(rank())) return;
   for (const auto& family : plan.families()) named_group(family.name);

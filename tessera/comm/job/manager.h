@@ -101,7 +101,8 @@ class DistributedManager {
   /// options, even over the same ranks.
   Group group(const std::vector<int>& ranks, const GroupOptions& options) const;
   DeviceMesh mesh(const Mesh& mesh) const;
-  /// A mesh over the whole world, row-major; the outermost axis comes first.
+  /// A mesh over the whole world, row-major; the outermost axis comes first. One axis may be open:
+  /// {{"data", kOpenAxis}, {"domain", 2}}.
   DeviceMesh mesh(const std::vector<Axis>& axes) const;
   /// The mesh of a plan (its first view), with the options of the plan's families.
   DeviceMesh mesh(const GroupPlan& plan) const;
