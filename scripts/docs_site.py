@@ -9,7 +9,7 @@ import shutil
 import sys
 
 ROOMS = re.findall(r"^\| `([a-z_]+)` \|", pathlib.Path("docs/architecture.md").read_text(), re.MULTILINE)
-PRIVATE = {"detail", "backends"}
+PRIVATE = {"detail", "internal", "backends"}
 
 
 def title_of(page):
