@@ -13,6 +13,7 @@
 #   make soak        4 ranks of 2 hosts for HOURS=2: groups made and closed, ranks that die, strangers; nothing may grow (needs root)
 #   make tsan        ThreadSanitizer on the rooms up to comm and ranks that are threads, without Gloo, MPI and NCCL
 #   make asan        AddressSanitizer and UndefinedBehaviorSanitizer on all rooms, without MPI, Python, examples and benchmarks
+#   make fuzz        clang's libFuzzer on each parser of what strangers write, and on the store's frames, SECONDS_EACH=600 (needs clang)
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
 PRESET ?= release
@@ -21,13 +22,14 @@ NAME ?=
 ARGS ?=
 RANKS ?= 2
 HOURS ?= 2
+SECONDS_EACH ?= 600
 CASES ?=
 BUILD := build/$(PRESET)
 RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan clean help
+.PHONY: all bootstrap python configure build demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan fuzz clean help
 all: build
 
 help:
@@ -123,5 +125,10 @@ soak: configure
 tsan asan:
 	@$(MAKE) --no-print-directory PRESET=$@ build ctest
 
+fuzz: bootstrap
+	@$(RUN) cmake --preset fuzz
+	@$(RUN) cmake --build build/fuzz --target fuzzers
+	@$(RUN) scripts/fuzz $(SECONDS_EACH)
+
 clean:
-	@rm -rf build/$(PRESET) build/lint build/torch-2.11 build/mpich build/stubs build/docs
+	@rm -rf build/$(PRESET) build/lint build/torch-2.11 build/mpich build/stubs build/docs build/fuzz

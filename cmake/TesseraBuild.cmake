@@ -31,7 +31,7 @@ if(PROJECT_IS_TOP_LEVEL)
 endif()
 
 add_library(tessera_flags INTERFACE)
-target_compile_options(tessera_flags INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wno-unknown-pragmas -fno-gnu-unique>)
+target_compile_options(tessera_flags INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wno-unknown-pragmas $<$<CXX_COMPILER_ID:GNU>:-fno-gnu-unique>>)
 if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   target_compile_options(tessera_flags INTERFACE $<BUILD_INTERFACE:-fpch-preprocess>)
 endif()

@@ -166,8 +166,9 @@ std::vector<std::string> shared_environment(const LocalRun& run, int usable_core
     environment.push_back(variable);
   }
   for (const auto& [name, value] : allocator_variables(run.allocator, environment)) {
-    std::erase_if(environment,
-                  [&](const std::string& v) { return v.rfind(concat(name, "="), 0) == 0; });
+    std::erase_if(environment, [&name = name](const std::string& v) {
+      return v.rfind(concat(name, "="), 0) == 0;
+    });
     set(name, value);
   }
   if (run.threads > 0) set("OMP_NUM_THREADS", run.threads);
