@@ -69,7 +69,7 @@ class SampleError : public Error {
 class TensorDataset : public Dataset {
  public:
   explicit TensorDataset(std::vector<at::Tensor> tensors);
-  /// With names: TensorDataset(Fields{{"image", x}, {"about/label", y}}).
+  /// Takes tensors with names: TensorDataset(Fields{{"image", x}, {"about/label", y}}).
   explicit TensorDataset(const Fields& fields);
   std::uint64_t size() const override;
   Sample get(std::uint64_t index) const override;

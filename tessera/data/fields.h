@@ -34,9 +34,9 @@ class Fields {
   Fields(std::initializer_list<std::pair<std::string, at::Tensor>> fields);
 
   const std::vector<std::string>& names() const { return names_; }
-  /// In the order of the names.
+  /// The tensors, in the order of the names.
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
-  /// Whether a tensor has that name.
+  /// True if a tensor has that name.
   bool contains(std::string_view name) const;
   /// Throws InvalidArgument for a name that there is not; it says which there are.
   at::Tensor at(std::string_view name) const;
@@ -59,7 +59,7 @@ namespace detail {
 at::Tensor field_of(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
                     std::string_view name);
 
-/// Whether the name is that of `field`, or of a group that holds it.
+/// True if the name is that of `field`, or of a group that holds it.
 bool names_field(std::string_view name, std::string_view field);
 
 }  // namespace detail

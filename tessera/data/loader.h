@@ -48,7 +48,7 @@ struct LoaderOptions {
   /// Number of batches read ahead of the one that is waited for; no more are begun (back-pressure).
   /// They are planned as workers take them, so that a large number costs nothing by itself.
   int prefetch = 2;
-  /// After this long without a batch next() throws StalledError, and the destructor abandons a
+  /// The time without a batch after which next() throws StalledError, and the destructor abandons a
   /// worker that still reads: the datasets must own what they use.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
   /// Read into page-locked host memory, for a device that copies from it. Throws NotAvailable
@@ -57,10 +57,10 @@ struct LoaderOptions {
   /// Copy batches to this device, ahead, on a side stream. Throws NotAvailable for a kind of device
   /// that libtorch or the machine lacks.
   std::optional<c10::Device> device = {};
-  /// Of a process that holds several devices of the mesh: where they are, in the order of their
-  /// positions (BatchMapping::devices_of). Each gets a copy of its own slice, ahead, on a side
-  /// stream of its own: LoadedBatch::on_devices; the batch itself stays where it was read. Throws
-  /// InvalidArgument for another number of devices, or beside `device`; NotAvailable as there.
+  /// The devices of a process that holds several of the mesh, in the order of their positions
+  /// (BatchMapping::devices_of). Each gets a copy of its own slice, ahead, on a side stream of its
+  /// own: LoadedBatch::on_devices; the batch itself stays where it was read. Throws InvalidArgument
+  /// for another number of devices, or beside `device`; NotAvailable as there.
   std::vector<c10::Device> devices = {};
   /// Makes a batch of samples that Dataset::get_batch cannot stack (other shapes). Called by
   /// workers at the same time, with at least one sample; each tensor it returns has the samples in
@@ -78,13 +78,13 @@ std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double f
 /// What one device of a process gets of a batch: a copy, in memory of its own.
 struct DeviceBatch {
   c10::Device device = c10::DeviceType::CPU;
-  /// Of the device; those with the same one have the same rows.
+  /// The batch coordinate of the device; devices with the same one have the same rows.
   int coordinate = 0;
   std::vector<at::Tensor> tensors;
-  /// As in LoadedBatch, of this device.
+  /// The mask of this device's rows, as LoadedBatch has it.
   at::Tensor mask;
   std::int64_t rows = 0, real = 0;
-  /// As in LoadedBatch.
+  /// The names, as LoadedBatch has them.
   std::vector<std::string> names = {};
   at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
 };
@@ -110,8 +110,8 @@ struct LoadedBatch {
   at::Tensor mask;
   /// One per device of LoaderOptions::devices.
   std::vector<DeviceBatch> on_devices = {};
-  /// Of `tensors`, nested by '/': those of the datasets or of LoaderOptions; empty: they have none.
-  /// What a PackedOrder adds at the end is "segments".
+  /// The names of `tensors`, nested by '/': those of the datasets or of LoaderOptions; empty: they
+  /// have none. What a PackedOrder adds at the end is "segments".
   std::vector<std::string> names = {};
   /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
   at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }

@@ -38,9 +38,9 @@ struct FieldSharding {
   /// at this place in the list.
   std::string field = {};
   std::map<std::string, int> dims = {};
-  /// Of the dims that are sharded. Of shard_batch(): the sizes that the ranks have read, gathered
-  /// where they are not given. Of scatter_batch() and of what has been read whole: even where they
-  /// are not given.
+  /// The sizes of the shards of the dims that are sharded. If they are not given, shard_batch()
+  /// gathers those that the ranks have read; scatter_batch(), and shard_batch() of a tensor that
+  /// has been read whole, shard evenly.
   ShardSizes sizes = {};
   /// Every rank has read the tensor whole in those dims, and keeps its shard.
   bool whole = false;
@@ -54,9 +54,9 @@ struct ShardedBatch {
   std::vector<at::Tensor> tensors;
   /// Bool [rows], sharded likewise, true where a row is real; undefined if all are, on all ranks.
   at::Tensor mask;
-  /// Of the global batch.
+  /// The rows of the global batch, and those of them that are real.
   std::int64_t rows = 0, real = 0;
-  /// As in LoadedBatch; also on ranks that have read nothing.
+  /// The names, as LoadedBatch has them; also on ranks that have read nothing.
   std::vector<std::string> names = {};
   /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
   at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
@@ -81,7 +81,7 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
                            const std::vector<std::string>& batch_axes,
                            const std::vector<FieldSharding>& fields = {});
 
-/// Whether this rank is one that reads for scatter_batch().
+/// True if this rank is one that reads for scatter_batch().
 bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& batch_axes);
 
 }  // namespace tessera

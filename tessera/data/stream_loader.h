@@ -49,7 +49,7 @@ struct StreamBatch {
   std::int64_t global_real = 0;
   /// Bool [rows]; undefined if all rows are real.
   at::Tensor mask;
-  /// Of StreamOptions.
+  /// The names of StreamOptions.
   std::vector<std::string> names = {};
   /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
   at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
@@ -58,8 +58,8 @@ struct StreamBatch {
 
 struct StreamOptions {
   UnevenData uneven = UnevenData::error;
-  /// With pad and weight_zero a rank whose stream is empty from the start needs a sample (as
-  /// `transform` returns it) to know the shapes; without one, an error is thrown on every rank.
+  /// A sample (as `transform` returns it) from which a rank whose stream is empty from the start
+  /// knows the shapes, with pad and weight_zero; without one, an error is thrown on every rank.
   Sample example = {};
   /// Threads that read ahead; 0: next() reads in the caller's thread. The stream itself is read by
   /// one thread at a time, from the first next() on; `transform` and the stacking of batches run in
@@ -67,7 +67,7 @@ struct StreamOptions {
   int workers = 0;
   /// Number of batches read ahead of the one that is waited for; no more are begun (back-pressure).
   int prefetch = 2;
-  /// After this long without a batch of this rank's worker next() throws StalledError on every
+  /// The time without a batch of this rank's worker after which next() throws StalledError on every
   /// rank; calling it again waits again. Must be less than the group's time limit, or the other
   /// ranks run into that. The destructor abandons a worker that still reads.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(2)};

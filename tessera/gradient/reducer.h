@@ -35,9 +35,9 @@
 
 namespace tessera {
 
-/// By what `op` multiplies the sum of `ranks` gradients: 1 / ranks for a mean. Nothing for
-/// operations that are no multiple of the sum, and for premultiplied, where each rank has a factor
-/// of its own.
+/// The factor by which `op` multiplies the sum of `ranks` gradients: 1 / ranks for a mean. Nothing
+/// for operations that are no multiple of the sum, and for premultiplied, where each rank has a
+/// factor of its own.
 std::optional<double> scale_of(ReduceOp op, int ranks);
 
 /// What one rank contributes to the gradient of one parameter, and the ranks over which the
@@ -47,13 +47,14 @@ struct UnreducedGradient {
   at::Tensor value;
   /// The ranks over which the values are all-reduced.
   Group group;
-  /// At least 0: the values are first reduce-scattered over `scatter` along this dim, so that each
-  /// rank goes on with its own rows alone.
+  /// The dim along which the values are first reduce-scattered over `scatter`, so that each rank
+  /// goes on with its own rows alone; below 0: they are not.
   int scatter_dim = -1;
   Group scatter = Group();
   /// How many rows each rank of `scatter` keeps.
   Sizes rows = {};
-  /// In which dtype they travel and are added up, if GradientAccess::uniform(); none: their own.
+  /// The dtype in which they travel and are added up, if GradientAccess::uniform(); none: their
+  /// own.
   std::optional<at::ScalarType> message = {};
 };
 
@@ -86,7 +87,7 @@ class GradientAccess {
 struct ReducedParameter {
   /// A leaf that requires grad.
   at::Tensor parameter;
-  /// For error messages.
+  /// The name in error messages.
   std::string name;
   /// The ranks over which its gradient is reduced.
   Group group;

@@ -73,11 +73,11 @@ class StepWeight {
   struct Sums {
     /// NaN if a weight was negative or not finite.
     double weight = 0;
-    /// Of weight * loss.
+    /// The sum of weight * loss.
     double loss = 0;
   };
-  /// In place of finish(), for a caller who adds up by other means than a group: this rank's sums.
-  /// Starts the next step. A sharded loss is summed over its mesh here.
+  /// Returns this rank's sums in place of finish(), for a caller who adds up by other means than a
+  /// group. Starts the next step. A sharded loss is summed over its mesh here.
   Sums take();
 
   /// Forgets what was weighed since the last finish(): for a step that an exception ended.

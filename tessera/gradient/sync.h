@@ -58,19 +58,19 @@ class GradientSync {
   GradientSync& operator=(const GradientSync&) = delete;
   virtual ~GradientSync();
 
-  /// Whether the next backward reduces what it accumulates.
+  /// True if the next backward reduces what it accumulates.
   virtual bool syncing() const = 0;
   /// Switches that off, or back to what it was. Called at the outermost ends of nested scopes.
   virtual void set_syncing(bool on) = 0;
   /// Reduces now what has been accumulated and not been reduced. Collective.
   virtual void reduce() = 0;
 
-  /// By what the sum over ranks of the gradients of `parameter` is multiplied: 1 for a sum, 1 / n
-  /// for a mean over n ranks. The same on every rank. Nothing: unknown.
+  /// The factor by which the sum over ranks of the gradients of `parameter` is multiplied: 1 for a
+  /// sum, 1 / n for a mean over n ranks. The same on every rank. Nothing: unknown.
   virtual std::optional<double> scale(const at::Tensor& parameter) const;
-  /// Global ranks whose gradients of `parameter` are in that sum, this one among them, each once;
-  /// of a sharded parameter those of its mesh, which compute one loss together. Empty: not said,
-  /// and whether they are all that a step counts is not asked.
+  /// The global ranks whose gradients of `parameter` are in that sum, this one among them, each
+  /// once; for a sharded parameter, the ranks of its mesh, which compute one loss together. Empty:
+  /// unknown; StepWeight then skips its check.
   virtual std::vector<int> ranks(const at::Tensor& parameter) const;
   /// Told during backward that `parameter` gets a gradient of this form, over these global ranks
   /// (more than one). Throws GradientError if what this does with gradients does not fit.
@@ -102,7 +102,7 @@ std::vector<std::shared_ptr<GradientSync>> gradient_syncs(
 struct GradientSum {
   /// How many reduce it, one after the other.
   int reducers = 0;
-  /// By what the sum of the ranks' gradients is multiplied in the end.
+  /// The factor by which the sum of the ranks' gradients is multiplied in the end.
   double scale = 1;
   /// How many ranks' gradients are in the sum; 0: not known.
   std::int64_t count = 1;
@@ -110,9 +110,9 @@ struct GradientSum {
   /// of a host and then over hosts reaches others, too.
   std::vector<int> ranks = {};
 
-  /// Whether the gradients of all of `others` are in the sum, as far as that is known here.
+  /// True if the gradients of all of `others` are in the sum, as far as that is known here.
   bool covers(const std::vector<int>& others) const;
-  /// Whether the result is the mean over several ranks.
+  /// True if the result is the mean over several ranks.
   bool is_mean() const;
 };
 

@@ -20,8 +20,7 @@ struct LocalRun {
   double timeout = 0;
   /// Time from SIGTERM (or a forwarded signal) to SIGKILL.
   double grace = 5;
-  /// After the first failure, the time that the other ranks get to end by themselves before
-  /// SIGTERM.
+  /// The time that the other ranks get after the first failure to end by themselves before SIGTERM.
   double linger = 0;
   /// Folder for rank-R.out and rank-R.err, which get the ranks' bytes unchanged; made if absent.
   /// Empty: no log files.
@@ -38,9 +37,9 @@ struct LocalRun {
   bool bind = false;
   /// live: lines as they come. by_rank: all of rank 0, then all of rank 1, ...
   enum class Output { live, by_rank } output = Output::live;
-  /// With Output::by_rank: how many bytes of lines may wait for their rank's turn, in the temporary
-  /// folder. Beyond that, or if that folder is full, lines are written as they come: ranks that
-  /// were held up instead would wait for each other.
+  /// The number of bytes of lines that may wait for their rank's turn with Output::by_rank, in the
+  /// temporary folder. Beyond that, or if that folder is full, lines are written as they come:
+  /// ranks that were held up instead would wait for each other.
   std::int64_t keep_bytes = std::int64_t{1} << 30;
   /// Descriptors that the ranks' standard output and error go to.
   int out = 1;

@@ -73,7 +73,7 @@ class Mesh {
   bool contains(int rank) const { return find(rank).has_value(); }
   /// Position of a rank in the table. O(1), or O(log size) for a table with wide gaps.
   std::optional<int> find(int rank) const;
-  /// As find(). Throws InvalidArgument if the rank is not in the mesh.
+  /// The position that find() gives. Throws InvalidArgument if the rank is not in the mesh.
   int position(int rank) const;
   /// Throws if the rank is not in the mesh.
   std::vector<int> coordinate(int rank) const;

@@ -44,7 +44,7 @@ struct CheckReport {
 };
 
 struct CheckOptions {
-  /// Of every input, or of each; none: dim 0 over the mesh's first axis.
+  /// The placements of every input, or one list for each; none: dim 0 over the mesh's first axis.
   std::vector<std::vector<Placement>> placements = {};
   /// Gradients of inputs and parameters too.
   bool gradients = true;
@@ -66,7 +66,7 @@ CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call
                          const std::vector<at::Tensor>& inputs, const DeviceMesh& mesh,
                          const ModuleRule& rule = {}, const CheckOptions& options = {});
 
-/// Of a module whose forward() takes one to three tensors and returns one.
+/// Checks a module whose forward() takes one to three tensors and returns one.
 template <class Impl>
 CheckReport check_module(const torch::nn::ModuleHolder<Impl>& net,
                          const std::vector<at::Tensor>& inputs, const DeviceMesh& mesh,

@@ -17,14 +17,15 @@
 namespace tessera {
 
 struct ClipOptions {
-  /// Above 0; gradients are scaled where their norm is larger. Infinite: the norm is only measured.
+  /// The largest norm, above 0; gradients are scaled where theirs is larger. Infinite: the norm is
+  /// only measured.
   double max_norm = std::numeric_limits<double>::infinity();
   /// The order of the norm: at least 1, or infinity for the largest magnitude.
   double norm_type = 2;
   /// The ranks that hold other parameters of the same model (the stages of a pipeline): their norms
   /// are added. All its ranks call.
   std::optional<Group> disjoint = {};
-  /// Of the parameters, those that are scaled and not counted: another rank of `disjoint` holds and
+  /// Those of the parameters that are scaled and not counted: another rank of `disjoint` holds and
   /// counts the same ones (Pipeline::repeated_parameters).
   std::vector<at::Tensor> elsewhere = {};
 };

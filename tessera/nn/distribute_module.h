@@ -41,15 +41,16 @@ namespace tessera {
 struct ParameterPlacement {
   std::vector<Placement> placements;
   ShardSizes sizes = {};
-  /// Of the weight of a linear layer or an embedding whose data are sharded along their sequence.
+  /// Says that the data of a linear layer or an embedding, whose weight this is, are sharded along
+  /// their sequence.
   SequenceSharding sequence = {};
-  /// Of a parameter whose rows (dim 0) are sharded: it is not gathered where it is used. An
+  /// A parameter whose rows (dim 0) are sharded stays so: it is not gathered where it is used. An
   /// embedding sends indices and rows between the ranks, and its gradient stays with the rows;
   /// other operators treat it as data, and move what costs least.
   bool stays = false;
 };
 
-/// For a parameter or buffer by its full name; nullopt: replicated.
+/// Gives the placement of a parameter or buffer, by its full name; nullopt: replicated.
 using ModuleRule = std::function<std::optional<ParameterPlacement>(const std::string& name,
                                                                    const at::Tensor& tensor)>;
 
@@ -67,7 +68,7 @@ using NamedPlacements = std::vector<std::pair<std::string, ParameterPlacement>>;
 /// rank if the ranks' modules differ.
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const ModuleRule& rule = {}, const ReducerOptions& options = {});
-/// As above; throws InvalidArgument for a pattern that matches nothing.
+/// Does the same with rules by name; throws InvalidArgument for a pattern that matches nothing.
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const NamedPlacements& patterns, const ReducerOptions& options = {});
 

@@ -45,10 +45,14 @@
 //   fully_shard(*net, mesh, {.precision = {.parameters = at::kBFloat16},
 //                            .unit_precision = {{"head", {at::kBFloat16, {}, at::kFloat}}}});
 //
-// Autocast comes first: operators that it casts compute in its dtype; the precision of the unit is
-// that of the others, and `output` that of both. What autocast casts is gathered with its unit, in
-// `precision.parameters` where that is autocast's dtype, in the parameters' own where there is
-// none; by itself, in autocast's, where that is a third one.
+// Autocast comes before the precision of a unit:
+//
+//   an operator on the unit's parameters    computes in               its result has
+//   that autocast casts                     autocast's dtype          `output`, else that dtype
+//   that it does not cast                   `precision.parameters`    `output`, else that dtype
+//
+// What autocast casts is gathered with its unit if `precision.parameters` is autocast's dtype, or
+// is not given (then in the parameters' own); else by itself, in autocast's dtype.
 //
 // Offload. Shards of parameters, their gradients and what an optimizer makes like them may lie in
 // host memory, where the optimizer then steps; units are gathered on the device, each copied there
@@ -81,31 +85,31 @@ namespace tessera {
 
 /// The dtypes of a unit: float16, bfloat16, float32 or float64.
 struct UnitPrecision {
-  /// In which parameters are gathered and operators that take them compute; none: each parameter's
-  /// own.
+  /// The dtype in which parameters are gathered and operators that take them compute; none: each
+  /// parameter's own.
   std::optional<at::ScalarType> parameters = {};
-  /// In which gradients are reduced; none: that of the parameter as the module was made.
+  /// The dtype in which gradients are reduced; none: that of the parameter as the module was made.
   std::optional<at::ScalarType> reduce = {};
-  /// Of the results of operators that take the unit's parameters; none: as they make them. Needs
-  /// `parameters`.
+  /// The dtype of the results of operators that take the unit's parameters; none: as they make
+  /// them. Needs `parameters`.
   std::optional<at::ScalarType> output = {};
 };
 
-/// Whether shards lie in host memory.
+/// Says whether shards lie in host memory.
 struct OffloadOptions {
   /// Shards of parameters, reduced gradients, and optimizer states.
   bool to_host = false;
   /// The device that units are gathered on, and buffers lie on; none: the manager's.
   std::optional<c10::Device> device = {};
-  /// Where that is a CUDA device: host memory of parameters and gradients is page-locked, without
+  /// Host memory of parameters and gradients is page-locked if that is a CUDA device, without
   /// which copies do not overlap with computing.
   bool pin_memory = true;
 };
 
 struct FullyShardOptions {
   /// Patterns of module names ("*" matches any characters, dots included); a module that matches is
-  /// a unit, unless it lies in another one that the same pattern matches. What lies in no unit is
-  /// one of its own, of the whole module. Empty: the elements of every ModuleList, ModuleDict and
+  /// a unit, unless it lies in another one that the same pattern matches. Parameters outside every
+  /// unit form one more unit, named "". Empty: the elements of every ModuleList, ModuleDict and
   /// Sequential that lies in no other one.
   std::vector<std::string> units = {};
   /// Axes of the mesh over which parameters are sharded; they are replicated over the others
@@ -138,12 +142,12 @@ struct FullyShardOptions {
   ReducerOptions reducer = {.first_bucket_bytes = std::int64_t{1} << 30,
                             .bucket_bytes = std::int64_t{1} << 30,
                             .learn_order = true};
-  /// Of all units that `unit_precision` does not name.
+  /// The precision of all units that `unit_precision` does not name.
   UnitPrecision precision = {};
   /// Patterns of units' names, each with the precision of the units that it matches. The first
   /// pattern that matches counts; the unit of what lies in no other one has the name "".
   std::vector<std::pair<std::string, UnitPrecision>> unit_precision = {};
-  /// Of all parameters but those that are ignored.
+  /// The memory of all parameters but those that are ignored.
   OffloadOptions offload = {};
 };
 

@@ -37,7 +37,7 @@ struct LayerSharding {
   Kind kind = Kind::replicated;
   /// Equal blocks of what is sharded that stay together; 0: none do.
   std::int64_t units = 0;
-  /// Of a parameter (Kind::sharded).
+  /// The dim along which a parameter is sharded (Kind::sharded).
   int dim = 0;
 };
 
@@ -62,7 +62,7 @@ LayerSharding sharded(int dim, std::int64_t units = 0);
 using LayerShardings = std::vector<std::pair<std::string, LayerSharding>>;
 
 struct TensorParallelOptions {
-  /// Of the mesh. On its other axes parameters are replicated.
+  /// The axis of the mesh that shards layers. On the other axes parameters are replicated.
   std::string axis = "tensor";
   /// But for this one, if it is not empty, over which samples are sharded: what the plan shards is
   /// sharded over it as well, along a dim that `axis` leaves alone, and gathered where an operator
@@ -94,7 +94,7 @@ class TensorParallelPlan {
                      const LayerShardings& layers, const TensorParallelOptions& options = {});
 
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  /// For distribute_module() and check_module().
+  /// Returns the plan as a rule for distribute_module() and check_module().
   ModuleRule rule() const;
   /// A line for each sharded parameter, and the elements that each rank holds.
   std::string to_string() const;

@@ -21,7 +21,7 @@ std::string to_string(const HaloPlan& plan);
 std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,
                            const std::function<Box(int)>& needed, int rows, int columns,
                            int panels = 16);
-/// As above, on the first two dims that are sharded; if there is only one, with the last other dim.
+/// Draws the first two dims that are sharded; if there is only one, that and the last other dim.
 std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,
                            const std::function<Box(int)>& needed);
 

@@ -66,8 +66,8 @@ class BatchMapping {
   /// (some of their coordinates are shared and others are not, or their numbers differ); use
   /// slices() then.
   std::map<int, int> process_mesh_mapping() const;
-  /// For each batch coordinate held by this process: its slot (counted in slices) in the process'
-  /// loaded batch.
+  /// The slot, counted in slices, that each batch coordinate of this process has in its loaded
+  /// batch.
   std::map<int, int> local_device_mapping(int process) const;
 
  private:

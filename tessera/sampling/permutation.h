@@ -79,7 +79,7 @@ class KeyedRandom {
  public:
   explicit KeyedRandom(std::uint64_t seed, std::uint64_t stream = 0);
   std::uint64_t operator()(std::uint64_t counter) const;
-  /// As a number in [0, 1), a multiple of 2^-53.
+  /// The same as a number in [0, 1), a multiple of 2^-53.
   double uniform(std::uint64_t counter) const {
     return static_cast<double>((*this)(counter) >> 11) * 0x1p-53;
   }

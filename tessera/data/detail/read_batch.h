@@ -12,7 +12,7 @@ struct BatchReader {
   BatchMapping mapping;
   int process;
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
-  /// Of the tensors of a batch, but what a packed one adds; empty: they have none.
+  /// The names of the tensors of a batch, without what a packed one adds; empty: they have none.
   std::vector<std::string> names = {};
 
   /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for

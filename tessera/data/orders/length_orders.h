@@ -45,8 +45,8 @@ class LengthOrder : public Order {
   bool shuffle_;
 };
 
-/// As many samples per batch as a token budget allows. `lengths[i]`: tokens of sample i, known on
-/// every rank. Throws InvalidArgument for a sample that no batch could hold.
+/// Takes as many samples per batch as a token budget allows. `lengths[i]`: tokens of sample i,
+/// known on every rank. Throws InvalidArgument for a sample that no batch could hold.
 class TokenBudgetOrder : public LengthOrder {
  public:
   TokenBudgetOrder(std::vector<std::uint64_t> lengths, TokenBudget budget, std::uint64_t seed,

@@ -19,7 +19,7 @@ struct OrderCursor {
   std::uint64_t step = 0;
   /// Empty for orders whose position follows from the step number.
   std::vector<std::uint64_t> position;
-  /// For a mixture: how many samples each dataset is behind its weight.
+  /// The number of samples by which each dataset of a mixture is behind its weight.
   std::vector<double> credit;
   bool operator==(const OrderCursor&) const = default;
 };
@@ -30,13 +30,13 @@ struct OrderBatch {
   std::uint64_t epoch = 0;
   std::uint64_t size = 0;
   std::uint64_t real = 0;
-  /// With a FixedOrder: its rows are computed when they are needed.
+  /// The batch of a FixedOrder, whose rows are computed when they are needed.
   Batch fixed;
-  /// With other orders: the sample of every row of the global batch.
+  /// The sample of every row of the global batch, with other orders.
   std::vector<SampleRef> rows;
-  /// With a PackedOrder: the contents of each row; Packed::position is an index of `rows`.
+  /// The contents of each row of a PackedOrder; Packed::position is an index of `rows`.
   std::vector<std::vector<Packed>> packed;
-  /// With a PackedOrder: number of tokens per row.
+  /// The number of tokens per row of a PackedOrder.
   std::uint64_t capacity = 0;
 };
 

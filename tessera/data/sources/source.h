@@ -29,7 +29,7 @@ struct Hyperslab {
   std::vector<std::int64_t> start = {};
   /// 0 is legal: the result is empty.
   std::vector<std::int64_t> count = {};
-  /// At least 1.
+  /// The steps between indices, at least 1.
   std::vector<std::int64_t> stride = {};
 };
 

@@ -17,7 +17,7 @@ class BucketMessage {
     UnreducedGradient gradient;
     /// Its place in the flat tensor; after wait() the reduced value.
     at::Tensor reduced = {};
-    /// Of the gradient.
+    /// The dtype of the gradient.
     at::ScalarType dtype = at::kFloat;
   };
 
@@ -30,7 +30,7 @@ class BucketMessage {
 
   bool scatters() const { return scatters_; }
   const std::vector<Item>& items() const { return items_; }
-  /// Whether `gradient` is reduced over the same groups.
+  /// True if `gradient` is reduced over the same groups.
   bool takes(const UnreducedGradient& gradient) const {
     return gradient.group == group_ && gradient.message == dtype_ &&
            (gradient.scatter_dim >= 0) == scatters_ && (!scatters_ || gradient.scatter == scatter_);
@@ -59,7 +59,7 @@ class BucketMessage {
   std::vector<Item> items_;
   /// What is sent, and what this rank keeps of a reduce-scatter.
   at::Tensor flat_, kept_;
-  /// Of the flat tensor, for each rank of scatter_.
+  /// The rows of the flat tensor that belong to each rank of scatter_.
   Sizes rows_;
   Request request_;
   bool second_ = false;

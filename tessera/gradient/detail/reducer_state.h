@@ -62,9 +62,9 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   // Over how many ranks the gradient of an averaged parameter is complete: 1 where it is each
   // rank's own.
   struct MeanForm {
-    /// By the backward of this number.
+    /// The number of ranks that the backward of the number `backward` announced.
     int announced = 1, backward = -1;
-    /// Of what has been accumulated last.
+    /// That number for what has been accumulated last.
     int copies = 1;
     /// What has been accumulated since the last reduction differs in that.
     bool mixed = false;

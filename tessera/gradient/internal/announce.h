@@ -25,11 +25,11 @@ void announce_gradient(GradientForm form, const std::vector<int>& ranks,
 /// ranks (mean_loss does that).
 void announce_average(const std::vector<int>& ranks);
 
-/// Whether the node that is being evaluated, or `to`, gets a gradient that was announced as scaled
+/// True if the node that is being evaluated, or `to`, gets a gradient that was announced as scaled
 /// for an average over at least two of these ranks.
 bool averaged_above(const std::vector<int>& ranks, const torch::autograd::Node* to = nullptr);
 
-/// Whether the backward that runs accumulates into this leaf: autograd::grad() does not.
+/// True if the backward that runs accumulates into this leaf: autograd::grad() does not.
 bool accumulates_into(const at::Tensor& leaf);
 
 /// How many ranks two lists share.

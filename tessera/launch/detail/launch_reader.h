@@ -35,7 +35,7 @@ class LaunchReader {
   std::string shown(const std::string& name) const;
   /// Sets address and port from MASTER_ADDR and MASTER_PORT, each if it is set.
   void master();
-  /// As master(), but both are required if there are several ranks.
+  /// Does what master() does, but both are required if there are several ranks.
   void master_required();
   [[noreturn]] void fail(const std::string& why) const;
 

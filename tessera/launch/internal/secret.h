@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-/// In place of a secret: none is asked for, and every process that reaches the port of the store
-/// may join the job.
+/// This text in place of a secret says that none is asked for: every process that reaches the port
+/// of the store may join the job.
 inline constexpr std::string_view kNoSecret = "none";
 
 /// 128 random bits from the system, as 32 hexadecimal digits. Throws Error if the system gives

@@ -35,8 +35,8 @@ struct GroupOptions {
 /// A node of the tree.
 struct ProcessGroupNode {
   std::string name = {};
-  /// On a leaf: its size; absent: open (one leaf may be; its size follows from the world). On an
-  /// inner node: compared with the product of the leaves below.
+  /// The size of a leaf; absent: open (one leaf may be; its size follows from the world). The size
+  /// of an inner node is compared with the product of the leaves below.
   std::optional<int> size = {};
   /// Name of the groups orthogonal to this node's (they have its options); empty: none.
   std::string orthogonal_group = {};
@@ -56,7 +56,8 @@ struct OrthogonalGroup {
   std::string name = {};
   /// Names of nodes, none of which is inside another.
   std::vector<std::string> of = {};
-  /// As in ProcessGroupNode; the parent of several nodes is their nearest common ancestor.
+  /// The scope, as ProcessGroupNode has it; the parent of several nodes is their nearest common
+  /// ancestor.
   std::string scope = {};
   GroupOptions options = {};
   bool operator==(const OrthogonalGroup&) const = default;
@@ -129,7 +130,7 @@ class ProcessGroupConfig {
 
   /// The resolved tree's mesh: one axis per leaf, outermost first, over ranks 0 .. world - 1.
   Mesh mesh(int world_size) const;
-  /// As above, over any ranks, in this order.
+  /// Makes the same mesh over any ranks, in this order.
   Mesh mesh(std::vector<int> ranks) const;
 
   /// The tree as drawn above, with options, and the order of the leaves as text.

@@ -24,7 +24,7 @@ struct GroupFamily {
   /// Indices of axes in that view's mesh.
   std::vector<int> axes = {};
   GroupOptions options = {};
-  /// For an orthogonal family: the families that it is orthogonal to ...
+  /// The families that an orthogonal family is orthogonal to ...
   std::vector<std::string> of = {};
   /// ... and the family within which it is.
   std::string scope = {};

@@ -56,7 +56,7 @@ ProcessGroupConfig process_groups_of(const Arguments&... arguments) {
   }
 }
 
-/// As above, with these sizes of its leaves. Throws UnknownName and GroupConfigError as
+/// Does the same with these sizes of its leaves. Throws UnknownName and GroupConfigError as
 /// ProcessGroupConfig::set_leaf_group_sizes() does.
 template <class Model, class... Arguments>
   requires SaysProcessGroups<Model, Arguments...>

@@ -32,8 +32,8 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
                         const std::string& b_name, std::span<const int> scope,
                         const std::string& scope_name);
 
-/// As above for several scopes (the groups of a scope family): each group of `a` and `b` must be
-/// inside one of them, and the rule holds in each.
+/// Checks several scopes (the groups of a scope family): each group of `a` and `b` must be inside
+/// one of them, and the rule holds in each.
 void require_orthogonal(const RankLists& a, const std::string& a_name, const RankLists& b,
                         const std::string& b_name, const RankLists& scopes,
                         const std::string& scope_name);

@@ -26,8 +26,8 @@ struct Probe {
   std::vector<int> devices;
   /// Samples of any pairs of slots, inside hosts and between them; not all pairs are needed.
   std::vector<LinkSample> samples;
-  /// For each host: the fraction of its own bandwidth that a pair keeps while other pairs of the
-  /// host send as well. Empty, or 1: all of it.
+  /// The fraction of its own bandwidth that a pair of a host keeps while other pairs of the host
+  /// send as well, one number per host. Empty, or 1: all of it.
   std::vector<double> kept = {};
   /// Bytes per second that leave a host while all of its devices send to another host. 0: not
   /// measured.

@@ -22,7 +22,7 @@ struct FlatRows {
 };
 
 struct FlatPlan {
-  /// Of each parameter, in elements.
+  /// The offset of each parameter, in elements.
   std::vector<std::int64_t> offset;
   /// How many rows of each parameter each rank keeps.
   std::vector<std::vector<std::int64_t>> rows;

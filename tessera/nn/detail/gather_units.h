@@ -99,7 +99,7 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   /// A gradient of one of the parameters was accumulated: a backward runs, though it may use none.
   void accumulated();
 
-  /// Whether memory of shards is page-locked.
+  /// True if memory of shards is page-locked.
   bool pins() const { return options_.pinned; }
   std::size_t unit_of(std::size_t index) const { return places_[index].unit; }
   /// Starts the gather of a unit and keeps it until let_go(). Collective over the sharded axes.
@@ -152,9 +152,9 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     std::size_t unit, buffer;
     std::int64_t offset;
     std::int64_t sharded_elsewhere = 0;
-    // Whether it is that of a parameter in the dtype to compute in.
+    // True if the place is that of a low-precision copy of a parameter.
     bool low = false;
-    // Of a parameter: its local in that dtype, if there is one, and where its own begins.
+    // The parameter's local in that dtype, if there is one, and where its own begins.
     at::Tensor computed = {};
     std::int64_t begin = 0;
   };

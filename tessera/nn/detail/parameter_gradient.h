@@ -23,7 +23,7 @@ struct UnitParameter {
   at::Tensor tensor;
   /// Gradients of different units never share a bucket. Only whether two are equal counts.
   std::size_t unit = 0;
-  /// In which it is reduced; none: its own.
+  /// The dtype in which it is reduced; none: its own.
   std::optional<at::ScalarType> message = {};
 };
 

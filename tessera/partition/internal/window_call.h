@@ -21,13 +21,13 @@ namespace tessera {
 /// to the array. `outputs`: their number. So a window of odd kernel, stride 1 and "same" padding
 /// keeps the sizes.
 Partition output_partition(const Partition& inputs, const Window& window, std::int64_t outputs);
-/// As output_partition() for a transposed window: output o belongs to the shard that holds the
-/// input whose window is centred at o, or the one before.
+/// Shards the outputs of a transposed window, as output_partition() does: output o belongs to the
+/// shard that holds the input whose window is centred at o, or the one before.
 Partition transposed_output_partition(const Partition& inputs, const Window& window,
                                       std::int64_t outputs);
-/// As output_partition() for a change of resolution: output o belongs to the shard that holds the
-/// input at its centre, floor((2 o + 1) * extent / (2 * outputs)). So at twice the resolution
-/// shards are twice as large, and inputs {3, 0, 4} give 14 outputs {6, 0, 8}.
+/// Shards the outputs of a change of resolution, as output_partition() does: output o belongs to
+/// the shard that holds the input at its centre, floor((2 o + 1) * extent / (2 * outputs)). So at
+/// twice the resolution shards are twice as large, and inputs {3, 0, 4} give 14 outputs {6, 0, 8}.
 Partition resampled_partition(const Partition& inputs, std::int64_t outputs);
 
 /// A call of an operator on a box: its inputs (those beyond the array are zeros in memory), the
