@@ -155,26 +155,31 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   plan.options = std::move(options);
   plan.training = schedule;
   // What this rank alone may find wrong is told to all before any of them goes on.
-  std::string text, problem;
+  std::string text;
   std::exception_ptr own;
   try {
-    check(schedule);
-    text = agreed_text(plan, schedule);
-    if (schedule.ranks() != group.size())
-      throw InvalidArgument(concat("the schedule is for ", schedule.ranks(), " ranks, and axis '",
-                                   plan.axis, "' of the mesh has ", group.size()));
-  } catch (const Error& e) {
-    own = std::current_exception();
-    problem = e.what();
-  }
-  try {
-    detail::throw_together(mesh.all(), problem);
+    agree::all(mesh.all(), "pipeline", [&] {
+      try {
+        check(schedule);
+        text = agreed_text(plan, schedule);
+        if (schedule.ranks() != group.size())
+          throw InvalidArgument(concat("the schedule is for ", schedule.ranks(),
+                                       " ranks, and axis '", plan.axis, "' of the mesh has ",
+                                       group.size()));
+      } catch (const Error& e) {  // its faults stay with this rank
+        own = std::current_exception();
+        throw InvalidArgument(e.what());
+      }
+    });
   } catch (const InvalidArgument&) {
     if (own) std::rethrow_exception(own);
     throw;
   }
   agree::same(mesh.all(), "the pipeline's schedule and options", text);
-  detail::throw_together(mesh.all(), own_problem(plan, stages));
+  agree::all(mesh.all(), "pipeline", [&] {
+    const std::string problem = own_problem(plan, stages);
+    if (!problem.empty()) throw InvalidArgument(problem);
+  });
 
   const std::vector<int> mine = schedule.stages_of(plan.rank);
   std::vector<bool> recompute(plan.count()), sharded(plan.count());

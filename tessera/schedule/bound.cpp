@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <queue>
 
 #include "tessera/base/text.h"
@@ -100,47 +101,47 @@ class Way {
   int rank(int x) const { return rank_[x]; }
   double time(int x) const { return time_[x]; }
   double weight(int x) const { return weight_[x]; }
-  double end() const { return start_.back() + time_.back(); }
+  double end(int x) const { return start_[x] + time_[x]; }
+  double end() const { return end(length() - 1); }
 
   // When the n-th micro-batch to pass x has ended it, at the earliest: each of the n has been at
   // all positions before.
   std::vector<Line> ends(int x, int ranks) const {
     std::vector<Line> lines{{start_[x], time_[x]}};
-    std::vector<Line> of(ranks, {-1, 0});
+    // Of each rank its first position's start, and its time on all positions up to here.
+    std::vector<std::optional<double>> first(ranks);
+    std::vector<double> times(ranks, 0.0);
     for (int y = 0; y <= x; ++y) {
-      Line& line = of[rank_[y]];
-      if (line.a < 0) line.a = start_[y];
-      line.b += time_[y];
+      if (!first[rank_[y]]) first[rank_[y]] = start_[y];
+      times[rank_[y]] += time_[y];
     }
     // Nothing of the rank's last position is left to wait for but the way from there.
-    std::vector<bool> done(ranks, false);
     for (int y = x; y >= 0; --y) {
-      if (done[rank_[y]]) continue;
-      done[rank_[y]] = true;
-      const Line& line = of[rank_[y]];
-      lines.push_back({line.a + start_[x] + time_[x] - start_[y] - time_[y], line.b});
+      std::optional<double>& from = first[rank_[y]];
+      if (from) lines.push_back({*from + end(x) - end(y), times[rank_[y]]});
+      from.reset();
     }
     return lines;
   }
 
   // What comes at least after an end at x, of n micro-batches that are no further.
   std::vector<Line> follow(int x, int ranks) const {
-    std::vector<Line> lines;
-    std::vector<Line> of(ranks, {-1, 0});
-    std::vector<double> weights(ranks, 0.0), last(ranks, 0.0);
+    std::vector<std::optional<double>> first(ranks);
+    std::vector<double> times(ranks, 0.0), weights(ranks, 0.0), last(ranks, 0.0);
     for (int y = x; y < length(); ++y) {
-      Line& line = of[rank_[y]];
-      const double after = start_[y] - start_[x] - time_[x];
-      if (y > x && line.a < 0) line.a = after;
-      if (y == x && weight_[y] > 0) line.a = 0;
-      if (y > x) line.b += time_[y];
-      line.b += weight_[y];
-      weights[rank_[y]] += weight_[y];
-      last[rank_[y]] = end() - start_[y] - time_[y];
+      const int r = rank_[y];
+      if (y > x) times[r] += time_[y];
+      weights[r] += weight_[y];
+      last[r] = end() - end(y);
+      // Rounding must not put it before the end at x.
+      if (!first[r] && (y > x || weight_[y] > 0))
+        first[r] = y == x ? 0.0 : std::max(start_[y] - end(x), 0.0);
     }
+    std::vector<Line> lines;
     for (int r = 0; r < ranks; ++r) {
       // Without weight gradients the rank's last position has the rest of the way behind it.
-      if (of[r].a >= 0) lines.push_back({of[r].a + (weights[r] > 0 ? 0 : last[r]), of[r].b});
+      if (first[r])
+        lines.push_back({*first[r] + (weights[r] > 0 ? 0 : last[r]), times[r] + weights[r]});
     }
     return lines;
   }

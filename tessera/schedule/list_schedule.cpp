@@ -187,7 +187,7 @@ void improve(Best& best, const detail::DispatchProblem& problem, const std::vect
     }
     const double eagerness = noise.coin() ? 0.0 : noise.coin() ? 1.0 : noise.uniform();
     detail::Dispatched made = detail::dispatch(problem, limits, disturbed, eagerness);
-    if (made.makespan > length * (1 + 1e-12)) continue;
+    if (made.makespan > length * (1 + 1e-9)) continue;
     order = made.starts;
     if (made.makespan >= length * (1 - 1e-9)) continue;
     length = made.makespan;

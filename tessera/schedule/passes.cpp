@@ -259,6 +259,8 @@ PipelineSchedule merge_backward(const PipelineSchedule& schedule, const Pipeline
   refuse_lowered(schedule);
   check(schedule);
   const Timeline timeline = simulate(schedule, costs);
+  // Rounding counts for nothing.
+  const double same = 1e-9 * timeline.makespan;
   // When the gradient of a stage's input is used, by stage and micro-batch.
   const auto cell = [&](int stage, int micro_batch) {
     return static_cast<std::size_t>(stage) * schedule.micro_batches + micro_batch;
@@ -282,11 +284,11 @@ PipelineSchedule merge_backward(const PipelineSchedule& schedule, const Pipeline
       if (row[i + 1] != PipelineAction{ActionKind::weight_gradient, a.stage, a.micro_batch})
         continue;
       const PipelineAction both{ActionKind::backward, a.stage, a.micro_batch};
-      if (costs.time(both) > costs.time(a) + costs.time(row[i + 1])) continue;
+      if (costs.time(both) > costs.time(a) + costs.time(row[i + 1]) + same) continue;
       const double travel =
           a.stage > 0 ? costs.travel(a.stage, a.stage - 1, schedule.placement) : 0;
       if (timeline.spans[rank][i].start + costs.time(both) + travel >
-          used[cell(a.stage, a.micro_batch)])
+          used[cell(a.stage, a.micro_batch)] + same)
         continue;
       next.actions[rank].back() = both;
       ++i;

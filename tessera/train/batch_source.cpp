@@ -47,6 +47,7 @@ class LoaderBatches final : public BatchSource {
     loader_.restore(state.substr(line + 1));
     epoch_ = epoch;
   }
+  bool ended() override { return loader_.next_epoch() != epoch_; }
   // Every rank computes the same order.
   bool ends_together() const override { return true; }
   bool shared_state() const override { return true; }
@@ -119,13 +120,18 @@ class MadeBatches final : public BatchSource {
   using Make = std::function<std::optional<MicroBatch>(std::uint64_t, std::uint64_t)>;
   explicit MadeBatches(Make make) : make_(std::move(make)) {}
   std::optional<MicroBatch> next() override {
-    auto batch = make_(epoch_, at_);
+    auto batch = ahead_ ? *std::exchange(ahead_, std::nullopt) : make_(epoch_, at_);
     if (batch) ++at_;
     return batch;
+  }
+  bool ended() override {
+    if (!ahead_) ahead_ = make_(epoch_, at_);
+    return !*ahead_;
   }
   void start_epoch(std::uint64_t epoch) override {
     epoch_ = epoch;
     at_ = 0;
+    ahead_.reset();
   }
   std::string state() const override { return concat(epoch_, " ", at_); }
   void restore(const std::string& state) override {
@@ -135,11 +141,14 @@ class MadeBatches final : public BatchSource {
     const std::uint64_t epoch = number_in(state.substr(0, space), "a function of batches");
     at_ = number_in(state.substr(space + 1), "a function of batches");
     epoch_ = epoch;
+    ahead_.reset();
   }
 
  private:
   Make make_;
   std::uint64_t epoch_ = 0, at_ = 0;
+  /// What next() will give, if ended() had to ask.
+  std::optional<std::optional<MicroBatch>> ahead_;
 };
 
 at::Tensor without_rows(const at::Tensor& t) {
@@ -233,6 +242,13 @@ void AgreedBatches::refuse(const std::string& which) const {
   throw UnevenDataError(concat("epoch ", epoch_, ", batch ", index_,
                                ": the ranks have different numbers of batches: ", which,
                                "; choose drop, pad or weight_zero to go on"));
+}
+
+bool AgreedBatches::ended() {
+  if (total_ || strategy_.size() == 1 || source_->ends_together())
+    return known_end() || (!total_ && source_->ended());
+  return uneven_ == UnevenData::drop ? strategy_.any(source_->ended())
+                                     : strategy_.all(source_->ended());
 }
 
 std::optional<MicroBatch> AgreedBatches::next() {

@@ -39,6 +39,9 @@ class BatchSource {
   /// How many batches next() will still give in this epoch; absent: not known. Where every rank
   /// knows, they agree once an epoch instead of once a batch.
   virtual std::optional<std::uint64_t> remaining() const { return std::nullopt; }
+  /// True if next() would give nothing. May read ahead, without moving state(). False where that is
+  /// not known.
+  virtual bool ended() { return remaining() == std::uint64_t{0}; }
   /// restore() can go back to the beginning, so that every validation has the same batches.
   virtual bool rewinds() const { return true; }
   /// Called once before the first batch; throws on every rank if the ranks' sources do not fit
@@ -83,6 +86,8 @@ class AgreedBatches {
   std::optional<MicroBatch> next();
   /// True if next() is known to give nothing; false where that is not known.
   bool known_end() const { return total_ && index_ >= *total_; }
+  /// True if next() would give nothing, as far as sources know that. Collective.
+  bool ended();
   /// Of the next batch, within the epoch.
   std::uint64_t index() const { return index_; }
   BatchSource& source() { return *source_; }

@@ -29,42 +29,9 @@ double monitored(const Trainer& trainer, const std::string& monitor, const char*
       concat(who, " looks at '", monitor, "', which was not logged; known are ", list(known)));
 }
 
-// Best value and how long it has stood, for two callbacks.
-bool waits(double value, const EarlyStoppingOptions& options, std::optional<double>& best,
-           std::int64_t& waited) {
-  if (!best || improves(value, *best, options.better, options.least)) {
-    best = value;
-    waited = 0;
-    return false;
-  }
-  return ++waited >= options.patience;
-}
-
-void check_patience(const EarlyStoppingOptions& options) {
-  if (options.patience < 1 || !(options.least >= 0))
-    throw InvalidArgument(concat("a patience of ", options.patience,
-                                 " validations and a least "
-                                 "improvement of ",
-                                 options.least, ": the first is at least 1, the other at least 0"));
-}
-
 void check_decay(double decay) {
   if (!(decay >= 0 && decay < 1))
     throw InvalidArgument(concat("Ema: the decay is ", decay, ", not in [0, 1)"));
-}
-
-void save_best(CheckpointState& state, const std::string& prefix, const std::optional<double>& best,
-               std::int64_t waited) {
-  state.set_integer(prefix + "has_best", best.has_value());
-  state.set_real(prefix + "best", best.value_or(0));
-  state.set_integer(prefix + "waited", waited);
-}
-
-void load_best(const CheckpointState& state, const std::string& prefix, std::optional<double>& best,
-               std::int64_t& waited) {
-  best.reset();
-  if (state.get_integer(prefix + "has_best") != 0) best = state.get_real(prefix + "best");
-  waited = state.get_integer(prefix + "waited");
 }
 
 }  // namespace
@@ -82,6 +49,12 @@ CheckpointCallback::CheckpointCallback(CheckpointCallbackOptions options)
 void CheckpointCallback::on_setup(Trainer& trainer) {
   if (trainer.options().checkpoint.folder.empty())
     throw InvalidArgument("CheckpointCallback: TrainerOptions::checkpoint.folder is empty");
+  const int others = trainer.options().checkpoint.options.keep_last;
+  if (others > 0 && !options_.monitor.empty())
+    throw InvalidArgument(concat("CheckpointCallback: the ", options_.best,
+                                 " best checkpoints are to be kept, and CheckpointOptions::"
+                                 "keep_last keeps the last ",
+                                 others, ": choose CheckpointCallbackOptions::keep_last alone"));
   if (options_.on_exception) trainer.save_on_exception();
   last_.clear();
   best_.clear();
@@ -134,7 +107,13 @@ void CheckpointCallback::on_validation_end(Trainer& trainer, bool complete) {
   });
   if (worse == best_.end() && best_.size() >= static_cast<std::size_t>(options_.best)) return;
   const std::string name = concat("step-", trainer.step());
-  best_.insert(worse, {name, value});
+  // Two validations after one step: one checkpoint, with the better value.
+  const auto same =
+      std::find_if(best_.begin(), best_.end(), [&](const auto& b) { return b.first == name; });
+  if (same < worse) return;
+  const auto at = best_.insert(worse, {name, value});
+  best_.erase(std::remove_if(at + 1, best_.end(), [&](const auto& b) { return b.first == name; }),
+              best_.end());
   trainer.request_save(name);
   if (best_.size() <= static_cast<std::size_t>(options_.best)) return;
   const std::string old = best_.back().first;
@@ -172,51 +151,95 @@ void CheckpointCallback::loaded(Trainer& trainer, const CheckpointState& state,
 
 // ---- metrics that stop or slow a run ----
 
-EarlyStopping::EarlyStopping(std::string monitor, EarlyStoppingOptions options)
+detail::Patience::Patience(std::string monitor, EarlyStoppingOptions options)
     : monitor_(std::move(monitor)), options_(options) {
-  check_patience(options_);
+  if (options_.patience < 1 || !(options_.least >= 0))
+    throw InvalidArgument(concat("a patience of ", options_.patience,
+                                 " validations and a least improvement of ", options_.least,
+                                 ": the first is at least 1, the other at least 0"));
 }
+
+double detail::Patience::value(const Trainer& trainer, const char* who) const {
+  return monitored(trainer, monitor_, who);
+}
+
+bool detail::Patience::waits(double value) {
+  if (!std::isnan(value) && (!best_ || improves(value, *best_, options_.better, options_.least))) {
+    best_ = value;
+    waited_ = 0;
+    return false;
+  }
+  return ++waited_ >= options_.patience;
+}
+
+void detail::Patience::reset() {
+  best_.reset();
+  waited_ = 0;
+}
+
+void detail::Patience::save(CheckpointState& state, const std::string& prefix) const {
+  state.set_integer(prefix + "has_best", best_.has_value());
+  state.set_real(prefix + "best", best_.value_or(0));
+  state.set_integer(prefix + "waited", waited_);
+}
+
+void detail::Patience::load(const CheckpointState& state, const std::string& prefix) {
+  reset();
+  const double best = state.get_real(prefix + "best");
+  // Checkpoints of before may have NaN, which nothing improves on.
+  if (state.get_integer(prefix + "has_best") != 0 && !std::isnan(best)) best_ = best;
+  waited_ = state.get_integer(prefix + "waited");
+}
+
+std::string detail::Patience::to_string() const {
+  return concat(monitor_, " has not improved", best_ ? concat(" on ", *best_) : std::string(),
+                " for ", waited_, " validations");
+}
+
+EarlyStopping::EarlyStopping(std::string monitor, EarlyStoppingOptions options)
+    : patience_(std::move(monitor), options) {}
+
+void EarlyStopping::on_setup(Trainer&) { patience_.reset(); }
 
 void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || trainer.stage() != Stage::train) return;
-  const double value = monitored(trainer, monitor_, "EarlyStopping");
-  if (!std::isfinite(value)) {
-    trainer.request_stop(concat(monitor_, " is ", value));
-  } else if (waits(value, options_, best_, waited_)) {
-    trainer.request_stop(
-        concat(monitor_, " has not improved on ", *best_, " for ", waited_, " validations"));
-  }
+  const double value = patience_.value(trainer, "EarlyStopping");
+  if (!std::isfinite(value))
+    trainer.request_stop(concat(patience_.monitor(), " is ", value));
+  else if (patience_.waits(value))
+    trainer.request_stop(patience_.to_string());
 }
 
 void EarlyStopping::save(Trainer&, CheckpointState& state, const std::string& prefix) {
-  save_best(state, prefix, best_, waited_);
+  patience_.save(state, prefix);
 }
 
 void EarlyStopping::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
-  load_best(state, prefix, best_, waited_);
+  patience_.load(state, prefix);
 }
 
 ReduceOnPlateau::ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options)
-    : monitor_(std::move(monitor)), factor_(factor), options_(options) {
-  check_patience(options_);
+    : factor_(factor), patience_(std::move(monitor), options) {
   if (!(factor > 0 && factor < 1))
     throw InvalidArgument(
         concat("ReduceOnPlateau: the factor is ", factor, ", not between 0 and 1"));
 }
 
+void ReduceOnPlateau::on_setup(Trainer&) { patience_.reset(); }
+
 void ReduceOnPlateau::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || trainer.stage() != Stage::train) return;
-  if (!waits(monitored(trainer, monitor_, "ReduceOnPlateau"), options_, best_, waited_)) return;
-  waited_ = 0;
+  if (!patience_.waits(patience_.value(trainer, "ReduceOnPlateau"))) return;
+  patience_.again();
   trainer.scale_learning_rate(factor_);
 }
 
 void ReduceOnPlateau::save(Trainer&, CheckpointState& state, const std::string& prefix) {
-  save_best(state, prefix, best_, waited_);
+  patience_.save(state, prefix);
 }
 
 void ReduceOnPlateau::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
-  load_best(state, prefix, best_, waited_);
+  patience_.load(state, prefix);
 }
 
 // ---- what a user looks at ----
@@ -308,6 +331,11 @@ void Throughput::on_step_end(Trainer& trainer, const StepResult& result) {
   if (flop_per_sample_ > 0) rates["throughput/flop"] = samples_ * flop_per_sample_ / seconds;
   trainer.log_here(rates);
   on_fit_start(trainer);
+}
+
+void Timer::on_setup(Trainer&) {
+  before_ = {};
+  began_.reset();
 }
 
 void Timer::on_fit_start(Trainer&) { began_ = SteadyClock::now(); }

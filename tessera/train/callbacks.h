@@ -26,7 +26,8 @@ struct CheckpointCallbackOptions {
   std::chrono::milliseconds every{0};
   /// Of these periodic ones the last so many are kept; 0: all.
   int keep_last = 1;
-  /// Of each validation, if the metric ("val/loss") is among the `best` best ones, which are kept.
+  /// Of each validation, if the metric ("val/loss") is among the `best` best ones, which are kept:
+  /// not beside CheckpointOptions::keep_last, which would remove them (InvalidArgument in fit()).
   std::string monitor = {};
   int best = 1;
   Better better = Better::smaller;
@@ -70,16 +71,24 @@ struct EarlyStoppingOptions {
   double least = 0;
 };
 
-/// Stops when a metric of validations no longer improves, or is not finite.
-class EarlyStopping : public Callback {
+namespace detail {
+
+/// The best value of a metric, and how long it has stood.
+class Patience {
  public:
   /// Throws InvalidArgument for options out of range.
-  explicit EarlyStopping(std::string monitor, EarlyStoppingOptions options = {});
-  std::string name() const override { return "early_stopping"; }
-  /// Throws InvalidArgument with the known names where there is no such metric.
-  void on_validation_end(Trainer& trainer, bool complete) override;
-  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
-  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+  Patience(std::string monitor, EarlyStoppingOptions options);
+  /// The metric now; throws InvalidArgument with the known names where there is no such metric.
+  double value(const Trainer& trainer, const char* who) const;
+  /// True where `value` is at least the `patience`-th in a row that has not improved. NaN never
+  /// has.
+  bool waits(double value);
+  void again() { waited_ = 0; }
+  void reset();
+  void save(CheckpointState& state, const std::string& prefix) const;
+  void load(const CheckpointState& state, const std::string& prefix);
+  std::string to_string() const;
+  const std::string& monitor() const { return monitor_; }
 
  private:
   std::string monitor_;
@@ -88,22 +97,39 @@ class EarlyStopping : public Callback {
   std::int64_t waited_ = 0;
 };
 
-/// Multiplies all learning rates by `factor` when a metric of validations has not improved for
-/// `patience` of them.
-class ReduceOnPlateau : public Callback {
+}  // namespace detail
+
+/// Stops when a metric of validations no longer improves, or is not finite. Each fit() begins anew,
+/// unless it goes on from a checkpoint.
+class EarlyStopping : public Callback {
  public:
-  ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options = {});
-  std::string name() const override { return "reduce_on_plateau"; }
+  /// Throws InvalidArgument for options out of range.
+  explicit EarlyStopping(std::string monitor, EarlyStoppingOptions options = {});
+  std::string name() const override { return "early_stopping"; }
+  void on_setup(Trainer& trainer) override;
+  /// Throws InvalidArgument with the known names where there is no such metric.
   void on_validation_end(Trainer& trainer, bool complete) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
   void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
 
  private:
-  std::string monitor_;
+  detail::Patience patience_;
+};
+
+/// Multiplies all learning rates by `factor` when a metric of validations has not improved for
+/// `patience` of them. Each fit() begins anew, as with EarlyStopping.
+class ReduceOnPlateau : public Callback {
+ public:
+  ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options = {});
+  std::string name() const override { return "reduce_on_plateau"; }
+  void on_setup(Trainer& trainer) override;
+  void on_validation_end(Trainer& trainer, bool complete) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+
+ private:
   double factor_;
-  EarlyStoppingOptions options_;
-  std::optional<double> best_;
-  std::int64_t waited_ = 0;
+  detail::Patience patience_;
 };
 
 /// Logs the learning rates, "lr/0" or "lr/0.1" for the second group of the first optimizer, as
@@ -161,6 +187,7 @@ class Timer : public Callback {
  public:
   explicit Timer(std::chrono::milliseconds limit) : limit_(limit) {}
   std::string name() const override { return "timer"; }
+  void on_setup(Trainer& trainer) override;
   void on_fit_start(Trainer& trainer) override;
   void on_step_end(Trainer& trainer, const StepResult& result) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;

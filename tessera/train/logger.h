@@ -6,8 +6,13 @@
 //   TensorBoard  events.out.tfevents....   scalars
 //
 // A run that goes on from a checkpoint appends: what an earlier one has logged of later steps is
-// removed (TensorBoard is told to pass it over). flush() writes complete lines; a process that is
-// killed leaves at most its last line truncated, which is removed then.
+// removed (TensorBoard is told to pass it over). A run that begins anew moves a log of an earlier one
+// aside, to metrics.csv.1 or the first number that is free. What only evaluates appends. Nothing is
+// replaced under a job that is writing: its lines stay in the file that it has open.
+//
+// flush() writes complete lines, as 64 KiB of them do and the end of a run: a process that is killed
+// loses what it has not written, and leaves at most its last line truncated, which is removed when
+// the run goes on.
 
 #include <cstdint>
 #include <map>
@@ -22,9 +27,12 @@ class Logger {
   virtual ~Logger();
   Logger(const Logger&) = delete;
   Logger& operator=(const Logger&) = delete;
-  /// Before the first log(): the run begins at this step, 0 or that of a checkpoint. Makes the
-  /// folder. Throws FileError.
+  /// Before the first log() of a training: it begins at this step, 0 or that of a checkpoint. Makes
+  /// the folder. Throws FileError.
   virtual void start(std::int64_t step) = 0;
+  /// The same for a run that evaluates after this step: what is in the log stays. The default calls
+  /// start().
+  virtual void append(std::int64_t step) { start(step); }
   virtual void log(const std::map<std::string, double>& values, std::int64_t step,
                    std::int64_t epoch) = 0;
   /// Throws FileError if something could not be written.

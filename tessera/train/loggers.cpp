@@ -1,13 +1,19 @@
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
@@ -31,6 +37,24 @@ void make_folders(const std::string& folder) {
   if (problem) throw FileError(concat(folder, ": cannot be made: ", problem.message()));
 }
 
+// The file is nobody else's while it lives: who cuts it sees whole lines, and cuts none that comes
+// meanwhile. Waits no longer than a second, and not at all where the file system has no locks.
+class FileLock {
+ public:
+  explicit FileLock(int descriptor) : descriptor_(descriptor) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    while (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0 &&
+           (errno == EINTR || errno == EWOULDBLOCK) && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ~FileLock() { ::flock(descriptor_, LOCK_UN); }
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+
+ private:
+  int descriptor_;
+};
+
 // A file that only grows, and where every flush() leaves whole lines.
 class GrowingFile {
  public:
@@ -38,32 +62,66 @@ class GrowingFile {
   ~GrowingFile() { close(); }
   GrowingFile(const GrowingFile&) = delete;
   GrowingFile& operator=(const GrowingFile&) = delete;
+  bool is_open() const { return descriptor_ >= 0; }
   void open(const std::string& path) {
     close();
     path_ = path;
     descriptor_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    if (descriptor_ < 0)
-      throw FileError(concat(path, ": cannot be opened: ", std::strerror(errno)));
+    if (descriptor_ < 0) fail("opened");
   }
   void add(const std::string& bytes) {
     waiting_ += bytes;
     if (waiting_.size() > (1 << 16)) write();
   }
   void write() {
+    if (waiting_.empty()) return;
+    const FileLock lock(descriptor_);
+    write_now();
+  }
+  /// Keeps the whole lines that `keeps` says, in the file that others may have open, too.
+  void keep_lines(const std::function<bool(const std::string& line)>& keeps) {
+    const FileLock lock(descriptor_);
+    std::string kept;
+    std::optional<off_t> first;  // the first byte that goes
+    off_t at = 0;
+    for (const auto& [line, whole] : lines()) {
+      if (whole && keeps(line))
+        kept += first ? line + '\n' : "";
+      else if (!first)
+        first = at;
+      at += static_cast<off_t>(line.size()) + 1;
+    }
+    if (!first) return;
+    if (::ftruncate(descriptor_, *first) != 0) fail("truncated");
+    // Lines of earlier steps behind the first that goes, as evaluations append them.
+    kept.swap(waiting_);
+    write_now();
+    kept.swap(waiting_);
+  }
+  std::vector<std::pair<std::string, bool>> lines() const {
+    std::vector<std::pair<std::string, bool>> all;
+    std::ifstream in(path_, std::ios::binary);
+    for (std::string line; std::getline(in, line);) all.emplace_back(line, !in.eof());
+    return all;
+  }
+
+ private:
+  [[noreturn]] void fail(const char* what) const {
+    throw FileError(concat(path_, ": cannot be ", what, ": ", std::strerror(errno)));
+  }
+  void write_now() {
     std::size_t done = 0;
     while (done < waiting_.size()) {
       const ssize_t n = ::write(descriptor_, waiting_.data() + done, waiting_.size() - done);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) {
         waiting_.erase(0, done);
-        throw FileError(concat(path_, ": cannot be written: ", std::strerror(errno)));
+        fail("written");
       }
       done += static_cast<std::size_t>(n);
     }
     waiting_.clear();
   }
-
- private:
   void close() noexcept {
     if (descriptor_ < 0) return;
     try {
@@ -86,34 +144,27 @@ class LineLogger : public Logger {
   }
   void start(std::int64_t step) override {
     make_folders(folder_of(path_));
-    std::string kept;
-    bool changed = false;
-    {
-      std::ifstream in(path_, std::ios::binary);
-      std::string line;
-      while (std::getline(in, line)) {
-        const bool whole = !in.eof();
-        const auto at = step_of(line);
-        if (whole && (!at || *at <= step))
-          kept += line + "\n";
-        else
-          changed = true;
-      }
+    const auto earlier = [&](const std::string& line) { return step_of(line).value_or(0) <= step; };
+    open();
+    const auto there = file_.lines();
+    if (step == 0 && std::any_of(there.begin(), there.end(), [&](const auto& line) {
+          return line.second && !earlier(line.first);
+        })) {
+      move_aside();
+      open();
+    } else {
+      file_.keep_lines(earlier);
     }
-    if (kept.empty()) {
-      kept = header();
-      changed = !kept.empty();
-    }
-    if (changed) {
-      AtomicFile file(path_);
-      file.write(kept);
-      file.commit();
-    }
-    file_.open(path_);
-    began_ = std::chrono::steady_clock::now();
+    begin_line();
   }
+  void append(std::int64_t) override { began_ = std::chrono::steady_clock::now(); }
   void log(const std::map<std::string, double>& values, std::int64_t step,
            std::int64_t epoch) override {
+    if (!file_.is_open()) {
+      make_folders(folder_of(path_));
+      open();
+      begin_line();
+    }
     const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began_;
     file_.add(lines(values, step, epoch, since.count()));
   }
@@ -139,6 +190,24 @@ class LineLogger : public Logger {
   }
 
  private:
+  void open() {
+    file_.open(path_);
+    began_ = std::chrono::steady_clock::now();
+  }
+  // Behind the header, and behind a line that a process that was killed has left truncated.
+  void begin_line() {
+    const auto there = file_.lines();
+    file_.add(there.empty() ? header() : there.back().second ? "" : "\n");
+    file_.write();
+  }
+  // Who has it open goes on in it.
+  void move_aside() const {
+    std::error_code problem;
+    int n = 1;
+    while (std::filesystem::exists(concat(path_, ".", n), problem)) ++n;
+    std::filesystem::rename(path_, concat(path_, ".", n), problem);
+    if (problem) throw FileError(concat(path_, ": cannot be moved aside: ", problem.message()));
+  }
   std::string path_;
   GrowingFile file_;
   std::chrono::steady_clock::time_point began_;
@@ -198,6 +267,11 @@ class TensorboardLogger final : public Logger {
   explicit TensorboardLogger(std::string folder) : folder_(std::move(folder)) {
     if (folder_.empty()) throw InvalidArgument("a logger was given no folder");
   }
+  void append(std::int64_t) override {}
+  void log(const std::map<std::string, double>& values, std::int64_t step, std::int64_t) override {
+    if (!file_.is_open()) start(0);
+    file_.add(scalars_event(wall_seconds(), step, values));
+  }
   void start(std::int64_t step) override {
     make_folders(folder_);
     const double now = wall_seconds();
@@ -212,9 +286,6 @@ class TensorboardLogger final : public Logger {
     file_.add(version_event(now));
     if (step > 0) file_.add(restart_event(now, step + 1));
     file_.write();
-  }
-  void log(const std::map<std::string, double>& values, std::int64_t step, std::int64_t) override {
-    file_.add(scalars_event(wall_seconds(), step, values));
   }
   void flush() override { file_.write(); }
 

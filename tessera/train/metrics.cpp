@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "tessera/base/text.h"
 
@@ -54,22 +56,28 @@ void Metrics::add(const Metrics& other) {
   }
 }
 
-std::map<std::string, double> Metrics::reduce(Strategy& strategy) const {
-  std::map<std::string, Sum> sums;
+std::map<std::string, double> Metrics::reduce(Strategy& strategy, std::string* not_a_number) const {
+  std::vector<Metrics> ranks;  // in their order: the same sum on all
   if (strategy.size() == 1) {
-    sums = all_;
+    ranks.push_back(*this);
   } else {
-    for (const std::string& bytes : strategy.all_gather(state())) {  // by rank: the same sum of all
-      Metrics one;
-      one.restore(bytes);
-      for (const auto& [name, sum] : one.all_) {
-        auto [it, is_new] = sums.try_emplace(name, Sum{sum.kind});
-        if (it->second.kind != sum.kind)
-          throw MismatchError(concat("metric '", name, "' has another kind on another rank"));
-        it->second.add(sum.value, sum.weight);
-      }
+    for (const std::string& bytes : strategy.all_gather(state()))
+      ranks.emplace_back().restore(bytes);
+  }
+  std::map<std::string, Sum> sums;
+  std::map<std::string, std::vector<int>> nans;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    for (const auto& [name, sum] : ranks[r].all_) {
+      auto [it, is_new] = sums.try_emplace(name, Sum{sum.kind});
+      if (it->second.kind != sum.kind)
+        throw MismatchError(concat("metric '", name, "' has another kind on another rank"));
+      it->second.add(sum.value, sum.weight);
+      if (sum.weight > 0 && std::isnan(sum.value)) nans[name].push_back(static_cast<int>(r));
     }
   }
+  if (not_a_number && !nans.empty())
+    *not_a_number =
+        concat("'", nans.begin()->first, "' is nan, by ranks ", list(nans.begin()->second));
   std::map<std::string, double> result;
   for (const auto& [name, sum] : sums) {
     if (sum.weight == 0) continue;

@@ -32,8 +32,10 @@ class Metrics {
   void add(const Metrics& other);
   /// Over all ranks, which may have other names: one that no rank has given a weight is left out.
   /// The same bits on every rank. Collective: one all-gather. Throws MismatchError on every rank if
-  /// a name has two kinds.
-  std::map<std::string, double> reduce(Strategy& strategy) const;
+  /// a name has two kinds. `not_a_number` gets the first name that is NaN, and by which ranks, or
+  /// stays empty.
+  std::map<std::string, double> reduce(Strategy& strategy,
+                                       std::string* not_a_number = nullptr) const;
   void clear() { all_.clear(); }
   bool has(const std::string& name) const { return all_.contains(name); }
   bool empty() const { return all_.empty(); }

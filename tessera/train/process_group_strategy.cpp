@@ -38,6 +38,7 @@ Abilities ProcessGroupStrategy::abilities() const {
   Abilities can;
   can.saves_on_all_ranks = false;
   can.owns_accumulation = true;
+  can.reduces_modules_alone = true;
   can.gradients = Abilities::Gradients::summed;
   return can;
 }

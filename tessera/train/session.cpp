@@ -6,17 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
 #include <utility>
 
-#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
-#include "tessera/checkpoint/optimizer_state.h"
-#include "tessera/gradient/sync.h"
-#include "tessera/tensor/policy.h"
-#include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/detail/all_modules.h"
-#include "tessera/train/detail/random_bytes.h"
 
 namespace tessera {
 
@@ -72,57 +65,6 @@ class NoAutocast {
 constexpr const char* kMixed =
     "a step has micro-batches by backward() and by add_gradients(): use one of them";
 
-at::Tensor local_gradient(const at::Tensor& gradient) {
-  return is_sharded(gradient) ? to_local(gradient) : gradient;
-}
-
-// What a checkpoint has under the modules' names is theirs, to the last tensor: a network that has
-// become smaller since does not go on with what is left of it. Where ranks have different modules,
-// it is that of one of them.
-void refuse_other_modules(const CheckpointReader& saved, const NamedModules& modules,
-                          const torch::nn::Module& all, Strategy& strategy) {
-  std::set<std::string> known, names;
-  for (const auto& item : all.named_parameters()) known.insert(item.key());
-  for (const auto& item : all.named_buffers()) known.insert(item.key());
-  for (const NamedModule& m : modules) names.insert(m.name);
-  if (strategy.abilities().modules_differ) {
-    std::string mine;
-    for (const std::string& name : names) mine += name + '\n';
-    mine += '\n';
-    for (const std::string& name : known) mine += name + '\n';
-    for (const std::string& text : strategy.all_gather(mine)) {
-      bool modules_over = false;
-      for (std::size_t at = 0; at < text.size();) {
-        const std::size_t end = text.find('\n', at);
-        if (end == at)
-          modules_over = true;
-        else
-          (modules_over ? known : names).insert(text.substr(at, end - at));
-        at = end + 1;
-      }
-    }
-  }
-  std::string left;
-  for (const SavedTensor& t : saved.tensors()) {
-    const bool ours = names.contains(t.name.substr(0, t.name.find('.')));
-    if (ours && !known.contains(t.name))
-      left += concat(left.empty() ? "'" : ", '", printable(t.name), "'");
-  }
-  if (!left.empty())
-    throw InvalidArgument(
-        concat("the checkpoint is that of another model: it has ", left, ", which is not here"));
-}
-
-void refuse_other_optimizers(const CheckpointReader& saved, std::size_t here) {
-  const std::vector<std::string> names = saved.value_names();
-  std::size_t there = 0;
-  while (std::find(names.begin(), names.end(), concat("optimizer.", there, ".kind")) != names.end())
-    ++there;
-  if (there != here)
-    throw InvalidArgument(
-        concat("the checkpoint has ", there, " optimizers, and there are ", here, " here"));
-}
-
 }  // namespace
 
 NonFiniteGradient::~NonFiniteGradient() = default;
@@ -134,6 +76,7 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
       options_(options),
       weight_(Group(), StepWeight::Reduced::summed) {
   if (!strategy_) throw InvalidArgument("a session without a strategy");
+  require_free(*strategy_);
   if (!(options_.clip_value > 0))
     throw InvalidArgument(
         concat("SessionOptions::clip_value is ", options_.clip_value, ", but must be above 0"));
@@ -149,15 +92,24 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
     scaler_ = std::make_unique<LossScaler>(options_.scaler);
   listen(options_.signals);
   convert();
-  if (from && !strategy_->abilities().restores_after_setup) {
-    refuse_other_modules(*from, modules_, *all_, *strategy_);
-    CheckpointState state;
-    state.add("", *all_, strategy_->hand_shards());
-    from->load(state, {.allow_extra = true});
-    restored_ = true;
-  }
+  if (from && !strategy_->abilities().restores_after_setup) restore_modules(*from);
   strategy_->setup(modules_);
   strategy_->session_ = this;
+}
+
+void Session::require_free(const Strategy& strategy) {
+  if (strategy.session_ && !strategy.session_->resting_)
+    throw InvalidArgument(
+        concat("the strategy '", strategy.name(),
+               "' is in use by another session: end that one first, or give this one a strategy of "
+               "its own (a fit() inside a callback of another one, too)"));
+}
+
+void Session::require_own() const {
+  if (strategy_->session_ != this)
+    throw InvalidArgument(concat("the strategy '", strategy_->name(),
+                                 "' has been set up by another session since: this one trains no "
+                                 "longer"));
 }
 
 Session::~Session() {
@@ -170,41 +122,46 @@ Session::~Session() {
   }
 }
 
-void Session::convert() const {
+// Absent where nothing is converted: integers, booleans, and what is of that width already. A
+// complex tensor keeps both of its parts.
+std::optional<at::ScalarType> Session::converted(const at::Tensor& tensor) const {
   const bool single = options_.precision == Precision::float32;
-  if (!single && options_.precision != Precision::float64) return;
-  const at::ScalarType wanted = single ? at::kFloat : at::kDouble;
-  if (strategy_->abilities().moves_modules) {
-    all_->to(wanted);
-    return;
-  }
+  if (!tensor.defined() || (!single && options_.precision != Precision::float64)) return {};
+  const at::ScalarType now = tensor.scalar_type();
+  const at::ScalarType real = single ? at::kFloat : at::kDouble;
+  const at::ScalarType wanted = at::isComplexType(now) ? at::toComplexType(real) : real;
+  if (now == wanted || !(at::isFloatingType(now) || at::isComplexType(now))) return {};
+  return wanted;
+}
+
+void Session::convert() const {
+  const at::NoGradGuard no_grad;
+  const auto moves = strategy_->abilities().moves_modules;
   for (const auto& item : all_->named_parameters()) {
-    if (at::isFloatingType(item.value().scalar_type()) && item.value().scalar_type() != wanted)
+    at::Tensor p = item.value();
+    const auto wanted = converted(p);
+    if (wanted && !moves)
       throw InvalidArgument(concat("precision ", to_string(options_.precision), ", but '",
-                                   item.key(), "' is ", item.value().scalar_type(),
+                                   item.key(), "' is ", p.scalar_type(),
                                    ", and the strategy leaves modules as the user made them"));
+    if (wanted) p.set_data(p.to(*wanted));
   }
+  if (!moves) return;
+  for (at::Tensor buffer : all_->buffers())
+    if (const auto wanted = converted(buffer)) buffer.set_data(buffer.to(*wanted));
 }
 
 void Session::convert(MicroBatch& batch) const {
-  const bool single = options_.precision == Precision::float32;
-  if (!single && options_.precision != Precision::float64) return;
   if (!strategy_->abilities().moves_modules) return;
   for (at::Tensor& t : batch.tensors)
-    if (t.is_floating_point()) t = t.to(single ? at::kFloat : at::kDouble);
+    if (const auto wanted = converted(t)) t = t.to(*wanted);
 }
 
 std::size_t Session::add(std::shared_ptr<torch::optim::Optimizer> optimizer) {
   if (!optimizer) throw InvalidArgument("a session was given no optimizer");
-  std::vector<at::Tensor> own;
-  std::set<const c10::TensorImpl*> seen;
-  for (const auto& group : optimizer->param_groups()) {
-    for (const at::Tensor& p : group.params())
-      if (seen.insert(p.unsafeGetTensorImpl()).second) own.push_back(p);
-  }
   optimizers_.push_back(std::move(optimizer));
-  optimized_.push_back(std::move(own));
-  parameters_.clear();
+  module_parameters_.clear();
+  clean_ = false;
   return optimizers_.size() - 1;
 }
 
@@ -232,9 +189,14 @@ at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, doub
   return loss.detach();
 }
 
+void Session::begin_gradients() {
+  require_own();
+  if (made_ == Made::nothing && !clean_) clear_gradients();
+}
+
 void Session::backward(const at::Tensor& loss, double weight, bool last) {
   if (made_ == Made::added) throw InvalidArgument(kMixed);
-  if (made_ == Made::nothing && parameters_.empty()) clear_gradients();
+  begin_gradients();
   at::Tensor weighed = weight_.weigh_in(loss, strategy_->loss_weight(weight), unit_);
   made_ = Made::backward;
   try {
@@ -267,7 +229,7 @@ std::shared_ptr<void> Session::forward_scope() const {
 TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bool last) {
   if (!run) throw InvalidArgument("add_gradients: there is no function");
   if (made_ == Made::backward) throw InvalidArgument(kMixed);
-  if (made_ == Made::nothing && parameters_.empty()) clear_gradients();
+  begin_gradients();
   made_ = Made::added;
   const bool reduces = last || strategy_->abilities().owns_accumulation;
   try {
@@ -285,105 +247,11 @@ TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bo
   }
 }
 
-std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& which) const {
-  std::vector<at::Tensor> all;
-  std::set<const c10::TensorImpl*> seen;
-  const auto take = [&](std::size_t i) {
-    if (i >= optimized_.size())
-      throw InvalidArgument(concat("optimizer ", i, " of ", optimized_.size()));
-    for (const at::Tensor& p : optimized_[i])
-      if (seen.insert(p.unsafeGetTensorImpl()).second) all.push_back(p);
-  };
-  for (const std::size_t i : which) take(i);
-  return all;
-}
-
-// Of the modules, and what only an optimizer knows.
-void Session::find_parameters() {
-  std::vector<std::size_t> every(optimized_.size());
-  for (std::size_t i = 0; i < every.size(); ++i) every[i] = i;
-  all_optimized_ = parameters_of(every);
-  multiples_.clear();
-  std::set<const c10::TensorImpl*> seen;
-  const auto take = [&](const at::Tensor& p) {
-    if (seen.insert(p.unsafeGetTensorImpl()).second) parameters_.push_back(p);
-  };
-  for (const at::Tensor& p : all_->parameters()) take(p);
-  for (const at::Tensor& p : all_optimized_) take(p);
-}
-
-void Session::find_multiples() {
-  std::unordered_map<const c10::TensorImpl*, double> all;
-  for (const at::Tensor& p : all_optimized_)
-    all[p.unsafeGetTensorImpl()] = p.requires_grad() ? multiple_of(p) : 1;
-  multiples_ = std::move(all);
-}
-
-bool Session::overflowed() const {
-  const at::NoGradGuard no_grad;
-  for (const at::Tensor& p : parameters_) {
-    if (!p.grad().defined()) continue;
-    const at::Tensor gradient = local_gradient(p.grad());
-    if (gradient.numel() > 0 && !at::isfinite(gradient).all().item<bool>()) return true;
-  }
-  return false;
-}
-
-// By what the sum of the ranks' gradients of a parameter was multiplied.
-double Session::multiple_of(const at::Tensor& parameter) const {
-  const auto sum = gradient_sum(parameter);
-  if (!sum || sum->scale == 0)
-    throw GradientError(
-        "a session was given a parameter of which it is not known how its gradients come "
-        "together: GradientSync::scale() of what reduces them says nothing, or zero");
-  if (sum->reducers > 0) {
-    const int losses = strategy_->size() / strategy_->loss_sharing();
-    const bool others =
-        sum->is_mean() && (sum->count % losses != 0 || sum->count > strategy_->size());
-    if (sum->count > 0 && (sum->count < losses || others))
-      throw GradientError(concat("a session of ", losses,
-                                 " ranks with different losses was given "
-                                 "a parameter (shape ",
-                                 parameter.sizes(), ") whose gradients come together over ",
-                                 sum->count,
-                                 " ranks: reduce them over those that have different losses"));
-    // Each loss is in a mean as often as ranks share it.
-    return sum->is_mean() ? 1.0 / losses : sum->scale;
-  }
-  return strategy_->abilities().gradients == Abilities::Gradients::averaged
-             ? static_cast<double>(strategy_->loss_sharing()) / strategy_->size()
-             : 1.0;
-}
-
-void Session::scale_gradients(const std::vector<at::Tensor>& parameters, double weight,
-                              bool added) const {
-  const at::NoGradGuard no_grad;
-  for (const at::Tensor& p : parameters) {
-    if (!p.grad().defined()) continue;
-    at::Tensor gradient = local_gradient(p.grad());
-    const double multiple = added ? 1.0 : multiples_.at(p.unsafeGetTensorImpl());
-    const double factor = unit_ / (multiple * weight);
-    if (factor != 1) gradient.mul_(factor);
-    if (std::isfinite(options_.clip_value))
-      gradient.clamp_(-options_.clip_value, options_.clip_value);
-  }
-}
-
-// The step is over, or forgotten where an exception has ended it: what was weighed, too. Also
-// before the first one: parameters may hold what a session left that an exception ended.
-void Session::clear_gradients() {
-  if (parameters_.empty()) find_parameters();
-  for (const at::Tensor& p : parameters_) p.mutable_grad().reset();
-  weight_.reset();
-  owed_ = false;
-  made_ = Made::nothing;
-}
-
 StepResult Session::step(const std::vector<std::size_t>& which,
                          const std::function<void(const StepResult&)>& before) {
   if (optimizers_.empty()) throw InvalidArgument("a step of a session without optimizers");
-  if (parameters_.empty()) find_parameters();
-  const std::vector<at::Tensor> named = parameters_of(which);
+  require_own();
+  const std::vector<at::Tensor> own = which.empty() ? optimized() : parameters_of(which);
   const auto refuse = [](const torch::optim::Optimizer& optimizer) {
     if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer))
       throw NotAvailable(
@@ -395,10 +263,11 @@ StepResult Session::step(const std::vector<std::size_t>& which,
   for (const std::size_t i : which) refuse(*optimizers_[i]);
   StepResult result;
   try {
-    result = finish_gradients(which.empty() ? all_optimized_ : named);
+    result = finish_gradients(own);
+    if (result.stepped && before) before(result);
+    // From here on the parameters are no longer those of the step before.
     ++steps_;
     if (result.stepped) {
-      if (before) before(result);
       if (which.empty()) {
         for (const auto& optimizer : optimizers_) optimizer->step();
       } else {
@@ -425,11 +294,10 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
     throw NotAvailable(
         "step_again() with parameters that are sharded by hand: the optimizer would take its "
         "products over each rank's shard alone");
-  if (parameters_.empty()) find_parameters();
   struct LeftOut {};
   StepResult first;
   bool evaluated = false;
-  const std::vector<at::Tensor>& own = optimized_[optimizer];
+  const std::vector<at::Tensor> own = parameters_of({optimizer});
   std::vector<at::Tensor> before;
   for (const at::Tensor& p : own) before.push_back(p.detach().clone());
   // Back from the point that the search was trying; its history is that of another place.
@@ -468,10 +336,11 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
 StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   if (owed_) strategy_->reduce_gradients();
   owed_ = false;
-  const bool added = std::exchange(made_, Made::nothing) == Made::added;
-  if (!added && multiples_.empty()) find_multiples();
+  std::optional<Multiples> multiples;
+  if (std::exchange(made_, Made::nothing) != Made::added) multiples = find_multiples();
 
   const StepWeight::Sums mine = weight_.take();
+  own_loss_ = mine.loss;
   double sums[kStepSums] = {mine.weight, mine.loss, scaler_ && overflowed() ? 1.0 : 0.0};
   sums[kSave] = save_ ? 1.0 : 0.0;
   save_ = false;
@@ -491,7 +360,7 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
   if (result.stepped) {
-    scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0), added);
+    scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0), multiples);
     if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
       result.norm = strategy_->clip(own, options_.clip);
   }
@@ -531,58 +400,6 @@ Stop Session::vote() {
 }
 
 double Session::loss_scale() const { return scaler_ ? scaler_->scale() : 1; }
-
-CheckpointState Session::state() {
-  CheckpointState state;
-  const HandShards shards = strategy_->hand_shards();
-  state.add("", *all_, shards);
-  for (std::size_t i = 0; i < optimizers_.size(); ++i)
-    add_optimizer(state, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
-  state.set_integer("train.steps", steps_);
-  state.set_real("train.unit", unit_);
-  if (scaler_) state.set("train.scaler", scaler_->state());
-  state.set_of_rank("train.random", detail::random_bytes(strategy_->root_device()));
-  if (const DistributedManager* manager = strategy_->manager()) {
-    const RandomState random = random_state(*manager);
-    state.set_integer("train.sharded_seed", static_cast<std::int64_t>(random.seed));
-    state.set_integer("train.sharded_stream", static_cast<std::int64_t>(random.stream));
-  }
-  return state;
-}
-
-void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
-  const HandShards shards = strategy_->hand_shards();
-  if (!strategy_->abilities().restores_after_setup && !restored_)
-    throw InvalidArgument(concat(
-        "the strategy '", strategy_->name(),
-        "' restores before setup() alone: give the checkpoint to the session's constructor"));
-  // What does not fit is found before anything is changed.
-  if (!restored_) refuse_other_modules(saved, modules_, *all_, *strategy_);
-  refuse_other_optimizers(saved, optimizers_.size());
-  std::vector<std::function<void()>> commits;
-  for (std::size_t i = 0; i < optimizers_.size(); ++i)
-    commits.push_back(
-        read_optimizer(saved, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards));
-  CheckpointState state;
-  if (extra) state = *extra;
-  if (!restored_) state.add("", *all_, shards);
-  saved.load(state, {.allow_extra = true});
-  restored_ = false;
-  for (const auto& commit : commits) commit();
-  steps_ = state.get_integer("train.steps");
-  if (state.has("train.unit")) unit_ = state.get_real("train.unit");
-  if (scaler_ && state.has("train.scaler")) scaler_->restore(state.get("train.scaler"));
-  // Where the first rank alone saved, the others keep theirs.
-  if (state.has_of_rank("train.random") && strategy_->rank() < saved.saved_ranks())
-    detail::set_random_bytes(state.get_of_rank("train.random"), strategy_->root_device());
-  const DistributedManager* manager = strategy_->manager();
-  if (manager && state.has("train.sharded_seed")) {
-    set_random_state(*manager,
-                     {static_cast<std::uint64_t>(state.get_integer("train.sharded_seed")),
-                      static_cast<std::uint64_t>(state.get_integer("train.sharded_stream"))});
-  }
-  if (extra) *extra = std::move(state);
-}
 
 void together(Strategy& strategy, const std::function<void()>& body) {
   try {

@@ -24,6 +24,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -95,9 +96,10 @@ struct TotalLoss {
 
 class Session {
  public:
-  /// Converts the modules and calls strategy.setup(). Throws InvalidArgument for parameters of
-  /// another dtype than the precision asks for where the strategy does not move modules; names
-  /// "optimizer" and "train" are taken. `from`: the checkpoint that load() will be given; needed
+  /// Converts the modules (numbers with a fraction alone) and calls strategy.setup(). Throws
+  /// InvalidArgument for a strategy that is in use (require_free()), and for parameters of another
+  /// dtype than the precision asks for where the strategy does not move modules; names "optimizer"
+  /// and "train" are taken. `from`: the checkpoint that load() will be given; needed
   /// where Abilities::restores_after_setup is false, and then collective over the reader's group.
   Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
           const SessionOptions& options = {}, const CheckpointReader* from = nullptr);
@@ -105,6 +107,13 @@ class Session {
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
+
+  /// Throws InvalidArgument if a living session trains by this strategy: two would undo each other's
+  /// setup(). Not collective.
+  static void require_free(const Strategy& strategy);
+  /// This session evaluates from now on, at most: another one may set the strategy up. Or it trains
+  /// again.
+  void rest(bool on) { resting_ = on; }
 
   /// Adds an optimizer, made after the session (setup() may have replaced what parameters hold).
   /// Returns its number.
@@ -122,8 +131,8 @@ class Session {
   /// the loss, detached. Throws what forward throws.
   at::Tensor micro_batch(const std::function<at::Tensor()>& forward, double weight,
                          bool last = true);
-  /// Floating-point tensors of a batch to float32 or float64, if the precision is one of them and
-  /// the strategy moves modules.
+  /// Floating-point tensors of a batch to float32 or float64, complex ones to the same width, if the
+  /// precision is one of them and the strategy moves modules.
   void convert(MicroBatch& batch) const;
   /// The two halves of micro_batch(), for manual optimisation.
   AutocastScope autocast() const;
@@ -150,7 +159,7 @@ class Session {
 
   /// Divides, unscales and clips the gradients, and steps these optimizers (none named: all). All
   /// gradients are cleared then. `before`: called with the final gradients, before the optimizers,
-  /// unless the step is left out. Throws InvalidArgument on every rank for a weight that was
+  /// unless the step is left out; what it throws leaves the parameters as they are. Throws InvalidArgument on every rank for a weight that was
   /// negative, not finite, or zero on all; GradientError where what reduces a parameter's
   /// gradients does not say how.
   /// NonFiniteGradient as the options say; NotAvailable for an optimizer that calls the loss again
@@ -169,6 +178,8 @@ class Session {
 
   /// What the last step() came to; without one, that of no step.
   const StepResult& last_step() const { return last_; }
+  /// The sum of weight * loss that this rank gave to the last step().
+  double own_loss() const { return own_loss_; }
 
   /// This rank wants a checkpoint: the next step() tells all (StepResult::save).
   void request_save() { save_ = true; }
@@ -200,15 +211,26 @@ class Session {
  private:
   /// Reduces what is owed, adds up over the ranks, and brings these gradients to the mean.
   StepResult finish_gradients(const std::vector<at::Tensor>& own);
+  /// By parameter: by what the sum of the ranks' gradients was multiplied.
+  using Multiples = std::unordered_map<const c10::TensorImpl*, double>;
   void convert() const;
+  std::optional<at::ScalarType> converted(const at::Tensor& tensor) const;
+  void restore_modules(const CheckpointReader& saved);
+  /// Throws InvalidArgument if another session has set the strategy up since.
+  void require_own() const;
+  void begin_gradients();
   void clear_gradients();
-  bool overflowed() const;
-  double multiple_of(const at::Tensor& parameter) const;
-  /// To the mean, and clips by value. `weight`: of the step, times the scale of the loss.
-  void scale_gradients(const std::vector<at::Tensor>& parameters, double weight, bool added) const;
+  bool overflowed();
+  /// `reduced`: by the strategy, if nothing else does.
+  double multiple_of(const at::Tensor& parameter, bool reduced) const;
+  Multiples find_multiples();
+  /// To the mean, and clips by value. `weight`: of the step, times the scale of the loss. Without
+  /// `multiples` each is 1.
+  void scale_gradients(const std::vector<at::Tensor>& parameters, double weight,
+                       const std::optional<Multiples>& multiples) const;
   std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
-  void find_parameters();
-  void find_multiples();
+  std::vector<at::Tensor> optimized() const;
+  std::vector<at::Tensor> all_parameters();
 
   std::shared_ptr<Strategy> strategy_;
   NamedModules modules_;
@@ -217,13 +239,12 @@ class Session {
   /// The modules have a checkpoint's values since before setup().
   bool restored_ = false;
   std::vector<std::shared_ptr<torch::optim::Optimizer>> optimizers_;
-  /// Of all modules, those that get gradients.
-  std::vector<at::Tensor> parameters_;
-  /// Of each optimizer, and of all, each once.
-  std::vector<std::vector<at::Tensor>> optimized_;
-  std::vector<at::Tensor> all_optimized_;
-  /// Of the latter: by what the sum of the ranks' gradients was multiplied.
-  std::unordered_map<const c10::TensorImpl*, double> multiples_;
+  /// As setup() left them; empty: to be asked for.
+  std::vector<at::Tensor> module_parameters_;
+  /// Gradients that were there before the first backward are gone.
+  bool clean_ = false;
+  bool resting_ = false;
+  double own_loss_ = 0;
   StepWeight weight_;
   /// Losses are divided by it, and gradients multiplied: about the weight of a step, so that hardly
   /// anything is left to multiply. That of the last step; the same on every rank.

@@ -87,6 +87,12 @@ DDPStrategy::DDPStrategy(DistributedManager manager, DistributedDataParallelOpti
 
 DDPStrategy::~DDPStrategy() = default;
 
+Abilities DDPStrategy::abilities() const {
+  Abilities can;
+  can.reduces_modules_alone = true;
+  return can;
+}
+
 void DDPStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
   move_modules(modules, root_device());
@@ -99,6 +105,7 @@ void DDPStrategy::teardown() {
 }
 
 void DDPStrategy::before_forward(bool synchronised) {
+  if (!wrapped_) throw InvalidArgument("the strategy 'ddp' was not set up, or has ended");
   if (synchronised) wrapped_->ddp();  // the first rank's buffers
 }
 

@@ -75,6 +75,7 @@ class DDPStrategy : public ManagedStrategy {
   explicit DDPStrategy(DistributedManager manager, DistributedDataParallelOptions options = {});
   ~DDPStrategy() override;
   std::string name() const override { return "ddp"; }
+  Abilities abilities() const override;
   void setup(const NamedModules& modules) override;
   void teardown() override;
   void before_forward(bool synchronised) override;

@@ -59,10 +59,15 @@ struct Abilities {
   /// How the gradients of parameters come together that nothing reduces of which the library knows
   /// (see the head of this file): their mean over the ranks with different losses, or their sum.
   enum class Gradients : unsigned char { averaged, summed } gradients = Gradients::averaged;
+  /// Nothing reduces the gradients of parameters that are in no module: optimizers that have such
+  /// are refused (GradientError) where there are several ranks.
+  bool reduces_modules_alone = false;
   /// Ranks hold different modules, or other parts of them (the stages of a pipeline), under names
   /// that are theirs in the complete model. Checkpoints hold what all ranks have together.
   bool modules_differ = false;
 };
+
+class Session;
 
 class Strategy {
  public:
@@ -146,7 +151,7 @@ class Strategy {
   friend class Session;
   NamedModules modules_;
   /// Whose setup() was the last: another session's end is no teardown().
-  const void* session_ = nullptr;
+  const Session* session_ = nullptr;
 };
 
 /// Over the ranks of a manager: all that Strategy asks for, by its world group or another one.

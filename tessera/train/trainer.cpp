@@ -1,12 +1,14 @@
 #include "tessera/train/trainer.h"
 
-#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/launch/launch.h"
 #include "tessera/train/strategies.h"
 
@@ -14,30 +16,6 @@ namespace tessera {
 
 Callback::~Callback() = default;
 Logger::~Logger() = default;
-
-namespace {
-
-// Evaluation mode while it lives; a part that the user keeps in another mode goes back to that.
-class EvaluationScope {
- public:
-  explicit EvaluationScope(const NamedModules& modules) {
-    for (const NamedModule& m : modules) {
-      for (const auto& part : m.module->modules()) modes_.emplace_back(part, part->is_training());
-      m.module->eval();
-    }
-  }
-  ~EvaluationScope() {
-    // A module before its children, whose modes it sets too.
-    for (const auto& [part, mode] : modes_) part->train(mode);
-  }
-  EvaluationScope(const EvaluationScope&) = delete;
-  EvaluationScope& operator=(const EvaluationScope&) = delete;
-
- private:
-  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
-};
-
-}  // namespace
 
 Trainer::Trainer(TrainerOptions options) : options_(std::move(options)) {
   if (!options_.strategy) options_.strategy = std::make_shared<SingleDevice>();
@@ -72,53 +50,89 @@ Session& Trainer::session() const {
 
 // ---- a run ----
 
-FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
-                       std::shared_ptr<BatchSource> validation) {
+// A run, until it ends by whatever.
+struct Trainer::Running {
+  explicit Running(Trainer& t) : trainer(t) { trainer.running_ = true; }
+  ~Running() {
+    trainer.running_ = false;
+    if (!trainer.session_) return;
+    trainer.session_->listen(false);
+    trainer.session_->rest(true);
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  Trainer& trainer;
+};
+
+void Trainer::require_free(const Task* task, const char* what) {
+  if (running_ && task && task_ == task) return;
+  if (running_)
+    throw InvalidArgument(concat(what,
+                                 " inside a run of the same trainer: give it a trainer, and a "
+                                 "strategy, of its own"));
+  if (session_ && task && task_ == task) return;
   end_session();
+  Session::require_free(strategy());
+}
+
+void Trainer::run_together(bool fits, const std::function<void()>& body) {
+  // The run that this is a part of ends by the exception, or its callback goes on.
+  if (running_) return together(strategy(), body);
+  const Running running(*this);
+  if (session_) session_->rest(false);
   try {
-    together(strategy(), [&] {
-      const auto saved = begin_or_resume(task, validation != nullptr);
-      training_ = std::make_shared<AgreedBatches>(training, strategy(), options_.uneven);
-      if (validation)
-        validation_ =
-            std::make_shared<AgreedBatches>(validation, strategy(), options_.uneven_validation);
-      if (saved) load(*saved);
-      if (first_rank())
-        for (const auto& logger : options_.loggers) logger->start(step_);
-      each([&](Callback& c) { c.on_fit_start(*this); });
-      keep_whole_state();
-      run();
-      // A signal after the last vote is not lost.
-      stop_ = std::max(stop_, session_->vote());
-      each([&](Callback& c) { c.on_fit_end(*this); });
-      safe_point();
-      if (checkpointer_) checkpointer_->wait();
-      remove_what_was_asked();
-      stop_ = std::max(stop_, session_->vote());
-      if (first_rank())
-        for (const auto& logger : options_.loggers) logger->flush();
-      if (stop_ == Stop::usr1 && options_.requeue && first_rank())
-        // Not the launch's job_id: under torchrun that is torchrun's own.
-        requeue_slurm_job(Environment::of_process().get("SLURM_JOB_ID").value_or(""));
-    });
+    together(strategy(), body);
   } catch (...) {
-    end_by_exception(/*saves=*/true);
+    end_by_exception(fits);
     throw;
   }
+}
+
+FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
+                       std::shared_ptr<BatchSource> validation) {
+  require_free(nullptr, "fit()");
+  run_together(/*fits=*/true, [&] {
+    const auto saved = begin_or_resume(task, /*fits=*/true, validation != nullptr);
+    training_ = std::make_shared<AgreedBatches>(training, strategy(), options_.uneven);
+    if (validation)
+      validation_ =
+          std::make_shared<AgreedBatches>(validation, strategy(), options_.uneven_validation);
+    if (saved) load(*saved);
+    if (first_rank())
+      for (const auto& logger : options_.loggers) logger->start(step_);
+    each([&](Callback& c) { c.on_fit_start(*this); });
+    keep_whole_state();
+    run();
+    // A signal after the last vote is not lost.
+    stop_ = std::max(stop_, session_->vote());
+    each([&](Callback& c) { c.on_fit_end(*this); });
+    safe_point();
+    if (checkpointer_) checkpointer_->wait();
+    remove_what_was_asked();
+    pass_on_warnings();
+    stop_ = std::max(stop_, session_->vote());
+    if (first_rank())
+      for (const auto& logger : options_.loggers) logger->flush();
+    if (stop_ == Stop::usr1 && options_.requeue && first_rank())
+      // Not the launch's job_id: under torchrun that is torchrun's own.
+      requeue_slurm_job(Environment::of_process().get("SLURM_JOB_ID").value_or(""));
+  });
   whole_.reset();
-  session_->listen(false);
+  whole_before_.reset();
+  set_learning_rates(/*back=*/true);
   training_.reset();
   validation_.reset();
   return {stop_, reason_, step_, epoch_, metrics_, saved_};
 }
 
 // The strategy is set up before its ranks are asked for anything, unless it wants the values first.
-std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task, bool validates) {
+std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task, bool fits, bool validates) {
   const bool first = !strategy().abilities().restores_after_setup;
   std::unique_ptr<CheckpointReader> saved;
   const auto look = [&] {
-    make_checkpointer();
+    if (fits || options_.checkpoint.resume) make_checkpointer(fits);
     saved = resumed_from();
+    if (!fits) checkpointer_.reset();
   };
   if (first) {
     agree_on_options(task, validates);
@@ -138,7 +152,9 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
   epoch_ = step_ = previous_step_ = 0;
   rate_scale_ = 1;
   rates_scaled_ = false;
-  in_epoch_ = epoch_over_ = validation_due_ = own_loss_ = false;
+  in_epoch_ = epoch_over_ = validation_due_ = own_loss_ = warned_not_finite_ = false;
+  step_due_.reset();
+  passed_on_ = 0;
   stop_ = Stop::none;
   reason_.clear();
   saved_.clear();
@@ -149,7 +165,6 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
   window_metrics_.clear();
   epoch_metrics_.clear();
   saves_on_exception_ = false;
-  whole_.reset();
   session_ = std::make_unique<Session>(options_.strategy, task.modules(), options_.session, from);
   base_rates_.clear();
   for (const auto& optimizer : task.optimizers()) {
@@ -171,6 +186,8 @@ void Trainer::agree_on_options(const Task& task, bool validates) const {
   if (strategy().size() == 1) return;
   const TrainerOptions& o = options_;
   const SessionOptions& s = o.session;
+  std::string names;
+  for (const auto& callback : o.callbacks) names += concat("\na callback ", callback->name());
   const std::string mine = concat(
       "max_epochs ", o.max_epochs, "\nmax_steps ", o.max_steps, "\naccumulate ", o.accumulate,
       "\nvalidate_every_epochs ", o.validate_every_epochs, "\nvalidate_every_steps ",
@@ -184,28 +201,20 @@ void Trainer::agree_on_options(const Task& task, bool validates) const {
       s.measure_norm, "\nnon_finite ", static_cast<int>(s.non_finite), "\ncheckpoint.folder ",
       o.checkpoint.folder.empty() ? "none" : "some", "\ncheckpoint.resume ", o.checkpoint.resume,
       "\ncheckpoint.background ", o.checkpoint.background, "\na validation source ", validates,
-      "\nTask::automatic ", task.automatic(), "\ncheckpoint.from ", o.checkpoint.from);
-  const std::vector<std::string> all = strategy().all_gather(mine);
-  for (std::size_t r = 1; r < all.size(); ++r) {
-    if (all[r] == all[0]) continue;
-    const auto first = std::mismatch(all[0].begin(), all[0].end(), all[r].begin(), all[r].end());
-    const auto line = [&](const std::string& text, std::string::const_iterator at) {
-      const auto where = static_cast<std::size_t>(at - text.begin());
-      const std::size_t before = where == 0 ? std::string::npos : text.rfind('\n', where - 1);
-      const std::size_t begin = before == std::string::npos ? 0 : before + 1;
-      return text.substr(begin, text.find('\n', begin) - begin);
-    };
-    throw MismatchError(concat("the ranks train with other options: rank 0 has '",
-                               line(all[0], first.first), "', rank ", r, " has '",
-                               line(all[r], first.second), "'"));
-  }
+      "\nTask::automatic ", task.automatic(), "\ncheckpoint.from ", o.checkpoint.from, names);
+  if (const DistributedManager* manager = strategy().manager())
+    return agree::same(manager->group(ranks()), "the options of the trainer", mine);
+  for (const std::string& other : strategy().all_gather(mine))
+    if (other != mine) throw MismatchError("the ranks train with other options");
 }
 
 void Trainer::end_session() {
+  if (session_) set_learning_rates(/*back=*/true);
   training_.reset();
   validation_.reset();
   checkpointer_.reset();
   whole_.reset();
+  whole_before_.reset();
   session_.reset();
   task_ = nullptr;
 }
@@ -247,6 +256,7 @@ bool Trainer::limit_reached() const {
 }
 
 void Trainer::run() {
+  if (step_due_) end_step(StepResult(*step_due_));
   if (validation_due_ && validation_ && !validate_now()) return safe_point();
   while (stop_ == Stop::none && !limit_reached()) run_epoch();
 }
@@ -260,7 +270,10 @@ void Trainer::run_epoch() {
   }
   while (run_step()) {
     if (stop_ != Stop::none) return;
-    if (options_.max_steps >= 0 && step_ >= options_.max_steps) return;
+    if (options_.max_steps < 0 || step_ < options_.max_steps) continue;
+    // The last step of the run may be that of the epoch.
+    if (!training_->ended()) return;
+    break;
   }
   if (fresh && training_->index() == 0)
     throw InvalidArgument(
@@ -321,20 +334,22 @@ void Trainer::train_micro_batch(MicroBatch& batch, bool last) {
   each([&](Callback& c) { c.on_batch_end(*this, batch); });
 }
 
-void Trainer::set_learning_rates() {
-  for (std::size_t i = 0; i < base_rates_.size(); ++i) {
+// `back`: to what the optimizers began with.
+void Trainer::set_learning_rates(bool back) {
+  for (std::size_t i = 0; i < base_rates_.size() && i < session_->optimizers().size(); ++i) {
     double factor = rate_scale_;
     bool scheduled = rates_scaled_;
     for (const Schedule& s : schedules_) {
       if (s.optimizer != i) continue;
-      factor *= s.factor(step_, epoch_);
+      if (!back) factor *= s.factor(step_, epoch_);
       scheduled = true;
     }
     if (!scheduled) continue;
     auto& groups = session_->optimizers()[i]->param_groups();
-    for (std::size_t g = 0; g < groups.size(); ++g)
-      groups[g].options().set_lr(base_rates_[i][g] * factor);
+    for (std::size_t g = 0; g < groups.size() && g < base_rates_[i].size(); ++g)
+      groups[g].options().set_lr(base_rates_[i][g] * (back ? 1 : factor));
   }
+  if (back) base_rates_.clear();
 }
 
 void Trainer::after_step(const StepResult& result) {
@@ -347,12 +362,18 @@ void Trainer::after_step(const StepResult& result) {
     epoch_metrics_.add("loss", result.loss, result.weight);
   }
   metrics_["train/loss"] = result.loss;
+  if (!std::isfinite(result.loss)) warn_of_loss(result.loss, !std::isfinite(session_->own_loss()));
+  step_due_ = result;
+  keep_whole_state();
+  end_step(result);
+}
+
+void Trainer::end_step(const StepResult& result) {
   each([&](Callback& c) { c.on_step_end(*this, result); });
+  step_due_.reset();
   if (session_->take_save()) request_save();
   if (every(options_.log_every_steps)) {
-    std::map<std::string, double> values;
-    for (const auto& [name, value] : window_metrics_.reduce(strategy()))
-      values["train/" + name] = value;
+    const auto values = reduced(window_metrics_, "train/");
     window_metrics_.clear();
     log(values);
   }
@@ -369,9 +390,7 @@ void Trainer::end_epoch() {
   if (validation_ && options_.validate_every_epochs > 0 &&
       (epoch_ + 1) % options_.validate_every_epochs == 0 && !validate_now())
     return safe_point();
-  std::map<std::string, double> values;
-  for (const auto& [name, value] : epoch_metrics_.reduce(strategy()))
-    values["train/" + name + "_epoch"] = value;
+  const auto values = reduced(epoch_metrics_, "train/", "_epoch");
   epoch_metrics_.clear();
   log(values);
   epoch_over_ = true;
@@ -381,126 +400,28 @@ void Trainer::end_epoch() {
   ++epoch_;
 }
 
-// ---- evaluation ----
-
-bool Trainer::validate_now() {
-  const Stage before = stage_;
-  stage_ = Stage::validate;
-  each([&](Callback& c) { c.on_validation_start(*this); });
-  Metrics own;
-  const bool ended = evaluate(*validation_, Stage::validate, own,
-                              [&](const MicroBatch& b, Step& s) { task_->validation_step(b, s); });
-  stage_ = before;
-  if (ended) {
-    std::map<std::string, double> values;
-    for (const auto& [name, value] : own.reduce(strategy())) values["val/" + name] = value;
-    log(values);
-    validation_due_ = false;
-  }
-  each([&](Callback& c) { c.on_validation_end(*this, ended); });
-  if (!ended) return false;
-  stop_ = std::max(stop_, session_->vote());
-  return true;
-}
-
-bool Trainer::evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
-                       const std::function<void(const MicroBatch&, Step&)>& call) {
-  const at::NoGradGuard no_grad;
-  const EvaluationScope evaluating(session_->modules());
-  batches.rewind();
-  PeriodicVote vote(strategy());
-  bool ended = true;
-  for (std::int64_t n = 0; options_.validation_batches < 0 || n < options_.validation_batches ||
-                           stage == Stage::predict;
-       ++n) {
-    if (vote.poll(session_->wanted() >= Stop::usr1)) {
-      stop_ = std::max(stop_, session_->vote());
-      ended = false;
-      break;
-    }
-    auto batch = batches.next();
-    if (!batch) break;
-    const double weight = task_->weight(*batch);
-    strategy().place(*batch);
-    session_->convert(*batch);
-    Step step(*session_, metrics, stage, step_, epoch_, weight, true);
-    const AutocastScope scope = session_->autocast();
-    call(*batch, step);
-  }
-  return ended;
-}
-
-std::map<std::string, double> Trainer::validate(Task& task, std::shared_ptr<BatchSource> batches) {
-  return evaluate_alone(task, std::move(batches), Stage::validate);
-}
-
-std::map<std::string, double> Trainer::test(Task& task, std::shared_ptr<BatchSource> batches) {
-  return evaluate_alone(task, std::move(batches), Stage::test);
-}
-
-std::map<std::string, double> Trainer::evaluate_alone(Task& task,
-                                                      std::shared_ptr<BatchSource> batches,
-                                                      Stage stage) {
+std::map<std::string, double> Trainer::reduced(const Metrics& metrics, const std::string& prefix,
+                                               const std::string& suffix) {
   std::map<std::string, double> values;
-  try {
-    together(strategy(), [&] {
-      prepare(task);
-      AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
-      stage_ = stage;
-      const bool testing = stage == Stage::test;
-      each([&](Callback& c) { testing ? c.on_test_start(*this) : c.on_validation_start(*this); });
-      Metrics own;
-      evaluate(agreed, stage, own, [&](const MicroBatch& b, Step& s) {
-        testing ? task.test_step(b, s) : task.validation_step(b, s);
-      });
-      for (const auto& [name, value] : own.reduce(strategy()))
-        values[(testing ? "test/" : "val/") + name] = value;
-      log(values);
-      if (first_rank())
-        for (const auto& logger : options_.loggers) logger->flush();
-      each([&](Callback& c) { testing ? c.on_test_end(*this) : c.on_validation_end(*this, true); });
-      stage_ = Stage::train;
-      session_->listen(false);
-    });
-  } catch (...) {
-    end_by_exception(/*saves=*/false);
-    throw;
-  }
+  std::string not_a_number;
+  for (const auto& [name, value] : metrics.reduce(strategy(), &not_a_number))
+    values[prefix + name + suffix] = value;
+  if (!not_a_number.empty() && !std::exchange(warned_not_finite_, true))
+    warn(concat("after step ", step_, " the metric ", not_a_number, " in ", prefix, "..."));
   return values;
 }
 
-std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
-                                                      std::shared_ptr<BatchSource> batches) {
-  std::vector<std::vector<at::Tensor>> all;
-  try {
-    together(strategy(), [&] {
-      prepare(task);
-      AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
-      stage_ = Stage::predict;
-      each([&](Callback& c) { c.on_predict_start(*this); });
-      Metrics own;
-      evaluate(agreed, Stage::predict, own, [&](const MicroBatch& b, Step& s) {
-        auto made = task.predict_step(b, s);
-        if (b.real > 0) all.push_back(std::move(made));
-      });
-      each([&](Callback& c) { c.on_predict_end(*this); });
-      stage_ = Stage::train;
-      session_->listen(false);
-    });
-  } catch (...) {
-    end_by_exception(/*saves=*/false);
-    throw;
-  }
-  return all;
+void Trainer::warn_of_loss(double value, bool mine) {
+  if (std::exchange(warned_not_finite_, true)) return;
+  std::vector<int> whose;
+  const auto said = strategy().all_gather(std::string(mine ? "1" : ""));
+  for (std::size_t r = 0; r < said.size(); ++r)
+    if (!said[r].empty()) whose.push_back(static_cast<int>(r));
+  warn(concat("the loss of step ", step_, " is ", value, ", by ranks ", list(whose)));
 }
 
-// After fit() with the same task, its session; else a new one, with the checkpoint's values.
-void Trainer::prepare(Task& task) {
-  if (session_ && task_ == &task) return;
-  end_session();
-  if (const auto saved = begin_or_resume(task, false)) load(*saved);
-  if (first_rank())
-    for (const auto& logger : options_.loggers) logger->start(step_);
+void Trainer::warn(const std::string& text) const {
+  if (first_rank()) TORCH_WARN("Trainer: ", text);
 }
 
 void Trainer::log(const std::map<std::string, double>& values) {

@@ -17,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -85,8 +86,10 @@ struct FitResult {
 };
 
 /// All calls are collective over the strategy's ranks, with the same options and data of the same
-/// kind: limits, intervals, policies and precision that differ throw MismatchError on every rank.
-/// An exception of one rank ends the others' within the groups' time limits, with its message.
+/// kind: limits, intervals, policies, precision and callbacks that differ throw MismatchError on
+/// every rank. An exception of one rank ends the others' within the groups' time limits, with its
+/// message. Inside a run (from a callback) the same task may be evaluated; fit(), another task, and
+/// another trainer of the same strategy throw InvalidArgument.
 class Trainer {
  public:
   /// Throws InvalidArgument for options out of range, and callbacks with one name.
@@ -95,10 +98,14 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
+  /// Learning rates that schedules or callbacks have scaled are put back at the end, so that a task
+  /// that keeps its optimizers begins the next run with them. Where `resume` finds a damaged
+  /// checkpoint it throws FileError: name the one to go on from (TrainerCheckpoints::from).
   FitResult fit(Task& task, std::shared_ptr<BatchSource> training,
                 std::shared_ptr<BatchSource> validation = nullptr);
   /// Results by name ("val/..." and "test/..."), the same on every rank. After fit() with the same
-  /// task they use its session; otherwise they load the checkpoint that the options name.
+  /// task they use its session; otherwise they load the checkpoint that the options name. They
+  /// write to no folder of checkpoints, and append to logs.
   std::map<std::string, double> validate(Task& task, std::shared_ptr<BatchSource> batches);
   std::map<std::string, double> test(Task& task, std::shared_ptr<BatchSource> batches);
   /// What predict_step() gave for this rank's batches, those of weight zero left out.
@@ -132,9 +139,9 @@ class Trainer {
   void request_save_of_all() { session().request_save(); }
   /// From now on an exception that ends the run leaves a checkpoint of the last state that was
   /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all
-  /// ranks come there within a minute and were between the same two optimizer steps. Costs a list
-  /// of the state, and a copy of buffers and of what the task and the callbacks save, at every
-  /// step.
+  /// ranks come there within a minute and were between the same two optimizer steps; the run that
+  /// goes on begins with on_step_end() of that step if it had not ended on all. Costs a list of the
+  /// state, and a copy of buffers and of what the task and the callbacks save, twice a step.
   void save_on_exception() { saves_on_exception_ = true; }
   /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
   /// been written, or at the end of the run. All ranks alike.
@@ -146,13 +153,21 @@ class Trainer {
   }
   /// Gives numbers to metrics(), the loggers and the callbacks; the same on every rank.
   void log(const std::map<std::string, double>& values);
+  /// A line on stderr (a warning of libtorch's), on the first rank.
+  void warn(const std::string& text) const;
   /// Numbers of the first rank alone, such as times: to the loggers and its callbacks. Does nothing
   /// elsewhere.
   void log_here(const std::map<std::string, double>& values);
 
  private:
+  struct Running;
+  /// Throws InvalidArgument inside a run, unless that is of `task`, and where the strategy is in use.
+  void require_free(const Task* task, const char* what);
+  /// Together with all ranks; an exception ends the session, if `body` is no part of another run.
+  /// `fits`: the last whole state is saved, if that was asked for.
+  void run_together(bool fits, const std::function<void()>& body);
   /// The checkpoint to go on from, still to be loaded; nullptr: there is none.
-  std::unique_ptr<CheckpointReader> begin_or_resume(Task& task, bool validates);
+  std::unique_ptr<CheckpointReader> begin_or_resume(Task& task, bool fits, bool validates);
   void begin(Task& task, const CheckpointReader* from);
   /// What decides how often ranks call each other is the same on all of them, or MismatchError.
   void agree_on_options(const Task& task, bool validates) const;
@@ -161,8 +176,9 @@ class Trainer {
   void run_epoch();
   bool run_step();
   void train_micro_batch(MicroBatch& batch, bool last);
-  void set_learning_rates();
+  void set_learning_rates(bool back = false);
   void after_step(const StepResult& result);
+  void end_step(const StepResult& result);
   void end_epoch();
   /// False: a signal ended it.
   bool validate_now();
@@ -171,22 +187,30 @@ class Trainer {
   std::map<std::string, double> evaluate_alone(Task& task, std::shared_ptr<BatchSource> batches,
                                                Stage stage);
   void prepare(Task& task);
+  /// Over all ranks, as "train/loss_epoch" is of "loss". Collective.
+  std::map<std::string, double> reduced(const Metrics& metrics, const std::string& prefix,
+                                        const std::string& suffix = "");
+  /// Once a run. Collective: the value is the same on every rank; `mine`: it comes from this one.
+  void warn_of_loss(double value, bool mine);
   void safe_point();
   void remove_all(const std::vector<std::string>& names);
   void remove_what_was_asked();
+  void pass_on_warnings();
   void keep_whole_state();
   void save_whole_state(const std::exception& e) noexcept;
   void write_whole_state();
   /// `copies`: of the tensors that the task and the callbacks gave.
   CheckpointState state(bool copies = false);
   void load(const CheckpointReader& saved);
+  void load_loop(const CheckpointReader& saved);
   void load_position(const CheckpointReader& saved);
-  const DistributedManager& manager() const;
+  const DistributedManager& manager();
   std::vector<int> ranks() const;
   std::string latest();
   /// Of the checkpoint to go on from; nullptr: there is none.
   std::unique_ptr<CheckpointReader> resumed_from();
-  void make_checkpointer();
+  /// One that only reads removes nothing.
+  void make_checkpointer(bool writes);
   bool saves_on_all_ranks() const;
   bool limit_reached() const;
   void tell(const std::exception& e) noexcept;
@@ -206,6 +230,8 @@ class Trainer {
   /// For the checkpoints of a strategy of one rank that has no manager.
   std::shared_ptr<Strategy> alone_;
   std::unique_ptr<Checkpointer> checkpointer_;
+  /// Of its warnings.
+  std::size_t passed_on_ = 0;
   std::shared_ptr<AgreedBatches> training_, validation_;
   Metrics window_metrics_, epoch_metrics_;
   std::map<std::string, double> metrics_;
@@ -220,6 +246,11 @@ class Trainer {
   bool epoch_over_ = false;
   /// A validation that the last step asked for has not ended.
   bool validation_due_ = false;
+  /// The last step, if not all callbacks have had its end.
+  std::optional<StepResult> step_due_;
+  /// Inside fit() or an evaluation.
+  bool running_ = false;
+  bool warned_not_finite_ = false;
   /// The task logs a "loss" of its own.
   bool own_loss_ = false;
   Stop stop_ = Stop::none;
@@ -231,10 +262,14 @@ class Trainer {
   /// buffers, which forward writes to.
   struct WholeState {
     std::int64_t step = 0;
+    /// All ranks count alike.
+    std::int64_t number = 0;
     CheckpointState state;
     std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   };
-  std::unique_ptr<WholeState> whole_;
+  /// The last one, and the one before it if no step lies between: a rank may be one ahead of others.
+  std::unique_ptr<WholeState> whole_, whole_before_;
+  std::int64_t kept_ = 0;
 };
 
 }  // namespace tessera

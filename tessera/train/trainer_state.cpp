@@ -7,44 +7,56 @@
 
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/tagged_group.h"
 #include "tessera/train/strategies.h"
 #include "tessera/train/trainer.h"
 
 namespace tessera {
 
-void Trainer::make_checkpointer() {
+void Trainer::make_checkpointer(bool writes) {
   const TrainerCheckpoints& saves = options_.checkpoint;
   if (saves.folder.empty()) return;
   const bool all = saves_on_all_ranks();
-  if (strategy().manager() == nullptr) {
-    if (strategy().size() > 1 && all)
-      throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
-                                strategy().size(),
-                                " ranks could save: override Strategy::manager(), or declare that "
-                                "the first rank saves alone"));
-    if (!alone_) alone_ = std::make_shared<SingleDevice>();
-  }
+  if (strategy().manager() == nullptr && strategy().size() > 1 && all)
+    throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
+                              strategy().size(),
+                              " ranks could save: override Strategy::manager(), or declare that "
+                              "the first rank saves alone"));
   if (!all && !first_rank()) return;
+  CheckpointOptions options = saves.options;
+  options.remove_incomplete = options.remove_incomplete && writes;
   const bool within = !all && strategy().manager() != nullptr && strategy().size() > 1;
   checkpointer_ = std::make_unique<Checkpointer>(
-      manager(), saves.folder, saves.options, within ? std::vector<int>{ranks().front()} : ranks());
+      manager(), saves.folder, options, within ? std::vector<int>{ranks().front()} : ranks());
 }
 
 bool Trainer::saves_on_all_ranks() const { return strategy().abilities().saves_on_all_ranks; }
 
-const DistributedManager& Trainer::manager() const {
-  return strategy().manager() ? *strategy().manager() : *alone_->manager();
+const DistributedManager& Trainer::manager() {
+  if (strategy().manager()) return *strategy().manager();
+  if (!alone_) alone_ = std::make_shared<SingleDevice>();
+  return *alone_->manager();
 }
 
 std::vector<int> Trainer::ranks() const {
   return strategy().manager() ? strategy().global_ranks() : std::vector<int>{0};
 }
 
+// One that is damaged may be the latest: neither an older one nor none takes its place unasked.
 std::string Trainer::latest() {
-  std::string name;
-  if (checkpointer_) name = checkpointer_->latest().value_or("");
-  return saves_on_all_ranks() ? name : strategy().broadcast(name, 0);
+  std::vector<std::string> problems;
+  std::string found = "+";
+  if (checkpointer_) found += checkpointer_->latest(&problems).value_or("");
+  if (!problems.empty())
+    found = concat("-the latest checkpoint may be one that is damaged: ", problems.front(),
+                   ". The latest that is whole is '", found.substr(1),
+                   "'; name the one to go on from (TrainerCheckpoints::from), or move the damaged "
+                   "one out of '",
+                   options_.checkpoint.folder, "'");
+  if (!saves_on_all_ranks()) found = strategy().broadcast(found, 0);
+  if (found[0] == '-') throw FileError(found.substr(1));
+  return found.substr(1);
 }
 
 CheckpointState Trainer::state(bool copies) {
@@ -54,6 +66,18 @@ CheckpointState Trainer::state(bool copies) {
   const bool in_epoch = in_epoch_ && !epoch_over_;
   state.set_integer("loop.in_epoch", in_epoch);
   state.set_integer("loop.validation_due", validation_due_);
+  state.set_integer("loop.step_due", step_due_.has_value());
+  if (step_due_) {
+    state.set_real("loop.step_due.loss", step_due_->loss);
+    state.set_real("loop.step_due.weight", step_due_->weight);
+    state.set_real("loop.step_due.norm", step_due_->norm);
+    state.set_integer("loop.step_due.stepped", step_due_->stepped);
+    state.set_integer("loop.step_due.before", previous_step_);
+  }
+  // What is to go when this one is on the disk, and what goes later.
+  std::size_t removed = 0;
+  for (const auto* names : {&ready_to_remove_, &to_remove_})
+    for (const std::string& name : *names) state.set(concat("loop.remove.", removed++), name);
   state.set_real("loop.rate_scale", rate_scale_);
   state.set_integer("loop.rates_scaled", rates_scaled_);
   state.set_of_rank("loop.window_metrics", window_metrics_.state());
@@ -97,19 +121,49 @@ std::unique_ptr<CheckpointReader> Trainer::resumed_from() {
 void Trainer::load(const CheckpointReader& saved) {
   CheckpointState extra;
   task_->save(extra);
-  for (const auto& callback : options_.callbacks)
-    callback->save(*this, extra, "callback." + callback->name() + ".");
+  const auto tensors = saved.tensors();
+  for (const auto& callback : options_.callbacks) {
+    const std::string prefix = "callback." + callback->name() + ".";
+    const std::size_t before = extra.tensors().size();
+    callback->save(*this, extra, prefix);
+    if (extra.tensors().size() > before &&
+        std::none_of(tensors.begin(), tensors.end(),
+                     [&](const SavedTensor& t) { return t.name.starts_with(prefix); }))
+      throw InvalidArgument(concat("the callback '", callback->name(),
+                                   "' is new in this run: it has tensors to load, and the "
+                                   "checkpoint has none of it; leave it out, or begin anew"));
+  }
   session_->load(saved, &extra);
   step_ = session_->steps();
+  load_loop(saved);
+  task_->loaded(extra);
+  for (const auto& callback : options_.callbacks)
+    callback->loaded(*this, extra, "callback." + callback->name() + ".");
+  if (training_) load_position(saved);
+}
+
+void Trainer::load_loop(const CheckpointReader& saved) {
+  const std::vector<std::string> names = saved.value_names();
+  // Checkpoints of before do not say everything.
+  const auto has = [&](const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
   epoch_ = saved.integer("loop.epoch");
   in_epoch_ = saved.integer("loop.in_epoch") != 0;
   validation_due_ = saved.integer("loop.validation_due") != 0;
+  if (has("loop.step_due") && saved.integer("loop.step_due") != 0) {
+    step_due_.emplace();
+    step_due_->loss = saved.real("loop.step_due.loss");
+    step_due_->weight = saved.real("loop.step_due.weight");
+    step_due_->norm = saved.real("loop.step_due.norm");
+    step_due_->stepped = saved.integer("loop.step_due.stepped") != 0;
+    previous_step_ = saved.integer("loop.step_due.before");
+  }
+  for (std::size_t n = 0; has(concat("loop.remove.", n)); ++n)
+    ready_to_remove_.push_back(saved.value(concat("loop.remove.", n)));
   rate_scale_ = saved.real("loop.rate_scale");
-  // Checkpoints of before do not say it.
-  const std::vector<std::string> names = saved.value_names();
-  rates_scaled_ = std::find(names.begin(), names.end(), "loop.rates_scaled") == names.end()
-                      ? rate_scale_ != 1
-                      : saved.integer("loop.rates_scaled") != 0;
+  rates_scaled_ =
+      has("loop.rates_scaled") ? saved.integer("loop.rates_scaled") != 0 : rate_scale_ != 1;
   // Ranks that are gone leave theirs to those that are there.
   const auto share = [&](const std::string& key, Metrics& into) {
     into.clear();
@@ -125,10 +179,6 @@ void Trainer::load(const CheckpointReader& saved) {
   const std::string metric = "loop.metric.";
   for (const std::string& key : names)
     if (key.starts_with(metric)) metrics_[key.substr(metric.size())] = saved.real(key);
-  task_->loaded(extra);
-  for (const auto& callback : options_.callbacks)
-    callback->loaded(*this, extra, "callback." + callback->name() + ".");
-  if (training_) load_position(saved);
 }
 
 void Trainer::load_position(const CheckpointReader& saved) {
@@ -173,6 +223,7 @@ void Trainer::safe_point() {
   if (names.empty()) return keep_whole_state();
   // What is to go has a successor on the disk when the save before this one is.
   if (checkpointer_) checkpointer_->wait();
+  pass_on_warnings();
   std::vector<std::string> removed;
   removed.swap(ready_to_remove_);
   ready_to_remove_.swap(to_remove_);
@@ -193,8 +244,11 @@ void Trainer::safe_point() {
 void Trainer::keep_whole_state() {
   if (!saves_on_exception_) return;
   const at::NoGradGuard no_grad;
+  whole_before_ = std::move(whole_);
+  if (whole_before_ && whole_before_->step != step_) whole_before_.reset();
   whole_ = std::make_unique<WholeState>();
   whole_->step = step_;
+  whole_->number = ++kept_;
   whole_->state = state(/*copies=*/true);
   for (const NamedModule& m : session_->modules())
     for (const at::Tensor& buffer : m.module->buffers())
@@ -223,22 +277,42 @@ void Trainer::save_whole_state(const std::exception& e) noexcept {
 
 void Trainer::write_whole_state() {
   checkpointer_.reset();  // what it was writing has ended with the groups
-  const bool whole = whole_ && whole_->step > 0 && session_->steps() == whole_->step;
-  const std::string mine = whole ? concat("step-", whole_->step) : std::string();
+  struct Kept {
+    std::int64_t step, number;
+  };
+  Kept mine{0, 0};
+  if (whole_ && session_->steps() == whole_->step) mine = {whole_->step, whole_->number};
+  std::int64_t oldest = mine.number;
   if (saves_on_all_ranks() && strategy().size() > 1) {
     // Who does not come within a short time does not come: it has lost others, or is gone.
-    const Group meeting = tagged_group(manager(), ranks(), {.timeout = std::chrono::minutes(1)},
-                                       "after an exception");
-    for (const std::string& other : meeting.all_gather_bytes(mine))
-      if (other != mine) return;
+    constexpr auto kWhat = "after an exception";
+    const Group meeting =
+        tagged_group(manager(), ranks(), {.timeout = std::chrono::minutes(1)}, kWhat);
+    const auto all = agree::all<Kept>(meeting, kWhat, [&] { return mine; });
+    std::int64_t newest = oldest;
+    for (const Kept& other : all) {
+      if (other.step != mine.step) return;
+      oldest = std::min(oldest, other.number);
+      newest = std::max(newest, other.number);
+    }
+    if (newest - oldest > 1) return;
   }
-  if (!whole) return;
-  make_checkpointer();
-  if (checkpointer_->latest() == mine) return;
+  if (mine.step == 0) return;
+  // A rank that went on alone, to where the others were told, goes back by one.
+  const WholeState& kept = oldest == whole_->number ? *whole_ : *whole_before_;
+  const std::string name = concat("step-", mine.step);
+  make_checkpointer(/*writes=*/true);
+  if (checkpointer_->latest() == name) return;
   const at::NoGradGuard no_grad;
-  for (const auto& [buffer, kept] : whole_->buffers) at::Tensor(buffer).copy_(kept);
-  checkpointer_->save(mine, whole_->state);
-  saved_ = mine;
+  for (const auto& [buffer, value] : kept.buffers) at::Tensor(buffer).copy_(value);
+  checkpointer_->save(name, kept.state);
+  saved_ = name;
+}
+
+void Trainer::pass_on_warnings() {
+  if (!checkpointer_) return;
+  const auto warnings = checkpointer_->warnings();
+  for (; passed_on_ < warnings.size(); ++passed_on_) warn(warnings[passed_on_]);
 }
 
 void Trainer::request_remove(const std::string& name) { to_remove_.push_back(name); }

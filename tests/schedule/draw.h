@@ -19,9 +19,10 @@ class Draw {
     return low + static_cast<int>(engine_() % static_cast<std::uint64_t>(high - low + 1));
   }
   bool chance(int one_in) { return number(1, one_in) == 1; }
-  /// A multiple of 1/8, so that sums are exact.
+  /// In tenths, of which most are no binary fractions: sums are rounded, as those of measured times
+  /// are.
   double time(double low, double high) {
-    return number(static_cast<int>(low * 8), static_cast<int>(high * 8)) / 8.0;
+    return number(static_cast<int>(low * 10), static_cast<int>(high * 10)) / 10.0;
   }
 
   /// Any placement in which no rank is empty.

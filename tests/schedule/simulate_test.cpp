@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 
+#include "draw.h"
 #include "tessera/schedule/bound.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/passes.h"
@@ -11,6 +13,7 @@
 #include "tessera/schedule/validate.h"
 
 using namespace tessera;
+using tessera::testing::Draw;
 
 TEST(Simulate, TimesOfAKnownSchedule) {
   const PipelineSchedule s = schedule_1f1b(4, 8);
@@ -140,4 +143,38 @@ TEST(Bound, OfEqualStages) {
       4 + 6 + 0.5 + 4 * 0.25);
   EXPECT_THROW(makespan_bound({0}, 0, PipelineCosts::uniform(1)), InvalidArgument);
   EXPECT_THROW(makespan_bound({1}, 1, PipelineCosts::uniform(1)), InvalidArgument);
+}
+
+// Differences of rounded sums come out below zero.
+TEST(Bound, OfTimesThatAreNoBinaryFractions) {
+  PipelineCosts costs = PipelineCosts::uniform(2);
+  costs.stages[0].forward = 0.3, costs.stages[1].forward = 0.4;
+  for (StageCosts& c : costs.stages) c.input_gradient = c.weight_gradient = 0.1;
+  EXPECT_DOUBLE_EQ(makespan_bound({0, 0}, 1, costs).makespan, 1.1);
+  // One unit or another: the same bound.
+  Draw draw(8);
+  for (int n = 0; n < 400; ++n) {
+    const int ranks = draw.number(1, 4), stages = ranks + draw.number(0, 4), m = draw.number(1, 6);
+    const auto placement = draw.chance(2) ? v_placement(ranks) : draw.placement(ranks, stages);
+    const auto count = static_cast<int>(placement.size());
+    PipelineCosts ones = draw.costs(count, 0), tenths;
+    const auto whole = [](double& time) { time = std::round(time * 10); };
+    for (StageCosts& c : ones.stages) {
+      c.backward.reset();
+      for (double* time : {&c.forward, &c.input_gradient, &c.weight_gradient}) whole(*time);
+    }
+    for (double& time : ones.communication) whole(time);
+    ones.sizes.clear();
+    tenths = ones;
+    for (StageCosts& c : tenths.stages)
+      for (double* time : {&c.forward, &c.input_gradient, &c.weight_gradient}) *time /= 10;
+    for (double& time : tenths.communication) time /= 10;
+    const double expected = makespan_bound(placement, m, ones).makespan;
+    EXPECT_NEAR(makespan_bound(placement, m, tenths).makespan * 10, expected, 1e-9 * expected);
+    ListScheduleOptions options;
+    options.tries = options.improvements = 20;
+    const double shortest = simulate(list_schedule(placement, m, ones, options), ones).makespan;
+    const double other = simulate(list_schedule(placement, m, tenths, options), tenths).makespan;
+    EXPECT_NEAR(other * 10, shortest, 1e-9 * shortest) << "list schedule " << n;
+  }
 }

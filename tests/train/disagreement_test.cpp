@@ -85,14 +85,21 @@ TEST(Hostile, AnotherAccumulationOnResumeUsesEachBatchOnce) {
   on_threads(2, [&](DistributedManager& manager) {
     std::vector<std::int64_t> seen;
     const auto source = [&] {
-      return batches_of([&](std::uint64_t epoch, std::uint64_t i) -> std::optional<MicroBatch> {
+      return batches_of([&](std::uint64_t, std::uint64_t i) -> std::optional<MicroBatch> {
         if (i >= 7) return std::nullopt;
-        seen.push_back(static_cast<std::int64_t>(epoch * 7 + i));
         return make_batch(ragged_data(manager.rank(), static_cast<std::int64_t>(i)));
       });
     };
+    struct Sees : Regression {
+      explicit Sees(std::vector<std::int64_t>& batches) : seen(batches) {}
+      at::Tensor training_step(const MicroBatch& batch, Step& step) override {
+        seen.push_back(step.epoch() * 7 + static_cast<std::int64_t>(batch.index));
+        return Regression::training_step(batch, step);
+      }
+      std::vector<std::int64_t>& seen;
+    };
     for (const int accumulate : {2, 3, 1}) {
-      Regression task;
+      Sees task(seen);
       auto options = saving(std::make_shared<DDPStrategy>(manager), folder.path());
       options.accumulate = accumulate;
       options.max_steps = accumulate == 2 ? 2 : accumulate == 3 ? 4 : -1;
@@ -121,15 +128,21 @@ TEST(Hostile, OptionsThatDifferBetweenRanksAreTold) {
   };
   const auto none = [](TrainerOptions&, int) {};
   expect_all_told(fit([](TrainerOptions& o, int rank) { o.max_steps = rank == 2 ? 30 : 3; }, false),
-                  "rank 0 has 'max_steps 3', rank 2 has 'max_steps 30'");
+                  "ranks [0, 1] have \"max_steps 3\", rank 2 has \"max_steps 30\"");
   expect_all_told(fit([](TrainerOptions& o, int rank) { o.accumulate = 1 + rank / 2; }, false),
-                  "rank 0 has 'accumulate 1', rank 2 has 'accumulate 2'");
+                  "ranks [0, 1] have \"accumulate 1\", rank 2 has \"accumulate 2\"");
   // Ranks whose factors of the loss part would add up gradients of different scales.
   expect_all_told(
       fit([](TrainerOptions& o, int rank) { o.session.scaler.backoff = rank == 1 ? 0.25 : 0.5; },
           false),
-      "rank 0 has 'scaler.backoff 0.5', rank 1 has 'scaler.backoff 0.25'");
+      "ranks [0, 2] have \"scaler.backoff 0.5\", rank 1 has \"scaler.backoff 0.25\"");
   expect_all_told(fit(none, true), "a validation source");
+  expect_all_told(fit(
+                      [](TrainerOptions& o, int rank) {
+                        if (rank == 0) o.callbacks = {std::make_shared<LearningRateMonitor>()};
+                      },
+                      false),
+                  "ranks [0] have \"a callback learning_rate\", rank 1 has nothing");
   for (const std::string& said : fit(none, false).said) EXPECT_EQ(said, "");
 }
 
@@ -161,19 +174,19 @@ TEST(Hostile, FoldersAndResumingThatDifferBetweenRanksAreRefused) {
         Trainer(options).fit(task, ragged_batches(manager.rank(), 3));
       });
     };
-    const std::string other = "train with other options: rank 0 has 'checkpoint.";
     expect_all_told(fit([](TrainerCheckpoints& c, int rank) {
                       if (rank == 1) c.folder.clear();
                     }),
-                    other + "folder some', rank 1 has 'checkpoint.folder none'");
+                    "ranks [0, 2] have \"checkpoint.folder some\", rank 1 has "
+                    "\"checkpoint.folder none\"");
     expect_all_told(fit([](TrainerCheckpoints& c, int rank) { c.resume = rank == 2; }),
-                    other + "resume");
+                    "have \"checkpoint.resume");
     expect_all_told(fit([](TrainerCheckpoints& c, int rank) {
                       if (rank == 0) c.from = "step-1";
                     }),
-                    other + "from step-1'");
+                    "ranks [0] have \"checkpoint.from step-1\"");
     expect_all_told(fit([](TrainerCheckpoints& c, int rank) { c.background = rank == 1; }),
-                    other + "background");
+                    "have \"checkpoint.background");
     EXPECT_TRUE(names_in(folder.path()).empty()) << "nothing was begun";
     for (const std::string& said : fit([](TrainerCheckpoints&, int) {}).said) EXPECT_EQ(said, "");
   }

@@ -18,7 +18,9 @@ class Grenade : public Callback {
   std::string name() const override { return "grenade"; }
   void on_batch_start(Trainer& t, const MicroBatch&) override { pass("forward", t); }
   void on_after_backward(Trainer& t) override { pass("backward", t); }
+  void on_before_step(Trainer& t, const StepResult&) override { pass("before", t); }
   void on_validation_start(Trainer& t) override { pass("validation", t); }
+  void on_epoch_end(Trainer& t) override { pass("epoch", t); }
   void on_step_end(Trainer& t, const StepResult&) override { pass("after", t); }
   void save(Trainer& t, CheckpointState&, const std::string&) override { pass("save", t); }
   void loaded(Trainer& t, const CheckpointState&, const std::string&) override { pass("load", t); }

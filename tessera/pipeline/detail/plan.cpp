@@ -3,39 +3,61 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <limits>
+#include <cstring>
+#include <exception>
+#include <numeric>
 #include <optional>
+#include <type_traits>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
 namespace {
 
-// What each rank tells the others of its pipeline before a step: these, then a signature for each
-// micro-batch of the schedule.
-enum Place : std::int64_t {
-  kProblem,
-  kMode,
-  kStep,
-  kInputs,
-  kTargets,
-  kTrained,
-  kSettled,
-  kWeight,
-  kScales,
-  kScaleSum,
-  kScaleSquares,
-  kDivisor,
-  kPlaces
+// What each rank tells the others of its pipeline before a step. Eight bytes a field: it travels as
+// it lies in memory, with a signature for each micro-batch of the schedule behind it.
+struct Greeting {
+  /// 1: this rank cannot make the step.
+  std::int64_t problem = 0;
+  std::int64_t trains = 0;
+  /// Micro-batches; -1: not this rank's to give.
+  std::int64_t inputs = -1, targets = -1;
+  std::uint64_t step = 0, trained = 0, settled = 0;
+  double weight = 0;
+  /// 1, and by what its gradients are multiplied; 0: it has none.
+  double scaled = 0, scale = 0;
+  /// 0: none, which is refused where it is given.
+  double divisor = 0;
+};
+static_assert(std::is_trivially_copyable_v<Greeting> && sizeof(Greeting) == 11 * 8);
+
+struct Greetings {
+  /// By position along the axis.
+  std::vector<Greeting> of;
+  /// Of the first stage's rank.
+  std::vector<std::uint64_t> signatures;
 };
 
-std::int64_t bits(double value) { return std::bit_cast<std::int64_t>(value); }
-double real(std::int64_t value) { return std::bit_cast<double>(value); }
+// Of pipelines beside each other, one of which this is. Doubles alone: one all-reduce.
+struct Beside {
+  double weight = 0, problems = 0;
+  double scaled = 0, scale = 0, scale_squares = 0;
+  double pipelines = 1, training = 0, with_targets = 0;
+  double divisor = 0, divisor_squares = 0;
+  /// Of the step's number, small enough that sums are exact.
+  double phase = 0, phase_squares = 0;
+};
+static_assert(sizeof(Beside) == 12 * sizeof(double));
+
+// Whether numbers of this mean and mean square are one number.
+bool are_equal(double mean, double mean_square) {
+  return std::abs(mean_square - mean * mean) <= 1e-9 * mean * mean;
+}
 
 std::uint64_t signature_of(const std::vector<at::Tensor>& inputs) {
   Hash hash;
@@ -60,47 +82,42 @@ std::vector<int> sample_ranks(const PipelinePlan& plan) {
 }
 
 // By what the sums of gradients over the other axes are multiplied: one number for all parameters
-// of this rank; nothing where it has none.
-std::optional<double> gradient_scale(const PipelinePlan& plan, std::string& problem) {
+// of this rank; nothing where it has none. Throws GradientError.
+std::optional<double> gradient_scale(const PipelinePlan& plan) {
   const std::vector<int> counted = sample_ranks(plan);
   const int samples = static_cast<int>(counted.size());
   std::optional<double> common;
+  const auto refuse = [](int stage, const at::Tensor& p, const std::string& why) {
+    throw GradientError(
+        concat("the gradient of a parameter of stage ", stage, " (shape ", p.sizes(), ") ", why));
+  };
+  const auto take = [&](int s, const at::Tensor& p) {
+    const auto sum = gradient_sum(p);
+    const double scale = sum ? sum->scale : 0;
+    if (!(scale > 0) || (sum->reducers == 0 && samples > 1))
+      refuse(s, p,
+             "is not known to be reduced over the mesh's other axes: wrap the stage with "
+             "DistributedDataParallel, or distribute it (distribute_module)");
+    if (sum->reducers > 0 && !sum->covers(counted))
+      refuse(s, p,
+             concat("comes together over ranks ", list(sum->ranks), ", and ranks ", list(counted),
+                    " have different samples (PipelineOptions::sample_axes); reduce it over "
+                    "those"));
+    // A mean over other ranks than those that have other samples.
+    if (scale != 1 && std::abs(scale * samples - 1) > 1e-9)
+      refuse(s, p,
+             concat("becomes the mean over ", std::lround(1 / scale), " ranks, and ", samples,
+                    " have different samples (PipelineOptions::sample_axes); reduce it over those, "
+                    "or as a sum"));
+    if (common && *common != scale)
+      throw GradientError(concat("the gradients of stage ", s,
+                                 " come together in different ways, some as a mean and some as a "
+                                 "sum; give all the same reduction"));
+    common = scale;
+  };
   for (int s = 0; s < plan.count(); ++s) {
     if (!plan.stages[s]) continue;
-    for (const at::Tensor& p : plan.stages[s]->parameters()) {
-      const auto sum = gradient_sum(p);
-      const double scale = sum ? sum->scale : 0;
-      if (!(scale > 0) || (sum->reducers == 0 && samples > 1)) {
-        problem = concat(kGradientProblem, "a parameter of stage ", s, " (shape ", p.sizes(),
-                         ") is not known to be reduced over the mesh's other axes: wrap the stage "
-                         "with DistributedDataParallel, or distribute it (distribute_module)");
-        return std::nullopt;
-      }
-      if (sum->reducers > 0 && !sum->covers(counted)) {
-        problem = concat(kGradientProblem, "the gradient of a parameter of stage ", s, " (shape ",
-                         p.sizes(), ") comes together over ranks ", list(sum->ranks),
-                         ", and ranks ", list(counted),
-                         " have different samples (PipelineOptions::sample_axes); reduce it over "
-                         "those");
-        return std::nullopt;
-      }
-      // A mean over other ranks than those that have other samples.
-      if (scale != 1 && std::abs(scale * samples - 1) > 1e-9) {
-        problem = concat(kGradientProblem, "the gradient of a parameter of stage ", s, " (shape ",
-                         p.sizes(), ") becomes the mean over ", std::lround(1 / scale),
-                         " ranks, and ", samples,
-                         " have different samples (PipelineOptions::sample_axes); reduce it over "
-                         "those, or as a sum");
-        return std::nullopt;
-      }
-      if (common && *common != scale) {
-        problem = concat(kGradientProblem, "the gradients of stage ", s,
-                         " come together in different ways, some as a mean and some as a sum; "
-                         "give all the same reduction");
-        return std::nullopt;
-      }
-      common = scale;
-    }
+    for (const at::Tensor& p : plan.stages[s]->parameters()) take(s, p);
   }
   return common;
 }
@@ -135,6 +152,145 @@ std::string batch_problem(const PipelinePlan& plan, const PipelineBatch& batch, 
       return concat("a micro-batch's weight is ", w, "; it must be finite and at least 0");
   }
   return "";
+}
+
+Greeting greeting_of(const PipelinePlan& plan, const PipelineBatch& batch, const StepFacts& facts,
+                     std::optional<double> divisor) {
+  Greeting mine;
+  mine.trains = facts.training ? 1 : 0;
+  mine.step = facts.step;
+  if (plan.first()) mine.inputs = static_cast<std::int64_t>(batch.inputs.size());
+  if (plan.last()) mine.targets = static_cast<std::int64_t>(batch.targets.size());
+  Hash settled;
+  for (const std::uint64_t one : plan.settled) settled.number(one);
+  mine.settled = settled.value();
+  if (plan.counts()) mine.weight = std::accumulate(facts.weights.begin(), facts.weights.end(), 0.0);
+  mine.divisor = divisor.value_or(0);
+  return mine;
+}
+
+// The rest of what this rank says of a step; throws what is wrong with what it was given.
+void fill(Greeting& mine, std::vector<std::uint64_t>& signatures, const PipelinePlan& plan,
+          const PipelineBatch& batch, const StepFacts& facts, std::optional<double> divisor) {
+  const std::string problem = batch_problem(plan, batch, facts.training, facts.weights);
+  if (!problem.empty()) throw InvalidArgument(problem);
+  if (divisor && !(std::isfinite(*divisor) && *divisor > 0))
+    throw InvalidArgument(
+        concat("gradients divided by ", *divisor, "; it must be finite and above 0"));
+  if (facts.training) {
+    const auto by = gradient_scale(plan);
+    mine.scaled = by ? 1 : 0;
+    mine.scale = by.value_or(0);
+  }
+  Hash trained;
+  for (const auto& stage : plan.stages)
+    if (stage) trained.number(stage->parameters().size());
+  mine.trained = trained.value();
+  if (!plan.first()) return;
+  for (std::size_t k = 0; k < batch.inputs.size(); ++k)
+    signatures[k] = signature_of(batch.inputs[k]);
+}
+
+Greetings greet(const PipelinePlan& plan, const Greeting& mine,
+                const std::vector<std::uint64_t>& signatures) {
+  const Group group = plan.group();
+  const std::size_t behind = signatures.size() * 8, row = sizeof mine + behind;
+  const at::Tensor sent = at::empty({static_cast<std::int64_t>(row)}, at::kByte);
+  auto* const to = static_cast<char*>(sent.mutable_data_ptr());
+  std::memcpy(to, &mine, sizeof mine);
+  std::memcpy(to + sizeof mine, signatures.data(), behind);
+  const at::Tensor all = at::empty({group.size() * sent.size(0)}, at::kByte);
+  group.all_gather(all, sent, {}, {.name = "pipeline step"});
+  Greetings got{std::vector<Greeting>(static_cast<std::size_t>(group.size())), signatures};
+  const auto* const from = static_cast<const char*>(all.const_data_ptr());
+  for (std::size_t r = 0; r < got.of.size(); ++r)
+    std::memcpy(&got.of[r], from + r * row, sizeof mine);
+  const auto first = static_cast<std::size_t>(plan.training.placement.front());
+  std::memcpy(got.signatures.data(), from + first * row + sizeof mine, behind);
+  return got;
+}
+
+// Of this pipeline, whose ranks have said `of`.
+Beside summed(const std::vector<Greeting>& of, const Greeting& mine, const StepFacts& facts) {
+  Beside here;
+  here.training = facts.training ? 1 : 0;
+  here.with_targets = facts.targets ? 1 : 0;
+  here.divisor = mine.divisor;
+  here.divisor_squares = mine.divisor * mine.divisor;
+  for (const Greeting& one : of) {
+    here.weight += one.weight;
+    here.problems += static_cast<double>(one.problem);
+    here.scaled += one.scaled;
+    here.scale += one.scale;
+    here.scale_squares += one.scale * one.scale;
+  }
+  return here;
+}
+
+// What the ranks of one pipeline do not agree on; "": nothing.
+std::string disagreement(const Group& group, const std::vector<Greeting>& all, const Greeting& mine,
+                         const StepFacts& facts, std::int64_t targets) {
+  for (int r = 0; r < group.size(); ++r) {
+    if (all[r].divisor != all[0].divisor)
+      return concat("rank ", group.ranks()[r], " gives the divisor ", all[r].divisor,
+                    " for gradients, and rank ", group.ranks()[0], " ", all[0].divisor,
+                    " (0: none); give the same on all ranks");
+    if (all[r].trains != mine.trains)
+      return concat("some ranks train and others evaluate; rank ", group.ranks()[r], " ",
+                    all[r].trains ? "trains" : "evaluates");
+  }
+  if (facts.targets && targets != facts.micro_batches)
+    return concat(facts.micro_batches, " micro-batches of inputs and ", targets, " of targets");
+  return "";
+}
+
+// Adds up what pipelines beside each other say, and brings them to one number of the step: one may
+// be behind the others, by one or two, as a rank of it may.
+Beside add_up(const PipelinePlan& plan, Beside here, std::uint64_t& step) {
+  here.phase = static_cast<double>(step % 256);
+  here.phase_squares = here.phase * here.phase;
+  if (plan.mesh.layout().size() == plan.group().size()) return here;
+  const Group beside = plan.mesh.group(plan.other_axes());
+  const at::Tensor travelling = at::empty({sizeof here / sizeof(double)}, at::kDouble);
+  std::memcpy(travelling.mutable_data_ptr(), &here, sizeof here);
+  beside.all_reduce(travelling, ReduceOp::sum, {.name = "pipeline weights"});
+  std::memcpy(&here, travelling.const_data_ptr(), sizeof here);
+  if (here.phase * here.phase != here.phase_squares * here.pipelines) {
+    const at::Tensor most = at::tensor({static_cast<std::int64_t>(step)}, at::kLong);
+    beside.all_reduce(most, ReduceOp::max, {.name = "pipeline step"});
+    step = static_cast<std::uint64_t>(most.item<std::int64_t>());
+  }
+  return here;
+}
+
+// Throws on every rank alike: the sums are the same on all.
+void require_alike(const Beside& all) {
+  for (const double some : {all.training, all.with_targets}) {
+    if (some != 0 && some != all.pipelines)
+      throw InvalidArgument(
+          concat("pipeline: ", some, " of ", all.pipelines, " pipelines beside each other ",
+                 some == all.training ? "train" : "have targets", ", and the others do not"));
+  }
+  const double divisor = all.divisor / all.pipelines;
+  if (!are_equal(divisor, all.divisor_squares / all.pipelines))
+    throw InvalidArgument(
+        concat("pipeline: the pipelines beside each other give different divisors for gradients, ",
+               divisor, " in the mean (0: none); give the same on all ranks"));
+}
+
+// By what the losses are multiplied.
+double loss_scale(const Beside& all, std::optional<double> divisor) {
+  if (!divisor && !(all.weight > 0))
+    throw InvalidArgument(
+        concat("pipeline: the weights of a step must not all be zero; their sum "
+               "over all micro-batches is ",
+               all.weight));
+  const double mean = all.scaled > 0 ? all.scale / all.scaled : 1;
+  if (all.scaled > 0 && !are_equal(mean, all.scale_squares / all.scaled))
+    throw GradientError(
+        "pipeline: the gradients of some stages come together as a mean over ranks and those of "
+        "others as a sum; give all stages the same reduction");
+  return 1 / (divisor.value_or(all.weight) * mean);
 }
 
 }  // namespace
@@ -183,154 +339,56 @@ void tell_failure(const PipelinePlan& plan, const std::string& what) {
   if (ranks.size() > 1) plan.mesh.manager().fail_groups_within(ranks, what);
 }
 
-void throw_together(const Group& group, const std::string& problem) {
-  const auto all = group.all_gather_bytes(problem, {.name = "pipeline problems"});
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].empty()) continue;
-    const bool gradient = all[r][0] == kGradientProblem;
-    const std::string text =
-        concat("pipeline: rank ", group.ranks()[r], ": ", gradient ? all[r].substr(1) : all[r]);
-    if (gradient) throw GradientError(text);
-    throw InvalidArgument(text);
-  }
-}
-
 StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool training,
                         std::uint64_t step, std::optional<double> divisor) {
   StepFacts facts;
   facts.training = training;
   facts.step = step;
   if (plan.last()) facts.weights = weights_of(batch);
-  std::string problem = batch_problem(plan, batch, training, facts.weights);
-  if (divisor && !(std::isfinite(*divisor) && *divisor > 0) && problem.empty())
-    problem = concat("gradients divided by ", *divisor, "; it must be finite and above 0");
-  std::optional<double> by;
-  Hash trained;
+  std::vector<std::uint64_t> signatures(static_cast<std::size_t>(plan.training.micro_batches));
+  Greeting mine = greeting_of(plan, batch, facts, divisor);
+  std::exception_ptr problem;
   try {
-    if (training && problem.empty()) by = gradient_scale(plan, problem);
-    for (const auto& stage : plan.stages) {
-      if (stage) trained.number(stage->parameters().size());
-    }
-  } catch (const std::exception& e) {  // of the user's own stage
-    problem = e.what();
+    fill(mine, signatures, plan, batch, facts, divisor);
+  } catch (const GradientError&) {
+    problem = std::current_exception();
+  } catch (const std::exception& e) {  // of the user's own stage, too
+    problem = std::make_exception_ptr(InvalidArgument(e.what()));
   }
-
-  const std::int64_t most = plan.training.micro_batches;
-  std::vector<std::int64_t> mine(static_cast<std::size_t>(kPlaces + most), 0);
-  mine[kMode] = training ? 1 : 0;
-  mine[kInputs] = plan.first() ? static_cast<std::int64_t>(batch.inputs.size()) : -1;
-  mine[kTargets] = plan.last() ? static_cast<std::int64_t>(batch.targets.size()) : -1;
-  mine[kStep] = static_cast<std::int64_t>(step);
-  mine[kTrained] = static_cast<std::int64_t>(trained.value());
-  Hash settled;
-  for (const std::uint64_t one : plan.settled) settled.number(one);
-  mine[kSettled] = static_cast<std::int64_t>(settled.value());
-  double weight = 0;
-  if (plan.counts()) {
-    for (const double w : facts.weights) weight += w;
-  }
-  mine[kWeight] = bits(weight);
-  mine[kScales] = bits(by ? 1 : 0);
-  mine[kScaleSum] = bits(by.value_or(0));
-  mine[kScaleSquares] = bits(by.value_or(0) * by.value_or(0));
-  if (plan.first() && problem.empty()) {
-    try {
-      for (std::size_t k = 0; k < batch.inputs.size(); ++k)
-        mine[kPlaces + k] = static_cast<std::int64_t>(signature_of(batch.inputs[k]));
-    } catch (const std::exception& e) {
-      problem = e.what();
-    }
-  }
-  // 0: none, which is refused where it is given.
-  mine[kDivisor] = bits(divisor.value_or(0));
-  mine[kProblem] = problem.empty() ? 0 : 1;
-
+  mine.problem = problem ? 1 : 0;
   const Group group = plan.group();
-  const at::Tensor sent = at::tensor(mine, at::kLong);
-  const at::Tensor all = at::empty({group.size(), sent.size(0)}, at::kLong);
-  group.all_gather(all.view({-1}), sent, {}, {.name = "pipeline step"});
-  const auto rows = all.accessor<std::int64_t, 2>();
+  const Greetings got = greet(plan, mine, signatures);
 
-  const int first = plan.training.placement.front(), last = plan.training.placement.back();
-  facts.micro_batches = static_cast<int>(rows[first][kInputs]);
-  const std::int64_t targets = rows[last][kTargets];
+  facts.micro_batches = static_cast<int>(got.of[plan.training.placement.front()].inputs);
+  const std::int64_t targets = got.of[plan.training.placement.back()].targets;
   facts.targets = targets > 0;
-  // Weight, problems, by what gradients are multiplied; then pipelines, and those that train and
-  // that have targets; by what gradients are divided, and its square.
-  std::vector<double> sums{0, 0, 0, 0, 0, 1, training ? 1.0 : 0.0, facts.targets ? 1.0 : 0.0};
-  for (const int power : {1, 2}) sums.push_back(std::pow(divisor.value_or(0), power));
   Hash modes;
   bool differ = false;
-  for (int r = 0; r < group.size(); ++r) {
-    sums[0] += real(rows[r][kWeight]);
-    sums[1] += static_cast<double>(rows[r][kProblem]);
-    sums[2] += real(rows[r][kScales]);
-    sums[3] += real(rows[r][kScaleSum]);
-    sums[4] += real(rows[r][kScaleSquares]);
-    modes.number(static_cast<std::uint64_t>(rows[r][kTrained]));
-    differ = differ || rows[r][kSettled] != mine[kSettled];
-    if (rows[r][kDivisor] != rows[0][kDivisor] && problem.empty())
-      problem = concat("rank ", group.ranks()[r], " gives the divisor ", real(rows[r][kDivisor]),
-                       " for gradients, and rank ", group.ranks()[0], " ", real(rows[0][kDivisor]),
-                       " (0: none); give the same on all ranks");
+  for (const Greeting& one : got.of) {
+    modes.number(one.trained);
+    differ = differ || one.settled != mine.settled;
     // A rank that failed late in a step that others ended is behind.
-    facts.step = std::max(facts.step, static_cast<std::uint64_t>(rows[r][kStep]));
-    if (rows[r][kMode] != mine[kMode] && problem.empty())
-      problem = concat("some ranks train and others evaluate; rank ", group.ranks()[r], " ",
-                       rows[r][kMode] ? "trains" : "evaluates");
+    facts.step = std::max(facts.step, one.step);
   }
   if (differ) plan.forget_shapes();
-  if (problem.empty() && facts.targets && targets != facts.micro_batches)
-    problem = concat(facts.micro_batches, " micro-batches of inputs and ", targets, " of targets");
-  if (!problem.empty() && mine[kProblem] == 0) sums[1] += 1;
-  // So may a pipeline be behind those beside it, by one or two: small numbers tell, and their sum
-  // is exact.
-  const auto phase = static_cast<double>(facts.step % 256);
-  for (const double power : {phase, phase * phase}) sums.push_back(power);
-  const std::vector<int> others = plan.other_axes();
-  if (plan.mesh.layout().size() > group.size()) {
-    const Group beside = plan.mesh.group(others);
-    at::Tensor travelling = at::tensor(sums, at::kDouble);
-    beside.all_reduce(travelling, ReduceOp::sum, {.name = "pipeline weights"});
-    const auto* got = travelling.const_data_ptr<double>();
-    sums.assign(got, got + sums.size());
-    if (sums[10] * sums[10] != sums[11] * sums[5]) {
-      const at::Tensor most = at::tensor({static_cast<std::int64_t>(facts.step)}, at::kLong);
-      beside.all_reduce(most, ReduceOp::max, {.name = "pipeline step"});
-      facts.step = static_cast<std::uint64_t>(most.item<std::int64_t>());
-    }
+  Beside all = summed(got.of, mine, facts);
+  if (!problem) {
+    const std::string differs = disagreement(group, got.of, mine, facts, targets);
+    if (!differs.empty()) problem = std::make_exception_ptr(InvalidArgument(differs));
+    if (problem) all.problems += 1;
   }
-  if (sums[1] > 0) throw_together(plan.mesh.all(), problem);
-  for (const double some : {sums[6], sums[7]}) {
-    if (some != 0 && some != sums[5])
-      throw InvalidArgument(
-          concat("pipeline: ", some, " of ", sums[5], " pipelines beside each other ",
-                 some == sums[6] ? "train" : "have targets", ", and the others do not"));
-  }
-  const double mean_divisor = sums[8] / sums[5];
-  if (std::abs(sums[9] / sums[5] - mean_divisor * mean_divisor) >
-      1e-9 * mean_divisor * mean_divisor)
-    throw InvalidArgument(
-        concat("pipeline: the pipelines beside each other give different divisors for gradients, ",
-               mean_divisor, " in the mean (0: none); give the same on all ranks"));
-  facts.total_weight = sums[0];
-  if (training && !divisor && !(facts.total_weight > 0))
-    throw InvalidArgument(
-        concat("pipeline: the weights of a step must not all be zero; their sum "
-               "over all micro-batches is ",
-               facts.total_weight));
-  if (training) {
-    const double mean = sums[2] > 0 ? sums[3] / sums[2] : 1;
-    if (sums[2] > 0 && std::abs(sums[4] / sums[2] - mean * mean) > 1e-9 * mean * mean)
-      throw GradientError(
-          "pipeline: the gradients of some stages come together as a mean over ranks and those of "
-          "others as a sum; give all stages the same reduction");
-    facts.scale = 1 / (divisor.value_or(facts.total_weight) * mean);
-  }
+  all = add_up(plan, all, facts.step);
+  if (all.problems > 0)
+    agree::all<void, GradientError>(plan.mesh.all(), "pipeline", [&] {
+      if (problem) std::rethrow_exception(problem);
+    });
+  require_alike(all);
+  facts.total_weight = all.weight;
+  if (training) facts.scale = loss_scale(all, divisor);
   modes.number(training ? 1 : 0);
   for (int k = 0; k < facts.micro_batches; ++k) {
     Hash one;
-    one.number(modes.value()).number(static_cast<std::uint64_t>(rows[first][kPlaces + k]));
+    one.number(modes.value()).number(got.signatures[k]);
     facts.signatures.push_back(one.value());
   }
   return facts;

@@ -86,9 +86,4 @@ StepFacts agree_on_step(PipelinePlan& plan, const PipelineBatch& batch, bool tra
 /// Tells all ranks of the mesh that this one failed, so that none waits for it.
 void tell_failure(const PipelinePlan& plan, const std::string& what);
 
-/// Collective over the group: throws on every rank if `problem` is not empty on one of them,
-/// InvalidArgument, or GradientError where the text begins with kGradientProblem.
-inline constexpr char kGradientProblem = '\1';
-void throw_together(const Group& group, const std::string& problem);
-
 }  // namespace tessera::detail

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -76,7 +77,9 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
       tie.second.push_back(static_cast<int>(r));
     }
   }
-  throw_together(plan.mesh.all(), problem);
+  agree::all(plan.mesh.all(), "pipeline", [&] {
+    if (!problem.empty()) throw InvalidArgument(problem);
+  });
   const at::NoGradGuard no_grad;
   for (const auto& [name, tie] : found) {
     const auto given = plan.options.tied.find(name);

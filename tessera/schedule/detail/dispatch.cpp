@@ -43,6 +43,8 @@ class Pass {
       ranks_[rank].of.assign(problem.micro_batches, 0.0);
     }
     for (int k = 0; k < problem.micro_batches; ++k) stages_[0].forward.push_back({k, 0.0});
+    for (const StageCosts& c : problem.costs.stages)
+      same_ += 1e-9 * largest_ * (c.forward + c.input_gradient + c.weight_gradient);
   }
 
   Dispatched run(const DispatchRule& rule) {
@@ -66,12 +68,11 @@ class Pass {
     std::vector<Choice> choices(ranks_.size());
     for (std::size_t r = 0; r < ranks_.size(); ++r) choices[r] = choose(static_cast<int>(r));
     while (true) {
-      const auto best =
-          std::min_element(choices.begin(), choices.end(),
-                           [](const Choice& a, const Choice& b) { return a.start < b.start; });
-      if (best->start == kNever) break;
-      const int rank = static_cast<int>(best - choices.begin());
-      const int receiver = commit(rank, *best);
+      int rank = 0;
+      for (std::size_t r = 1; r < choices.size(); ++r)
+        if (before(choices[r].start, choices[rank].start)) rank = static_cast<int>(r);
+      if (choices[rank].start == kNever) break;
+      const int receiver = commit(rank, choices[rank]);
       choices[rank] = choose(rank);
       if (receiver >= 0 && receiver != rank) choices[receiver] = choose(receiver);
     }
@@ -94,6 +95,8 @@ class Pass {
   };
 
   int stages() const { return static_cast<int>(stages_.size()); }
+  // By more than rounding: what is decided does not depend on the unit of the times.
+  bool before(double a, double b) const { return a < b - same_; }
   // By the end of a backward action of a micro-batch of size 1.
   double freed(const PipelineAction& a) const {
     const StageCosts& c = problem_.costs.stages[a.stage];
@@ -156,9 +159,9 @@ class Pass {
     const double latest = first_end - eagerness_ * (first_end - first_start);
     for (const Choice& choice : choices) {
       // Some that starts first always may.
-      if (choice.start > first_start && choice.start >= latest) continue;
+      if (before(first_start, choice.start) && !before(choice.start, latest)) continue;
       if (best.start == kNever ||
-          (*priorities_)[index(choice.action)] < (*priorities_)[index(best.action)]) {
+          before((*priorities_)[index(choice.action)], (*priorities_)[index(best.action)])) {
         best = choice;
       }
     }
@@ -175,7 +178,7 @@ class Pass {
       if (queue.empty()) return;
       const double start = std::max(rank.free, queue.front().time);
       // Ascending stages: among those that can start as early, the last or the first wins.
-      if (start < best.start - 1e-12 || (deep && start <= best.start + 1e-12)) {
+      if (before(start, best.start) || (deep && !before(best.start, start))) {
         best = {{kind, stage, queue.front().micro_batch}, start};
       }
     };
@@ -184,7 +187,7 @@ class Pass {
       if (!q.forward.empty()) {
         if (admits(rank, s, q.forward.front().micro_batch)) {
           offer(forward, q.forward, ActionKind::forward, s, rule_.deep_forwards);
-        } else if (q.forward.front().time <= rank.free) {
+        } else if (!before(rank.free, q.forward.front().time)) {
           short_of_memory = true;
         }
       }
@@ -194,9 +197,9 @@ class Pass {
     arrival = std::min(forward.start, gradient.start);
     Choice next = prefer(rank, forward, gradient);
     if (weight.start == kNever) return next;
-    if (short_of_memory && gradient.start > weight.start) return weight;
+    if (short_of_memory && before(weight.start, gradient.start)) return weight;
     const double time = problem_.costs.time(weight.action);
-    if (arrival > weight.start + rule_.weight_patience * time) return weight;
+    if (before(weight.start + rule_.weight_patience * time, arrival)) return weight;
     return next;
   }
 
@@ -208,7 +211,7 @@ class Pass {
     const Choice& wanted = gradients ? gradient : forward;
     const Choice& other = gradients ? forward : gradient;
     const double wait = rule_.patience * problem_.costs.time(other.action);
-    return wanted.start <= other.start + wait + 1e-12 ? wanted : other;
+    return before(other.start + wait, wanted.start) ? other : wanted;
   }
 
   // Does it; the rank that something was sent to, or -1.
@@ -262,6 +265,8 @@ class Pass {
   DispatchRule rule_;
   const std::vector<double>* priorities_ = nullptr;
   double eagerness_ = 0;
+  /// Times that differ by less are the same.
+  double same_ = 0;
   Dispatched made_;
   double largest_;
   std::vector<Rank> ranks_;

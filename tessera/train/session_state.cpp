@@ -1,0 +1,127 @@
+// What a session saves, and how it goes on from it.
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "tessera/base/internal/name.h"
+#include "tessera/base/text.h"
+#include "tessera/checkpoint/optimizer_state.h"
+#include "tessera/train/detail/all_modules.h"
+#include "tessera/train/detail/random_bytes.h"
+#include "tessera/train/session.h"
+
+namespace tessera {
+
+namespace {
+
+// What a checkpoint has under the modules' names is theirs, to the last tensor: a network that has
+// become smaller since does not go on with what is left of it. Where ranks have different modules,
+// it is that of one of them.
+void refuse_other_modules(const CheckpointReader& saved, const NamedModules& modules,
+                          const torch::nn::Module& all, Strategy& strategy) {
+  std::set<std::string> known, names;
+  for (const auto& item : all.named_parameters()) known.insert(item.key());
+  for (const auto& item : all.named_buffers()) known.insert(item.key());
+  for (const NamedModule& m : modules) names.insert(m.name);
+  if (strategy.abilities().modules_differ) {
+    std::string mine;
+    for (const std::string& name : names) mine += name + '\n';
+    mine += '\n';
+    for (const std::string& name : known) mine += name + '\n';
+    for (const std::string& text : strategy.all_gather(mine)) {
+      bool modules_over = false;
+      for (std::size_t at = 0; at < text.size();) {
+        const std::size_t end = text.find('\n', at);
+        if (end == at)
+          modules_over = true;
+        else
+          (modules_over ? known : names).insert(text.substr(at, end - at));
+        at = end + 1;
+      }
+    }
+  }
+  std::string left;
+  for (const SavedTensor& t : saved.tensors()) {
+    const bool ours = names.contains(t.name.substr(0, t.name.find('.')));
+    if (ours && !known.contains(t.name))
+      left += concat(left.empty() ? "'" : ", '", printable(t.name), "'");
+  }
+  if (!left.empty())
+    throw InvalidArgument(
+        concat("the checkpoint is that of another model: it has ", left, ", which is not here"));
+}
+
+void refuse_other_optimizers(const CheckpointReader& saved, std::size_t here) {
+  const std::vector<std::string> names = saved.value_names();
+  std::size_t there = 0;
+  while (std::find(names.begin(), names.end(), concat("optimizer.", there, ".kind")) != names.end())
+    ++there;
+  if (there != here)
+    throw InvalidArgument(
+        concat("the checkpoint has ", there, " optimizers, and there are ", here, " here"));
+}
+
+}  // namespace
+
+void Session::restore_modules(const CheckpointReader& saved) {
+  refuse_other_modules(saved, modules_, *all_, *strategy_);
+  CheckpointState state;
+  state.add("", *all_, strategy_->hand_shards());
+  saved.load(state, {.allow_extra = true});
+  restored_ = true;
+}
+
+CheckpointState Session::state() {
+  CheckpointState state;
+  const HandShards shards = strategy_->hand_shards();
+  state.add("", *all_, shards);
+  for (std::size_t i = 0; i < optimizers_.size(); ++i)
+    add_optimizer(state, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
+  state.set_integer("train.steps", steps_);
+  state.set_real("train.unit", unit_);
+  if (scaler_) state.set("train.scaler", scaler_->state());
+  state.set_of_rank("train.random", detail::random_bytes(strategy_->root_device()));
+  if (const DistributedManager* manager = strategy_->manager()) {
+    const RandomState random = random_state(*manager);
+    state.set_integer("train.sharded_seed", static_cast<std::int64_t>(random.seed));
+    state.set_integer("train.sharded_stream", static_cast<std::int64_t>(random.stream));
+  }
+  return state;
+}
+
+void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
+  const HandShards shards = strategy_->hand_shards();
+  if (!strategy_->abilities().restores_after_setup && !restored_)
+    throw InvalidArgument(concat(
+        "the strategy '", strategy_->name(),
+        "' restores before setup() alone: give the checkpoint to the session's constructor"));
+  // What does not fit is found before anything is changed.
+  if (!restored_) refuse_other_modules(saved, modules_, *all_, *strategy_);
+  refuse_other_optimizers(saved, optimizers_.size());
+  std::vector<std::function<void()>> commits;
+  for (std::size_t i = 0; i < optimizers_.size(); ++i)
+    commits.push_back(
+        read_optimizer(saved, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards));
+  CheckpointState state;
+  if (extra) state = *extra;
+  if (!restored_) state.add("", *all_, shards);
+  saved.load(state, {.allow_extra = true});
+  restored_ = false;
+  for (const auto& commit : commits) commit();
+  steps_ = state.get_integer("train.steps");
+  if (state.has("train.unit")) unit_ = state.get_real("train.unit");
+  if (scaler_ && state.has("train.scaler")) scaler_->restore(state.get("train.scaler"));
+  // Where the first rank alone saved, the others keep theirs.
+  if (state.has_of_rank("train.random") && strategy_->rank() < saved.saved_ranks())
+    detail::set_random_bytes(state.get_of_rank("train.random"), strategy_->root_device());
+  const DistributedManager* manager = strategy_->manager();
+  if (manager && state.has("train.sharded_seed")) {
+    set_random_state(*manager,
+                     {static_cast<std::uint64_t>(state.get_integer("train.sharded_seed")),
+                      static_cast<std::uint64_t>(state.get_integer("train.sharded_stream"))});
+  }
+  if (extra) *extra = std::move(state);
+}
+
+}  // namespace tessera

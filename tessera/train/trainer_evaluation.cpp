@@ -1,0 +1,155 @@
+// Validations, tests and predictions of a trainer.
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "tessera/train/trainer.h"
+
+namespace tessera {
+
+namespace {
+
+// Evaluation mode while it lives; a part that the user keeps in another mode goes back to that.
+class EvaluationScope {
+ public:
+  explicit EvaluationScope(const NamedModules& modules) {
+    for (const NamedModule& m : modules) {
+      for (const auto& part : m.module->modules()) modes_.emplace_back(part, part->is_training());
+      m.module->eval();
+    }
+  }
+  ~EvaluationScope() {
+    // A module before its children, whose modes it sets too.
+    for (const auto& [part, mode] : modes_) part->train(mode);
+  }
+  EvaluationScope(const EvaluationScope&) = delete;
+  EvaluationScope& operator=(const EvaluationScope&) = delete;
+
+ private:
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
+};
+
+// A stage while it lives; inside a run that of the run comes back.
+class StageScope {
+ public:
+  StageScope(Stage& of, Stage now) : of_(of), before_(of) { of_ = now; }
+  ~StageScope() { of_ = before_; }
+  StageScope(const StageScope&) = delete;
+  StageScope& operator=(const StageScope&) = delete;
+
+ private:
+  Stage& of_;
+  const Stage before_;
+};
+
+}  // namespace
+
+// ---- evaluation ----
+
+bool Trainer::validate_now() {
+  const Stage before = stage_;
+  stage_ = Stage::validate;
+  each([&](Callback& c) { c.on_validation_start(*this); });
+  Metrics own;
+  const bool ended = evaluate(*validation_, Stage::validate, own,
+                              [&](const MicroBatch& b, Step& s) { task_->validation_step(b, s); });
+  stage_ = before;
+  if (ended) {
+    log(reduced(own, "val/"));
+    validation_due_ = false;
+  }
+  each([&](Callback& c) { c.on_validation_end(*this, ended); });
+  if (!ended) return false;
+  stop_ = std::max(stop_, session_->vote());
+  return true;
+}
+
+bool Trainer::evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
+                       const std::function<void(const MicroBatch&, Step&)>& call) {
+  const at::NoGradGuard no_grad;
+  const EvaluationScope evaluating(session_->modules());
+  batches.rewind();
+  PeriodicVote vote(strategy());
+  bool ended = true;
+  for (std::int64_t n = 0; options_.validation_batches < 0 || n < options_.validation_batches ||
+                           stage == Stage::predict;
+       ++n) {
+    if (vote.poll(session_->wanted() >= Stop::usr1)) {
+      stop_ = std::max(stop_, session_->vote());
+      ended = false;
+      break;
+    }
+    auto batch = batches.next();
+    if (!batch) break;
+    const double weight = task_->weight(*batch);
+    strategy().place(*batch);
+    session_->convert(*batch);
+    Step step(*session_, metrics, stage, step_, epoch_, weight, true);
+    const AutocastScope scope = session_->autocast();
+    call(*batch, step);
+  }
+  return ended;
+}
+
+std::map<std::string, double> Trainer::validate(Task& task, std::shared_ptr<BatchSource> batches) {
+  return evaluate_alone(task, std::move(batches), Stage::validate);
+}
+
+std::map<std::string, double> Trainer::test(Task& task, std::shared_ptr<BatchSource> batches) {
+  return evaluate_alone(task, std::move(batches), Stage::test);
+}
+
+std::map<std::string, double> Trainer::evaluate_alone(Task& task,
+                                                      std::shared_ptr<BatchSource> batches,
+                                                      Stage stage) {
+  const bool testing = stage == Stage::test;
+  require_free(&task, testing ? "test()" : "validate()");
+  std::map<std::string, double> values;
+  run_together(/*fits=*/false, [&] {
+    prepare(task);
+    AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
+    const StageScope scope(stage_, stage);
+    each([&](Callback& c) { testing ? c.on_test_start(*this) : c.on_validation_start(*this); });
+    Metrics own;
+    evaluate(agreed, stage, own, [&](const MicroBatch& b, Step& s) {
+      testing ? task.test_step(b, s) : task.validation_step(b, s);
+    });
+    values = reduced(own, testing ? "test/" : "val/");
+    log(values);
+    if (first_rank())
+      for (const auto& logger : options_.loggers) logger->flush();
+    each([&](Callback& c) { testing ? c.on_test_end(*this) : c.on_validation_end(*this, true); });
+  });
+  return values;
+}
+
+std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
+                                                      std::shared_ptr<BatchSource> batches) {
+  require_free(&task, "predict()");
+  std::vector<std::vector<at::Tensor>> all;
+  run_together(/*fits=*/false, [&] {
+    prepare(task);
+    AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
+    const StageScope scope(stage_, Stage::predict);
+    each([&](Callback& c) { c.on_predict_start(*this); });
+    Metrics own;
+    evaluate(agreed, Stage::predict, own, [&](const MicroBatch& b, Step& s) {
+      auto made = task.predict_step(b, s);
+      if (b.real > 0) all.push_back(std::move(made));
+    });
+    each([&](Callback& c) { c.on_predict_end(*this); });
+  });
+  return all;
+}
+
+// After fit() with the same task, and inside it, its session; else a new one, with the checkpoint's
+// values.
+void Trainer::prepare(Task& task) {
+  if (session_ && task_ == &task) return;
+  if (const auto saved = begin_or_resume(task, /*fits=*/false, false)) load(*saved);
+  if (first_rank())
+    for (const auto& logger : options_.loggers) logger->append(step_);
+}
+
+}  // namespace tessera
