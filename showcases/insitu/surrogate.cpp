@@ -76,7 +76,7 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
   if (!training.checkpoint.empty()) {
     checkpoints.emplace(on.manager, training.checkpoint,
                         tessera::CheckpointOptions{.keep_last = 2});
-    if (const auto latest = checkpoints->latest()) {
+    if (const auto latest = checkpoints->to_resume()) {
       const tessera::CheckpointReader saved(on.manager.world(), training.checkpoint, *latest);
       auto all = everything();
       saved.load(all, {.allow_extra = true});  // into the solver's own memory

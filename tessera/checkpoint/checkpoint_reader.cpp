@@ -1,8 +1,5 @@
 #include "tessera/checkpoint/checkpoint_reader.h"
 
-#include <ATen/MemoryOverlap.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
@@ -15,24 +12,14 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/detail/spread.h"
-#include "tessera/checkpoint/detail/together.h"
+#include "tessera/checkpoint/detail/targets.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
-
-namespace detail {
-
-// A box of an entry that this rank wants, and where it goes.
-struct Want {
-  const Entry* entry;
-  Box box;
-  at::Tensor into;
-};
-
-}  // namespace detail
 
 namespace {
 
@@ -44,40 +31,6 @@ Box full_box(const std::vector<std::int64_t>& shape) {
   Box box;
   for (const std::int64_t n : shape) box.push_back({0, n});
   return box;
-}
-
-at::Tensor staging_for(const Want& want, at::ScalarType dtype) {
-  std::vector<std::int64_t> sizes;
-  for (const Interval& i : want.box) sizes.push_back(i.size());
-  return at::empty(sizes, dtype);
-}
-
-// True if the target's memory takes the bytes of the file as they are.
-bool takes_bytes(const Want& want, at::ScalarType dtype) {
-  const at::Tensor& t = want.into;
-  return t.defined() && t.numel() == volume(want.box) && t.device().is_cpu() &&
-         t.layout() == at::kStrided && t.is_contiguous() && t.scalar_type() == dtype &&
-         !t.is_conj() && !t.is_neg() && !t.is_inference();
-}
-
-// From the first element's byte to behind the last one's; nothing where no memory of the host is.
-std::pair<const char*, const char*> memory_of(const at::Tensor& t) {
-  if (!t.defined() || !t.device().is_cpu() || t.layout() != at::kStrided || t.numel() == 0)
-    return {nullptr, nullptr};
-  std::int64_t last = 0;
-  for (std::int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  const auto* begin = static_cast<const char*>(t.const_data_ptr());
-  return {begin, begin + static_cast<std::size_t>(last + 1) * t.element_size()};
-}
-
-// Why copy_() would refuse to write to the target; empty if it does not.
-std::string write_fault(const at::Tensor& t) {
-  if (t.layout() != at::kStrided) return "is not dense";
-  if (t.numel() > 0 && at::has_internal_overlap(t) == at::MemOverlap::Yes)
-    return "has elements that share memory, as expand() makes them";
-  if (t.is_inference() && !c10::InferenceMode::is_enabled())
-    return "was made in inference mode, and is written to in inference mode alone";
-  return {};
 }
 
 // What chooses the collective calls of a load.
@@ -93,16 +46,14 @@ std::vector<std::vector<char>> scratch_of(int threads, std::size_t count) {
 
 struct CheckpointReader::Impl {
   Impl(const Group& over, const std::string& folder, const std::string& name) : group(over) {
-    std::string text;
-    detail::on_first_rank(
-        group, "load", [&] { text = to_json(SavedCheckpoint(folder, name).manifest()); },
+    const auto text = agree::first<std::string>(
+        group, "load", [&] { return to_json(SavedCheckpoint(folder, name).manifest()); },
         call_within(kReadLimit));
-    text = group.broadcast_bytes(text, 0, call_within(kReadLimit));
     saved = std::make_unique<SavedCheckpoint>(folder, name,
                                               parse_manifest(text, concat(folder, '/', name)));
   }
   Impl(const Group& over, const std::string& file) : group(over) {
-    detail::together(
+    agree::all(
         group, "load",
         [&] {
           saved = std::make_unique<SavedCheckpoint>(file);
@@ -138,64 +89,19 @@ struct CheckpointReader::Impl {
     return !options.all_or_nothing || verifies(options);
   }
 
-  // Of each want, whether it is read straight into its target.
-  std::vector<bool> straight(const std::vector<Want>& wants, const LoadOptions& options) const {
-    std::vector<bool> all(wants.size(), false);
-    if (!may_read_straight(options)) return all;
-    std::uint64_t room = options.all_or_nothing ? options.staging_bytes : 0;
-    for (std::size_t i = 0; i < wants.size(); ++i) {
-      const Want& want = wants[i];
-      if (!takes_bytes(want, layout_of(*want.entry).dtype)) continue;
-      const auto uses = SavedCheckpoint::uses(*want.entry, want.box);
-      if (options.all_or_nothing &&
-          std::any_of(uses.begin(), uses.end(), [](const auto& use) { return !use.whole; }))
-        continue;
-      if (room > 0 && want.into.nbytes() <= room) {
-        room -= want.into.nbytes();
-        continue;
-      }
-      all[i] = true;
-      // Memory of its own where it was shared until the first write: now, while nothing has
-      // changed.
-      want.into.mutable_data_ptr();
-    }
-    stage_what_shares_memory(wants, all);
-    return all;
-  }
-
-  // Of tensors that share memory the later one counts: they are written one after the other.
-  static void stage_what_shares_memory(const std::vector<Want>& wants,
-                                       std::vector<bool>& straight) {
-    std::vector<std::size_t> order;
-    std::vector<std::pair<const char*, const char*>> memory;
-    for (std::size_t i = 0; i < wants.size(); ++i) {
-      memory.push_back(memory_of(wants[i].into));
-      if (memory.back().first) order.push_back(i);
-    }
-    std::sort(order.begin(), order.end(),
-              [&](std::size_t a, std::size_t b) { return memory[a] < memory[b]; });
-    for (std::size_t first = 0; first < order.size();) {
-      const char* end = memory[order[first]].second;
-      std::size_t after = first + 1;
-      for (; after < order.size() && memory[order[after]].first < end; ++after)
-        end = std::max(end, memory[order[after]].second);
-      if (after - first > 1)
-        for (std::size_t i = first; i < after; ++i) straight[order[i]] = false;
-      first = after;
-    }
-  }
-
   // Reads what this rank wants, verifies what any rank uses; errors are thrown on all. The wants of
   // the ranks differ. Undefined for those that are read straight into their targets.
   std::vector<at::Tensor> read_all(const std::vector<Want>& wants, const LoadOptions& options) {
     std::vector<at::Tensor> staged(wants.size());
-    detail::together(
+    agree::all_same(
         group, "load",
         [&] {
           const int threads = detail::threads_of_rank(options.threads, group.size());
-          const std::vector<bool> later = straight(wants, options);
+          const std::vector<bool> later = may_read_straight(options)
+                                              ? detail::read_straight(wants, options)
+                                              : std::vector<bool>(wants.size(), false);
           for (std::size_t i = 0; i < wants.size(); ++i)
-            if (!later[i]) staged[i] = staging_for(wants[i], layout_of(*wants[i].entry).dtype);
+            if (!later[i]) staged[i] = detail::staging_for(wants[i]);
           auto scratch = scratch_of(threads, wants.size());
           detail::spread(threads, wants.size(), [&](std::size_t i, std::size_t worker) {
             const Want& want = wants[i];
@@ -205,8 +111,9 @@ struct CheckpointReader::Impl {
               for (const auto& use : SavedCheckpoint::uses(*want.entry, want.box))
                 saved->verify(*want.entry, use.record, scratch[worker]);
           });
+          return calls_text(options);
         },
-        call_within(options.timeout), calls_text(options));
+        call_within(options.timeout));
     if (verifies(options)) verify_used(wants, options.threads, call_within(options.timeout));
     return staged;
   }
@@ -222,7 +129,7 @@ struct CheckpointReader::Impl {
                     " are loaded on this rank; other ranks may have loaded all of theirs): load "
                     "again before going on");
     };
-    detail::together(
+    agree::all(
         group, "load",
         [&] {
           std::vector<std::pair<const Want*, void*>> left;
@@ -280,7 +187,7 @@ struct CheckpointReader::Impl {
   // Each record that `chosen` says is verified by one rank, the bytes spread over all.
   void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen, int asked,
                       const CallOptions& call) {
-    detail::together(
+    agree::all(
         group, "load",
         [&] {
           const auto& entries = saved->manifest().entries;
@@ -320,6 +227,11 @@ struct CheckpointReader::Impl {
         if (!options.allow_missing) wrong += concat(" '", t.name, "' is not in the checkpoint.");
         continue;
       }
+      const at::Tensor into = detail::local_target(t.value);
+      if (const std::string why = detail::write_fault(into); !why.empty()) {
+        wrong += concat(" '", t.name, "' ", why, ": nothing can be loaded into it.");
+        continue;
+      }
       const HeldShard held = detail::describe(t);
       if (held.info.shape != e->info.shape)
         wrong += concat(" '", t.name, "' has shape ", list(held.info.shape), ", in the checkpoint ",
@@ -329,10 +241,7 @@ struct CheckpointReader::Impl {
                         e->info.dtype, " (LoadOptions::convert converts).");
       if (is_sharded(t.value) && spec(t.value).has_partial())
         wrong += concat(" '", t.name, "' is a partial value, into which nothing can be loaded.");
-      const at::Tensor into = detail::local_target(t.value);
-      if (const std::string why = write_fault(into); !why.empty())
-        wrong += concat(" '", t.name, "' ", why, ": nothing can be loaded into it.");
-      wants.push_back({e, held.box, into});
+      wants.push_back({e, held.box, into, layout_of(*e).dtype});
     }
     if (!options.allow_extra)
       for (const Entry& e : saved->manifest().entries)
@@ -374,6 +283,8 @@ std::vector<SavedTensor> CheckpointReader::tensors() const {
   return all;
 }
 
+const Group& CheckpointReader::group() const { return impl_->group; }
+
 int CheckpointReader::saved_ranks() const { return impl_->saved->manifest().ranks; }
 
 std::vector<std::string> CheckpointReader::value_names() const {
@@ -393,7 +304,7 @@ std::vector<std::string> CheckpointReader::rank_value_names() const {
 void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) const {
   const at::NoGradGuard no_grad;
   std::vector<Want> wants;
-  detail::together(
+  agree::all(
       impl_->group, "load",
       [&] {
         const std::string wrong = impl_->misfits_of(state, options, wants);
@@ -403,7 +314,7 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
       call_within(options.timeout));
   std::vector<at::Tensor> staged = impl_->read_all(wants, options);
   std::map<std::string, std::string> values, mine;
-  detail::together(
+  agree::all(
       impl_->group, "load",
       [&] {
         for (const Entry& e : impl_->saved->manifest().entries) {
@@ -431,7 +342,7 @@ at::Tensor CheckpointReader::read(const std::string& name, const ShardSpec& spec
   Box box;
   for (std::size_t d = 0; d < spec.shape().size(); ++d)
     box.push_back({spec.local_offset()[d], spec.local_offset()[d] + spec.local_shape()[d]});
-  const at::Tensor local = impl_->read_all({{&e, box, {}}}, options)[0];
+  const at::Tensor local = impl_->read_all({{&e, box, {}, impl_->layout_of(e).dtype}}, options)[0];
   return from_local(local.to(spec.mesh().manager().device()), spec);
 }
 
@@ -457,8 +368,7 @@ std::vector<std::pair<std::string, at::Tensor>> CheckpointReader::read_as_saved(
 std::string CheckpointReader::value(const std::string& name) const {
   const Entry& e = impl_->need(EntryKind::value, name, "value");
   std::string bytes;
-  detail::together(
-      impl_->group, "load", [&] { bytes = impl_->read_value(e); }, call_within(kReadLimit));
+  agree::all(impl_->group, "load", [&] { bytes = impl_->read_value(e); }, call_within(kReadLimit));
   return bytes;
 }
 std::int64_t CheckpointReader::integer(const std::string& name) const {
@@ -470,7 +380,7 @@ double CheckpointReader::real(const std::string& name) const {
 
 std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& name) const {
   std::map<int, std::string> all;
-  detail::together(
+  agree::all(
       impl_->group, "load",
       [&] {
         for (const Entry& e : impl_->saved->manifest().entries)
@@ -557,7 +467,7 @@ void CheckpointReader::export_file(const std::string& path,
     file.close();
   };
   try {
-    detail::together(
+    agree::all(
         group, "export",
         [&] {
           for (const Entry& e : impl_->saved->manifest().entries) {
@@ -570,9 +480,8 @@ void CheckpointReader::export_file(const std::string& path,
           if (group.rank() == 0) whole.begin(operations, temporary);
         },
         call);
-    detail::together(group, "export", write_mine, call);
-    detail::on_first_rank(
-        group, "export", [&] { move_into_place(*operations, temporary, path); }, call);
+    agree::all(group, "export", write_mine, call);
+    agree::first(group, "export", [&] { move_into_place(*operations, temporary, path); }, call);
   } catch (...) {
     try {
       if (group.rank() == 0) operations->remove(temporary);

@@ -90,6 +90,7 @@ class CheckpointReader {
   std::vector<SavedTensor> tensors() const;
   /// Nothing if there is no such tensor.
   std::optional<SavedTensor> find(const std::string& name) const;
+  const Group& group() const;
   /// Ranks that saved it.
   int saved_ranks() const;
   /// Names of set() and of set_of_rank(), sorted.

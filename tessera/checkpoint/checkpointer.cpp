@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <map>
-#include <mutex>
 #include <numeric>
 #include <optional>
 #include <thread>
@@ -18,8 +17,8 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/internal/json_text.h"
 #include "tessera/base/text.h"
+#include "tessera/checkpoint/detail/folder.h"
 #include "tessera/checkpoint/detail/local_shards.h"
-#include "tessera/checkpoint/detail/together.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/checkpoint/storage/detail/shard_file.h"
 #include "tessera/comm/agree/agree.h"
@@ -30,32 +29,22 @@
 namespace tessera {
 
 CheckpointBusy::~CheckpointBusy() = default;
-
-namespace detail {
-
-// What every rank tells the others before a save.
-struct Greeting {
-  std::string error, nonce;
-  std::uint64_t layout = 0, replicas = 0;
-  bool busy = false;
-};
-
-}  // namespace detail
+CheckpointLocked::~CheckpointLocked() = default;
+CheckpointDamaged::~CheckpointDamaged() = default;
 
 namespace {
 
-using detail::Greeting;
-
 constexpr const char* kSave = "save";
+constexpr const char* kLookUp = "checkpoints";
+// Of errors of the writing threads.
+constexpr auto kKinds = agree::kinds_of<>();
 
-std::string greeting_text(const Greeting& g) {
-  return concat(to_hex(g.layout), to_hex(g.replicas), g.nonce, g.busy ? '1' : '0', g.error);
-}
-
-Greeting greeting_from(const std::string& text) {
-  return {text.substr(49), text.substr(32, 16), from_hex(text.substr(0, 16)),
-          from_hex(text.substr(16, 16)), text.at(48) == '1'};
-}
+// What every rank tells the others before a save: hashes of what it holds, of what must be the same
+// on all ranks, and of its plain tensors.
+struct Greeting {
+  std::uint64_t nonce, layout, agreed;
+  PlainSums plain;
+};
 
 // What the ranks must have in common, a line each.
 std::string options_text(const CheckpointOptions& options) {
@@ -70,19 +59,6 @@ void check_given(const std::string& folder, const CheckpointOptions& options) {
   if (!options.operations) throw InvalidArgument("CheckpointOptions::operations is null");
 }
 
-// Makes a folder and those above it.
-void make_folders(const std::string& path, FileOperations& operations) {
-  if (path == "." || path == "/" || path.empty()) return;
-  const std::string above = folder_of(path);
-  try {
-    if (operations.make_folder(path)) operations.sync_folder(above);
-  } catch (const FileError&) {
-    if (above == path) throw;
-    make_folders(above, operations);
-    if (operations.make_folder(path)) operations.sync_folder(above);
-  }
-}
-
 }  // namespace
 
 struct Checkpointer::Impl {
@@ -93,16 +69,18 @@ struct Checkpointer::Impl {
     std::vector<at::Tensor> kept;
     std::vector<const void*> data;
     std::uint64_t rate = 0;
-    // What this rank's writing has come to: an error's text, or the outcome.
-    std::string error, outcome;
+    // What this rank's writing has come to: a failure (agree::failure_of), or the outcome, which
+    // begins with a bracket.
+    std::string failed, outcome;
+    // First rank: until it is committed.
+    std::shared_ptr<const void> lock;
     bool committed = false;
     std::exception_ptr failure;
   };
 
   Impl(const DistributedManager& manager, std::string path, const CheckpointOptions& given,
        std::vector<int> ranks)
-      : folder(std::move(path)), options(given) {
-    while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+      : folder(std::move(path), given), options(given) {
     if (ranks.empty()) {
       ranks.resize(static_cast<std::size_t>(manager.world_size()));
       std::iota(ranks.begin(), ranks.end(), 0);
@@ -112,21 +90,18 @@ struct Checkpointer::Impl {
     // They choose the calls of the saves, and the group of the writing threads.
     agree::same(group, "the options of a Checkpointer", options_text(options));
     call = {options.timeout, "checkpoint"};
-    detail::together(group, "checkpoints", [&] { check_given(folder, options); }, call);
+    agree::all(group, kLookUp, [&] { check_given(folder.path(), options); }, call);
     // A group of its own, so that the writing threads never meet the program's calls, nor those of
     // the Checkpointer of another folder. Ranks may spell a folder differently: the first decides.
-    const std::string tag = group.broadcast_bytes(
-        concat("checkpoints #", to_hex(Hash().text(folder).value())), 0, call);
-    writers = tagged_group(manager, ranks, {.timeout = options.timeout}, tag);
-    in_background = group.size() == 1 || writers.backend() != "mpi";
-    detail::on_first_rank(
-        group, "checkpoints",
+    const auto tag = agree::first<std::string>(
+        group, kLookUp,
         [&] {
-          make_folders(folder, *options.operations);
-          if (options.remove_incomplete)
-            warn(tessera::remove_incomplete(folder, *options.operations));
+          folder.make();
+          return concat("checkpoints #", to_hex(Hash().text(folder.path()).value()));
         },
         call);
+    writers = tagged_group(manager, ranks, {.timeout = options.timeout}, tag);
+    in_background = group.size() == 1 || writers.backend() != "mpi";
   }
 
   ~Impl() {
@@ -135,19 +110,24 @@ struct Checkpointer::Impl {
 
   // ---- before writing ----
 
-  // The bytes of plain replicated tensors and of values, one checksum a name.
-  std::map<std::string, std::uint64_t> replica_sums(const CheckpointState& state) const {
+  // What must be the same on all ranks that have it, one checksum a name: values, and plain tensors
+  // if that was asked for. `plain`: the bytes of plain tensors, whose sums go into `mine`.
+  std::map<std::string, std::uint64_t> sums_of(const CheckpointState& state,
+                                               const std::vector<HeldShard>& held,
+                                               const std::vector<at::Tensor>& plain,
+                                               Greeting& mine) const {
     std::map<std::string, std::uint64_t> sums;
     for (const auto& [name, value] : state.values())
       sums["value '" + name + "'"] = Checksum().add(value).value();
-    if (!options.check_replicas) return sums;
-    for (const auto& t : state.tensors()) {
-      const HeldShard held = detail::describe(t);
-      if (t.shard || !held.info.layout.empty()) continue;
-      const at::Tensor bytes = t.value.detach().resolve_conj().resolve_neg().cpu().contiguous();
-      sums["tensor '" + t.name + "'"] =
-          Checksum().add(bytes.const_data_ptr(), bytes.nbytes()).value();
+    Hash full, shards;
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      if (!plain[i].defined()) continue;
+      const std::string& name = state.tensors()[i].name;
+      const auto sum = Checksum().add(plain[i].const_data_ptr(), plain[i].nbytes()).value();
+      (is_full(held[i].info, held[i].box) ? full : shards).text(name).number(sum);
+      if (options.check_replicas && !state.tensors()[i].shard) sums["tensor '" + name + "'"] = sum;
     }
+    mine.plain = {full.value(), shards.value()};
     return sums;
   }
 
@@ -172,34 +152,27 @@ struct Checkpointer::Impl {
     }
   }
 
-  // The greetings of all ranks; throws what is wrong with any of them.
-  std::vector<Greeting> greet(const Greeting& mine) const {
-    std::vector<Greeting> all;
-    for (const std::string& text : group.all_gather_bytes(greeting_text(mine), call))
-      all.push_back(greeting_from(text));
-    for (std::size_t r = 0; r < all.size(); ++r)
-      if (!all[r].error.empty())
-        detail::throw_error(all[r].error,
-                            all.size() > 1 ? concat("save: rank ", r, ": ") : "save: ");
-    for (std::size_t r = 0; r < all.size(); ++r)
-      if (all[r].busy)
-        throw CheckpointBusy(concat("save: rank ", r,
-                                    " is still writing the checkpoint before "
-                                    "this one, and CheckpointOptions::busy says to refuse: save "
-                                    "less often, or choose Busy::wait"));
-    return all;
-  }
-
   std::shared_ptr<const WritePlan> plan_for(const std::vector<Greeting>& greetings,
                                             const std::string& description) {
+    // Of contents it counts alone which ranks have the same.
     std::vector<std::uint64_t> key;
-    for (const Greeting& g : greetings) key.push_back(g.layout);
+    std::vector<PlainSums> sums;
+    for (const Greeting& g : greetings) {
+      sums.push_back(g.plain);
+      const auto first = [&](std::uint64_t PlainSums::* of) {
+        return static_cast<std::uint64_t>(
+            std::find_if(sums.begin(), sums.end(),
+                         [&](const PlainSums& s) { return s.*of == g.plain.*of; }) -
+            sums.begin());
+      };
+      key.insert(key.end(), {g.layout, first(&PlainSums::full), first(&PlainSums::shards)});
+    }
     if (cached_plan && key == cached_key) return cached_plan;
     std::vector<std::vector<HeldShard>> held;
     for (const std::string& text : group.all_gather_bytes(description, call))
       held.push_back(shards_from(text));
     try {
-      cached_plan = std::make_shared<const WritePlan>(plan_writes(held));
+      cached_plan = std::make_shared<const WritePlan>(plan_writes(held, kSmallestPiece, sums));
     } catch (const InvalidArgument& e) {
       throw InvalidArgument(concat("save: ", e.what()));
     }
@@ -208,49 +181,53 @@ struct Checkpointer::Impl {
   }
 
   std::unique_ptr<Job> prepare(const std::string& name, const CheckpointState& state, bool copy) {
-    Greeting mine;
-    mine.nonce = make_nonce();
-    mine.busy = options.busy == CheckpointOptions::Busy::refuse && saving();
+    const bool refuses = options.busy == CheckpointOptions::Busy::refuse;
+    auto fresh = std::make_unique<Job>();
+    fresh->name = name;
     std::vector<HeldShard> held;
+    std::vector<at::Tensor> plain;
     std::string description;
     std::map<std::string, std::uint64_t> sums;
-    try {
-      check_checkpoint_name(name);
-      held = detail::describe(state, group.rank());
-      description = describe_shards(held);
-      mine.layout = Checksum().add(description).value();
-      sums = replica_sums(state);
-      Hash hash;
-      hash.text(name);
-      for (const auto& [key, sum] : sums) hash.text(key).number(sum);
-      mine.replicas = hash.value();
-    } catch (...) {
-      mine.error = detail::caught_error();
-    }
-    const std::vector<Greeting> all = greet(mine);
-    if (options.busy == CheckpointOptions::Busy::refuse) finish();
+    const auto all = agree::all<Greeting, CheckpointBusy, CheckpointLocked>(
+        group, kSave,
+        [&] {
+          check_checkpoint_name(name);
+          held = detail::describe(state, group.rank());
+          description = describe_shards(held);
+          if (group.size() > 1) plain = detail::plain_bytes(state);
+          Greeting mine{from_hex(make_nonce()), Checksum().add(description).value(), 0, {}};
+          sums = sums_of(state, held, plain, mine);
+          Hash hash;
+          hash.text(name);
+          for (const auto& [key, sum] : sums) hash.text(key).number(sum);
+          mine.agreed = hash.value();
+          if (refuses && saving())
+            throw CheckpointBusy(
+                "the checkpoint before this one is still being written, and "
+                "CheckpointOptions::busy says to refuse: save less often, or choose Busy::wait");
+          // Where ranks talk over MPI, the save before this one still has it.
+          if (group.rank() == 0)
+            fresh->lock = job && job->lock ? job->lock : folder.lock_for_save();
+          return mine;
+        },
+        call);
+    if (refuses) finish();
     if (std::any_of(all.begin(), all.end(),
-                    [&](const Greeting& g) { return g.replicas != all[0].replicas; })) {
+                    [&](const Greeting& g) { return g.agreed != all[0].agreed; })) {
       sums["the checkpoint's name"] = Checksum().add(name).value();
       compare_replicas(sums);
     }
-    auto job = std::make_unique<Job>();
-    job->name = name;
-    job->nonce = all[0].nonce;
-    job->plan = plan_for(all, description);
-    try {
-      collect(*job, state, held, copy);
-    } catch (...) {
-      // The others are on their way to the commit, where they learn of it.
-      job->error = detail::caught_error();
-    }
-    return job;
+    fresh->nonce = to_hex(all[0].nonce);
+    fresh->plan = plan_for(all, description);
+    // Where it fails the others are on their way to the commit, where they learn of it.
+    fresh->failed = agree::failure_of(kKinds, [&] { collect(*fresh, state, held, plain, copy); });
+    return fresh;
   }
 
   // The bytes of what this rank writes.
   void collect(Job& job, const CheckpointState& state, const std::vector<HeldShard>& held,
-               bool copy) {
-    const std::vector<at::Tensor> bytes = detail::local_bytes(state);
+               const std::vector<at::Tensor>& plain, bool copy) {
+    const std::vector<at::Tensor> bytes = detail::local_bytes(state, plain);
     std::map<std::tuple<EntryKind, std::string, int>, std::size_t> place;
     for (std::size_t i = 0; i < held.size(); ++i)
       place[{held[i].info.kind, held[i].info.name, held[i].info.rank}] = i;
@@ -287,36 +264,36 @@ struct Checkpointer::Impl {
   // ---- writing and committing ----
 
   void write(Job& job) {
-    if (!job.error.empty()) return;
-    try {
-      const std::string path = concat(folder, '/', job.name);
+    if (!job.failed.empty()) return;
+    job.failed = agree::failure_of(kKinds, [&] {
+      const std::string path = concat(folder.path(), '/', job.name);
       options.operations->make_folder(path);
       const ShardOutcome outcome =
           write_shard({path, job.nonce, group.rank(), group.size(), job.rate}, *job.plan, job.data,
                       options.operations);
       written = outcome.bytes;
       job.outcome = to_text(outcome);
-    } catch (...) {
-      job.error = detail::caught_error();
-    }
+    });
     job.kept.clear();
   }
 
   // Collective over `over`: all ranks learn whether the checkpoint stands.
   void commit(Job& job, const Group& over) {
-    const auto all =
-        over.gather_bytes(job.error.empty() ? "O" + job.outcome : "X" + job.error, 0, call);
-    detail::on_first_rank(
+    auto lock = std::move(job.lock);
+    const auto all = over.gather_bytes(job.failed.empty() ? job.outcome : job.failed, 0, call);
+    agree::first(
         over, kSave,
         [&] {
-          const std::string path = concat(folder, '/', job.name);
+          // Until all is done here, and no longer when the others hear of it.
+          const auto held = std::move(lock);
+          const std::string path = concat(folder.path(), '/', job.name);
           try {
             commit_outcomes(job, path, all);
           } catch (...) {
             discard_save(path, job.nonce, *options.operations);
             throw;
           }
-          retain();
+          folder.retain();
         },
         call);
     job.committed = true;
@@ -326,52 +303,14 @@ struct Checkpointer::Impl {
                        const std::vector<std::string>& all) {
     std::vector<ShardOutcome> outcomes;
     for (std::size_t r = 0; r < all.size(); ++r) {
-      if (all[r][0] == 'X')
-        detail::throw_error(all[r].substr(1), all.size() > 1 ? concat("rank ", r, ": ") : "");
-      outcomes.push_back(outcome_from(std::string_view(all[r]).substr(1)));
+      if (!all[r].starts_with('['))
+        agree::raise(kKinds, all[r], all.size() > 1 ? concat("rank ", group.ranks()[r], ": ") : "");
+      outcomes.push_back(outcome_from(all[r]));
     }
-    const std::uint64_t sequence = next_sequence();
-    options.operations->sync_folder(folder);
-    warn(commit_checkpoint(path, sequence, *job.plan, outcomes, job.nonce, options.operations));
-  }
-
-  // Higher than that of any checkpoint in the folder: the latest is the one with the highest.
-  std::uint64_t next_sequence() {
-    std::vector<std::string> unread;
-    const std::uint64_t highest = highest_sequence(folder, unread);
-    // Since one job saves here at a time, those that were there before can all be outnumbered by
-    // what was known when all could be read.
-    if (!unread.empty() && !known_sequence)
-      throw FileError(concat("'", folder,
-                             "' may hold later checkpoints than those that can be read, and the "
-                             "new one must come after them: ",
-                             unread.front(), "; make it readable, or move it out of the folder"));
-    warn(unread);
-    known_sequence = std::max(highest, known_sequence.value_or(0)) + 1;
-    return *known_sequence;
-  }
-
-  // The new checkpoint stands: what fails here is no failure of its save.
-  void retain() {
-    if (options.keep_last <= 0) return;
-    std::vector<CheckpointName> all;
-    try {
-      all = list_checkpoints(folder);
-    } catch (const FileError& e) {
-      warn({concat("no earlier checkpoint was removed: ", e.what())});
-    }
-    for (std::size_t i = 0; i + static_cast<std::size_t>(options.keep_last) < all.size(); ++i) {
-      try {
-        remove_checkpoint(folder, all[i].name, *options.operations);
-      } catch (const FileError& e) {
-        warn({concat("checkpoint '", all[i].name, "' was to be removed: ", e.what())});
-      }
-    }
-  }
-
-  void warn(const std::vector<std::string>& what) {
-    const std::lock_guard lock(mutex);
-    warned.insert(warned.end(), what.begin(), what.end());
+    const std::uint64_t sequence = folder.next_sequence();
+    options.operations->sync_folder(folder.path());
+    folder.warn(
+        commit_checkpoint(path, sequence, *job.plan, outcomes, job.nonce, options.operations));
   }
 
   void run_job() {
@@ -391,8 +330,9 @@ struct Checkpointer::Impl {
       thread = std::thread([this] { run_job(); });
     } catch (const std::exception& e) {  // of the system, or no memory
       // The other ranks' threads wait for this one's file, so it is written here.
-      warn({concat("checkpoint '", job->name,
-                   "' was not saved in the background: no thread could be started: ", e.what())});
+      folder.warn(
+          {concat("checkpoint '", job->name,
+                  "' was not saved in the background: no thread could be started: ", e.what())});
       run_job();
     }
   }
@@ -408,7 +348,7 @@ struct Checkpointer::Impl {
 
   bool saving() const { return writing; }
 
-  std::string folder;
+  detail::CheckpointFolder folder;
   CheckpointOptions options;
   Group group, writers;
   bool in_background = true;
@@ -420,11 +360,6 @@ struct Checkpointer::Impl {
   std::thread thread;
   std::atomic<bool> writing{false};
   std::atomic<std::uint64_t> written{0};
-  // First rank: the highest that was ever in the folder; absent until all could be read once. Used
-  // by one save at a time.
-  std::optional<std::uint64_t> known_sequence;
-  mutable std::mutex mutex;
-  std::vector<std::string> warned;
 };
 
 Checkpointer::Checkpointer(const DistributedManager& manager, const std::string& folder,
@@ -432,7 +367,7 @@ Checkpointer::Checkpointer(const DistributedManager& manager, const std::string&
     : impl_(std::make_unique<Impl>(manager, folder, options, ranks)) {}
 Checkpointer::~Checkpointer() = default;
 
-const std::string& Checkpointer::folder() const { return impl_->folder; }
+const std::string& Checkpointer::folder() const { return impl_->folder.path(); }
 
 void Checkpointer::save(const std::string& name, const CheckpointState& state) {
   if (impl_->options.busy == CheckpointOptions::Busy::wait) impl_->finish();
@@ -450,20 +385,30 @@ void Checkpointer::wait() { impl_->finish(); }
 bool Checkpointer::saving() const { return impl_->saving(); }
 
 std::vector<std::string> Checkpointer::names(std::vector<std::string>* problems) const {
-  std::vector<std::string> found, wrong;
-  detail::on_first_rank(
-      impl_->group, "checkpoints",
+  // Names, paths and messages have no zero bytes; an empty text stands between both lists.
+  const auto told = agree::first<std::string>(
+      impl_->group, kLookUp,
       [&] {
-        for (const CheckpointName& one : list_checkpoints(impl_->folder, &wrong))
-          found.push_back(one.name);
+        std::string text;
+        std::vector<DamagedCheckpoint> damaged;
+        for (const CheckpointName& one : list_checkpoints(impl_->folder.path(), &damaged))
+          text += one.name + '\0';
+        text += '\0';
+        for (const DamagedCheckpoint& one : damaged) text += one.damage + '\0';
+        return text;
       },
       impl_->call);
-  // Paths may have any bytes.
-  const auto both = detail::unpacked(impl_->group.broadcast_bytes(
-      detail::packed({detail::packed(found), detail::packed(wrong)}), 0, impl_->call));
-  if (problems)
-    for (const std::string& what : detail::unpacked(both.at(1))) problems->push_back(what);
-  return detail::unpacked(both.at(0));
+  std::vector<std::string> found, wrong;
+  auto* into = &found;
+  for (std::size_t begin = 0, end = 0; begin < told.size(); begin = end + 1) {
+    end = told.find('\0', begin);
+    if (end == begin)
+      into = &wrong;
+    else
+      into->push_back(told.substr(begin, end - begin));
+  }
+  if (problems) problems->insert(problems->end(), wrong.begin(), wrong.end());
+  return found;
 }
 
 std::optional<std::string> Checkpointer::latest(std::vector<std::string>* problems) const {
@@ -471,17 +416,26 @@ std::optional<std::string> Checkpointer::latest(std::vector<std::string>* proble
   return all.empty() ? std::nullopt : std::optional(all.back());
 }
 
-void Checkpointer::remove(const std::string& name) {
-  impl_->finish();
-  detail::on_first_rank(
-      impl_->group, "remove",
-      [&] { remove_checkpoint(impl_->folder, name, *impl_->options.operations); }, impl_->call);
+std::optional<std::string> Checkpointer::to_resume() const {
+  auto name = agree::first<std::string, CheckpointDamaged>(
+      impl_->group, kLookUp, [&] { return impl_->folder.to_resume(); }, impl_->call);
+  return name.empty() ? std::nullopt : std::optional(std::move(name));
 }
 
-std::vector<std::string> Checkpointer::warnings() const {
-  const std::lock_guard lock(impl_->mutex);
-  return impl_->warned;
+void Checkpointer::remove(const std::string& name) {
+  impl_->finish();
+  agree::first<void, CheckpointLocked>(
+      impl_->group, "remove",
+      [&] {
+        const auto lock = impl_->folder.lock();
+        remove_checkpoint(impl_->folder.path(), name, *impl_->options.operations);
+      },
+      impl_->call);
 }
+
+void Checkpointer::protect(const std::vector<std::string>& names) { impl_->folder.protect(names); }
+
+std::vector<std::string> Checkpointer::warnings() const { return impl_->folder.warnings(); }
 
 std::uint64_t Checkpointer::bytes_written() const { return impl_->written; }
 

@@ -12,7 +12,10 @@
 // the disk. A folder without a manifest is not a checkpoint: whatever ends a save, and wherever,
 // the checkpoints before it stay loadable. checkpoint_reader.h loads them, on any number of ranks.
 //
-// The folder is on a file system that all ranks share, and one job saves there at a time.
+// The folder is on a file system that all ranks share. Who only looks, here or by a reader, changes
+// nothing there; who saves or removes holds a lock on the folder's ".lock" meanwhile, which dies
+// with the process, so that a second job is told. Where the file system has no locks, that one job
+// saves there at a time is up to the user.
 
 #include <chrono>
 #include <cstdint>
@@ -34,8 +37,23 @@ class CheckpointBusy : public Error {
   ~CheckpointBusy() override;
 };
 
+/// Another job is saving or removing a checkpoint in the folder at this moment.
+class CheckpointLocked : public Error {
+ public:
+  using Error::Error;
+  ~CheckpointLocked() override;
+};
+
+/// The checkpoint to go on from cannot be read.
+class CheckpointDamaged : public FileError {
+ public:
+  using FileError::FileError;
+  ~CheckpointDamaged() override;
+};
+
 struct CheckpointOptions {
-  /// After a save, all but so many of the latest checkpoints in the folder are removed; 0: none is.
+  /// After a save, all but so many of the latest checkpoints in the folder are removed, whoever
+  /// saved them; 0: none is. Damaged ones and those of protect() stay, and do not count.
   int keep_last = 0;
   /// What a save does while an earlier one is still being written.
   enum class Busy : unsigned char { wait, refuse };
@@ -43,10 +61,11 @@ struct CheckpointOptions {
   /// Most bytes a second that a rank writes in the background, to leave the disk to others; 0: no
   /// limit.
   std::uint64_t background_rate = 0;
-  /// Compares the contents of replicated plain tensors over the ranks before they are saved, which
-  /// reads them once more. Values set by set() are always compared.
+  /// Refuses to save plain tensors that differ between the ranks that have them. Otherwise such a
+  /// set is that of the first rank, bit by bit. Values set by set() are always compared.
   bool check_replicas = false;
-  /// Removes what interrupted saves have left in the folder, when the Checkpointer is made.
+  /// The first save removes what interrupted saves have left in the folder, unless its file system
+  /// has no locks.
   bool remove_incomplete = true;
   /// How long the ranks wait for the slowest one to have written.
   std::chrono::milliseconds timeout{std::chrono::hours(1)};
@@ -56,9 +75,10 @@ struct CheckpointOptions {
 
 /// All calls are collective over the ranks unless they say otherwise, and errors are thrown on all
 /// of them: FileError for what cannot be written, with the path; InvalidArgument for states that do
-/// not fit together. A save that throws leaves no checkpoint by its name, or the one that was there
-/// before. If only the last step fails, which syncs the folder after the manifest was moved there,
-/// the new one may stand, and the error says so.
+/// not fit together; CheckpointLocked if another job saves or removes in the folder. A save that
+/// throws leaves no checkpoint by its name, or the one that was there before. If only the last step
+/// fails, which syncs the folder after the manifest was moved there, the new one may stand, and the
+/// error says so.
 class Checkpointer {
  public:
   /// Over all ranks of the job, or over these (global ranks, of which this is one). Makes the
@@ -93,8 +113,15 @@ class Checkpointer {
   /// gets what is wrong with damaged ones, a sentence each.
   std::vector<std::string> names(std::vector<std::string>* problems = nullptr) const;
   std::optional<std::string> latest(std::vector<std::string>* problems = nullptr) const;
-  /// Removes a checkpoint, its manifest first.
+  /// The one to go on from: the latest, or nothing if there is none. Throws CheckpointDamaged where
+  /// it, or one that may be later, is damaged: never an older one in silence. The message names it,
+  /// what is wrong with it, and those that are whole.
+  std::optional<std::string> to_resume() const;
+  /// Removes a checkpoint, its manifest first; of a link the link alone.
   void remove(const std::string& name);
+  /// CheckpointOptions::keep_last neither removes nor counts these, from the next save that is
+  /// committed on; replaces those given before. Give it on all ranks; not collective.
+  void protect(const std::vector<std::string>& names);
 
   /// What went wrong beside the saves themselves, on the first rank: old checkpoints that could not
   /// be removed, folders that could not be read; on any rank: threads that did not start. Not

@@ -17,8 +17,9 @@
 #include "tessera/base/internal/json_text.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
-#include "tessera/checkpoint/detail/together.h"
+#include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/files/operations.h"
 #include "tessera/files/read_file.h"
 #include "tessera/partition/transfer.h"
@@ -88,10 +89,6 @@ class Transfer {
   std::vector<std::pair<at::Tensor, at::Tensor>> arrivals_;
 };
 
-void on_first_rank(const Group& all, const char* call, const std::function<void()>& body) {
-  detail::on_first_rank(all, call, body, call_on(all));
-}
-
 at::Tensor without_partial(const at::Tensor& t) {
   auto placements = spec(t).placements();
   for (Placement& p : placements) {
@@ -114,16 +111,17 @@ struct Reading {
   std::vector<TorchLayout> layouts;
 
   Reading(const Group& all, const std::string& path) {
-    std::string json;
-    on_first_rank(all, "load", [&] {
-      file = std::make_unique<ReadFile>(path);
-      header = read_safetensors_header(*file);
-      for (const SafetensorsTensor& t : header.tensors) need_torch_layout(t, path);
-      json.resize(header.data - 8);
-      file->read(json.data(), json.size(), 8);
-      json = concat(header.data_bytes, ' ', json);
-    });
-    json = all.broadcast_bytes(json, 0, call_on(all));
+    const auto json = agree::first<std::string>(
+        all, "load",
+        [&] {
+          file = std::make_unique<ReadFile>(path);
+          header = read_safetensors_header(*file);
+          for (const SafetensorsTensor& t : header.tensors) need_torch_layout(t, path);
+          std::string text(header.data - 8, '\0');
+          file->read(text.data(), text.size(), 8);
+          return concat(header.data_bytes, ' ', text);
+        },
+        call_on(all));
     const auto space = json.find(' ');
     if (all.rank() != 0)
       header = parse_safetensors_header(std::string_view(json).substr(space + 1),
@@ -138,7 +136,7 @@ struct Reading {
     Transfer transfer;
     const int me = all.rank();
     // Memory may run out on any rank, on the first one first.
-    detail::together(
+    agree::all(
         all, "load",
         [&] {
           mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
@@ -189,6 +187,7 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
     if (!t.defined()) throw InvalidArgument(concat("save: '", name, "' is an undefined tensor"));
     if (is_sharded(t) && !(spec(t).mesh() == mesh))
       throw InvalidArgument(concat("save: '", name, "' lies on another mesh: ", spec(t)));
+    detail::need_dense(name, t);
     stored.push_back(safetensors_tensor(name, t.scalar_type(), t.sizes().vec()));
     if (is_sharded(t))
       layouts +=
@@ -200,14 +199,17 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   std::unique_ptr<AtomicFile> file;
   // For the largest sharded tensor, once.
   at::Tensor memory;
-  on_first_rank(all, "save", [&] {
-    std::int64_t most = 0;
-    for (const auto& [name, t] : tensors)
-      if (is_sharded(t)) most = std::max<std::int64_t>(most, t.numel() * t.element_size());
-    memory = at::empty({most}, at::kByte);
-    file = std::make_unique<AtomicFile>(path);
-    file->write(header);
-  });
+  agree::first(
+      all, "save",
+      [&] {
+        std::int64_t most = 0;
+        for (const auto& [name, t] : tensors)
+          if (is_sharded(t)) most = std::max<std::int64_t>(most, t.numel() * t.element_size());
+        memory = at::empty({most}, at::kByte);
+        file = std::make_unique<AtomicFile>(path);
+        file->write(header);
+      },
+      call_on(all));
   std::exception_ptr failed;
   for (const std::size_t i : safetensors_data_order(stored)) {
     const at::Tensor& t = tensors[i].second;
@@ -216,7 +218,7 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       const at::Tensor value = without_partial(t.detach());
       const ShardSpec s = spec(value);
       Transfer transfer;
-      detail::together(
+      agree::all(
           all, "save",
           [&] {
             const at::Tensor part = to_local(value).cpu();
@@ -238,10 +240,13 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       }
     }
   }
-  on_first_rank(all, "save", [&] {
-    if (failed) std::rethrow_exception(failed);
-    file->commit();
-  });
+  agree::first(
+      all, "save",
+      [&] {
+        if (failed) std::rethrow_exception(failed);
+        file->commit();
+      },
+      call_on(all));
 }
 
 void save(const at::Tensor& t, const std::string& path) {
@@ -394,18 +399,17 @@ void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::str
   const Group all = mesh.all();
   Reading file(all, path);
   std::vector<Filled> filled;
-  std::string layouts;
-  detail::together(
+  agree::all_same(
       all, "load",
       [&] {
         filled = matched(state, mesh, file, path);
-        layouts = layouts_of(filled, mesh);
+        return layouts_of(filled, mesh);
       },
-      call_on(all), layouts);
+      call_on(all));
   // Everything is read, and what may fail on one rank has been done, before anything is changed.
   std::vector<at::Tensor> values;
   for (const Filled& f : filled) values.push_back(file.read(all, f.stored, f.layout(mesh)));
-  detail::together(
+  agree::all(
       all, "load",
       [&] {
         for (std::size_t i = 0; i < filled.size(); ++i) values[i] = ready_for(filled[i], values[i]);

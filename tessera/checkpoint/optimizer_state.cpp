@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/checkpoint/detail/optimizer_parameters.h"
 #include "tessera/nn/sharded_optimizer.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -27,6 +28,8 @@ namespace tessera {
 
 namespace {
 
+using detail::named_parameters_of;
+using Named = detail::NamedParameter;
 using StatePointer = std::unique_ptr<torch::optim::OptimizerParamState>;
 
 // What an optimizer keeps for a parameter, by name.
@@ -213,40 +216,6 @@ OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
       "add its tensors to the CheckpointState yourself");
 }
 
-// The optimizer's parameters with their names in the module, group by group.
-struct Named {
-  std::string name;
-  at::Tensor parameter;
-};
-std::vector<Named> named_parameters_of(const torch::optim::Optimizer& optimizer,
-                                       const torch::nn::Module& module) {
-  std::map<const void*, std::string> names;
-  for (const auto& p : module.named_parameters())
-    names.emplace(p.value().unsafeGetTensorImpl(), p.key());
-  std::vector<Named> all;
-  std::size_t position = 0;
-  for (const auto& group : optimizer.param_groups())
-    for (const at::Tensor& p : group.params()) {
-      const auto found = names.find(p.unsafeGetTensorImpl());
-      if (found == names.end())
-        throw InvalidArgument(concat("parameter number ", position,
-                                     " of the optimizer is not the module's: give the module that "
-                                     "all its parameters belong to"));
-      all.push_back({found->second, p});
-      ++position;
-    }
-  return all;
-}
-
-// A tied parameter is in the optimizer's list under each of its names; its state is one.
-std::vector<Named> once(const std::vector<Named>& all) {
-  std::vector<Named> first;
-  std::set<const void*> seen;
-  for (const Named& one : all)
-    if (seen.insert(one.parameter.unsafeGetTensorImpl()).second) first.push_back(one);
-  return first;
-}
-
 void add_tensor(CheckpointState& state, const std::string& name, const at::Tensor& t,
                 const std::string& parameter, const HandShards& shards) {
   const auto shard = shards.find(parameter);
@@ -282,9 +251,8 @@ std::map<std::string, double> lbfgs_options(const LBFGSOptions& options) {
 }
 
 void add_lbfgs(CheckpointState& state, const std::string& prefix,
-               torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
+               torch::optim::Optimizer& optimizer, const std::vector<Named>& parameters,
                const HandShards& shards) {
-  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
   refuse_shards(parameters, shards);
   state.set(prefix + "kind", "LBFGS");
   state.set_integer(prefix + "groups", 1);
@@ -316,12 +284,11 @@ void add_lbfgs(CheckpointState& state, const std::string& prefix,
 
 std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::string& prefix,
                                  torch::optim::Optimizer& optimizer,
-                                 const torch::nn::Module& module, const HandShards& shards,
+                                 const std::vector<Named>& parameters, const HandShards& shards,
                                  const LoadOptions& options) {
-  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
   refuse_shards(parameters, shards);
   std::int64_t elements = 0;
-  for (const Named& one : parameters) elements += one.parameter.numel();
+  for (const at::Tensor& p : optimizer.param_groups()[0].params()) elements += p.numel();
   CheckpointState state;
   std::map<std::string, at::Tensor> fresh;
   for (const SavedTensor& t : saved.tensors()) {
@@ -382,11 +349,13 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
 void add_optimizer(CheckpointState& state, const std::string& prefix,
                    torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                    const HandShards& shards) {
-  if (as_lbfgs(optimizer)) return add_lbfgs(state, prefix, optimizer, module, shards);
+  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
+  detail::add_parameter_names(state, prefix, parameters);
+  if (as_lbfgs(optimizer)) return add_lbfgs(state, prefix, optimizer, parameters, shards);
   const OptimizerKind kind = kind_of(optimizer);
   state.set(prefix + "kind", kind.name);
   const auto& kept = optimizer.state();
-  for (const Named& one : once(named_parameters_of(optimizer, module))) {
+  for (const Named& one : parameters) {
     const auto found = kept.find(one.parameter.unsafeGetTensorImpl());
     if (found == kept.end()) continue;
     const Fields fields = kind.fields(*found->second);
@@ -418,9 +387,10 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
   if (const std::string there = saved.value(prefix + "kind"); there != name)
     throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ", there,
                                  ", this one is ", name));
-  if (as_lbfgs(optimizer)) return read_lbfgs(saved, prefix, optimizer, module, shards, options);
+  if (!options.allow_missing) detail::check_parameter_names(saved, prefix, optimizer, module);
+  const std::vector<Named> parameters = named_parameters_of(optimizer, module);
+  if (as_lbfgs(optimizer)) return read_lbfgs(saved, prefix, optimizer, parameters, shards, options);
   const OptimizerKind kind = kind_of(optimizer);
-  const std::vector<Named> parameters = once(named_parameters_of(optimizer, module));
   CheckpointState state;
   std::vector<std::map<std::string, at::Tensor>> fresh(parameters.size());
   auto* const sharded = dynamic_cast<ShardedStates*>(&optimizer);

@@ -33,8 +33,9 @@ void add_optimizer(CheckpointState& state, const std::string& prefix,
 
 /// Makes the optimizer's state that of the checkpoint, on any mesh: parameters that have no state
 /// there lose theirs; options of the groups (learning rate and so on) too. Throws InvalidArgument
-/// for an optimizer of another kind, and for another number of groups, whose options are left as
-/// they are where LoadOptions::allow_missing says so. Nothing is changed if anything throws.
+/// for an optimizer of another kind, over more or fewer parameters (those of all ranks together) or
+/// with other groups. With LoadOptions::allow_missing parameters may differ, and another number of
+/// groups leaves their options as they are. Nothing is changed if anything throws.
 /// Collective over the reader's group.
 void load_optimizer(const CheckpointReader& saved, const std::string& prefix,
                     torch::optim::Optimizer& optimizer, const torch::nn::Module& module,

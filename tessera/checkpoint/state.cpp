@@ -4,6 +4,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/internal/checksum.h"
 #include "tessera/files/json.h"
@@ -16,7 +17,7 @@ const std::string& value_named(const std::map<std::string, std::string>& values,
                                const std::string& name) {
   const auto found = values.find(name);
   if (found == values.end())
-    throw InvalidArgument(concat("the checkpoint state has no value '", name, "'"));
+    throw InvalidArgument(concat("the checkpoint state has no value '", printable(name), "'"));
   return found->second;
 }
 
@@ -45,9 +46,10 @@ double real_from_bytes(const std::string& bytes, const std::string& name) {
 CheckpointState& CheckpointState::add(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined())
     throw InvalidArgument(concat("'", name, "' is an undefined tensor: it cannot be saved"));
-  if (!is_utf8(name)) throw InvalidArgument(concat("the name '", name, "' is not valid UTF-8"));
+  if (!is_utf8(name))
+    throw InvalidArgument(concat("the name '", printable(name), "' is not valid UTF-8"));
   if (!names_.emplace(name, tensors_.size()).second)
-    throw InvalidArgument(concat("the checkpoint state has two tensors '", name, "'"));
+    throw InvalidArgument(concat("the checkpoint state has two tensors '", printable(name), "'"));
   tensors_.push_back({name, tensor, std::nullopt});
   return *this;
 }
@@ -95,7 +97,8 @@ CheckpointState& CheckpointState::add(const std::string& prefix, const torch::nn
 }
 
 CheckpointState& CheckpointState::set(const std::string& name, const std::string& bytes) {
-  if (!is_utf8(name)) throw InvalidArgument(concat("the name '", name, "' is not valid UTF-8"));
+  if (!is_utf8(name))
+    throw InvalidArgument(concat("the name '", printable(name), "' is not valid UTF-8"));
   values_[name] = bytes;
   return *this;
 }
@@ -106,7 +109,8 @@ CheckpointState& CheckpointState::set_real(const std::string& name, double value
   return set(name, real_bytes(value));
 }
 CheckpointState& CheckpointState::set_of_rank(const std::string& name, const std::string& bytes) {
-  if (!is_utf8(name)) throw InvalidArgument(concat("the name '", name, "' is not valid UTF-8"));
+  if (!is_utf8(name))
+    throw InvalidArgument(concat("the name '", printable(name), "' is not valid UTF-8"));
   rank_values_[name] = bytes;
   return *this;
 }

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -107,6 +108,27 @@ void FileOperations::sync_folder(const std::string& path) {
   errno = reason;
   // Some file systems have no such call for folders, and say so.
   if (result != 0 && errno != EINVAL && errno != ENOTSUP) refuse_operation(path, "synced");
+}
+
+std::shared_ptr<const void> FileOperations::lock(const std::string& path) {
+  const auto open = [&](int flags) {
+    return repeated([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0666); });
+  };
+  int descriptor = open(O_RDWR | O_CREAT);
+  // The file of another user may be locked by whoever can read it.
+  if (descriptor < 0 && errno == EACCES) descriptor = open(O_RDONLY);
+  if (descriptor < 0) refuse_operation(path, "opened to be locked");
+  // A child that was forked has the descriptor too, and neither holds nor ends the lock.
+  std::shared_ptr<const void> held(new std::pair(descriptor, ::getpid()),
+                                   [](const std::pair<int, pid_t>* lock) {
+                                     if (lock->second == ::getpid()) ::flock(lock->first, LOCK_UN);
+                                     ::close(lock->first);
+                                     delete lock;
+                                   });
+  if (repeated([&] { return ::flock(descriptor, LOCK_EX | LOCK_NB); }) == 0) return held;
+  const int reason = errno;
+  if (reason == EWOULDBLOCK) return nullptr;
+  throw NotAvailable(concat("'", path, "' cannot be locked: ", std::strerror(reason)));
 }
 
 std::shared_ptr<FileOperations> FileOperations::system() {

@@ -47,6 +47,11 @@ class FileOperations {
   virtual bool make_folder(const std::string& path);
   /// Returns when the names in the folder are on the disk.
   virtual void sync_folder(const std::string& path);
+  /// Locks a file, which is made if there is none, until the result and its copies are gone or the
+  /// process has ended, by whatever. Null: somebody else holds the lock, in this process or in
+  /// another, on any host that has the file. Throws NotAvailable where the file system has no
+  /// locks.
+  virtual std::shared_ptr<const void> lock(const std::string& path);
 
   /// The operations of this system.
   static std::shared_ptr<FileOperations> system();

@@ -15,6 +15,7 @@ namespace {
 
 using testing::DrawnState;
 using testing::Folder;
+using testing::latest_checkpoint;
 
 enum class Fault { kill, torn, power, full };
 
@@ -173,9 +174,9 @@ TEST(Kill, WhileOneIsRemoved) {
     }
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
-    std::vector<std::string> problems;
-    const auto all = list_checkpoints(folder.path(), &problems);
-    EXPECT_TRUE(problems.empty()) << "half-removed is none, not a damaged one: " << problems[0];
+    std::vector<DamagedCheckpoint> damaged;
+    const auto all = list_checkpoints(folder.path(), &damaged);
+    EXPECT_TRUE(damaged.empty()) << "half-removed is none: " << damaged[0].damage;
     for (const auto& one : all) testing::expect_drawn(state, folder.path(), one.name);
     ASSERT_GE(all.size(), 1u);
     if (WEXITSTATUS(status) == 0) break;

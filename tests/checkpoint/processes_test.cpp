@@ -16,6 +16,7 @@ namespace tessera::test {
 
 using ::tessera::testing::Folder;
 using ::tessera::testing::fork_ranks;
+using ::tessera::testing::latest_checkpoint;
 using ::tessera::testing::RankEnd;
 
 namespace {

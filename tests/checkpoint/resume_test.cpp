@@ -227,4 +227,69 @@ TEST(Resume, MistakesAreReported) {
   });
 }
 
+// Over two ranks whose optimizers have a layer each, as stages of a pipeline do.
+TEST(Resume, OptimizersOverOtherParametersAreRefused) {
+  const Folder folder;
+  const auto layers = [] {
+    torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 2));
+    fill(*net, 3);
+    net->forward(at::ones({4, 2})).sum().backward();
+    return net;
+  };
+  using Tensors = std::vector<at::Tensor>;
+  const auto groups_of = [](const std::vector<Tensors>& groups) {
+    std::vector<torch::optim::OptimizerParamGroup> all;
+    for (const Tensors& g : groups) all.emplace_back(g);
+    return all;
+  };
+  on_threads(2, [&](DistributedManager& manager) {
+    auto net = layers();
+    const Tensors p = net->parameters(), mine = net[manager.rank()]->parameters();
+    torch::optim::Adam both(p, 0.1), two(groups_of({{p[0], p[1]}, {p[2], p[3]}}), {0.1}),
+        stage(mine, 0.1);
+    CheckpointState state;
+    state.add("net.", *net);
+    const std::map<std::string, torch::optim::Adam*> all{
+        {"both.", &both}, {"two.", &two}, {"stage.", &stage}};
+    for (const auto& [name, one] : all) {
+      one->step();
+      add_optimizer(state, name, *one, *net);
+    }
+    Checkpointer(manager, folder.path()).save("c", state);
+  });
+  on_threads(2, [&](DistributedManager& manager) {
+    auto net = layers();
+    const CheckpointReader saved(manager.world(), folder.path(), "c");
+    const Tensors p = net->parameters();
+    const auto load = [&](const std::string& prefix, const std::vector<Tensors>& groups,
+                          const LoadOptions& options = {}) {
+      torch::optim::Adam adam(groups_of(groups), {0.5});
+      load_optimizer(saved, prefix, adam, *net, {}, options);
+      return adam.state().size();
+    };
+    const auto why = [&](const std::string& prefix, const std::vector<Tensors>& groups) {
+      return thrown<InvalidArgument>([&] { load(prefix, groups); });
+    };
+    EXPECT_EQ(load("both.", {p}), 4u);
+    EXPECT_EQ(load("both.", {{p[3], p[0], p[2], p[1]}}), 4u) << "the order is none";
+    EXPECT_EQ(load("two.", {{p[0], p[1]}, {p[2], p[3]}}), 4u);
+    // All together have what was saved: one rank has both layers, the other none of the second.
+    EXPECT_EQ(load("stage.", {p}), 4u);
+    const int other = 1 - manager.rank();
+    EXPECT_EQ(load("stage.", {net[other]->parameters()}), 2u);
+    const std::string less = why("both.", {{p[0], p[1], p[2]}});
+    EXPECT_TRUE(contains(less, "'1.bias' is in the checkpoint alone")) << less;
+    const std::string swapped = why("two.", {{p[0], p[2]}, {p[1], p[3]}});
+    EXPECT_TRUE(contains(swapped, "'0.bias' is in group 0 there and in group 1 here")) << swapped;
+    EXPECT_EQ(load("both.", {{p[0], p[1], p[2]}}, {.allow_missing = true}), 3u);
+    // More on one rank is told to the other.
+    net->register_parameter("extra", at::ones({2}));
+    Tensors more = p;
+    if (manager.rank() == 1) more.push_back(net->parameters().front());
+    const std::string extra = why("both.", {more});
+    EXPECT_TRUE(contains(extra, "rank 1: ") && contains(extra, "'extra' is here alone")) << extra;
+    EXPECT_EQ(load("both.", {more}, {.allow_missing = true}), 4u);
+  });
+}
+
 }  // namespace tessera::test

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -17,6 +18,16 @@
 #include "tessera/checkpoint/storage/detail/shard_file.h"
 
 namespace tessera::testing {
+
+/// Nothing if there is none; `problems` gets what is wrong with damaged ones.
+inline std::optional<std::string> latest_checkpoint(const std::string& folder,
+                                                    std::vector<std::string>* problems = nullptr) {
+  std::vector<DamagedCheckpoint> damaged;
+  const auto all = list_checkpoints(folder, &damaged);
+  if (problems)
+    for (const DamagedCheckpoint& one : damaged) problems->push_back(one.damage);
+  return all.empty() ? std::nullopt : std::optional(all.back().name);
+}
 
 /// Cuts a shape into a grid of boxes with uneven and empty intervals.
 inline std::vector<Box> draw_boxes(std::mt19937& engine, const std::vector<std::int64_t>& shape) {

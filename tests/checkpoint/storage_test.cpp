@@ -15,6 +15,7 @@ namespace {
 
 using testing::DrawnState;
 using testing::Folder;
+using testing::latest_checkpoint;
 
 std::string file_error(const std::function<void()>& call) {
   try {
@@ -79,6 +80,41 @@ TEST(WritePlan, ReplicasShareTheBytesEvenly) {
       ASSERT_GE(plan.bytes(r) + 8 * row, total / ranks) << r << " of " << ranks;
     }
   }
+}
+
+TEST(WritePlan, PlainTensorsThatDifferAreWrittenByTheirFirstHolder) {
+  const std::vector<std::int64_t> shape{4000, 10};
+  const auto held_as = [&](const std::string& name, const std::string& layout, const Box& box) {
+    return HeldShard{{EntryKind::tensor, name, 0, "F32", shape, layout}, box};
+  };
+  const Box full{{0, 4000}, {0, 10}}, low{{0, 2000}, {0, 10}}, high{{2000, 4000}, {0, 10}};
+  std::vector<std::vector<HeldShard>> held;
+  for (int r = 0; r < 4; ++r)
+    held.push_back({held_as("plain", "", full), held_as("hand", "", r % 2 == 0 ? low : high),
+                    held_as("sharded", "{}", full)});
+  // The number of ranks that write each entry.
+  const auto writers = [&](const std::vector<PlainSums>& sums) {
+    std::vector<int> count(3, 0);
+    const WritePlan plan = plan_writes(held, 1, sums);
+    for (const auto& rank : plan.ranks) {
+      std::set<std::size_t> entries;
+      for (const AssignedBox& a : rank) entries.insert(a.entry);
+      for (const std::size_t e : entries) ++count[e];
+    }
+    return count;
+  };
+  const std::vector<PlainSums> same{{1, 5}, {1, 6}, {1, 5}, {1, 6}},
+      other{{1, 5}, {1, 6}, {2, 5}, {1, 6}}, hand{{1, 5}, {1, 6}, {1, 7}, {1, 6}};
+  EXPECT_EQ(writers(same), writers({}));
+  EXPECT_GT(writers(same)[0], 1);
+  EXPECT_EQ(writers(same)[1], 4);
+  EXPECT_EQ(writers(other)[0], 1);
+  EXPECT_GT(writers(other)[1], 2);
+  EXPECT_GT(writers(other)[2], 1) << "its layout says that it is replicated";
+  EXPECT_GT(writers(hand)[0], 1);
+  EXPECT_EQ(writers(hand)[1], 3) << "rank 0 writes all of its box";
+  for (const int r : {1, 2, 3})
+    for (const AssignedBox& a : plan_writes(held, 1, other).ranks[r]) EXPECT_NE(a.entry, 0u);
 }
 
 TEST(WritePlan, DisagreementIsRefusedWithTheNames) {
@@ -336,9 +372,10 @@ TEST(Catalogue, WhatCannotBeLookedAtIsNotAbsent) {
   std::filesystem::create_symlink("manifest.json", manifest);  // to itself
   std::filesystem::create_symlink("loop", folder / "loop");
   const auto files = names_in(folder / "b");
-  std::vector<std::string> problems, unread;
-  EXPECT_EQ(list_checkpoints(folder.path(), &problems).size(), 1u);
-  EXPECT_EQ(problems.size(), 2u) << "b and loop";
+  std::vector<DamagedCheckpoint> damaged;
+  std::vector<std::string> unread;
+  EXPECT_EQ(list_checkpoints(folder.path(), &damaged).size(), 1u);
+  EXPECT_EQ(damaged.size(), 2u) << "b and loop";
   EXPECT_EQ(highest_sequence(folder.path(), unread), 4u);
   EXPECT_EQ(unread.size(), 2u);
   EXPECT_EQ(file_error([&] { read_manifest(folder.path(), "b"); }).find("never ended"),
@@ -354,6 +391,24 @@ TEST(Catalogue, WhatCannotBeLookedAtIsNotAbsent) {
   EXPECT_EQ(latest_checkpoint(folder.path()), "b");
 }
 
+TEST(Catalogue, OfALinkTheLinkAloneIsRemoved) {
+  std::mt19937 engine(7);
+  const Folder folder, elsewhere;
+  const auto operations = FileOperations::system();
+  const DrawnState state = testing::draw_state(engine, 2, 3);
+  testing::save_drawn(state, elsewhere.path(), "good", 1, operations);
+  std::filesystem::create_directory(elsewhere / "half");
+  testing::put(elsewhere / "half/" + shard_name(0, 1, make_nonce()), "half");
+  for (const char* name : {"good", "half"})
+    std::filesystem::create_symlink(elsewhere / name, folder / name);
+  EXPECT_EQ(latest_checkpoint(folder.path()), "good");
+  EXPECT_TRUE(remove_incomplete(folder.path(), *operations).empty());
+  remove_checkpoint(folder.path(), "good", *operations);
+  EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"half"});
+  EXPECT_EQ(names_in(elsewhere / "half").size(), 1u);
+  testing::expect_drawn(state, elsewhere.path(), "good");
+}
+
 TEST(Catalogue, NamesAreUtf8) {
   std::mt19937 engine(6);
   const Folder folder;
@@ -361,12 +416,12 @@ TEST(Catalogue, NamesAreUtf8) {
   for (const char* name : {"caf\xc3\xa9", "caf\xe9"})
     testing::save_drawn(state, folder.path(), name, 1, FileOperations::system());
   EXPECT_THROW(check_checkpoint_name("caf\xe9"), InvalidArgument);
-  std::vector<std::string> problems;
-  const auto all = list_checkpoints(folder.path(), &problems);
+  std::vector<DamagedCheckpoint> damaged;
+  const auto all = list_checkpoints(folder.path(), &damaged);
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].name, "caf\xc3\xa9");
-  ASSERT_EQ(problems.size(), 1u);
-  EXPECT_NE(problems[0].find("UTF-8"), std::string::npos) << problems[0];
+  ASSERT_EQ(damaged.size(), 1u);
+  EXPECT_NE(damaged[0].damage.find("UTF-8"), std::string::npos) << damaged[0].damage;
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "tessera/files/operations.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -51,6 +52,39 @@ TEST(AtomicFile, ErrorsNameTheFile) {
         std::string::npos);
     operations.close(full);
   }
+}
+
+TEST(FileLock, IsHeldByOneAndDiesWithItsProcess) {
+  const Folder folder;
+  const auto operations = FileOperations::system();
+  auto first = operations->lock(folder / "x");
+  ASSERT_TRUE(first);
+  EXPECT_FALSE(operations->lock(folder / "x"));
+  auto copy = first;
+  first.reset();
+  EXPECT_FALSE(operations->lock(folder / "x"));
+  EXPECT_NE(
+      testing::thrown<FileError>([&] { operations->lock(folder / "absent/x"); }).find("absent/x"),
+      std::string::npos);
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    // What the child inherited does not let go of it.
+    copy.reset();
+    const auto mine = operations->lock(folder / "y");
+    const char state = !operations->lock(folder / "x") && mine ? 'h' : 'n';
+    if (::write(ends[1], &state, 1) == 1)
+      for (;;) ::pause();
+  }
+  char state = 0;
+  ASSERT_EQ(::read(ends[0], &state, 1), 1);
+  EXPECT_EQ(state, 'h');
+  EXPECT_FALSE(operations->lock(folder / "y"));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_TRUE(operations->lock(folder / "y"));
+  for (const int end : ends) ::close(end);
 }
 
 // Ends the process in the n-th operation, before it or in the middle of a write.

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/layout.h"
@@ -32,12 +33,28 @@ at::Tensor reduced(const at::Tensor& t) {
   return tessera::redistribute(t, placements);
 }
 
+at::Tensor on_host(const at::Tensor& t) {
+  return t.detach().resolve_conj().resolve_neg().cpu().contiguous();
+}
+
 }  // namespace
+
+void need_dense(const std::string& name, const at::Tensor& tensor) {
+  const char* what = nullptr;
+  if (tensor.layout() != at::kStrided) what = "is not dense";
+  if (tensor.is_nested()) what = "is nested";
+  if (tensor.is_meta()) what = "has no data (device meta)";
+  if (what)
+    throw InvalidArgument(concat("'", printable(name), "' ", what, " (layout ", tensor.layout(),
+                                 "): give its dense values, such as to_dense() or its indices and "
+                                 "values as tensors of their own"));
+}
 
 HeldShard describe(const CheckpointState::Tensor& tensor) {
   HeldShard held;
   held.info.name = tensor.name;
   const at::Tensor& t = tensor.value;
+  need_dense(tensor.name, t);
   held.info.dtype = safetensors_tensor(tensor.name, t.scalar_type(), {1}).dtype;
   if (tensor.shard) {
     if (is_sharded(t))
@@ -72,17 +89,25 @@ std::vector<HeldShard> describe(const CheckpointState& state, int rank) {
   return held;
 }
 
-std::vector<at::Tensor> local_bytes(const CheckpointState& state) {
+std::vector<at::Tensor> plain_bytes(const CheckpointState& state) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> all;
+  for (const auto& t : state.tensors())
+    all.push_back(is_sharded(t.value) ? at::Tensor() : on_host(t.value));
+  return all;
+}
+
+std::vector<at::Tensor> local_bytes(const CheckpointState& state,
+                                    const std::vector<at::Tensor>& plain) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> locals, all;
   // Reductions first, which ranks do together: what comes after may fail on one of them alone.
-  for (const auto& t : state.tensors()) {
-    at::Tensor local = t.value.detach();
+  for (std::size_t i = 0; i < state.tensors().size(); ++i) {
+    at::Tensor local = state.tensors()[i].value.detach();
     if (is_sharded(local)) local = to_local(spec(local).has_partial() ? reduced(local) : local);
-    locals.push_back(local);
+    locals.push_back(i < plain.size() && plain[i].defined() ? plain[i] : local);
   }
-  for (const at::Tensor& local : locals)
-    all.push_back(local.detach().resolve_conj().resolve_neg().cpu().contiguous());
+  for (const at::Tensor& local : locals) all.push_back(on_host(local));
   for (const auto& [name, value] : state.values()) all.push_back(bytes_of_value(value));
   for (const auto& [name, value] : state.rank_values()) all.push_back(bytes_of_value(value));
   return all;

@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/json.h"
 #include "tessera/files/read_file.h"
@@ -40,6 +41,11 @@ bool is_folder(const std::string& path) {
   return type_of(path) == std::filesystem::file_type::directory;
 }
 
+bool is_link(const std::string& path) {
+  std::error_code unknown;
+  return std::filesystem::is_symlink(std::filesystem::symlink_status(path, unknown));
+}
+
 bool exists(const std::string& path) {
   return type_of(path) != std::filesystem::file_type::not_found;
 }
@@ -57,12 +63,52 @@ std::string manifest_text(const std::string& file) {
   return text;
 }
 
+// Throws FileError for a file of the manifest that is not there, or has another size.
+void check_files(const std::string& path, const std::string& name, const Manifest& manifest) {
+  for (const ManifestFile& f : manifest.files) {
+    std::error_code error;
+    const auto size = std::filesystem::file_size(concat(path, '/', f.name), error);
+    if (error)
+      throw FileError(concat("'", path, '/', f.name, "' of checkpoint '", printable(name),
+                             "' cannot be found: ", error.message()));
+    if (size != f.bytes)
+      throw FileError(concat("'", path, '/', f.name, "' of checkpoint '", printable(name), "' has ",
+                             size, " bytes, written were ", f.bytes));
+  }
+}
+
+// Looks at a checkpoint that another job may replace or remove at this moment: what is wrong twice
+// with one and the same manifest is damage. False if there is no manifest, or none any more. Throws
+// FileError; `sequence` is that of the manifest, as far as it could be read.
+bool is_whole(const std::string& folder, const std::string& name,
+              std::optional<std::uint64_t>& sequence) {
+  const std::string path = concat(folder, '/', name), file = concat(path, '/', kManifestName);
+  for (std::string before; has_manifest(folder, name);) {
+    std::string text;
+    sequence.reset();
+    try {
+      text = manifest_text(file);
+      const Manifest manifest = parse_manifest(text, file);
+      sequence = manifest.sequence;
+      check_files(path, name, manifest);
+      if (!is_utf8(name))
+        throw FileError(
+            concat("'", path, "' is passed over: the name of a checkpoint is UTF-8; rename it"));
+      return true;
+    } catch (const FileError&) {
+      if (text == before && has_manifest(folder, name)) throw;
+      before = text;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 void check_checkpoint_name(const std::string& name) {
   if (name.empty() || name.size() > 200 || name[0] == '.' ||
       name.find_first_of(std::string("/\0", 2)) != std::string::npos || !is_utf8(name))
-    throw InvalidArgument(concat("'", name,
+    throw InvalidArgument(concat("'", printable(name),
                                  "' cannot be the name of a checkpoint: it is the name "
                                  "of a folder, of 1 to 200 bytes of UTF-8, without '/' and without "
                                  "a dot in front"));
@@ -75,16 +121,7 @@ Manifest read_manifest(const std::string& folder, const std::string& name) {
     throw FileError(concat("'", path, "' is not a checkpoint: it has no ", kManifestName,
                            ", so that saving it has never ended"));
   Manifest manifest = parse_manifest(manifest_text(file), file);
-  for (const ManifestFile& f : manifest.files) {
-    std::error_code error;
-    const auto size = std::filesystem::file_size(concat(path, '/', f.name), error);
-    if (error)
-      throw FileError(concat("'", path, '/', f.name, "' of checkpoint '", name,
-                             "' cannot be found: ", error.message()));
-    if (size != f.bytes)
-      throw FileError(concat("'", path, '/', f.name, "' of checkpoint '", name, "' has ", size,
-                             " bytes, written were ", f.bytes));
-  }
+  check_files(path, name, manifest);
   return manifest;
 }
 
@@ -116,18 +153,15 @@ std::uint64_t highest_sequence(const std::string& folder, std::vector<std::strin
 }
 
 std::vector<CheckpointName> list_checkpoints(const std::string& folder,
-                                             std::vector<std::string>* problems) {
+                                             std::vector<DamagedCheckpoint>* damaged) {
   std::vector<CheckpointName> all;
   for (const std::string& name : names_in(folder)) {
     if (is_foreign(name)) continue;
+    std::optional<std::uint64_t> sequence;
     try {
-      if (!has_manifest(folder, name)) continue;
-      if (!is_utf8(name))
-        throw FileError(concat("'", folder, '/', name,
-                               "' is passed over: the name of a checkpoint is UTF-8; rename it"));
-      all.push_back({name, read_manifest(folder, name).sequence});
+      if (is_whole(folder, name, sequence)) all.push_back({name, *sequence});
     } catch (const FileError& e) {
-      if (problems) problems->push_back(e.what());
+      if (damaged) damaged->push_back({name, e.what(), sequence});
     }
   }
   std::stable_sort(all.begin(), all.end(), [](const CheckpointName& a, const CheckpointName& b) {
@@ -136,17 +170,16 @@ std::vector<CheckpointName> list_checkpoints(const std::string& folder,
   return all;
 }
 
-std::optional<std::string> latest_checkpoint(const std::string& folder,
-                                             std::vector<std::string>* problems) {
-  const auto all = list_checkpoints(folder, problems);
-  return all.empty() ? std::nullopt : std::optional(all.back().name);
-}
-
 void remove_checkpoint(const std::string& folder, const std::string& name,
                        FileOperations& operations) {
   check_checkpoint_name(name);
   const std::string path = concat(folder, '/', name);
   if (!is_folder(path)) return;
+  if (is_link(path)) {
+    // What it leads to is somebody else's.
+    operations.remove(path);
+    return operations.sync_folder(folder);
+  }
   operations.remove(concat(path, '/', kManifestName));
   operations.sync_folder(path);
   remove_ours(path, operations);
@@ -158,7 +191,8 @@ std::vector<std::string> remove_incomplete(const std::string& folder, FileOperat
   for (const std::string& name : names_in(folder)) {
     const std::string path = concat(folder, '/', name);
     try {
-      if (name[0] == '.' || !is_folder(path) || has_manifest(folder, name)) continue;
+      if (name[0] == '.' || !is_folder(path) || is_link(path) || has_manifest(folder, name))
+        continue;
       const auto files = names_in(path);
       if (std::find(files.begin(), files.end(), kManifestName) == files.end() &&
           std::any_of(files.begin(), files.end(),

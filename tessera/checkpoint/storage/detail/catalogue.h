@@ -21,6 +21,15 @@ struct CheckpointName {
   std::uint64_t sequence = 0;
 };
 
+/// One that cannot be loaded.
+struct DamagedCheckpoint {
+  std::string name;
+  /// What is wrong with it, a sentence with the path.
+  std::string damage;
+  /// Absent if the manifest itself cannot be read: it may be of any age.
+  std::optional<std::uint64_t> sequence;
+};
+
 /// Throws InvalidArgument for a name that cannot be one folder: empty, with a slash, "." or "..",
 /// hidden, longer than 200 bytes, or not UTF-8.
 void check_checkpoint_name(const std::string& name);
@@ -33,26 +42,26 @@ Manifest read_manifest(const std::string& folder, const std::string& name);
 /// FileError where the system does not say: what cannot be looked at is not absent.
 bool has_manifest(const std::string& folder, const std::string& name);
 
-/// Those whose manifests and file sizes are right, earliest first. What is wrong with the others,
-/// and what cannot be looked at, is told in `problems`, a sentence each; a folder without a
-/// manifest is not a checkpoint and no problem. Throws FileError if the folder itself cannot be
-/// read.
+/// Those whose manifests and file sizes are right, earliest first; `damaged` gets the others, and
+/// what cannot be looked at. A folder without a manifest is not a checkpoint and not damaged, nor
+/// is one that another job replaces or removes meanwhile. Throws FileError if the folder itself
+/// cannot be read.
 std::vector<CheckpointName> list_checkpoints(const std::string& folder,
-                                             std::vector<std::string>* problems = nullptr);
+                                             std::vector<DamagedCheckpoint>* damaged = nullptr);
 /// The highest sequence of a manifest in the folder, also of checkpoints whose files are damaged;
 /// 0: there is none. `unread` gets a sentence for each manifest that the system does not give,
 /// whose sequence may be higher. Throws FileError if the folder itself cannot be read.
 std::uint64_t highest_sequence(const std::string& folder, std::vector<std::string>& unread);
-std::optional<std::string> latest_checkpoint(const std::string& folder,
-                                             std::vector<std::string>* problems = nullptr);
 
 /// Removes the manifest first, so that a half-removed checkpoint is none, then its files. Files
-/// that no checkpoint writes stay, and their folder with them. Throws FileError.
+/// that no checkpoint writes stay, and their folder with them; of a link the link alone goes.
+/// Throws FileError.
 void remove_checkpoint(const std::string& folder, const std::string& name,
                        FileOperations& operations);
 /// Removes what interrupted saves left: shard files and temporary files in folders that have no
-/// manifest. Only for one who knows that nobody is saving there. Gives what could not be looked at
-/// or removed, a sentence each, and stays. Throws FileError if the folder itself cannot be read.
+/// manifest. Only for who holds the lock of the folder: nobody is saving there. Gives what could
+/// not be looked at or removed, a sentence each, and stays. Throws FileError if the folder itself
+/// cannot be read.
 std::vector<std::string> remove_incomplete(const std::string& folder, FileOperations& operations);
 
 }  // namespace tessera

@@ -22,12 +22,6 @@ namespace {
 // Small enough that the checksum leaves the bytes in a cache for the write.
 constexpr std::size_t kWriteChunk = std::size_t{1} << 20;
 
-bool is_full(const EntryInfo& info, const Box& box) {
-  for (std::size_t d = 0; d < box.size(); ++d)
-    if (box[d].size() != info.shape[d]) return false;
-  return true;
-}
-
 // The entries of the file, and the metadata that say what they are.
 std::vector<SafetensorsTensor> file_tensors(const WritePlan& plan,
                                             const std::vector<AssignedBox>& boxes,

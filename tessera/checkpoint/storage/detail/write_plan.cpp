@@ -6,6 +6,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/json.h"
 
@@ -70,10 +71,130 @@ std::vector<std::uint64_t> fill(const std::vector<std::uint64_t>& loads, std::ui
 }
 
 std::string entry_key_text(const EntryInfo& info) {
-  return concat(info.kind == EntryKind::tensor ? "tensor '" : "value '", info.name, "'");
+  return concat(info.kind == EntryKind::tensor ? "tensor '" : "value '", printable(info.name), "'");
+}
+
+// The distinct boxes of an entry, by their bounds, with the ranks that hold them.
+using Holders = std::map<std::vector<std::int64_t>, std::pair<Box, std::vector<int>>>;
+
+// Of each entry, which are added to `entries` in the order of their first holders.
+std::vector<Holders> holders_of(const std::vector<std::vector<HeldShard>>& held,
+                                std::vector<EntryInfo>& entries) {
+  std::map<std::tuple<EntryKind, std::string, int>, std::size_t> known;
+  std::vector<int> first_rank;
+  std::vector<Holders> boxes;
+  for (std::size_t r = 0; r < held.size(); ++r) {
+    for (const HeldShard& h : held[r]) {
+      const auto [it, fresh] =
+          known.emplace(std::tuple(h.info.kind, h.info.name, h.info.rank), entries.size());
+      const std::size_t e = it->second;
+      if (fresh) {
+        entries.push_back(h.info);
+        first_rank.push_back(static_cast<int>(r));
+        boxes.emplace_back();
+      }
+      const EntryInfo& info = entries[e];
+      if (!(info == h.info))
+        throw InvalidArgument(concat("the ranks disagree on ", entry_key_text(info), ": rank ",
+                                     first_rank[e], " has ", info.dtype, ' ', list(info.shape), ' ',
+                                     info.layout, ", rank ", r, " has ", h.info.dtype, ' ',
+                                     list(h.info.shape), ' ', h.info.layout));
+      std::vector<std::int64_t> key;
+      for (const Interval& i : h.box) {
+        key.push_back(i.begin);
+        key.push_back(i.end);
+      }
+      auto& [box, ranks] = boxes[e][key];
+      box = h.box;
+      if (!ranks.empty() && ranks.back() == static_cast<int>(r))
+        throw InvalidArgument(concat("rank ", r, " gives ", entry_key_text(info), " twice"));
+      ranks.push_back(static_cast<int>(r));
+    }
+  }
+  return boxes;
+}
+
+// Who writes a box: all that hold it, or the first of them where their contents differ.
+std::vector<int> writers_of(const EntryInfo& info, const Box& box, const std::vector<int>& holders,
+                            const std::vector<PlainSums>& sums) {
+  if (sums.empty() || info.kind != EntryKind::tensor || !info.layout.empty()) return holders;
+  const auto sum = [&](int r) {
+    const PlainSums& of = sums.at(static_cast<std::size_t>(r));
+    return is_full(info, box) ? of.full : of.shards;
+  };
+  const bool same = std::all_of(holders.begin(), holders.end(),
+                                [&](int r) { return sum(r) == sum(holders.front()); });
+  return same ? holders : std::vector<int>{holders.front()};
+}
+
+// Ranks that write together, and what; fewest first: who has a choice takes what is left.
+using Writing = std::map<std::pair<std::size_t, std::vector<int>>, std::vector<Replicated>>;
+
+Writing writing_of(const std::vector<EntryInfo>& entries, const std::vector<Holders>& boxes,
+                   const std::vector<PlainSums>& sums) {
+  Writing writing;
+  for (std::size_t e = 0; e < boxes.size(); ++e) {
+    std::vector<Box> all;
+    for (const auto& [key, one] : boxes[e]) {
+      const auto& [box, holders] = one;
+      all.push_back(box);
+      if (volume(box) == 0) continue;
+      const std::vector<int> ranks = writers_of(entries[e], box, holders, sums);
+      writing[{ranks.size(), ranks}].push_back(
+          {e, box, static_cast<std::uint64_t>(volume(box)) * element_bytes(entries[e].dtype)});
+    }
+    try {
+      check_boxes(all, entries[e], "the ranks' shards");
+    } catch (const FileError& error) {
+      throw InvalidArgument(error.what());
+    }
+  }
+  return writing;
+}
+
+// Gives `todo` to these ranks, those with the lowest loads first.
+void assign(WritePlan& plan, const std::vector<int>& ranks, std::vector<Replicated>& todo,
+            std::vector<std::uint64_t>& loads, std::uint64_t smallest) {
+  std::uint64_t bytes = 0;
+  for (const Replicated& r : todo) bytes += r.bytes;
+  std::vector<std::uint64_t> mine;
+  for (const int r : ranks) mine.push_back(loads[static_cast<std::size_t>(r)]);
+  const auto shares = fill(mine, bytes);
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const auto rank = static_cast<std::size_t>(ranks[i]);
+    std::int64_t left = static_cast<std::int64_t>(shares[i]);
+    const bool last = i + 1 == ranks.size();
+    while (next < todo.size() && (last || left > 0)) {
+      Replicated& r = todo[next];
+      const std::uint64_t wanted = last ? r.bytes : static_cast<std::uint64_t>(left);
+      const std::int64_t rows = rows_for(r, wanted, smallest);
+      if (rows == 0) break;
+      const Rows all = rows_of(r.box);
+      Box taken = r.box;
+      if (rows < all.count) taken[all.dim].end = taken[all.dim].begin + rows;
+      const std::uint64_t size =
+          static_cast<std::uint64_t>(volume(taken)) * element_bytes(plan.entries[r.entry].dtype);
+      plan.ranks[rank].push_back({r.entry, taken});
+      loads[rank] += size;
+      left -= static_cast<std::int64_t>(size);
+      if (rows == all.count) {
+        ++next;
+        continue;
+      }
+      r.box[all.dim].begin += rows;
+      r.bytes -= size;
+    }
+  }
 }
 
 }  // namespace
+
+bool is_full(const EntryInfo& info, const Box& box) {
+  for (std::size_t d = 0; d < box.size(); ++d)
+    if (box[d].size() != info.shape[d]) return false;
+  return true;
+}
 
 std::string describe_shards(const std::vector<HeldShard>& held) {
   std::string text = "[";
@@ -119,93 +240,14 @@ std::uint64_t WritePlan::bytes(int rank) const {
   return all;
 }
 
-WritePlan plan_writes(const std::vector<std::vector<HeldShard>>& held, std::uint64_t smallest) {
+WritePlan plan_writes(const std::vector<std::vector<HeldShard>>& held, std::uint64_t smallest,
+                      const std::vector<PlainSums>& sums) {
   WritePlan plan;
   plan.ranks.resize(held.size());
-  std::map<std::tuple<EntryKind, std::string, int>, std::size_t> known;
-  std::vector<int> first_rank;
-  // Boxes by entry, with the ranks that hold them.
-  std::vector<std::map<std::vector<std::int64_t>, std::pair<Box, std::vector<int>>>> boxes;
-  for (std::size_t r = 0; r < held.size(); ++r) {
-    for (const HeldShard& h : held[r]) {
-      const auto [it, fresh] =
-          known.emplace(std::tuple(h.info.kind, h.info.name, h.info.rank), plan.entries.size());
-      const std::size_t e = it->second;
-      if (fresh) {
-        plan.entries.push_back(h.info);
-        first_rank.push_back(static_cast<int>(r));
-        boxes.emplace_back();
-      }
-      const EntryInfo& info = plan.entries[e];
-      if (!(info == h.info))
-        throw InvalidArgument(concat("the ranks disagree on ", entry_key_text(info), ": rank ",
-                                     first_rank[e], " has ", info.dtype, ' ', list(info.shape), ' ',
-                                     info.layout, ", rank ", r, " has ", h.info.dtype, ' ',
-                                     list(h.info.shape), ' ', h.info.layout));
-      std::vector<std::int64_t> key;
-      for (const Interval& i : h.box) {
-        key.push_back(i.begin);
-        key.push_back(i.end);
-      }
-      auto& [box, ranks] = boxes[e][key];
-      box = h.box;
-      if (!ranks.empty() && ranks.back() == static_cast<int>(r))
-        throw InvalidArgument(concat("rank ", r, " gives ", entry_key_text(info), " twice"));
-      ranks.push_back(static_cast<int>(r));
-    }
-  }
-  // Fewest holders first: who has a choice takes what is left.
-  std::map<std::pair<std::size_t, std::vector<int>>, std::vector<Replicated>> sets;
-  for (std::size_t e = 0; e < boxes.size(); ++e) {
-    std::vector<Box> all;
-    for (const auto& [key, one] : boxes[e]) {
-      const auto& [box, ranks] = one;
-      all.push_back(box);
-      const std::uint64_t bytes =
-          static_cast<std::uint64_t>(volume(box)) * element_bytes(plan.entries[e].dtype);
-      if (volume(box) > 0) sets[{ranks.size(), ranks}].push_back({e, box, bytes});
-    }
-    try {
-      check_boxes(all, plan.entries[e], "the ranks' shards");
-    } catch (const FileError& error) {
-      throw InvalidArgument(error.what());
-    }
-  }
+  const std::vector<Holders> boxes = holders_of(held, plan.entries);
   std::vector<std::uint64_t> loads(held.size(), 0);
-  for (auto& [holders, todo] : sets) {
-    const std::vector<int>& ranks = holders.second;
-    std::uint64_t bytes = 0;
-    for (const Replicated& r : todo) bytes += r.bytes;
-    std::vector<std::uint64_t> mine;
-    for (const int r : ranks) mine.push_back(loads[static_cast<std::size_t>(r)]);
-    const auto shares = fill(mine, bytes);
-    std::size_t next = 0;
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
-      const auto rank = static_cast<std::size_t>(ranks[i]);
-      std::int64_t left = static_cast<std::int64_t>(shares[i]);
-      const bool last = i + 1 == ranks.size();
-      while (next < todo.size() && (last || left > 0)) {
-        Replicated& r = todo[next];
-        const std::uint64_t wanted = last ? r.bytes : static_cast<std::uint64_t>(left);
-        const std::int64_t rows = rows_for(r, wanted, smallest);
-        if (rows == 0) break;
-        const Rows all = rows_of(r.box);
-        Box taken = r.box;
-        if (rows < all.count) taken[all.dim].end = taken[all.dim].begin + rows;
-        const std::uint64_t size =
-            static_cast<std::uint64_t>(volume(taken)) * element_bytes(plan.entries[r.entry].dtype);
-        plan.ranks[rank].push_back({r.entry, taken});
-        loads[rank] += size;
-        left -= static_cast<std::int64_t>(size);
-        if (rows == all.count) {
-          ++next;
-          continue;
-        }
-        r.box[all.dim].begin += rows;
-        r.bytes -= size;
-      }
-    }
-  }
+  Writing writing = writing_of(plan.entries, boxes, sums);
+  for (auto& [ranks, todo] : writing) assign(plan, ranks.second, todo, loads, smallest);
   for (auto& all : plan.ranks)
     std::stable_sort(all.begin(), all.end(),
                      [](const AssignedBox& a, const AssignedBox& b) { return a.entry < b.entry; });

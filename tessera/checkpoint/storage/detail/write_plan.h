@@ -25,6 +25,9 @@ struct HeldShard {
 std::string describe_shards(const std::vector<HeldShard>& held);
 std::vector<HeldShard> shards_from(std::string_view text);
 
+/// True if the box is the whole shape of the entry.
+bool is_full(const EntryInfo& info, const Box& box);
+
 /// A box that a rank writes; it holds all of it.
 struct AssignedBox {
   /// Index into WritePlan::entries.
@@ -40,11 +43,22 @@ struct WritePlan {
   std::uint64_t bytes(int rank) const;
 };
 
+inline constexpr std::uint64_t kSmallestPiece = 64 * 1024;
+
+/// Of the plain tensors of a rank: numbers that are equal where names and contents are. `full`: of
+/// those that are full tensors; `shards`: of those sharded by hand.
+struct PlainSums {
+  std::uint64_t full = 0, shards = 0;
+};
+
 /// `held[r]`: what rank r holds. Replicas of a box share it: each writes some of its rows (along
 /// the first dim of more than one index), unless that made pieces of less than `smallest` bytes.
+/// Plain tensors are shared only by ranks whose `sums` are equal; otherwise the first rank that
+/// holds a box writes all of it, so that what is saved is one rank's set. No sums: all are equal.
 /// Throws InvalidArgument with the entry and the ranks where they disagree on its dtype, shape or
 /// layout, a rank names it twice, boxes overlap without being the same, or elements are missing.
 WritePlan plan_writes(const std::vector<std::vector<HeldShard>>& held,
-                      std::uint64_t smallest = 64 * 1024);
+                      std::uint64_t smallest = kSmallestPiece,
+                      const std::vector<PlainSums>& sums = {});
 
 }  // namespace tessera
