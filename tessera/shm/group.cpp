@@ -1,6 +1,8 @@
 #include "tessera/shm/group.h"
 
 #include <numeric>
+#include <span>
+#include <type_traits>
 
 #include "tessera/base/text.h"
 #include "tessera/shm/detail/calls.h"
@@ -15,6 +17,9 @@ using detail::Blocks;
 using detail::Core;
 using detail::Deal;
 using detail::Op;
+using detail::PullDeal;
+using detail::PullReduce;
+using detail::PullSpread;
 using detail::ReduceArguments;
 using detail::ReduceOnce;
 using detail::ReducePieces;
@@ -40,8 +45,10 @@ void require_data(const void* data, std::size_t size, const char* what) {
 
 }  // namespace
 
-struct Group::State {
-  State(std::shared_ptr<Core> c, milliseconds limit)
+namespace detail {
+
+struct GroupState {
+  GroupState(std::shared_ptr<Core> c, milliseconds limit)
       : core(std::move(c)),
         timeout(limit),
         arena(core, core->arena(core->rank()), core->layout().arena_bytes()) {}
@@ -57,35 +64,32 @@ struct Group::State {
           concat("shm: ", sizes.size(), " sizes for a group of ", core->size(), " ranks"));
   }
 
-  /// Runs the op to its end, or starts it.
-  template <class MakeOp>
-  void run(Call call, const MakeOp& make) {
-    auto op = make();
-    core->run(op, limit(call));
-  }
-
   const std::shared_ptr<Core> core;
   const milliseconds timeout;
   Arena arena;
   std::atomic<std::uint64_t> all_to_alls{0};
 };
 
-Group::Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
+}  // namespace detail
+
+using detail::GroupState;
+
+template <class Result>
+Calls<Result>::Calls(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}
 
 Group Group::meet(int rank, int size, const Directory& directory, const Options& options) {
   return Group(
-      std::make_shared<State>(detail::meet(rank, size, directory, options), options.timeout));
+      std::make_shared<GroupState>(detail::meet(rank, size, directory, options), options.timeout));
 }
 
 std::vector<Group> Group::threads(int size, const Options& options) {
   std::vector<Group> groups;
   for (auto& core : detail::meet_threads(size, options))
-    groups.push_back(Group(std::make_shared<State>(std::move(core), options.timeout)));
+    groups.push_back(Group(std::make_shared<GroupState>(std::move(core), options.timeout)));
   return groups;
 }
 
-int Group::rank() const { return state_->core->rank(); }
-int Group::size() const { return state_->core->size(); }
+Calls<Request> Group::start() const { return Calls<Request>(state_); }
 Arena& Group::arena() { return state_->arena; }
 
 std::shared_ptr<Arena> Group::share(std::size_t bytes, const Directory& directory, Call call) {
@@ -134,73 +138,74 @@ void Group::nudge() { state_->core->nudge(); }
 // Each call is an object: on the stack if it runs at once, on the heap if it is started.
 namespace {
 
-void sign(Op& op, std::uint64_t with) {
-  if (with != 0) op.signature = detail::signature_of(op.signature, with);
-}
-
-struct Runs {
-  Core& core;
+template <class Result>
+struct How {
+  const std::shared_ptr<Core>& core;
   milliseconds limit;
-  std::uint64_t with;
-  using Result = void;
+  std::uint64_t sign;
+
   template <class T, class... Args>
-  void operator()(Args&&... args) const {
-    T op(std::forward<Args>(args)...);
-    sign(op, with);
-    core.run(op, limit);
+  Result make(Args&&... args) const {
+    return prepare<T>(
+        [&](Op& op) {
+          if (sign != 0) op.signature = detail::signature_of(op.signature, sign);
+        },
+        *core, std::forward<Args>(args)...);
+  }
+  /// `complete` does to the object what remains before it runs.
+  template <class T, class Complete, class... Args>
+  Result prepare(const Complete& complete, Args&&... args) const {
+    if constexpr (std::is_void_v<Result>) {
+      T op(std::forward<Args>(args)...);
+      complete(op);
+      core->run(op, limit);
+    } else {
+      auto op = std::make_unique<T>(std::forward<Args>(args)...);
+      complete(*op);
+      core->start(*op, limit);
+      return Request(core, std::move(op), limit);
+    }
   }
 };
 
-struct Starts {
-  std::shared_ptr<Core> core;
-  milliseconds limit;
-  std::uint64_t with;
-  using Result = Request;
-  template <class T, class... Args>
-  Request operator()(Args&&... args) const {
-    auto op = std::make_unique<T>(std::forward<Args>(args)...);
-    sign(*op, with);
-    core->start(*op, limit);
-    return Request(core, std::move(op), limit);
-  }
-};
-
-template <class How>
-typename How::Result reduce_any(const How& how, Core& core, const char* name,
-                                const ReduceArguments& a) {
+template <class Result>
+Result reduce_any(const How<Result>& how, const char* name, const ReduceArguments& a) {
+  const Core& core = *how.core;
   const std::size_t size = a.count * size_of(a.element);
   require_data(a.input, size, "the input");
   if (a.root < 0 || a.root == core.rank()) require_data(a.output, size, "the output");
-  if (size <= ReduceOnce::limit(core)) return how.template operator()<ReduceOnce>(core, name, a);
+  if (size <= ReduceOnce::limit(core)) return how.template make<ReduceOnce>(name, a);
   // Where memory is shared the ranks first find out whether all data are in it.
   if (core.single_copy() && core.options().crowded && !core.shares() && a.root < 0 &&
       size >= detail::kPullAllReduceBytes)
-    return how.template operator()<detail::PullReduce>(core, name, a);
-  return how.template operator()<ReducePieces>(core, name, a);
+    return how.template make<PullReduce>(name, a);
+  return how.template make<ReducePieces>(name, a);
 }
 
-template <class How>
-typename How::Result spread_any(const How& how, Core& core, const char* name, Blocks blocks,
-                                const void* input, void* output, int reader) {
+template <class Result>
+Result spread_any(const How<Result>& how, const char* name, Blocks blocks, const void* input,
+                  void* output, int reader) {
+  const Core& core = *how.core;
   require_data(input, blocks.size(core.rank()), "the input");
   if (reader < 0 || reader == core.rank()) require_data(output, blocks.total(), "the output");
   if (blocks.largest() >= detail::pull_bytes(core, false))
-    return how.template operator()<detail::PullSpread>(core, name, std::move(blocks), bytes(input),
+    return how.template make<PullSpread>(name, std::move(blocks), bytes(input),
                                                        bytes(output), reader);
-  return how.template operator()<Spread>(core, name, std::move(blocks), bytes(input), bytes(output),
+  return how.template make<Spread>(name, std::move(blocks), bytes(input), bytes(output),
                                          reader, false);
 }
 
-template <class How>
-typename How::Result deal_any(const How& how, Core& core, const char* name, Blocks blocks,
-                              const void* input, void* output, int source,
-                              std::optional<Reducer> reducer, const Reduction& reduction) {
+template <class Result>
+Result deal_any(const How<Result>& how, const char* name, Blocks blocks, const void* input,
+                void* output, int source, std::optional<Reducer> reducer,
+                const Reduction& reduction) {
+  const Core& core = *how.core;
   if (source < 0 || source == core.rank()) require_data(input, blocks.total(), "the input");
   require_data(output, blocks.size(core.rank()), "the output");
   if (blocks.largest() >= detail::pull_bytes(core, reducer.has_value()))
-    return how.template operator()<detail::PullDeal>(core, name, std::move(blocks), bytes(input),
+    return how.template make<PullDeal>(name, std::move(blocks), bytes(input),
                                                      bytes(output), source, reducer, reduction);
-  return how.template operator()<Deal>(core, name, std::move(blocks), bytes(input), bytes(output),
+  return how.template make<Deal>(name, std::move(blocks), bytes(input), bytes(output),
                                        source, reducer, reduction);
 }
 
@@ -209,122 +214,102 @@ std::vector<std::size_t> in_bytes(std::vector<std::size_t> counts, Element eleme
   return counts;
 }
 
+template <class Result>
+How<Result> how_to(const GroupState& state, Call call) {
+  return {state.core, state.limit(call), call.sign};
+}
+
 }  // namespace
 
-#define TESSERA_SHM_RUNS \
-  Runs { *state_->core, state_->limit(call), call.sign }
-#define TESSERA_SHM_STARTS \
-  Starts { state_->core, state_->limit(call), call.sign }
-
-void Group::barrier(Call call, const char* name) {
-  TESSERA_SHM_RUNS.operator()<Spread>(*state_->core, name, Blocks::equal(size(), 0), nullptr,
-                                      nullptr, -1, true);
-}
-Request Group::start_barrier(Call call, const char* name) {
-  return TESSERA_SHM_STARTS.operator()<Spread>(*state_->core, name, Blocks::equal(size(), 0),
-                                               nullptr, nullptr, -1, true);
+template <class Result>
+int Calls<Result>::rank() const {
+  return state_->core->rank();
 }
 
-void Group::broadcast(void* data, std::size_t n, int root, Call call) {
+template <class Result>
+int Calls<Result>::size() const {
+  return state_->core->size();
+}
+
+template <class Result>
+Result Calls<Result>::barrier(Call call, const char* name) const {
+  return how_to<Result>(*state_, call)
+      .template make<Spread>(name, Blocks::equal(size(), 0), nullptr, nullptr, -1, true);
+}
+
+template <class Result>
+Result Calls<Result>::broadcast(void* data, std::size_t n, int root, Call call) const {
   state_->require_rank(root, "root");
-  spread_any(TESSERA_SHM_RUNS, *state_->core, "broadcast", Blocks::only(size(), root, n), data,
-             data, -1);
-}
-Request Group::start_broadcast(void* data, std::size_t n, int root, Call call) {
-  state_->require_rank(root, "root");
-  return spread_any(TESSERA_SHM_STARTS, *state_->core, "broadcast", Blocks::only(size(), root, n),
-                    data, data, -1);
+  return spread_any(how_to<Result>(*state_, call), "broadcast", Blocks::only(size(), root, n), data,
+                    data, -1);
 }
 
-void Group::all_reduce(const void* input, void* output, std::size_t count, Element element,
-                       Reduction reduction, Call call) {
-  reduce_any(TESSERA_SHM_RUNS, *state_->core, "all_reduce",
-             {bytes(input), bytes(output), count, element, reduction, -1});
-}
-Request Group::start_all_reduce(const void* input, void* output, std::size_t count, Element element,
-                                Reduction reduction, Call call) {
-  return reduce_any(TESSERA_SHM_STARTS, *state_->core, "all_reduce",
+template <class Result>
+Result Calls<Result>::all_reduce(const void* input, void* output, std::size_t count,
+                                 Element element, Reduction reduction, Call call) const {
+  return reduce_any(how_to<Result>(*state_, call), "all_reduce",
                     {bytes(input), bytes(output), count, element, reduction, -1});
 }
 
-void Group::reduce(const void* input, void* output, std::size_t count, Element element,
-                   Reduction reduction, int root, Call call) {
+template <class Result>
+Result Calls<Result>::reduce(const void* input, void* output, std::size_t count, Element element,
+                             Reduction reduction, int root, Call call) const {
   state_->require_rank(root, "root");
-  reduce_any(TESSERA_SHM_RUNS, *state_->core, "reduce",
-             {bytes(input), bytes(output), count, element, reduction, root});
-}
-Request Group::start_reduce(const void* input, void* output, std::size_t count, Element element,
-                            Reduction reduction, int root, Call call) {
-  state_->require_rank(root, "root");
-  return reduce_any(TESSERA_SHM_STARTS, *state_->core, "reduce",
+  return reduce_any(how_to<Result>(*state_, call), "reduce",
                     {bytes(input), bytes(output), count, element, reduction, root});
 }
 
-void Group::all_gather(const void* input, void* output, const std::vector<std::size_t>& sizes,
-                       Call call) {
+template <class Result>
+Result Calls<Result>::all_gather(const void* input, void* output,
+                                 const std::vector<std::size_t>& sizes, Call call) const {
   state_->require_sizes(sizes);
-  spread_any(TESSERA_SHM_RUNS, *state_->core, "all_gather", Blocks::of(sizes), input, output, -1);
-}
-Request Group::start_all_gather(const void* input, void* output,
-                                const std::vector<std::size_t>& sizes, Call call) {
-  state_->require_sizes(sizes);
-  return spread_any(TESSERA_SHM_STARTS, *state_->core, "all_gather", Blocks::of(sizes), input,
-                    output, -1);
-}
-void Group::all_gather(const void* input, void* output, std::size_t bytes_each, Call call) {
-  spread_any(TESSERA_SHM_RUNS, *state_->core, "all_gather", Blocks::equal(size(), bytes_each),
-             input, output, -1);
+  return spread_any(how_to<Result>(*state_, call), "all_gather", Blocks::of(sizes), input, output,
+                    -1);
 }
 
-void Group::gather(const void* input, void* output, const std::vector<std::size_t>& sizes, int root,
-                   Call call) {
-  state_->require_rank(root, "root");
-  state_->require_sizes(sizes);
-  spread_any(TESSERA_SHM_RUNS, *state_->core, "gather", Blocks::of(sizes), input, output, root);
+template <class Result>
+Result Calls<Result>::all_gather(const void* input, void* output, std::size_t bytes_each,
+                                 Call call) const {
+  return spread_any(how_to<Result>(*state_, call), "all_gather", Blocks::equal(size(), bytes_each),
+                    input, output, -1);
 }
-Request Group::start_gather(const void* input, void* output, const std::vector<std::size_t>& sizes,
-                            int root, Call call) {
+
+template <class Result>
+Result Calls<Result>::gather(const void* input, void* output, const std::vector<std::size_t>& sizes,
+                             int root, Call call) const {
   state_->require_rank(root, "root");
   state_->require_sizes(sizes);
-  return spread_any(TESSERA_SHM_STARTS, *state_->core, "gather", Blocks::of(sizes), input, output,
+  return spread_any(how_to<Result>(*state_, call), "gather", Blocks::of(sizes), input, output,
                     root);
 }
 
-void Group::scatter(const void* input, void* output, const std::vector<std::size_t>& sizes,
-                    int root, Call call) {
+template <class Result>
+Result Calls<Result>::scatter(const void* input, void* output,
+                              const std::vector<std::size_t>& sizes, int root, Call call) const {
   state_->require_rank(root, "root");
   state_->require_sizes(sizes);
-  deal_any(TESSERA_SHM_RUNS, *state_->core, "scatter", Blocks::of(sizes), input, output, root,
-           std::nullopt, {});
-}
-Request Group::start_scatter(const void* input, void* output, const std::vector<std::size_t>& sizes,
-                             int root, Call call) {
-  state_->require_rank(root, "root");
-  state_->require_sizes(sizes);
-  return deal_any(TESSERA_SHM_STARTS, *state_->core, "scatter", Blocks::of(sizes), input, output,
-                  root, std::nullopt, {});
+  return deal_any(how_to<Result>(*state_, call), "scatter", Blocks::of(sizes), input, output, root,
+                  std::nullopt, {});
 }
 
-void Group::reduce_scatter(const void* input, void* output, const std::vector<std::size_t>& counts,
-                           Element element, Reduction reduction, Call call) {
+template <class Result>
+Result Calls<Result>::reduce_scatter(const void* input, void* output,
+                                     const std::vector<std::size_t>& counts, Element element,
+                                     Reduction reduction, Call call) const {
   state_->require_sizes(counts);
-  deal_any(TESSERA_SHM_RUNS, *state_->core, "reduce_scatter", Blocks::of(in_bytes(counts, element)),
-           input, output, -1, Reducer(element, reduction.kind), reduction);
-}
-Request Group::start_reduce_scatter(const void* input, void* output,
-                                    const std::vector<std::size_t>& counts, Element element,
-                                    Reduction reduction, Call call) {
-  state_->require_sizes(counts);
-  return deal_any(TESSERA_SHM_STARTS, *state_->core, "reduce_scatter",
+  return deal_any(how_to<Result>(*state_, call), "reduce_scatter",
                   Blocks::of(in_bytes(counts, element)), input, output, -1,
                   Reducer(element, reduction.kind), reduction);
 }
-void Group::reduce_scatter(const void* input, void* output, std::size_t count_each, Element element,
-                           Reduction reduction, Call call) {
-  if (count_each == 0 && reduces(element, reduction.kind) && state_->core->whole()) return;
-  deal_any(TESSERA_SHM_RUNS, *state_->core, "reduce_scatter",
-           Blocks::equal(size(), count_each * size_of(element)), input, output, -1,
-           Reducer(element, reduction.kind), reduction);
+
+template <class Result>
+Result Calls<Result>::reduce_scatter(const void* input, void* output, std::size_t count_each,
+                                     Element element, Reduction reduction, Call call) const {
+  if (count_each == 0 && reduces(element, reduction.kind) && state_->core->whole())
+    return Result();
+  return deal_any(how_to<Result>(*state_, call), "reduce_scatter",
+                  Blocks::equal(size(), count_each * size_of(element)), input, output, -1,
+                  Reducer(element, reduction.kind), reduction);
 }
 
 // ---- messages ----
@@ -340,7 +325,7 @@ void add(Batch& batch, const Message& message, std::uint64_t tag) {
   }
 }
 
-void fill(Batch& batch, const Core& core, const std::vector<Message>& messages) {
+void fill(Batch& batch, const Core& core, std::span<const Message> messages) {
   batch.sends.reserve(messages.size());
   batch.receives.reserve(messages.size());
   for (const auto& m : messages) {
@@ -385,64 +370,53 @@ void fill_all_to_all(Batch& batch, const Core& core, const void* input,
 
 }  // namespace
 
-void Group::all_to_all(const void* input, const std::vector<std::size_t>& input_sizes, void* output,
-                       const std::vector<std::size_t>& output_sizes, Call call) {
+template <class Result>
+Result Calls<Result>::all_to_all(const void* input, const std::vector<std::size_t>& input_sizes,
+                                 void* output, const std::vector<std::size_t>& output_sizes,
+                                 Call call) const {
   state_->require_sizes(input_sizes);
   state_->require_sizes(output_sizes);
-  Batch batch("all_to_all");
-  fill_all_to_all(batch, *state_->core, input, input_sizes, output, output_sizes,
-                  state_->all_to_alls++, call.sign);
-  state_->core->run(batch, state_->limit(call));
-}
-Request Group::start_all_to_all(const void* input, const std::vector<std::size_t>& input_sizes,
-                                void* output, const std::vector<std::size_t>& output_sizes,
-                                Call call) {
-  state_->require_sizes(input_sizes);
-  state_->require_sizes(output_sizes);
-  auto batch = std::make_unique<Batch>("all_to_all");
-  fill_all_to_all(*batch, *state_->core, input, input_sizes, output, output_sizes,
-                  state_->all_to_alls++, call.sign);
-  state_->core->start(*batch, state_->limit(call));
-  return Request(state_->core, std::move(batch), state_->limit(call));
+  return how_to<Result>(*state_, call)
+      .template prepare<Batch>(
+          [&](Batch& batch) {
+            fill_all_to_all(batch, *state_->core, input, input_sizes, output, output_sizes,
+                            state_->all_to_alls++, call.sign);
+          },
+          "all_to_all");
 }
 
-void Group::send(const void* data, std::size_t n, int to, std::uint32_t tag, Call call) {
-  Batch batch("send");
-  fill(batch, *state_->core, {{Message::Kind::send, const_cast<void*>(data), n, to, tag}});
-  state_->core->run(batch, state_->limit(call));
-}
-Request Group::start_send(const void* data, std::size_t n, int to, std::uint32_t tag, Call call) {
-  auto batch = std::make_unique<Batch>("send");
-  fill(*batch, *state_->core, {{Message::Kind::send, const_cast<void*>(data), n, to, tag}});
-  state_->core->start(*batch, state_->limit(call));
-  return Request(state_->core, std::move(batch), state_->limit(call));
+template <class Result>
+Result Calls<Result>::send(const void* data, std::size_t n, int to, std::uint32_t tag,
+                           Call call) const {
+  const Message message{Message::Kind::send, const_cast<void*>(data), n, to, tag};
+  return how_to<Result>(*state_, call)
+      .template prepare<Batch>([&](Batch& batch) { fill(batch, *state_->core, {&message, 1}); },
+                               "send");
 }
 
-void Group::receive(void* data, std::size_t n, int from, std::uint32_t tag, Call call) {
-  Batch batch("receive");
-  fill(batch, *state_->core, {{Message::Kind::receive, data, n, from, tag}});
-  state_->core->run(batch, state_->limit(call));
-}
-Request Group::start_receive(void* data, std::size_t n, int from, std::uint32_t tag, Call call) {
-  auto batch = std::make_unique<Batch>("receive");
-  fill(*batch, *state_->core, {{Message::Kind::receive, data, n, from, tag}});
-  state_->core->start(*batch, state_->limit(call));
-  return Request(state_->core, std::move(batch), state_->limit(call));
+template <class Result>
+Result Calls<Result>::receive(void* data, std::size_t n, int from, std::uint32_t tag,
+                              Call call) const {
+  const Message message{Message::Kind::receive, data, n, from, tag};
+  return how_to<Result>(*state_, call)
+      .template prepare<Batch>([&](Batch& batch) { fill(batch, *state_->core, {&message, 1}); },
+                               "receive");
 }
 
-void Group::exchange(const std::vector<Message>& messages, Call call, const char* name) {
-  Batch batch(name);
-  fill(batch, *state_->core, messages);
-  batch.buffered = !batch.receives.empty();
-  state_->core->run(batch, state_->limit(call));
+template <class Result>
+Result Calls<Result>::exchange(const std::vector<Message>& messages, Call call,
+                               const char* name) const {
+  return how_to<Result>(*state_, call)
+      .template prepare<Batch>(
+          [&](Batch& batch) {
+            fill(batch, *state_->core, messages);
+            batch.buffered = !batch.receives.empty();
+          },
+          name);
 }
-Request Group::start_exchange(const std::vector<Message>& messages, Call call, const char* name) {
-  auto batch = std::make_unique<Batch>(name);
-  fill(*batch, *state_->core, messages);
-  batch->buffered = !batch->receives.empty();
-  state_->core->start(*batch, state_->limit(call));
-  return Request(state_->core, std::move(batch), state_->limit(call));
-}
+
+template class Calls<void>;
+template class Calls<Request>;
 
 // ---- requests ----
 

@@ -4,7 +4,7 @@
 //
 //   shm::Group group = shm::Group::meet(rank, 4, directory, {.name = "world"});  // all 4 call
 //   group.all_reduce(values, values, 100, shm::Element::float32, {});             // in place
-//   shm::Request r = group.start_all_reduce(a, a, n, shm::Element::float64, {});
+//   shm::Request r = group.start().all_reduce(a, a, n, shm::Element::float64, {});
 //   while (computing) r.test();                                                    // advances it
 //   r.wait();
 //
@@ -37,6 +37,7 @@ namespace tessera::shm {
 namespace detail {
 class Batch;
 class Core;
+struct GroupState;
 class Op;
 }  // namespace detail
 
@@ -51,7 +52,7 @@ struct Call {
 
 /// A call in progress. Its memory must not be touched before it is complete. Destroying a request
 /// that was not waited for waits.
-class Request {
+class [[nodiscard]] Request {
  public:
   /// Already complete.
   Request();
@@ -93,7 +94,66 @@ struct Message {
   std::uint8_t type = 0;
 };
 
-class Group {
+/// The calls of a group, each declared once: Result is void where they block, and Request where
+/// they are started (Group::start()).
+template <class Result>
+class Calls {
+ public:
+  int rank() const;
+  int size() const;
+
+  /// Complete when all ranks have called it. `name`, a string literal, is shown in errors.
+  Result barrier(Call call = {}, const char* name = "barrier") const;
+  Result broadcast(void* data, std::size_t bytes, int root, Call call = {}) const;
+  /// Reduces `count` elements over the ranks. `output` may be `input`, and is disjoint from it
+  /// otherwise.
+  Result all_reduce(const void* input, void* output, std::size_t count, Element element,
+                    Reduction reduction, Call call = {}) const;
+  /// As all_reduce(); `output` is written on `root` alone and may be null elsewhere.
+  Result reduce(const void* input, void* output, std::size_t count, Element element,
+                Reduction reduction, int root, Call call = {}) const;
+  /// Concatenates the ranks' `input`. Sizes are bytes, one number per rank, the same on all ranks.
+  /// `input` may be this rank's range of `output`.
+  Result all_gather(const void* input, void* output, const std::vector<std::size_t>& sizes,
+                    Call call = {}) const;
+  /// As all_gather(); `output` is used on `root` alone.
+  Result gather(const void* input, void* output, const std::vector<std::size_t>& sizes, int root,
+                Call call = {}) const;
+  /// Distributes the ranges of `root`'s `input`, which is used there alone.
+  Result scatter(const void* input, void* output, const std::vector<std::size_t>& sizes, int root,
+                 Call call = {}) const;
+  /// Reduces over the ranks `input`, which holds `counts` elements for each rank; `output` gets
+  /// this rank's.
+  Result reduce_scatter(const void* input, void* output, const std::vector<std::size_t>& counts,
+                        Element element, Reduction reduction, Call call = {}) const;
+  /// As above, with equal sizes for all ranks.
+  Result all_gather(const void* input, void* output, std::size_t bytes_each, Call call = {}) const;
+  Result reduce_scatter(const void* input, void* output, std::size_t count_each, Element element,
+                        Reduction reduction, Call call = {}) const;
+  /// Sends a range of `input` to each rank. Sizes are this rank's own: bytes to, and from, each
+  /// rank, whose ranges follow each other.
+  Result all_to_all(const void* input, const std::vector<std::size_t>& input_sizes, void* output,
+                    const std::vector<std::size_t>& output_sizes, Call call = {}) const;
+  Result send(const void* data, std::size_t bytes, int to, std::uint32_t tag = 0,
+              Call call = {}) const;
+  Result receive(void* data, std::size_t bytes, int from, std::uint32_t tag = 0,
+                 Call call = {}) const;
+  /// Sends and receives all messages at once, in any order, without deadlock. A send ends when its
+  /// receiver has taken the message; one that is exchanged for others, when it is in the shared
+  /// memory, unless it is large: then a message that its receiver refuses is an error of this
+  /// rank's next call. `name`, a string literal, is shown in errors.
+  Result exchange(const std::vector<Message>& messages, Call call = {},
+                  const char* name = "exchange") const;
+
+ protected:
+  friend class Group;
+  explicit Calls(std::shared_ptr<detail::GroupState> state);
+  std::shared_ptr<detail::GroupState> state_;
+};
+extern template class Calls<void>;
+extern template class Calls<Request>;
+
+class Group : public Calls<void> {
  public:
   /// Makes the group of `size` processes of this host. Collective: each calls it with its own rank,
   /// the same options, and a directory that all reach. Throws SetupError on all ranks that came.
@@ -101,78 +161,8 @@ class Group {
   /// As meet(), for ranks that are threads of this process: element r is rank r's.
   static std::vector<Group> threads(int size, const Options& options);
 
-  int rank() const;
-  int size() const;
-
-  /// Returns when all ranks have called it. `name`, a string literal, is shown in errors.
-  void barrier(Call call = {}, const char* name = "barrier");
-  void broadcast(void* data, std::size_t bytes, int root, Call call = {});
-  /// Reduces `count` elements over the ranks. `output` may be `input`, and is disjoint from it
-  /// otherwise.
-  void all_reduce(const void* input, void* output, std::size_t count, Element element,
-                  Reduction reduction, Call call = {});
-  /// As all_reduce(); `output` is written on `root` alone and may be null elsewhere.
-  void reduce(const void* input, void* output, std::size_t count, Element element,
-              Reduction reduction, int root, Call call = {});
-  /// Concatenates the ranks' `input`. Sizes are bytes, one number per rank, the same on all ranks.
-  /// `input` may be this rank's range of `output`.
-  void all_gather(const void* input, void* output, const std::vector<std::size_t>& sizes,
-                  Call call = {});
-  /// As all_gather(); `output` is used on `root` alone.
-  void gather(const void* input, void* output, const std::vector<std::size_t>& sizes, int root,
-              Call call = {});
-  /// Distributes the ranges of `root`'s `input`, which is used there alone.
-  void scatter(const void* input, void* output, const std::vector<std::size_t>& sizes, int root,
-               Call call = {});
-  /// Reduces over the ranks `input`, which holds `counts` elements for each rank; `output` gets
-  /// this rank's.
-  void reduce_scatter(const void* input, void* output, const std::vector<std::size_t>& counts,
-                      Element element, Reduction reduction, Call call = {});
-  /// As above, with equal sizes for all ranks.
-  void all_gather(const void* input, void* output, std::size_t bytes_each, Call call = {});
-  void reduce_scatter(const void* input, void* output, std::size_t count_each, Element element,
-                      Reduction reduction, Call call = {});
-  /// Sends a range of `input` to each rank. Sizes are this rank's own: bytes to, and from, each
-  /// rank, whose ranges follow each other.
-  void all_to_all(const void* input, const std::vector<std::size_t>& input_sizes, void* output,
-                  const std::vector<std::size_t>& output_sizes, Call call = {});
-  void send(const void* data, std::size_t bytes, int to, std::uint32_t tag = 0, Call call = {});
-  void receive(void* data, std::size_t bytes, int from, std::uint32_t tag = 0, Call call = {});
-  /// Sends and receives all messages at once, in any order, without deadlock. A send ends when its
-  /// receiver has taken the message; one that is exchanged for others, when it is in the shared
-  /// memory, unless it is large: then a message that its receiver refuses is an error of this
-  /// rank's next call. `name`, a string literal, is shown in errors.
-  void exchange(const std::vector<Message>& messages, Call call = {},
-                const char* name = "exchange");
-
-  [[nodiscard]] Request start_barrier(Call call = {}, const char* name = "barrier");
-  [[nodiscard]] Request start_broadcast(void* data, std::size_t bytes, int root, Call call = {});
-  [[nodiscard]] Request start_all_reduce(const void* input, void* output, std::size_t count,
-                                         Element element, Reduction reduction, Call call = {});
-  [[nodiscard]] Request start_reduce(const void* input, void* output, std::size_t count,
-                                     Element element, Reduction reduction, int root,
-                                     Call call = {});
-  [[nodiscard]] Request start_all_gather(const void* input, void* output,
-                                         const std::vector<std::size_t>& sizes, Call call = {});
-  [[nodiscard]] Request start_gather(const void* input, void* output,
-                                     const std::vector<std::size_t>& sizes, int root,
-                                     Call call = {});
-  [[nodiscard]] Request start_scatter(const void* input, void* output,
-                                      const std::vector<std::size_t>& sizes, int root,
-                                      Call call = {});
-  [[nodiscard]] Request start_reduce_scatter(const void* input, void* output,
-                                             const std::vector<std::size_t>& counts,
-                                             Element element, Reduction reduction, Call call = {});
-  [[nodiscard]] Request start_all_to_all(const void* input,
-                                         const std::vector<std::size_t>& input_sizes, void* output,
-                                         const std::vector<std::size_t>& output_sizes,
-                                         Call call = {});
-  [[nodiscard]] Request start_send(const void* data, std::size_t bytes, int to,
-                                   std::uint32_t tag = 0, Call call = {});
-  [[nodiscard]] Request start_receive(void* data, std::size_t bytes, int from,
-                                      std::uint32_t tag = 0, Call call = {});
-  [[nodiscard]] Request start_exchange(const std::vector<Message>& messages, Call call = {},
-                                       const char* name = "exchange");
+  /// The same calls, which return at once: `group.start().barrier()` is a Request.
+  Calls<Request> start() const;
 
   /// Ends the calls of all ranks: pending and later calls of all ranks throw PeerLostError
   /// with this reason. From any thread, also while another waits.
@@ -218,9 +208,7 @@ class Group {
   Description describe() const;
 
  private:
-  struct State;
-  explicit Group(std::shared_ptr<State> state);
-  std::shared_ptr<State> state_;
+  using Calls<void>::Calls;
 };
 
 /// One line per fact.

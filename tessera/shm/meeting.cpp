@@ -1,6 +1,5 @@
 #include "tessera/shm/meeting.h"
 
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,13 +8,17 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
+#include <new>
 #include <optional>
+#include <set>
 
 #include "tessera/base/text.h"
 #include "tessera/launch/cores.h"
 #include "tessera/shm/detail/calls.h"
 #include "tessera/shm/detail/meet.h"
 #include "tessera/shm/detail/messages.h"
+#include "tessera/shm/detail/reception.h"
 #include "tessera/shm/detail/socket.h"
 
 namespace tessera::shm::detail {
@@ -29,16 +32,14 @@ constexpr std::size_t kTrialBytes = 32768;
 constexpr int kWarmTrials = static_cast<int>(kFrames), kTrials = 4;
 /// Others than plain stores have to need less than this share of the time.
 constexpr double kClearlyFaster = 0.8;
+/// How long a rank that finds no rank 0 looks for the reason, which was left before the door closed.
+constexpr std::chrono::milliseconds kRecently(200);
 constexpr std::size_t kMostArena = std::size_t{1} << 40;
 
-void require_arguments(int rank, int size, const Options& options) {
+void require_rank(int rank, int size) {
   if (size < 1 || rank < 0 || rank >= size)
     throw InvalidArgument(
         concat("shm: rank ", rank, " of ", size, " ranks: ranks are 0 to size - 1"));
-  if (options.arena_bytes > kMostArena || options.slot_bytes > kMostArena ||
-      options.frame_bytes > kMostArena)
-    throw InvalidArgument(
-        concat("shm: sizes of arena, slots and frames are at most ", kMostArena, " bytes"));
 }
 
 Layout layout_of(int size, const Options& options) {
@@ -46,6 +47,10 @@ Layout layout_of(int size, const Options& options) {
     throw SetupError(Cause::too_many_ranks,
                      concat("shm: ", size, " ranks are to share one memory, at most ", kMaxRanks,
                             " can: make groups of groups"));
+  if (options.arena_bytes > kMostArena || options.slot_bytes > kMostArena ||
+      options.frame_bytes > kMostArena)
+    throw InvalidArgument(
+        concat("shm: sizes of arena, slots and frames are at most ", kMostArena, " bytes"));
   const auto n = static_cast<std::size_t>(size);
   const std::size_t slot = options.slot_bytes != 0
                                ? std::max(options.slot_bytes, n * kLineBytes)
@@ -57,10 +62,10 @@ Layout layout_of(int size, const Options& options) {
 }
 
 /// The words, separated by spaces, with which a rank introduces itself during the meeting.
-std::string own_account(int rank, const Layout& layout, const std::uint64_t& probe) {
+std::string own_account(int rank, const Layout& layout, const Probe& probe) {
   TextStream out;
   out << rank << ' ' << layout.slot_bytes() << ' ' << layout.frame_bytes() << ' '
-      << layout.arena_bytes() << ' ' << reinterpret_cast<std::uintptr_t>(&probe) << ' ' << probe;
+      << layout.arena_bytes() << ' ' << probe.address << ' ' << probe.value;
   const CpuBudget budget = cpu_budget();
   out << ' ' << (register_for_barriers() ? 1 : 0) << ' '
       << (budget.quota > 0 ? static_cast<int>(std::ceil(budget.quota)) : kMaxRanks);
@@ -71,9 +76,7 @@ std::string own_account(int rank, const Layout& layout, const std::uint64_t& pro
 struct Account {
   int rank = -1;
   std::size_t slot = 0, frame = 0, arena = 0;
-  /// A number in the rank's memory: its address and its value. A rank that can read it there can
-  /// read the rest.
-  std::pair<std::uint64_t, std::uint64_t> probe;
+  Probe probe;
   int barriers = 0;
   /// Number of ranks that the control group gives time to at once.
   int quota = 1;
@@ -83,7 +86,7 @@ struct Account {
 Account read_account(const std::string& text) {
   TextReader in(text);
   Account a;
-  in >> a.rank >> a.slot >> a.frame >> a.arena >> a.probe.first >> a.probe.second >> a.barriers >>
+  in >> a.rank >> a.slot >> a.frame >> a.arena >> a.probe.address >> a.probe.value >> a.barriers >>
       a.quota;
   if (!in)
     throw SetupError(Cause::disagreement,
@@ -97,14 +100,21 @@ std::optional<ChosenStores> chosen_stores(const Options& options) {
   return ChosenStores{*options.stores, *options.stores == Stores::past_cache};
 }
 
-std::string failure_text(const SetupError& error) {
-  return concat("no ", static_cast<int>(error.cause()), ' ', error.what());
+/// What a text begins with that says why there is no group.
+constexpr const char* kFailure = "no ";
+
+std::string failure_text(const std::exception& error) {
+  Cause cause = Cause::not_permitted;
+  if (const auto* setup = dynamic_cast<const SetupError*>(&error)) cause = setup->cause();
+  if (dynamic_cast<const InvalidArgument*>(&error) != nullptr) cause = Cause::disagreement;
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) cause = Cause::no_memory;
+  return concat(kFailure, static_cast<int>(cause), ' ', error.what());
 }
 
 /// Throws the error that another rank described by failure_text().
 void rethrow_failure(const std::string& text) {
-  if (text.rfind("no ", 0) != 0) return;
-  TextReader in(text.substr(3));
+  if (!text.starts_with(kFailure)) return;
+  TextReader in(text.substr(std::strlen(kFailure)));
   int cause = 0;
   in >> cause;
   std::string what;
@@ -121,11 +131,8 @@ class Meeting {
         size_(size),
         directory_(directory),
         options_(options),
-        layout_(layout_of(size, options)),
         deadline_(deadline_after(options.timeout)),
-        key_(concat("shm/", options.name, "/")) {
-    std::memcpy(&probe_, random_bytes(8).data(), 8);
-  }
+        key_(concat("shm/", options.name, "/")) {}
 
   std::shared_ptr<Core> run() {
     if (rank_ == 0) {
@@ -133,7 +140,8 @@ class Meeting {
     } else {
       follow();
     }
-    return finish();
+    finish();
+    return std::move(core_);
   }
 
  private:
@@ -144,6 +152,13 @@ class Meeting {
   };
 
   void put(const std::string& key, const std::string& text) { directory_.put(key_ + key, text); }
+  /// As put(), while something else fails.
+  void leave(const std::string& key, const std::string& text) {
+    try {
+      put(key, text);
+    } catch (const std::exception&) {  // The first failure says more.
+    }
+  }
 
   std::string get(const std::string& key, int from) {
     try {
@@ -154,82 +169,92 @@ class Meeting {
     }
   }
 
+  /// What may fail on one rank alone, and is told to the others like what comes later.
+  void prepare() {
+    layout_ = layout_of(size_, options_);
+    std::uint64_t value = 0;
+    std::memcpy(&value, random_bytes(sizeof value).data(), sizeof value);
+    identity_.emplace(value | 1);
+  }
+
+  /// Before this rank says that it has all it needs.
+  void make_core() {
+    core_ = std::make_shared<Core>(
+        CoreOptions{options_.name, rank_, size_, layout_, crowded_, barriers_, options_.kept_bytes},
+        memory_, std::move(*identity_), Liveness(std::move(processes_), std::move(probes_)));
+  }
+
   // ---- rank 0 ----
 
   void lead() {
     std::vector<Guest> guests(static_cast<std::size_t>(size_));
+    std::string failure_key = "address";
+    // Closed after the others can know why.
+    Listener listener;
     try {
-      const Listener listener = listen_locally(size_ + 8);
+      prepare();
+      listener = listen_locally();
       secret_ = random_bytes(16);
+      Reception reception(listener, secret_, size_, deadline_);
       put("address", listener.name + secret_);
-      std::optional<SetupError> failure;
-      std::vector<bool> met(static_cast<std::size_t>(size_), false);
-      for (int r = 1; r < size_; ++r) {
-        try {
-          rethrow_failure(get(concat("met/", r), r));
-          met[static_cast<std::size_t>(r)] = true;
-        } catch (const SetupError& error) {
-          if (!failure)
-            failure = SetupError(error.cause(), concat(error.what(), " (rank ", r, ")"));
-        }
-      }
-      // The ranks that came learn of the failure too.
-      accept_all(listener, guests, static_cast<int>(std::count(met.begin(), met.end(), true)));
-      if (failure) throw SetupError(*failure);
+      failure_key = "failure";
+      admit(reception, guests);
       hand_out(guests);
       for (int r = 1; r < size_; ++r)
         rethrow_failure(
             receive_text(guests[static_cast<std::size_t>(r)].socket, nullptr, deadline_));
-      const std::string verdict = concat("yes ", crowded_ ? 1 : 0, ' ', barriers_ ? 1 : 0);
       for (int r = 1; r < size_; ++r)
-        send_text(guests[static_cast<std::size_t>(r)].socket, verdict, {}, deadline_);
-    } catch (const SetupError& error) {
-      for (const auto& guest : guests) {
-        if (!guest.socket) continue;
-        try {
-          send_text(guest.socket, failure_text(error), {}, deadline_after(std::chrono::seconds(1)));
-        } catch (const SetupError&) {  // That rank is gone itself.
-        }
-      }
+        send_text(guests[static_cast<std::size_t>(r)].socket, "yes", {}, deadline_);
+    } catch (const std::exception& error) {
+      leave(failure_key, failure_text(error));
+      for (const auto& guest : guests)
+        if (guest.socket) tell(guest.socket, error);
       throw;
     }
   }
 
-  void accept_all(const Listener& listener, std::vector<Guest>& guests, int count) {
-    std::optional<SetupError> failure;
-    while (count > 0) {
-      Descriptor socket = accept_from(listener.socket, deadline_);
-      Peer peer = peer_of(socket);
-      Account account;
-      try {
-        const std::string hello =
-            receive_text(socket, nullptr, deadline_after(std::chrono::seconds(5)));
-        if (hello.substr(0, secret_.size()) != secret_) continue;
-        account = read_account(hello.substr(secret_.size()));
-      } catch (const SetupError&) {
-        continue;  // Another program found the socket.
-      }
-      if (account.rank < 1 || account.rank >= size_ ||
-          guests[static_cast<std::size_t>(account.rank)].socket)
-        continue;
-      --count;
-      Guest& guest = guests[static_cast<std::size_t>(account.rank)];
-      if (peer.user != ::geteuid() && !failure)
-        failure = SetupError(Cause::other_user,
-                             concat("shm group '", options_.name, "': rank ", account.rank,
-                                    " runs as user ", peer.user, ", rank 0 as user ", ::geteuid()));
-      if ((account.slot != layout_.slot_bytes() || account.frame != layout_.frame_bytes() ||
-           account.arena != layout_.arena_bytes()) &&
-          !failure)
-        failure = SetupError(
-            Cause::disagreement,
-            concat("shm group '", options_.name, "': rank ", account.rank,
-                   " has slots, frames and an arena of ", account.slot, ", ", account.frame,
-                   " and ", account.arena, " bytes, rank 0 of ", layout_.slot_bytes(), ", ",
-                   layout_.frame_bytes(), " and ", layout_.arena_bytes()));
-      guest = {std::move(socket), std::move(peer.process), std::move(account)};
+  static void tell(const Descriptor& socket, const std::exception& error) {
+    try {
+      send_text(socket, failure_text(error), {}, deadline_after(std::chrono::seconds(1)));
+    } catch (const SetupError&) {  // That rank is gone itself.
     }
+  }
+
+  /// Waits for all ranks. The ranks that came learn of a failure too: they are among the guests.
+  void admit(Reception& reception, std::vector<Guest>& guests) {
+    std::optional<SetupError> failure;
+    std::vector<bool> met(static_cast<std::size_t>(size_), false);
+    for (int r = 1; r < size_; ++r) {
+      try {
+        rethrow_failure(get(concat("met/", r), r));
+        met[static_cast<std::size_t>(r)] = true;
+      } catch (const SetupError& error) {
+        if (!failure) failure = SetupError(error.cause(), concat(error.what(), " (rank ", r, ")"));
+      }
+    }
+    std::vector<Hello> hellos = reception.close(met);
+    for (std::size_t r = 1; r < hellos.size(); ++r) guests[r].socket = std::move(hellos[r].socket);
     if (failure) throw SetupError(*failure);
+    for (std::size_t r = 1; r < hellos.size(); ++r) {
+      if (!guests[r].socket)
+        throw SetupError(Cause::absent, concat("shm group '", options_.name, "': rank ", r,
+                                               " did not say who it is within the time limit"));
+      guests[r].process = process_of(guests[r].socket);
+      guests[r].account = read_account(hellos[r].text);
+      require_same_sizes(guests[r].account);
+    }
+  }
+
+  void require_same_sizes(const Account& account) const {
+    if (account.slot == layout_.slot_bytes() && account.frame == layout_.frame_bytes() &&
+        account.arena == layout_.arena_bytes())
+      return;
+    throw SetupError(
+        Cause::disagreement,
+        concat("shm group '", options_.name, "': rank ", account.rank,
+               " has slots, frames and an arena of ", account.slot, ", ", account.frame, " and ",
+               account.arena, " bytes, rank 0 of ", layout_.slot_bytes(), ", ",
+               layout_.frame_bytes(), " and ", layout_.arena_bytes()));
   }
 
   void hand_out(std::vector<Guest>& guests) {
@@ -240,11 +265,9 @@ class Meeting {
     header.magic = Header::kMagic;
     std::memcpy(header.nonce, secret_.data(), sizeof header.nonce);
     guests[0].process = own_process();
-    guests[0].account = read_account(own_account(0, layout_, probe_));
+    guests[0].account = read_account(own_account(0, layout_, identity_->probe()));
     std::vector<std::vector<int>> cpus;
     int quota = size_;
-    TextStream text;
-    text << "memory";
     std::vector<int> descriptors{file_.get()};
     barriers_ = true;
     for (const auto& guest : guests) {
@@ -252,14 +275,17 @@ class Meeting {
       descriptors.push_back(guest.process.get());
       cpus.push_back(guest.account.cpus);
       quota = std::min(quota, guest.account.quota);
-      text << ' ' << guest.account.probe.first << ' ' << guest.account.probe.second;
       probes_.push_back(guest.account.probe);
     }
     crowded_ = quota < size_ || !each_has_a_core(cpus);
+    TextStream text;
+    text << "memory " << (crowded_ ? 1 : 0) << ' ' << (barriers_ ? 1 : 0);
+    for (const Probe& probe : probes_) text << ' ' << probe.address << ' ' << probe.value;
     for (int r = 1; r < size_; ++r)
       send_text(guests[static_cast<std::size_t>(r)].socket, text.str(), descriptors, deadline_);
     claim(file_, layout_.region(0), layout_.region_bytes());
     for (auto& guest : guests) processes_.push_back(std::move(guest.process));
+    make_core();
   }
 
   // ---- the other ranks ----
@@ -267,42 +293,63 @@ class Meeting {
   void follow() {
     Descriptor socket;
     try {
-      const std::string address = get("address", 0);
-      if (address.size() <= 16)
-        throw SetupError(Cause::disagreement, "shm: rank 0 left no address");
-      secret_ = address.substr(address.size() - 16);
-      socket = connect_to(address.substr(0, address.size() - 16));
-    } catch (const SetupError& error) {
-      put(concat("met/", rank_), failure_text(error));
+      prepare();
+      socket = enter(get("address", 0));
+    } catch (const std::exception& error) {
+      leave(concat("met/", rank_), failure_text(error));
       throw;
     }
-    send_text(socket, secret_ + own_account(rank_, layout_, probe_), {}, deadline_);
     put(concat("met/", rank_), "met");
+    std::string text;
     try {
-      take_over(socket);
-    } catch (const SetupError& error) {
-      if (!told_)
-        send_text(socket, failure_text(error), {}, deadline_after(std::chrono::seconds(1)));
+      std::vector<Descriptor> descriptors;
+      text = receive_text(socket, &descriptors, deadline_);
+      if (!text.starts_with(kFailure)) take_over(text, std::move(descriptors));
+    } catch (const std::exception& error) {
+      tell(socket, error);
       throw;
     }
+    rethrow_failure(text);
     send_text(socket, "claimed", {}, deadline_);
-    const std::string verdict = receive_text(socket, nullptr, deadline_);
-    rethrow_failure(verdict);
-    crowded_ = verdict.rfind("yes 1", 0) == 0;
-    barriers_ = verdict.size() == 7 && verdict.back() == '1';
+    rethrow_failure(receive_text(socket, nullptr, deadline_));
   }
 
-  void take_over(const Descriptor& socket) {
-    std::vector<Descriptor> descriptors;
-    told_ = true;  // Until the memory has arrived, a failure is rank 0's.
-    const std::string text = receive_text(socket, &descriptors, deadline_);
-    rethrow_failure(text);
-    told_ = false;
+  /// Goes to rank 0 and says who this is.
+  Descriptor enter(const std::string& address) {
+    rethrow_failure(address);
+    if (address.size() <= 16)
+      throw SetupError(Cause::disagreement, "shm: rank 0 left no address");
+    secret_ = address.substr(address.size() - 16);
+    Descriptor socket = connect(address.substr(0, address.size() - 16));
+    if (const uid_t leader = user_of(socket); leader != ::geteuid())
+      throw SetupError(Cause::other_user,
+                       concat("shm group '", options_.name, "': rank ", rank_, " runs as user ",
+                              ::geteuid(), ", rank 0 as user ", leader));
+    send_text(socket, secret_ + own_account(rank_, layout_, identity_->probe()), {}, deadline_);
+    return socket;
+  }
+
+  Descriptor connect(const std::string& name) {
+    try {
+      return connect_to(name, deadline_);
+    } catch (const SetupError& error) {
+      if (error.cause() != Cause::other_host) throw;
+      // If rank 0 has given up it has left the reason.
+      std::string failure;
+      try {
+        failure = directory_.get(key_ + "failure", kRecently);
+      } catch (const std::exception&) {  // It has not.
+      }
+      rethrow_failure(failure);
+      throw;
+    }
+  }
+
+  void take_over(const std::string& text, std::vector<Descriptor> descriptors) {
     TextReader in(text);
     std::string word;
-    in >> word;
-    for (std::pair<std::uint64_t, std::uint64_t> probe; in >> probe.first >> probe.second;)
-      probes_.push_back(probe);
+    in >> word >> crowded_ >> barriers_;
+    for (Probe probe; in >> probe.address >> probe.value;) probes_.push_back(probe);
     if (word != "memory" || descriptors.size() != static_cast<std::size_t>(size_) + 1 ||
         probes_.size() != static_cast<std::size_t>(size_))
       throw SetupError(Cause::disagreement,
@@ -313,14 +360,15 @@ class Meeting {
     if (header.magic != Header::kMagic ||
         std::memcmp(header.nonce, secret_.data(), sizeof header.nonce) != 0)
       throw SetupError(Cause::disagreement, "shm: the memory that came is not that of this group");
-    for (std::size_t r = 1; r < descriptors.size(); ++r)
-      processes_.push_back(std::move(descriptors[r]));
+    processes_.assign(std::make_move_iterator(descriptors.begin() + 1),
+                      std::make_move_iterator(descriptors.end()));
     claim(file_, layout_.region(rank_), layout_.region_bytes());
+    make_core();
   }
 
   // ---- all ranks ----
 
-  std::shared_ptr<Core> finish();
+  void finish();
   /// The stores that bring data to another rank in the least time, the same on all ranks.
   /// Collective.
   ChosenStores fastest_stores(Core& core) const;
@@ -328,46 +376,36 @@ class Meeting {
   const int rank_, size_;
   const Directory& directory_;
   const Options& options_;
-  const Layout layout_;
   const Deadline deadline_;
   const std::string key_;
+  Layout layout_;
+  std::optional<Identity> identity_;
   std::string secret_;
-  std::uint64_t probe_ = 0;
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> probes_;
-  bool crowded_ = false, barriers_ = false, told_ = false;
+  bool crowded_ = false, barriers_ = false;
   Descriptor file_;
   std::shared_ptr<Mapping> memory_;
   std::vector<Descriptor> processes_;
+  std::vector<Probe> probes_;
+  std::shared_ptr<Core> core_;
 };
 
-std::shared_ptr<Core> Meeting::finish() {
-  auto core =
-      std::make_shared<Core>(CoreOptions{options_.name, rank_, size_, layout_, crowded_, barriers_},
-                             memory_, Liveness(std::move(processes_)));
+void Meeting::finish() {
+  Core& core = *core_;
   // Every rank tries all others, and all agree; this is also the first call of the group.
   auto readable = std::uint8_t{options_.single_copy};
-  for (int r = 0; r < size_ && readable != 0; ++r) {
-    std::uint64_t value = 0;
-    const auto i = static_cast<std::size_t>(r);
-    if (!core->try_copy_from(r, reinterpret_cast<std::byte*>(&value), probes_[i].first,
-                             sizeof value) ||
-        value != probes_[i].second)
-      readable = 0;
-  }
+  for (int r = 0; r < size_ && readable != 0; ++r)
+    readable = core.liveness().read(r, nullptr, 0, 0) ? 1 : 0;
   ReduceArguments arguments;
   arguments.input = arguments.output = reinterpret_cast<std::byte*>(&readable);
   arguments.count = 1;
   arguments.element = Element::uint8;
   arguments.reduction.kind = Reduction::Kind::min;
-  ReduceOnce agreement(*core, "the first call", arguments);
-  core->run(agreement, time_left(deadline_));
-  // No rank reads the probe any more.
-  ReduceOnce end(*core, "the first call", arguments);
-  core->run(end, time_left(deadline_));
-  core->allow_single_copy(readable != 0);
+  ReduceOnce agreement(core, "the first call", arguments);
+  core.run(agreement, time_left(deadline_));
+  core.allow_single_copy(readable != 0);
   // All ranks take part, also where some are told what to use.
-  const ChosenStores fastest = fastest_stores(*core);
-  core->write_by(chosen_stores(options_).value_or(fastest));
+  const ChosenStores fastest = fastest_stores(core);
+  core.write_by(chosen_stores(options_).value_or(fastest));
   if (rank_ == 0 && directory_.erase) {
     try {
       directory_.erase(key_ + "address");
@@ -375,7 +413,6 @@ std::shared_ptr<Core> Meeting::finish() {
     } catch (const std::exception&) {  // The ranks have met; what is left there is only untidy.
     }
   }
-  return core;
 }
 
 ChosenStores Meeting::fastest_stores(Core& core) const {
@@ -415,24 +452,20 @@ ChosenStores Meeting::fastest_stores(Core& core) const {
 
 bool each_has_a_core(const std::vector<std::vector<int>>& cpus) {
   // A matching of ranks and CPUs by augmenting paths.
-  std::vector<std::pair<int, int>> taken;  // CPU, rank.
-  const auto owner = [&](int cpu) {
-    return std::find_if(taken.begin(), taken.end(), [&](const auto& t) { return t.first == cpu; });
-  };
-  std::vector<int> tried;
+  std::map<int, int> owners;
+  std::set<int> tried;
   const std::function<bool(int)> seat = [&](int rank) {
-    for (const int cpu : cpus[static_cast<std::size_t>(rank)]) {
-      if (std::find(tried.begin(), tried.end(), cpu) != tried.end()) continue;
-      tried.push_back(cpu);
-      if (owner(cpu) == taken.end()) {
-        taken.emplace_back(cpu, rank);
-        return true;
-      }
-      const int other = owner(cpu)->second;
-      if (seat(other)) {
-        owner(cpu)->second = rank;
-        return true;
-      }
+    const auto& own = cpus[static_cast<std::size_t>(rank)];
+    const auto free =
+        std::find_if(own.begin(), own.end(), [&](int cpu) { return !owners.contains(cpu); });
+    if (free != own.end()) {
+      owners[*free] = rank;
+      return true;
+    }
+    for (const int cpu : own) {
+      if (!tried.insert(cpu).second || !seat(owners[cpu])) continue;
+      owners[cpu] = rank;
+      return true;
     }
     return false;
   };
@@ -444,12 +477,12 @@ bool each_has_a_core(const std::vector<std::vector<int>>& cpus) {
 }
 
 std::shared_ptr<Core> meet(int rank, int size, const Directory& directory, const Options& options) {
-  require_arguments(rank, size, options);
+  require_rank(rank, size);
   return Meeting(rank, size, directory, options).run();
 }
 
 std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options) {
-  require_arguments(0, size, options);
+  require_rank(0, size);
   const Layout layout = layout_of(size, options);
   const Descriptor file = make_memory(layout.total());
   claim(file, 0, layout.total());
@@ -458,7 +491,8 @@ std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options
   std::vector<std::shared_ptr<Core>> cores;
   for (int rank = 0; rank < size; ++rank)
     cores.push_back(std::make_shared<Core>(
-        CoreOptions{options.name, rank, size, layout, crowded, barriers}, memory, Liveness()));
+        CoreOptions{options.name, rank, size, layout, crowded, barriers, options.kept_bytes}, memory,
+        Identity(1), Liveness()));
   for (const auto& core : cores) {
     core->allow_single_copy(options.single_copy);
     core->write_by(chosen_stores(options).value_or(ChosenStores{}));

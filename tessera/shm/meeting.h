@@ -39,6 +39,8 @@ struct Options {
   /// How data for other ranks are written; if it is not given, measured when the group is made.
   /// Ranks may differ.
   std::optional<Stores> stores;
+  /// Limit of the messages in bytes that a rank keeps because they came before their receives.
+  std::size_t kept_bytes = std::size_t{1} << 30;
 };
 
 }  // namespace tessera::shm

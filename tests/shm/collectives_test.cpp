@@ -198,10 +198,10 @@ std::string started(Group& group, int number) {
     }
     auto& buffer = buffers.back();
     requests.push_back(
-        group.start_all_reduce(buffer.data(), buffer.data(), buffer.size(), Element::float64, {}));
+        group.start().all_reduce(buffer.data(), buffer.data(), buffer.size(), Element::float64, {}));
     if (k == 5) {
       int token = me, got = -1;
-      Request send = group.start_send(&token, sizeof token, (me + 1) % ranks, 9);
+      Request send = group.start().send(&token, sizeof token, (me + 1) % ranks, 9);
       group.receive(&got, sizeof got, Message::kAnySource, 9);
       if (got != (me + ranks - 1) % ranks) return "a message between started calls";
       send.wait();
@@ -339,9 +339,9 @@ TEST(Collectives, LargeWhereRanksShareACore) {
         data.push_back(rank == root ? drawn_bytes(root, root, 300001) : Bytes(300001));
       for (int root = 0; root < ranks; ++root)
         requests.push_back(
-            group.start_broadcast(data[static_cast<std::size_t>(root)].data(), 300001, root));
+            group.start().broadcast(data[static_cast<std::size_t>(root)].data(), 300001, root));
       requests.push_back(
-          group.start_all_reduce(out.data(), out.data(), count, Element::float64, {}));
+          group.start().all_reduce(out.data(), out.data(), count, Element::float64, {}));
       for (auto& request : requests) request.wait();
       for (int root = 0; root < ranks; ++root)
         if (data[static_cast<std::size_t>(root)] != drawn_bytes(root, root, 300001))

@@ -1,47 +1,12 @@
-// What happens when ranks die, stop, leave, disagree, or are not let in.
+// What happens when ranks die, stop, leave, or disagree.
 
 #include <gtest/gtest.h>
 #include <sched.h>
-#include <sys/mount.h>
-#include <sys/prctl.h>
-#include <sys/resource.h>
-
-#include <algorithm>
-#include <atomic>
-#include <set>
 
 #include "ranks.h"
-#include "tessera/base/text.h"
 
 namespace tessera::shm::testing {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-/// "lost [1]: ..." and the like: how `call` ended.
-std::string outcome(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const PeerLostError& error) {
-    return concat("lost ", list(error.ranks()), ": ", error.what());
-  } catch (const TimeoutError& error) {
-    return concat("late ", list(error.missing()), ": ", error.what());
-  } catch (const MismatchError& error) {
-    return concat("mismatch: ", error.what());
-  } catch (const SetupError& error) {
-    return concat("setup ", to_string(error.cause()), ": ", error.what());
-  } catch (const InvalidArgument& error) {
-    return concat("argument: ", error.what());
-  }
-  return "good";
-}
-
-void expect_begins(const std::string& text, const std::string& beginning) {
-  EXPECT_EQ(text.substr(0, beginning.size()), beginning) << text;
-}
-void expect_has(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text;
-}
 
 /// Kinds of calls in which a rank may die.
 std::function<void()> endless(Group& group, int kind) {
@@ -68,20 +33,6 @@ std::function<void()> endless(Group& group, int kind) {
       }
     }
   };
-}
-
-/// The bounds of time are the library's. A machine that is busy with other programs may exceed one
-/// by itself, and not three times one after the other: what is judged is the first run of three in
-/// which no rank says that it took too long, or the last.
-template <class Run>
-std::vector<RankEnd> quickest(const Run& run) {
-  for (int attempt = 1;; ++attempt) {
-    const std::vector<RankEnd> ends = run();
-    const bool slow = std::any_of(ends.begin(), ends.end(), [](const RankEnd& end) {
-      return end.report.starts_with("too late: ");
-    });
-    if (!slow || attempt == 3) return ends;
-  }
 }
 
 TEST(Faults, KilledInEachPhase) {
@@ -112,6 +63,31 @@ TEST(Faults, KilledInEachPhase) {
   }
 }
 
+// Calls that are started before the one that is waited for.
+TEST(Faults, KilledBehindStartedCalls) {
+  for (const bool waits : {true, false}) {
+    SCOPED_TRACE(waits);
+    const auto body = [&](int rank, const Directory& directory) -> std::string {
+      Group group = Group::meet(rank, 3, directory, brief("behind"));
+      group.barrier();
+      if (rank == 1) ::kill(::getpid(), SIGKILL);
+      const auto begin = Clock::now();
+      double value = 1;
+      Request first = group.start().all_reduce(&value, &value, 1, Element::float64, {});
+      const std::string end = outcome([&] {
+        Request second = group.start().barrier();
+        if (waits) second.wait();
+        while (!second.test())
+          if (Clock::now() - begin > milliseconds(3000)) throw Error("nobody says so");
+      });
+      const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin).count();
+      return took < 1000 ? end : concat("too late: ", took, " ms: ", end);
+    };
+    const auto ends = quickest([&] { return fork_ranks(3, body); });
+    for (const int r : {0, 2}) expect_begins(ends[static_cast<std::size_t>(r)].report, "lost [1]");
+  }
+}
+
 TEST(Faults, MemoryOfAThreadThatGaveUpIsNotRead) {
   // Memory of this size goes back to the kernel at once: whoever read it would end the process.
   for (int run = 0; run < 12; ++run) {
@@ -131,61 +107,6 @@ TEST(Faults, MemoryOfAThreadThatGaveUpIsNotRead) {
       return end;
     });
     for (const RankEnd& end : ends) expect_begins(end.report, "lost [");
-  }
-}
-
-TEST(Faults, KilledBeforeTheGroupIsMade) {
-  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
-    if (rank == 1) ::kill(::getpid(), SIGKILL);
-    return outcome([&] { Group::meet(rank, 2, directory, brief("early", 300)); });
-  });
-  expect_begins(ends[0].report, "setup absent");
-  expect_has(ends[0].report, "rank 1 did not come");
-}
-
-TEST(Faults, DeadThoughItsChildHoldsAll) {
-  const auto body = [&](int rank, const Directory& directory) -> std::string {
-    Group group = Group::meet(rank, 2, directory, brief("child"));
-    group.barrier();
-    const auto begin = Clock::now();
-    if (rank == 1) {
-      if (::fork() == 0) {
-        // Outlives its parent, with the memory and all descriptors.
-        ::alarm(3);
-        std::this_thread::sleep_for(milliseconds(1500));
-        std::_Exit(0);
-      }
-      ::kill(::getpid(), SIGKILL);
-    }
-    const std::string end = outcome([&] { group.barrier(); });
-    return Clock::now() - begin < milliseconds(1000) ? end : "too late: " + end;
-  };
-  const auto ends = quickest([&] { return fork_ranks(2, body); });
-  expect_begins(ends[0].report, "lost [1]");
-  expect_has(ends[0].report, "died");
-}
-
-TEST(Faults, AForkedChildIsNoRank) {
-  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
-    auto group = std::make_unique<Group>(Group::meet(rank, 2, directory, brief("forked")));
-    Child child = fork_child([&] {
-      std::string end = outcome([&] { group->barrier(); });
-      group.reset();  // Nor does it leave for its parent.
-      return end;
-    });
-    while (!child.reaped) {
-      child.drain();
-      child.reap(true);
-    }
-    child.drain();
-    const std::string own = outcome([&] { group->barrier(); });
-    // Nobody leaves before all have looked.
-    group->barrier();
-    return own + " | " + child.end.report;
-  });
-  for (const auto& end : ends) {
-    expect_begins(end.report, "good | lost");
-    expect_has(end.report, "was forked from rank");
   }
 }
 
@@ -227,6 +148,36 @@ TEST(Faults, StoppedIsLate) {
     for (const int r : {0, 2}) {
       expect_begins(ends[static_cast<std::size_t>(r)].report, "late [1]");
       expect_has(ends[static_cast<std::size_t>(r)].report, "is stopped");
+    }
+  }
+}
+
+TEST(Faults, StoppedBehindStartedCallsIsLate) {
+  for (const int calls : {1, 100}) {
+    SCOPED_TRACE(calls);
+    const auto ends = fork_ranks(
+        3,
+        [&](int rank, const Directory& directory) -> std::string {
+          Group group = Group::meet(rank, 3, directory, brief("behind"));
+          group.barrier();
+          if (rank == 2) {
+            directory.put("process", std::to_string(::getpid()));
+            ::raise(SIGSTOP);
+          }
+          await_stopped(directory.get("process", milliseconds(10000)));
+          std::vector<double> values(static_cast<std::size_t>(calls));
+          std::vector<Request> requests;
+          for (double& value : values)
+            requests.push_back(group.start().all_reduce(&value, &value, 1, Element::float64, {}));
+          // So that the limit finds rank 2 alone missing.
+          directory.put(concat("calls ", rank), "");
+          directory.get(concat("calls ", 1 - rank), milliseconds(10000));
+          return outcome([&] { group.barrier({milliseconds(1000)}); });
+        },
+        milliseconds(20000), 2);
+    for (const int r : {0, 1}) {
+      expect_begins(ends[static_cast<std::size_t>(r)].report, "late [2]");
+      expect_has(ends[static_cast<std::size_t>(r)].report, "waited for ranks [2]");
     }
   }
 }
@@ -309,7 +260,7 @@ TEST(Faults, LimitsOfAllLengths) {
   const auto body = [](Group& group) -> std::string {
     double value = 1;
     group.all_reduce(&value, &value, 1, Element::float64, {}, {milliseconds::max()});
-    Request request = group.start_barrier({milliseconds::max()});
+    Request request = group.start().barrier({milliseconds::max()});
     request.wait(milliseconds::max());
     if (group.rank() == 1) return "";
     const auto begin = Clock::now();
@@ -367,9 +318,39 @@ TEST(Faults, DifferentCallsAreNoticed) {
   }
 }
 
+// Messages that nobody awaits fill the memory of their receiver up to a limit.
+TEST(Faults, MessagesThatNobodyAwaitsAreLimited) {
+  for (const std::size_t bytes : {std::size_t{100000}, std::size_t{300000}}) {
+    Options options = brief("kept");
+    options.kept_bytes = 1000000;
+    const auto ends = thread_ranks(2, options, [&](Group& group) -> std::string {
+      std::vector<std::byte> data(bytes);
+      const auto pass = [&](int count) {
+        std::vector<Request> requests;
+        for (int i = 0; i < count && group.rank() == 0; ++i)
+          requests.push_back(group.start().send(data.data(), bytes, 1, 1));
+        if (group.rank() == 0) return group.send(data.data(), 8, 1, 2);
+        group.receive(data.data(), 8, 0, 2);
+        for (int i = 0; i < count; ++i) group.receive(data.data(), bytes, 0, 1);
+      };
+      const int most = static_cast<int>(options.kept_bytes / bytes);
+      // What has been received does not count any more.
+      const std::string below = outcome([&] {
+        for (int i = 0; i < 3; ++i) pass(most);
+        group.barrier();
+      });
+      return below + " | " + outcome([&] { pass(most + 1); });
+    });
+    for (const auto& end : ends) {
+      expect_begins(end.report, "good | mismatch");
+      expect_has(end.report, "does not await yet");
+    }
+  }
+}
+
 TEST(Faults, WrongArguments) {
   EXPECT_THROW(Group::threads(0, {}), InvalidArgument);
-  EXPECT_THROW(Group::threads(300, {}), SetupError);
+  EXPECT_THROW(Group::threads(600, {}), SetupError);
   auto groups = Group::threads(1, {});
   Group& g = groups[0];
   double v = 1;
@@ -406,149 +387,6 @@ TEST(Faults, ArenaFull) {
   EXPECT_THROW(none[0].arena().allocate(1), ArenaFull);
 }
 
-// ---- what the system refuses ----
-
-std::vector<RankEnd> meet_after(const std::function<void(int)>& before, const char* name) {
-  return fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
-    before(rank);
-    return outcome([&] {
-      Group group = Group::meet(rank, 2, directory, brief(name, 3000));
-      double value = rank;
-      group.all_reduce(&value, &value, 1, Element::float64, {});
-      if (value != 1) throw Error("wrong sum");
-      group.barrier();
-    });
-  });
-}
-
-TEST(Faults, NoMemoryForIt) {
-  for (const auto& end : meet_after(
-           [](int rank) {
-             const rlimit small{65536, 65536};
-             if (rank == 0) ::setrlimit(RLIMIT_FSIZE, &small);
-           },
-           "files")) {
-    expect_begins(end.report, "setup no memory");
-    expect_has(end.report, "ulimit -f");
-  }
-  for (const auto& end : meet_after(
-           [](int rank) {
-             // Room for the heap to grow, and not for the group's memory.
-             std::size_t pages = 0;
-             std::ifstream("/proc/self/statm") >> pages;
-             const rlim_t bytes = pages * 4096 + (1 << 20);
-             const rlimit small{bytes, bytes};
-             if (rank == 1) ::setrlimit(RLIMIT_AS, &small);
-           },
-           "space")) {
-    expect_begins(end.report, "setup no memory");
-    expect_has(end.report, "ulimit -v");
-  }
-  for (const auto& end : fork_ranks(2, [&](int rank, const Directory& directory) {
-         // The second guard: what is tested here must not claim all memory if it fails.
-         const rlimit small{1 << 30, 1 << 30};
-         ::setrlimit(RLIMIT_FSIZE, &small);
-         Options options = brief("large", 3000);
-         options.arena_bytes = std::size_t{1} << 39;
-         return outcome([&] { Group::meet(rank, 2, directory, options); });
-       })) {
-    expect_begins(end.report, "setup no memory");
-    expect_has(end.report, "are available on this host");
-  }
-}
-
-TEST(Faults, OptionsDiffer) {
-  const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) {
-    Options options = brief("options", 3000);
-    options.arena_bytes = rank == 0 ? 4096 : 8192;
-    return outcome([&] { Group::meet(rank, 2, directory, options); });
-  });
-  for (const auto& end : ends) expect_begins(end.report, "setup disagreement");
-}
-
-TEST(Faults, OtherUser) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root may become another user";
-  for (const auto& end : meet_after(
-           [](int rank) {
-             if (rank == 1 && ::setresuid(65534, 65534, 65534) != 0) throw Error("setresuid");
-           },
-           "user")) {
-    expect_begins(end.report, "setup other user");
-    expect_has(end.report, "rank 1 runs as user 65534, rank 0 as user 0");
-  }
-}
-
-TEST(Faults, OtherHost) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root may make a network namespace";
-  for (const auto& end : meet_after(
-           [](int rank) {
-             if (rank == 1 && ::unshare(CLONE_NEWNET) != 0) throw Error("unshare");
-           },
-           "host"))
-    expect_begins(end.report, "setup other host");
-}
-
-/// Gives this process, and those that it forks, a /dev/shm of 1 MiB that no other process sees.
-bool own_dev_shm(unsigned long flags) {
-  return ::unshare(CLONE_NEWNS) == 0 &&
-         ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-         ::mount("tmpfs", "/dev/shm", "tmpfs", flags, "size=1m") == 0;
-}
-
-TEST(Faults, DevShmDoesNotMatter) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root may mount";
-  for (const char* how : {"size=1m", "size=1m,ro"}) {
-    const auto ends = meet_after(
-        [how](int) {
-          const bool read_only = std::string(how).find("ro") != std::string::npos;
-          if (!own_dev_shm(read_only ? MS_RDONLY : 0)) throw Error("mount");
-        },
-        "dev");
-    for (const auto& end : ends) {
-      if (end.report == "uncaught: mount") GTEST_SKIP() << "mounting is forbidden here";
-      EXPECT_EQ(end.report, "good") << how;
-    }
-  }
-}
-
-TEST(Faults, NothingIsLeft) {
-  // Other programs, other tests among them, make and remove files in /dev/shm: it is an own one
-  // where this process may mount it, and elsewhere only names that could be ours are compared.
-  Child child = fork_child([] {
-    const bool own = own_dev_shm(0);
-    const auto listing = [own] {
-      std::set<std::string> names;
-      std::error_code none;
-      for (const auto& entry : std::filesystem::directory_iterator("/dev/shm", none)) {
-        const std::string name = entry.path().filename().string();
-        const bool ours = name.find("tessera") != std::string::npos;
-        if (own || (ours && !name.starts_with("tessera_test_"))) names.insert(name);
-      }
-      return names;
-    };
-    const auto before = listing();
-    const auto ends = fork_ranks(3, [&](int rank, const Directory& directory) -> std::string {
-      Group group = Group::meet(rank, 3, directory, brief("left over"));
-      group.barrier();
-      ::kill(::getpid(), SIGKILL);
-      return "";
-    });
-    std::string report;
-    for (const auto& end : ends) report += concat("signal ", end.signal, "; ");
-    for (const auto& name : listing())
-      if (!before.contains(name)) report += name + " is left; ";
-    return report;
-  });
-  while (!child.reaped) {
-    child.drain();
-    child.reap(true);
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  child.drain();
-  ::close(child.pipe);
-  EXPECT_EQ(child.end.report, "signal 9; signal 9; signal 9; ");
-}
-
 TEST(Faults, GroupsOfOneNameDoNotCollide) {
   const Files other;
   const Directory second = other.directory();
@@ -556,7 +394,7 @@ TEST(Faults, GroupsOfOneNameDoNotCollide) {
     Group a = Group::meet(rank, 2, directory, brief("same")),
           b = Group::meet(rank, 2, second, brief("same"));
     double x = rank + 1, y = 10 * (rank + 1);
-    Request first = a.start_all_reduce(&x, &x, 1, Element::float64, {});
+    Request first = a.start().all_reduce(&x, &x, 1, Element::float64, {});
     b.all_reduce(&y, &y, 1, Element::float64, {});
     first.wait();
     b.barrier();

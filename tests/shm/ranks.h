@@ -3,11 +3,15 @@
 // ranks only reads and waits, and kills what has not ended within the limit.
 
 #include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +25,7 @@
 #include <vector>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/text.h"
 #include "tessera/shm/group.h"
 
 namespace tessera::shm::testing {
@@ -192,6 +197,54 @@ inline std::vector<RankEnd> thread_ranks(int size, const Options& options,
     });
   for (auto& thread : threads) thread.join();
   return ends;
+}
+
+using Clock = std::chrono::steady_clock;
+
+/// "lost [1]: ..." and the like: how `call` ended.
+inline std::string outcome(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const PeerLostError& error) {
+    return concat("lost ", list(error.ranks()), ": ", error.what());
+  } catch (const TimeoutError& error) {
+    return concat("late ", list(error.missing()), ": ", error.what());
+  } catch (const MismatchError& error) {
+    return concat("mismatch: ", error.what());
+  } catch (const SetupError& error) {
+    return concat("setup ", to_string(error.cause()), ": ", error.what());
+  } catch (const InvalidArgument& error) {
+    return concat("argument: ", error.what());
+  }
+  return "good";
+}
+
+inline void expect_begins(const std::string& text, const std::string& beginning) {
+  EXPECT_EQ(text.substr(0, beginning.size()), beginning) << text;
+}
+inline void expect_has(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+/// The bounds of time are the library's. A machine that is busy with other programs may exceed one
+/// by itself, and not three times one after the other: what is judged is the first run of three in
+/// which no rank says that it took too long, or the last.
+template <class Run>
+std::vector<RankEnd> quickest(const Run& run) {
+  for (int attempt = 1;; ++attempt) {
+    const std::vector<RankEnd> ends = run();
+    const bool slow = std::any_of(ends.begin(), ends.end(), [](const RankEnd& end) {
+      return end.report.starts_with("too late: ");
+    });
+    if (!slow || attempt == 3) return ends;
+  }
+}
+
+/// Gives this process, and those that it forks, a /dev/shm of 1 MiB that no other process sees.
+inline bool own_dev_shm(unsigned long flags) {
+  return ::unshare(CLONE_NEWNS) == 0 &&
+         ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+         ::mount("tmpfs", "/dev/shm", "tmpfs", flags, "size=1m") == 0;
 }
 
 }  // namespace tessera::shm::testing

@@ -178,27 +178,37 @@ bool Messages::take_kept(Incoming& receive) {
   for (auto at = kept_.begin(); at != kept_.end(); ++at) {
     if ((receive.from != kAnySource && receive.from != at->from) || !same(receive.tag, at->tag))
       continue;
+    check_fit(receive, at->from, at->tag, at->bytes);
+    if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
+    receive.from = at->from;
+    receive.matched = true;
+    receive.complete = at->whole;
     // One that is still arriving is the next of its channel: it is received into its own memory,
     // and waited for.
     if (!at->whole) {
       Stream& stream = streams_[static_cast<std::size_t>(at->from)];
-      check_fit(receive, at->from, at->tag, at->bytes);
-      if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
-      receive.from = at->from;
-      receive.matched = true;
       stream.target = &receive;
       stream.keeping = false;
-      kept_.erase(at);
-      return true;
     }
-    check_fit(receive, at->from, at->tag, at->bytes);
-    if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
-    receive.from = at->from;
-    receive.matched = receive.complete = true;
+    kept_bytes_ -= at->bytes;
     kept_.erase(at);
     return true;
   }
   return false;
+}
+
+void Messages::keep(int from, Stream& stream, std::uint64_t tag) {
+  const std::uint64_t limit = core_.options().kept_bytes;
+  if (stream.bytes > limit - kept_bytes_)
+    throw MismatchError(concat(
+        "shm group '", core_.options().name, "': rank ", from, " sends ", stream.bytes,
+        " bytes that rank ", core_.rank(), " does not await yet, which keeps ", kept_bytes_,
+        " bytes of such messages already, of at most ", limit,
+        " (Options::kept_bytes): receive messages in the order in which they are sent"));
+  kept_.push_back({from, tag, stream.bytes, {}, false});
+  kept_bytes_ += stream.bytes;
+  stream.kept = std::prev(kept_.end());
+  stream.keeping = true;
 }
 
 bool Messages::take(int from, Stream& stream, const Frame& frame) {
@@ -209,13 +219,10 @@ bool Messages::take(int from, Stream& stream, const Frame& frame) {
       throw MismatchError(concat("shm group '", core_.options().name,
                                  "': the memory shared with rank ", from, " is damaged"));
     stream.target = match(from, frame.tag);
-    if (stream.target != nullptr) {
+    if (stream.target != nullptr)
       check_fit(*stream.target, from, frame.tag, stream.bytes);
-    } else {
-      kept_.push_back({from, frame.tag, stream.bytes, {}, false});
-      stream.kept = std::prev(kept_.end());
-      stream.keeping = true;
-    }
+    else
+      keep(from, stream, frame.tag);
   }
   const std::uint64_t rest = stream.bytes - stream.got;
   const bool direct = frame.address != 0 && stream.got == 0;

@@ -4,16 +4,12 @@
 #include <linux/futex.h>
 #include <linux/membarrier.h>
 #include <sched.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
-#include <cstring>
 
 #include "tessera/base/text.h"
 #include "tessera/shm/detail/messages.h"
@@ -31,8 +27,6 @@ constexpr int kStepBits = 40, kSignatureAt = 48;
 constexpr std::uint64_t kStepMask = (std::uint64_t{1} << kStepBits) - 1, kMostLag = 255;
 /// Sleeps are divided into intervals of this length, so that a rank that died is noticed soon.
 constexpr nanoseconds kNap = milliseconds(100);
-// How long a rank that gives up waits for threads that are copying its memory.
-constexpr milliseconds kLongestCopy = milliseconds(10000);
 /// How long a wait spins on its core: with a core for each rank, and with fewer.
 constexpr nanoseconds kSpin = milliseconds(2), kCrowdedSpin = microseconds(50);
 constexpr int kLooksPerClock = 64;
@@ -63,17 +57,6 @@ void ring_bell(Bell& bell) {
   futex_wake(bell.rings);
 }
 
-std::byte* make_fork_guard() {
-  void* page =
-      ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (page == MAP_FAILED)
-    throw SetupError(Cause::no_memory, "shm: no page of memory could be mapped");
-  ::madvise(page, kPageBytes, MADV_WIPEONFORK);
-  auto* guard = static_cast<std::byte*>(page);
-  *guard = std::byte{1};
-  return guard;
-}
-
 }  // namespace
 
 bool register_for_barriers() {
@@ -85,6 +68,7 @@ Op::~Op() = default;
 
 std::vector<int> Op::missing(const Core& core) const {
   std::vector<int> ranks;
+  if (need.kind == Need::Kind::nothing) return ranks;
   for (int r = 0; r < core.size(); ++r) {
     if (r == core.rank()) continue;
     if (need.kind == Need::Kind::done ? !core.is_done(r, need.step)
@@ -94,27 +78,26 @@ std::vector<int> Op::missing(const Core& core) const {
   return ranks;
 }
 
-Core::Core(CoreOptions options, std::shared_ptr<Mapping> memory, Liveness liveness)
+Core::Core(CoreOptions options, std::shared_ptr<Mapping> memory, Identity identity,
+           Liveness liveness)
     : options_(std::move(options)),
       memory_(std::move(memory)),
       header_(*reinterpret_cast<Header*>(memory_->data())),
+      identity_(std::move(identity)),
       liveness_(std::move(liveness)),
       messages_(std::make_unique<Messages>(*this)),
-      unforked_(make_fork_guard()),
       seen_done_(static_cast<std::size_t>(options_.size), 0) {}
 
 Core::~Core() {
-  if (*unforked_ != std::byte{0}) {
-    state(rank()).left.store(1);
-    ring_all();
-  }
-  ::munmap(unforked_, kPageBytes);
+  if (identity_.forked()) return;
+  state(rank()).left.store(1);
+  ring_all();
 }
 
 // ---- memory in which calls work in place ----
 
 std::uint64_t Core::next_memory() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock = lock_as_rank();
   std::erase_if(memories_, [](const auto& memory) { return memory.second.expired(); });
   return ++memory_count_;
 }
@@ -261,102 +244,20 @@ void Core::ring_all() {
   for (int r = 0; r < size(); ++r) ring_bell(state(r).bell);
 }
 
-bool Core::try_copy_from(int rank, std::byte* to, std::uint64_t address,
-                         std::size_t bytes) const noexcept {
-  if (liveness_.own(rank)) {
-    std::memcpy(to, reinterpret_cast<const void*>(address),
-                bytes);  // NOLINT(performance-no-int-to-ptr)
-    return true;
-  }
-  while (bytes > 0) {
-    iovec here{to, bytes};
-    iovec there{reinterpret_cast<void*>(address),
-                bytes};  // NOLINT(performance-no-int-to-ptr): of another process.
-    const ssize_t n = ::process_vm_readv(liveness_.process(rank), &here, 1, &there, 1, 0);
-    if (n < 0 && errno == EINTR) continue;
-    if (n == 0) errno = EIO;
-    if (n <= 0) return false;
-    to += n;
-    address += static_cast<std::uint64_t>(n);
-    bytes -= static_cast<std::size_t>(n);
-  }
-  return true;
-}
-
-void Core::copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const {
-  RankState& owner = state(rank);
-  bool copied = false;
-  int error = 0;
-  if (liveness_.own(rank)) {
-    // A thread that lets go waits for those that it can see here; they see that it has, if not.
-    owner.readers.fetch_add(1);
-    if (owner.let_go.load() == 0) copied = try_copy_from(rank, to, address, bytes);
-    owner.readers.fetch_sub(1);
-  } else {
-    copied = try_copy_from(rank, to, address, bytes);
-    error = errno;
-  }
-  require_held(rank);
-  if (copied) return;
-  throw PeerLostError(concat("shm group '", options_.name, "': copying ", bytes,
-                             " bytes out of the memory of ", who(rank), ": ", std::strerror(error)),
-                      {rank});
-}
-
-void Core::require_held(int rank) const {
-  if (state(rank).let_go.load() == 0) return;
-  if (header_.failed.load() != 0) std::rethrow_exception(heard());
-  throw PeerLostError(concat("shm group '", options_.name, "': ", who(rank),
-                             " gave its calls up before all ranks had its data"),
-                      {rank});
-}
-
-void Core::require_peers() {
-  const std::lock_guard lock(mutex_);
-  if (broken_) std::rethrow_exception(broken_);
-  if (header_.failed.load() != 0) std::rethrow_exception(heard());
-  liveness_.look();
-  for (int r = 0; r < size(); ++r) {
-    const bool left = state(r).left.load() != 0;
-    if (left || liveness_.gone(r))
-      throw PeerLostError(concat("shm group '", options_.name, "': ", who(r),
-                                 left ? " has left the group" : " died"),
-                          {r});
-  }
-}
-
-void Core::let_go() {
-  RankState& own = state(rank());
-  own.let_go.store(1);
-  // Bounded, since any process of the job could have written there.
-  const Deadline deadline = deadline_after(kLongestCopy);
-  while (own.readers.load() != 0 && time_left(deadline).count() > 0) ::sched_yield();
-}
-
 // ---- calls ----
 
-void Core::require_usable(const Op& op) {
-  if (*unforked_ == std::byte{0})
+void Core::require_rank() const {
+  if (identity_.forked())
     throw PeerLostError(
         concat("shm group '", options_.name, "': this process was forked from rank ", rank(),
                " and is no rank of the group"),
         {rank()});
+}
+
+void Core::require_usable(const Op& op) {
   // A call without steps looks at nothing that the other ranks wrote.
   if (!broken_ && op.collective && op.steps == 0 && header_.failed.load() != 0) fail(heard());
   if (broken_) rethrow(op);
-}
-
-void Core::rethrow(const Op& op) {
-  try {
-    std::rethrow_exception(op.error ? op.error : broken_);
-  } catch (const TimeoutError& error) {
-    throw TimeoutError(concat(where(op), ": the group ended: ", error.what()), error.missing(),
-                       error.heard());
-  } catch (const PeerLostError& error) {
-    throw PeerLostError(concat(where(op), ": the group ended: ", error.what()), error.ranks());
-  } catch (const MismatchError& error) {
-    throw MismatchError(concat(where(op), ": the group ended: ", error.what()));
-  }
 }
 
 void Core::number(Op& op) {
@@ -389,7 +290,7 @@ void Core::enqueue(Op& op) {
 }
 
 void Core::run(Op& op, milliseconds limit) {
-  Lock lock(mutex_);
+  Lock lock = lock_as_rank();
   require_usable(op);
   // Where nothing else is under way most calls end at once, and need no queue.
   const bool alone = op.collective && queue_.empty() && !messages_->waiting();
@@ -414,7 +315,7 @@ void Core::run(Op& op, milliseconds limit) {
 }
 
 void Core::start(Op& op, milliseconds limit) {
-  const Lock lock(mutex_);
+  const Lock lock = lock_as_rank();
   require_usable(op);
   op.limit = limit;
   op.deadline = deadline_after(limit);
@@ -427,7 +328,7 @@ void Core::start(Op& op, milliseconds limit) {
 }
 
 bool Core::test(Op& op) {
-  const Lock lock(mutex_);
+  const Lock lock = lock_as_rank();
   if (op.complete) return true;
   if (!op.error) {
     require_usable(op);
@@ -435,7 +336,7 @@ bool Core::test(Op& op) {
       progress();
       if (!settled(op)) {
         liveness_.look();
-        check_peers(op);
+        check_peers();
       }
     } catch (...) {
       fail(std::current_exception());
@@ -446,7 +347,7 @@ bool Core::test(Op& op) {
 }
 
 void Core::wait(Op& op, milliseconds limit) {
-  Lock lock(mutex_);
+  Lock lock = lock_as_rank();
   if (op.error) std::rethrow_exception(op.error);
   if (!op.complete) wait_locked(lock, op, limit);
 }
@@ -466,7 +367,7 @@ void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
       const nanoseconds keep = options_.crowded ? kCrowdedSpin : kSpin;
       while (!settled(op)) {
         const auto spent = std::chrono::steady_clock::now() - begin;
-        if (header_.failed.load() != 0) check_peers(op);
+        if (header_.failed.load() != 0) check_peers();
         if (spent < keep) {
           // Other threads may have work for this core, among them the rank that is waited for.
           lock.unlock();
@@ -482,8 +383,8 @@ void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
         if (settled(op)) break;
         if (liveness_.look() || time_left(deadline).count() == 0) progress();
         if (settled(op)) break;
-        check_peers(op);
-        if (time_left(deadline).count() == 0) expire(op, limit);
+        check_peers();
+        if (!settled(op) && time_left(deadline).count() == 0) expire(op, limit);
       }
     }
   } catch (...) {
@@ -493,38 +394,29 @@ void Core::wait_locked(Lock& lock, Op& op, milliseconds limit) {
   if (op.error) std::rethrow_exception(op.error);
 }
 
-void Core::expire(const Op& op, milliseconds limit) {
-  const auto missing = op.missing(*this);
-  std::string states;
-  for (const int r : missing)
-    states += concat(states.empty() ? "" : ", ", who(r), " ", liveness_.state(r));
-  throw TimeoutError(concat(where(op), ": not complete after ", limit.count(),
-                            " ms; waited for ranks ", list(missing), ": ", states),
-                     missing);
-}
-
 bool Core::under_way() const { return !broken_ && (!queue_.empty() || messages_->waiting()); }
 
 bool Core::neglected() {
+  if (identity_.forked()) return false;
   const Lock lock(mutex_);
   return under_way() && waiting_here_ == 0;
 }
 
-void Core::nudge() { ring_bell(state(rank()).bell); }
+void Core::nudge() {
+  if (!identity_.forked()) ring_bell(state(rank()).bell);
+}
 
 bool Core::drive(nanoseconds nap) {
+  if (identity_.forked()) return false;
   Lock lock(mutex_);
   if (!under_way()) return false;
   try {
     if (!progress()) {
       sleep(lock, nullptr, nap);
       liveness_.look();
-      std::vector<Op*> ops(messages_->batches().begin(), messages_->batches().end());
-      if (!queue_.empty()) ops.push_back(queue_.front());
-      for (Op* op : ops) {
-        if (!settled(*op)) check_peers(*op);
-        if (!settled(*op) && time_left(op->deadline).count() == 0) expire(*op, op->limit);
-      }
+      check_peers();
+      for (const Op* op : pending())
+        if (time_left(op->deadline).count() == 0) expire(*op, op->limit);
     }
   } catch (...) {
     fail(std::current_exception());
@@ -576,117 +468,6 @@ void Core::sleep(Lock& lock, const Op* op, nanoseconds limit) {
     lock.lock();
   }
   wake_up();
-}
-
-// ---- when something goes wrong ----
-
-void Core::check_peers(Op& op) {
-  if (header_.failed.load() != 0) {
-    progress();
-    if (!settled(op)) std::rethrow_exception(heard());
-    return;
-  }
-  // A rank that is done with a step has published everything that it had in it.
-  if (op.need.kind == Need::Kind::line && op.need.rank != rank() &&
-      state(op.need.rank).done.load(std::memory_order_acquire) > op.need.step &&
-      !marked(op.need.rank, op.need.step))
-    throw MismatchError(concat(where(op), ": rank ", op.need.rank,
-                               " has made this call without what this rank waits for; calls must ",
-                               "be the same on all ranks"));
-  for (const int r : op.missing(*this)) {
-    const bool left = state(r).left.load() != 0;
-    if (!left && !liveness_.gone(r)) continue;
-    progress();  // It may have published its data before it ended.
-    if (settled(op)) return;
-    const auto still = op.missing(*this);
-    if (std::find(still.begin(), still.end(), r) == still.end()) continue;
-    throw PeerLostError(concat(where(op), ": ", who(r), left ? " has left the group" : " died"),
-                        {r});
-  }
-}
-
-std::exception_ptr Core::heard() const {
-  const std::uint32_t speaker = header_.failed.load() - 1;
-  if (speaker >= static_cast<std::uint32_t>(size()))
-    return std::make_exception_ptr(
-        PeerLostError(concat("shm group '", options_.name, "': the shared memory is damaged"), {}));
-  const LastWords& words = state(static_cast<int>(speaker)).last_words;
-  const std::uint32_t kind = words.kind.load();
-  const std::string text(words.text, std::min<std::size_t>(words.length, LastWords::kText));
-  const int culprit =
-      static_cast<int>(std::min(words.culprit, static_cast<std::uint32_t>(size() - 1)));
-  const std::string what =
-      concat("shm group '", options_.name, "': rank ", speaker, " gave up: ", text);
-  if (kind == 3) return std::make_exception_ptr(TimeoutError(what, {culprit}, true));
-  if (kind == 4) return std::make_exception_ptr(MismatchError(what));
-  return std::make_exception_ptr(
-      PeerLostError(what, {kind == 2 ? culprit : static_cast<int>(speaker)}));
-}
-
-void Core::say_last_words(std::uint32_t kind, int culprit, const std::string& text) {
-  LastWords& words = state(rank()).last_words;
-  std::uint32_t silent = 0;
-  // 5: being written; two threads may abort at the same time.
-  if (!words.kind.compare_exchange_strong(silent, 5)) return;
-  words.culprit = static_cast<std::uint32_t>(std::max(culprit, 0));
-  words.length = static_cast<std::uint32_t>(std::min(text.size(), LastWords::kText));
-  std::memcpy(words.text, text.data(), words.length);
-  words.kind.store(kind);
-  std::uint32_t nobody = 0;
-  header_.failed.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank()) + 1);
-  ring_all();
-}
-
-void Core::fail(std::exception_ptr error) {
-  if (!broken_) {
-    broken_ = error;
-    ended_.store(true);
-    try {
-      std::rethrow_exception(error);
-    } catch (const TimeoutError& e) {
-      say_last_words(3, e.missing().empty() ? rank() : e.missing().front(), e.what());
-    } catch (const PeerLostError& e) {
-      say_last_words(2, e.ranks().empty() ? rank() : e.ranks().front(), e.what());
-    } catch (const MismatchError& e) {
-      say_last_words(4, rank(), e.what());
-    } catch (const std::exception& e) {
-      broken_ = std::make_exception_ptr(PeerLostError(
-          concat("shm group '", options_.name, "', rank ", rank(), ": ", e.what()), {rank()}));
-      say_last_words(1, rank(), e.what());
-    }
-    let_go();
-  }
-  end_all();
-}
-
-void Core::end_all() {
-  for (Op* op : queue_)
-    if (!op->error) op->error = broken_;
-  queue_.clear();
-  messages_->fail(broken_);
-}
-
-void Core::interrupt(const std::string& reason) {
-  {
-    const Lock lock(mutex_);
-    // Calls to which all ranks have contributed still complete.
-    try {
-      if (!broken_) progress();
-    } catch (...) {
-      fail(std::current_exception());
-    }
-    if (under_way()) let_go();
-    if (!broken_)
-      broken_ = std::make_exception_ptr(
-          PeerLostError(concat("shm group '", options_.name, "': ", reason), {}));
-    ended_.store(true);
-    end_all();
-  }
-  nudge();
-}
-
-void Core::abort(const std::string& reason) {
-  say_last_words(1, rank(), reason.empty() ? "it was told to abort" : reason);
 }
 
 }  // namespace tessera::shm::detail

@@ -119,6 +119,8 @@ struct CoreOptions {
   bool crowded = false;
   /// The processes of all ranks take part in membarrier.
   bool remote_barriers = false;
+  /// Limit of the messages that this rank keeps because no receive has been posted for them.
+  std::size_t kept_bytes = 0;
 };
 
 /// Registers this process for remote barriers; returns whether it can take part in them.
@@ -126,7 +128,7 @@ bool register_for_barriers();
 
 class Core {
  public:
-  Core(CoreOptions options, std::shared_ptr<Mapping> memory, Liveness liveness);
+  Core(CoreOptions options, std::shared_ptr<Mapping> memory, Identity identity, Liveness liveness);
   ~Core();
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
@@ -149,10 +151,11 @@ class Core {
   /// True if a call that has nothing to do may return at once: nothing has ended the group, and
   /// this process is a rank of it. From any thread.
   bool whole() const {
-    return !ended_.load(std::memory_order_acquire) && *unforked_ != std::byte{0} &&
+    return !ended_.load(std::memory_order_acquire) && !identity_.forked() &&
            header_.failed.load() == 0;
   }
-  /// Ends the calls of all ranks; from any thread.
+  /// Ends the calls of all ranks; from any thread. In a forked child this and what follows do
+  /// nothing.
   void abort(const std::string& reason);
   /// Ends the calls of this rank.
   void interrupt(const std::string& reason);
@@ -225,8 +228,8 @@ class Core {
   }
   /// Wakes ranks that sleep until this rank has done something. Call it after write().
   void ring();
-  /// Reads the memory of another rank's process. Throws PeerLostError if that fails, and as
-  /// require_held().
+  /// Reads the memory of another rank's process, and of no other. Throws PeerLostError if that
+  /// fails, and as require_held().
   void copy_from(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const;
   /// Throws what the group has ended by if this rank has given its calls up, so that what was read
   /// of its memory may be no data.
@@ -234,9 +237,6 @@ class Core {
   /// Throws PeerLostError if a rank has left or its process has ended, and what the group has ended
   /// by.
   void require_peers();
-  /// Copies as copy_from(); returns false and sets errno if that fails.
-  bool try_copy_from(int rank, std::byte* to, std::uint64_t address,
-                     std::size_t bytes) const noexcept;
   /// Copies to memory that other ranks read next.
   void put(std::byte* to, const std::byte* from, std::size_t bytes, Readers readers) const {
     if (past_cache(readers))
@@ -278,6 +278,13 @@ class Core {
   static std::uint64_t slot_number(const Op& op, std::uint64_t step) {
     return op.first_slot + (step - op.first - op.in_lines);
   }
+  /// Throws PeerLostError in a forked child, where another thread of the parent may have held the
+  /// lock for ever.
+  void require_rank() const;
+  Lock lock_as_rank() {
+    require_rank();
+    return Lock(mutex_);
+  }
   void require_usable(const Op& op);
   /// Gives the call its number and its steps.
   void number(Op& op);
@@ -289,7 +296,10 @@ class Core {
   void sleep(Lock& lock, const Op* op, std::chrono::nanoseconds limit);
   bool under_way() const;
   [[noreturn]] void expire(const Op& op, std::chrono::milliseconds limit);
-  /// Throws if the group has failed, or a rank that `op` waits for is gone.
+  /// The calls that other ranks are waited for: those behind the first collective wait for it.
+  std::vector<Op*> pending() const;
+  /// Throws if the group has failed, or a rank that some call waits for is gone.
+  void check_peers();
   void check_peers(Op& op);
   void rethrow(const Op& op);
   /// Ends all calls of this rank with this error, and tells the other ranks.
@@ -304,10 +314,10 @@ class Core {
   const CoreOptions options_;
   const std::shared_ptr<Mapping> memory_;
   Header& header_;
+  /// A forked child must not take part in calls.
+  const Identity identity_;
   Liveness liveness_;
   std::unique_ptr<Messages> messages_;
-  /// A byte that the kernel sets to 0 in a forked child, which must not take part in calls.
-  std::byte* const unforked_;
 
   std::mutex mutex_;
   std::deque<Op*> queue_;

@@ -22,7 +22,7 @@ inline constexpr std::uint64_t kSlots = 4;
 inline constexpr std::uint64_t kLines = 64;
 /// Number of frames in transit from one rank to another.
 inline constexpr std::uint64_t kFrames = 4;
-inline constexpr int kMaxRanks = 250;
+inline constexpr int kMaxRanks = 512;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
                   std::atomic<std::uint32_t>::is_always_lock_free,
@@ -51,7 +51,8 @@ struct alignas(kLineBytes) Bell {
 /// Why a rank ended the calls of all ranks.
 struct alignas(kLineBytes) LastWords {
   static constexpr std::size_t kText = 448;
-  /// 0: no message. 1: this rank gave up. 2: rank `culprit` is gone.
+  /// 0: no message. 1: this rank gave up. 2: rank `culprit` is gone. 3: it is late. 4: the ranks'
+  /// calls differ. 5: being written.
   std::atomic<std::uint32_t> kind;
   std::uint32_t culprit;
   std::uint32_t length;

@@ -2,18 +2,26 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-#include <cstdio>
+#include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "tessera/base/text.h"
+#include "tessera/shm/detail/layout.h"
+#include "tessera/shm/types.h"
 
 namespace tessera::shm::detail {
 
 namespace {
+
+/// The kernel copies less than 2 GiB in one call.
+constexpr std::size_t kReadBytes = std::size_t{1} << 30;
 
 /// The beginning of a small file of /proc; empty if it cannot be read.
 std::string contents(const std::string& path) {
@@ -23,8 +31,7 @@ std::string contents(const std::string& path) {
   return n > 0 ? std::string(text, static_cast<std::size_t>(n)) : std::string();
 }
 
-}  // namespace
-
+/// The number, in this process' namespace, of the process that a pidfd refers to; 0 if it has none.
 pid_t process_of(int pidfd) {
   const std::string text = contents(concat("/proc/self/fdinfo/", pidfd));
   const auto at = text.find("\nPid:");
@@ -33,10 +40,58 @@ pid_t process_of(int pidfd) {
   return number > 0 ? static_cast<pid_t>(number) : 0;
 }
 
-Liveness::Liveness(std::vector<Descriptor> processes)
-    : processes_(std::move(processes)), gone_(processes_.size(), false) {
-  for (const auto& process : processes_)
-    numbers_.push_back(process ? process_of(process.get()) : own_);
+}  // namespace
+
+Identity::Identity(std::uint64_t value) {
+  void* page =
+      ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED)
+    throw SetupError(Cause::no_memory, "shm: no page of memory could be mapped");
+  ::madvise(page, kPageBytes, MADV_WIPEONFORK);
+  page_ = static_cast<std::uint64_t*>(page);
+  *page_ = value;
+}
+
+Identity::~Identity() {
+  if (page_ != nullptr) ::munmap(page_, kPageBytes);
+}
+
+Liveness::Liveness(std::vector<Descriptor> pidfds, std::vector<Probe> probes)
+    : processes_(std::move(pidfds)), probes_(std::move(probes)), gone_(processes_.size(), false) {
+  for (const auto& process : processes_) numbers_.push_back(process_of(process.get()));
+}
+
+bool Liveness::read(int rank, std::byte* to, std::uint64_t address,
+                    std::size_t bytes) const noexcept {
+  if (own(rank)) {
+    if (bytes != 0)
+      std::memcpy(to, reinterpret_cast<const void*>(address),  // NOLINT(performance-no-int-to-ptr)
+                  bytes);
+    return true;
+  }
+  const Probe& probe = probes_[static_cast<std::size_t>(rank)];
+  for (;;) {
+    const std::size_t part = std::min(bytes, kReadBytes);
+    // The probe is read by the same call, so out of the same memory: the number may be that of
+    // another process by now, or of another program.
+    std::uint64_t value = 0;
+    const iovec here[] = {{to, part}, {&value, sizeof value}};
+    const iovec there[] = {
+        {reinterpret_cast<void*>(address), part},  // NOLINT(performance-no-int-to-ptr)
+        {reinterpret_cast<void*>(probe.address),   // NOLINT(performance-no-int-to-ptr)
+         sizeof value}};
+    const ssize_t n = ::process_vm_readv(process(rank), here, 2, there, 2, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return false;
+    if (value != probe.value) {
+      errno = static_cast<std::size_t>(n) < part ? EFAULT : ESRCH;
+      return false;
+    }
+    if (part == bytes) return true;
+    to += part;
+    address += part;
+    bytes -= part;
+  }
 }
 
 bool Liveness::look() {

@@ -1,22 +1,49 @@
 #pragma once
-// Which ranks' processes are still running. A pidfd refers to the process itself: neither children
-// that it forked and that hold its descriptors matter, nor a process number that the system has
-// reused.
+// The ranks' processes: which are still running, and reading their memory. A pidfd refers to the
+// process itself: neither children that it forked and that hold its descriptors matter, nor a
+// process number that the system has reused. Reading another process' memory takes a number; a
+// random one in the memory of each rank shows whose it is.
 
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "tessera/shm/detail/segment.h"
 
 namespace tessera::shm::detail {
 
+/// A number in a rank's memory: its address there, and its value.
+struct Probe {
+  std::uint64_t address = 0, value = 0;
+};
+
+/// This process as a rank: a page that a forked child has as zeros, and a new program not at all.
+class Identity {
+ public:
+  /// `value` is not 0, and random where others read it. Throws SetupError (no_memory).
+  explicit Identity(std::uint64_t value);
+  Identity(Identity&& other) noexcept : page_(std::exchange(other.page_, nullptr)) {}
+  Identity& operator=(Identity&& other) noexcept {
+    std::swap(page_, other.page_);
+    return *this;
+  }
+  ~Identity();
+  /// True in a child that was forked afterwards, which is no rank.
+  bool forked() const { return *page_ == 0; }
+  Probe probe() const { return {reinterpret_cast<std::uint64_t>(page_), *page_}; }
+
+ private:
+  std::uint64_t* page_ = nullptr;
+};
+
 class Liveness {
  public:
   Liveness() = default;
-  /// One pidfd per rank; an empty one for ranks of this process.
-  explicit Liveness(std::vector<Descriptor> processes);
+  /// One of each per rank.
+  Liveness(std::vector<Descriptor> pidfds, std::vector<Probe> probes);
 
   /// True once the rank's process has ended; it stays true.
   bool gone(int rank) const { return !gone_.empty() && gone_[static_cast<std::size_t>(rank)]; }
@@ -31,17 +58,18 @@ class Liveness {
   bool own(int rank) const {
     return processes_.empty() || numbers_[static_cast<std::size_t>(rank)] == own_;
   }
+  /// Copies out of the rank's memory; returns false and sets errno if that fails: ESRCH if its
+  /// process is not there any more.
+  bool read(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const noexcept;
   /// "is alive", "is stopped", "has ended".
   const char* state(int rank) const;
 
  private:
   std::vector<Descriptor> processes_;
+  std::vector<Probe> probes_;
   std::vector<bool> gone_;
   std::vector<pid_t> numbers_;
   pid_t own_ = ::getpid();
 };
-
-/// The number, in this process' namespace, of the process that a pidfd refers to; 0 if it has none.
-pid_t process_of(int pidfd);
 
 }  // namespace tessera::shm::detail

@@ -2,13 +2,17 @@
 // The meeting of meeting.h, step by step:
 //
 //   rank 0 listens, and puts the socket's name and a secret into the directory
-//   the other ranks connect, and put "met" or the reason why not
-//   rank 0 accepts ranks that know the secret and are of the same user; gathers what each reports
-//   rank 0 makes the memory, and sends its descriptor and one for each rank's process
-//   each rank claims its region of the memory, and reports that
-//   rank 0 sends what holds for all, or why there is no group
+//   the other ranks connect, look whose socket it is, say who they are, and put "met" or the reason
+//     why not
+//   rank 0 lets ranks in that know the secret and are of the same user (reception.h)
+//   rank 0 makes the memory, and sends its descriptor, one for each rank's process, and what all
+//     ranks have reported
+//   each rank claims its region of the memory, and says so or why not
+//   rank 0 sends "yes", or why there is no group
 //   they test whether they can read each other's memory
 //
+// A rank that fails leaves its reason in the place of what the others wait for: of "address", "met",
+// or a message; rank 0 for those who come later as "failure".
 // If one rank throws, all throw.
 
 #include <memory>

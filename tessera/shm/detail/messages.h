@@ -103,6 +103,7 @@ class Messages {
   bool acknowledge(int to);
   bool receive(int from);
   bool take(int from, Stream& stream, const Frame& frame);
+  void keep(int from, Stream& stream, std::uint64_t tag);
   Incoming* match(int from, std::uint64_t tag);
   static bool same(std::uint64_t a, std::uint64_t b) { return ((a ^ b) & ~kTypeMask) == 0; }
   bool take_kept(Incoming& receive);
@@ -120,6 +121,8 @@ class Messages {
   std::vector<std::uint64_t> taken_;
   std::vector<Stream> streams_;
   std::list<Kept> kept_;
+  /// Sum of their sizes.
+  std::uint64_t kept_bytes_ = 0;
 };
 
 }  // namespace tessera::shm::detail

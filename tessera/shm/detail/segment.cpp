@@ -21,6 +21,7 @@ namespace tessera::shm::detail {
 
 namespace {
 
+constexpr std::size_t kClaimBytes = std::size_t{64} << 20;
 constexpr int kSeals = F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL;
 
 /// The number after `key` in a file of "key number" lines, or the first number if the key is empty.
@@ -76,6 +77,16 @@ std::uint64_t available_memory() {
                                  std::strerror(error), "; ", what_to_do));
 }
 
+/// Pages of such a file have no limit of their own: claiming more than there is would end processes.
+void require_available(std::size_t bytes) {
+  if (const std::uint64_t available = available_memory(); bytes > available)
+    throw SetupError(
+        Cause::no_memory,
+        concat("shm: ", bytes, " bytes of shared memory are asked for, and ", available,
+               " are available on this host or to this control group: ask for less (Options: "
+               "arena_bytes)"));
+}
+
 }  // namespace
 
 Descriptor::~Descriptor() {
@@ -83,14 +94,7 @@ Descriptor::~Descriptor() {
 }
 
 Descriptor make_memory(std::size_t bytes) {
-  // Pages of such a file have no limit of their own: claiming more than there is would end
-  // processes.
-  if (const std::uint64_t available = available_memory(); bytes > available)
-    throw SetupError(
-        Cause::no_memory,
-        concat("shm: ", bytes, " bytes of shared memory are asked for, and ", available,
-               " are available on this host or to this control group: ask for less (Options: "
-               "arena_bytes)"));
+  require_available(bytes);
   // If a file grows beyond this limit the kernel ends the process by a signal.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
@@ -138,15 +142,21 @@ Mapping::~Mapping() {
 }
 
 void claim(const Descriptor& file, std::size_t offset, std::size_t bytes) {
-  int error = 0;
-  do {
-    error = ::posix_fallocate(file.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  } while (error == EINTR);
-  if (error == 0) return;
-  errno = error;
-  refuse_memory(Cause::no_memory, "claiming", bytes,
-                "ask for less (Options: arena_bytes, slot_bytes), or give the ranks' control group "
-                "more memory");
+  // In blocks: other ranks of the control group claim theirs at the same time.
+  for (std::size_t at = 0; at < bytes; at += kClaimBytes) {
+    require_available(bytes - at);
+    int error = 0;
+    do {
+      error = ::posix_fallocate(file.get(), static_cast<off_t>(offset + at),
+                                static_cast<off_t>(std::min(bytes - at, kClaimBytes)));
+    } while (error == EINTR);
+    if (error == 0) continue;
+    errno = error;
+    refuse_memory(
+        Cause::no_memory, "claiming", bytes,
+        "ask for less (Options: arena_bytes, slot_bytes), or give the ranks' control group "
+        "more memory");
+  }
 }
 
 }  // namespace tessera::shm::detail

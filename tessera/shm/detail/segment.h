@@ -49,7 +49,7 @@ class Mapping {
 };
 
 /// Allocates the pages of this range of the file, on the NUMA node of the calling thread. Throws
-/// SetupError (no_memory).
+/// SetupError (no_memory), also if this host or the caller's control group has too little left.
 void claim(const Descriptor& file, std::size_t offset, std::size_t bytes);
 
 }  // namespace tessera::shm::detail

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "tessera/base/text.h"
+#include "tessera/shm/detail/layout.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -20,6 +21,9 @@
 namespace tessera::shm::detail {
 
 namespace {
+
+/// The kernel takes 253 in one message.
+constexpr std::size_t kMostDescriptors = 250;
 
 [[noreturn]] void refuse_socket(Cause cause, const char* call) {
   const int error = errno;
@@ -46,26 +50,77 @@ void wait_for(const Descriptor& socket, short events, Deadline deadline, const c
   }
 }
 
-/// Writes all bytes, or throws.
-void write_all(const Descriptor& socket, const char* data, std::size_t bytes, Deadline deadline) {
+/// Before what failed for lack of room is tried again.
+void pause_briefly() { ::poll(nullptr, 0, 1); }
+
+/// Writes all bytes, the descriptors with the first of them, or throws.
+void write_all(const Descriptor& socket, const void* data, std::size_t bytes, const int* fds,
+               std::size_t count, Deadline deadline) {
+  const auto* at = static_cast<const char*>(data);
+  std::vector<char> control(CMSG_SPACE(count * sizeof(int)));
   while (bytes > 0) {
     wait_for(socket, POLLOUT, deadline, "another rank did not read");
-    const ssize_t n = ::send(socket.get(), data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    iovec part{const_cast<char*>(at), bytes};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (count > 0) {
+      message.msg_control = control.data();
+      message.msg_controllen = control.size();
+      cmsghdr* c = CMSG_FIRSTHDR(&message);
+      c->cmsg_level = SOL_SOCKET;
+      c->cmsg_type = SCM_RIGHTS;
+      c->cmsg_len = CMSG_LEN(count * sizeof(int));
+      std::memcpy(CMSG_DATA(c), fds, count * sizeof(int));
+    }
+    const ssize_t n = ::sendmsg(socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    // A user may have as many descriptors on the way as one process may open.
+    if (n < 0 && errno == ETOOMANYREFS) {
+      if (time_left(deadline).count() == 0)
+        refuse_socket(Cause::not_permitted,
+                      "sending descriptors of memory and processes (raise ulimit -n)");
+      pause_briefly();
+      continue;
+    }
     if (n <= 0) refuse_socket(Cause::absent, "another rank went away while the group was made");
-    data += n;
+    at += n;
     bytes -= static_cast<std::size_t>(n);
+    count = 0;
   }
 }
 
-void read_all(const Descriptor& socket, char* data, std::size_t bytes, Deadline deadline) {
+void append_descriptors(msghdr& message, std::vector<Descriptor>& got) {
+  for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
+      got.emplace_back(fd);
+    }
+  }
+}
+
+/// Reads all bytes; without `got` the kernel drops the descriptors that come with them.
+void read_all(const Descriptor& socket, void* data, std::size_t bytes, std::vector<Descriptor>* got,
+              Deadline deadline) {
+  auto* at = static_cast<char*>(data);
+  std::vector<char> control(got != nullptr ? CMSG_SPACE(kMostDescriptors * sizeof(int)) : 0);
   while (bytes > 0) {
     wait_for(socket, POLLIN, deadline, "another rank did not answer");
-    const ssize_t n = ::recv(socket.get(), data, bytes, MSG_DONTWAIT);
+    iovec part{at, bytes};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.empty() ? nullptr : control.data();
+    message.msg_controllen = control.size();
+    const ssize_t n = ::recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (n <= 0)
       throw SetupError(Cause::absent, "shm: another rank went away while the group was made");
-    data += n;
+    if (got != nullptr) append_descriptors(message, *got);
+    at += n;
     bytes -= static_cast<std::size_t>(n);
   }
 }
@@ -82,39 +137,65 @@ std::string random_bytes(std::size_t count) {
   return bytes;
 }
 
-Listener listen_locally(int backlog) {
-  Listener listener{Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)),
+Listener listen_locally() {
+  Listener listener{Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)),
                     "tessera-" + random_bytes(16)};
   if (!listener.socket) refuse_socket(Cause::not_permitted, "a local socket");
   const auto [address, length] = address_of(listener.name);
   if (::bind(listener.socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
     refuse_socket(Cause::not_permitted, "bind");
-  if (::listen(listener.socket.get(), backlog) != 0) refuse_socket(Cause::not_permitted, "listen");
+  if (::listen(listener.socket.get(), SOMAXCONN) != 0)
+    refuse_socket(Cause::not_permitted, "listen");
   return listener;
 }
 
-Descriptor accept_from(const Descriptor& listener, Deadline deadline) {
+Descriptor accept_from(const Descriptor& listener) {
   for (;;) {
-    wait_for(listener, POLLIN, deadline, "not all ranks came");
     Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (socket) return socket;
-    if (errno != EINTR && errno != ECONNABORTED && errno != EAGAIN)
-      refuse_socket(Cause::not_permitted, "accept");
+    if (socket || errno == EAGAIN) return socket;
+    if (errno != EINTR && errno != ECONNABORTED) refuse_socket(Cause::not_permitted, "accept");
   }
 }
 
-Descriptor connect_to(const std::string& name) {
-  Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+Descriptor connect_to(const std::string& name, Deadline deadline) {
+  Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) refuse_socket(Cause::not_permitted, "a local socket");
   const auto [address, length] = address_of(name);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-    if (errno == EINTR) continue;
     if (errno == ECONNREFUSED)
       throw SetupError(Cause::other_host,
-                       "shm: rank 0 is not on this host, or in a network namespace of its own");
-    refuse_socket(Cause::not_permitted, "connect");
+                       "shm: nobody listens where rank 0 said: it is on another host, in a network "
+                       "namespace of its own, or has ended");
+    if (errno != EINTR && errno != EAGAIN) refuse_socket(Cause::not_permitted, "connect");
+    if (time_left(deadline).count() == 0)
+      throw SetupError(Cause::absent, "shm: rank 0 did not let this rank in within the time limit");
+    // Local sockets have no other way to wait for a place in the queue without blocking.
+    pause_briefly();
   }
   return socket;
+}
+
+uid_t user_of(const Descriptor& socket) {
+  ucred who{};
+  socklen_t length = sizeof who;
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
+    refuse_socket(Cause::not_permitted, "SO_PEERCRED");
+  return who.uid;
+}
+
+Descriptor process_of(const Descriptor& socket) {
+  int pidfd = -1;
+  socklen_t length = sizeof pidfd;
+  // Newer kernels return the process itself; older ones its number, which may have been reused.
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERPIDFD, &pidfd, &length) != 0) {
+    ucred who{};
+    length = sizeof who;
+    if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
+      refuse_socket(Cause::not_permitted, "SO_PEERCRED");
+    pidfd = static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0));
+  }
+  if (pidfd < 0) refuse_socket(Cause::not_permitted, "pidfd_open (Linux 5.3 or newer is needed)");
+  return Descriptor(pidfd);
 }
 
 Descriptor own_process() {
@@ -123,85 +204,34 @@ Descriptor own_process() {
   return process;
 }
 
-Peer peer_of(const Descriptor& socket) {
-  ucred who{};
-  socklen_t length = sizeof who;
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
-    refuse_socket(Cause::not_permitted, "SO_PEERCRED");
-  int pidfd = -1;
-  length = sizeof pidfd;
-  // Newer kernels return the process itself; older ones its number, which may have been reused.
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERPIDFD, &pidfd, &length) != 0)
-    pidfd = static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0));
-  if (pidfd < 0) refuse_socket(Cause::not_permitted, "pidfd_open (Linux 5.3 or newer is needed)");
-  return {Descriptor(pidfd), who.uid};
-}
-
 void send_text(const Descriptor& socket, const std::string& text,
                const std::vector<int>& descriptors, Deadline deadline) {
-  const std::uint32_t head[2] = {static_cast<std::uint32_t>(text.size()),
-                                 static_cast<std::uint32_t>(descriptors.size())};
-  iovec part{const_cast<std::uint32_t*>(head), sizeof head};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  std::vector<char> control;
-  if (!descriptors.empty()) {
-    control.resize(CMSG_SPACE(descriptors.size() * sizeof(int)));
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* c = CMSG_FIRSTHDR(&message);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
-    std::memcpy(CMSG_DATA(c), descriptors.data(), descriptors.size() * sizeof(int));
-  }
-  ssize_t n = 0;
-  do {
-    wait_for(socket, POLLOUT, deadline, "another rank did not read");
-    n = ::sendmsg(socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  } while (n < 0 && (errno == EINTR || errno == EAGAIN));
-  if (n < 0) refuse_socket(Cause::absent, "another rank went away while the group was made");
-  // Descriptors are sent with the first byte.
-  const auto sent = static_cast<std::size_t>(n);
-  write_all(socket, reinterpret_cast<const char*>(head) + sent, sizeof head - sent, deadline);
-  write_all(socket, text.data(), text.size(), deadline);
+  const TextHead head{static_cast<std::uint32_t>(text.size()),
+                      static_cast<std::uint32_t>(descriptors.size())};
+  const auto part = [&](std::size_t at) {
+    return std::min(descriptors.size() - at, kMostDescriptors);
+  };
+  write_all(socket, head.data(), sizeof head, descriptors.data(), part(0), deadline);
+  // Further ones travel with a byte each time.
+  for (std::size_t at = kMostDescriptors; at < descriptors.size(); at += kMostDescriptors)
+    write_all(socket, "+", 1, descriptors.data() + at, part(at), deadline);
+  write_all(socket, text.data(), text.size(), nullptr, 0, deadline);
 }
 
 std::string receive_text(const Descriptor& socket, std::vector<Descriptor>* descriptors,
                          Deadline deadline) {
-  std::uint32_t head[2] = {};
-  iovec part{head, sizeof head};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  std::vector<char> control(CMSG_SPACE(253 * sizeof(int)));
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  ssize_t n = 0;
-  do {
-    wait_for(socket, POLLIN, deadline, "another rank did not answer");
-    n = ::recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  } while (n < 0 && (errno == EINTR || errno == EAGAIN));
-  if (n <= 0)
-    throw SetupError(Cause::absent, "shm: another rank went away while the group was made");
+  TextHead head{};
   std::vector<Descriptor> got;
-  for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (std::size_t i = 0; i < count; ++i) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
-      got.emplace_back(fd);
-    }
-  }
-  const auto received = static_cast<std::size_t>(n);
-  read_all(socket, reinterpret_cast<char*>(head) + received, sizeof head - received, deadline);
-  if (head[0] > kMostText)
+  auto* wanted = descriptors != nullptr ? &got : nullptr;
+  read_all(socket, head.data(), sizeof head, wanted, deadline);
+  if (head[0] > kMostText || head[1] > (descriptors != nullptr ? kMaxRanks + 1U : 0U))
     throw SetupError(Cause::disagreement,
                      "shm: what came over the local socket is no message of this library");
+  char more = 0;
+  for (std::size_t at = kMostDescriptors; at < head[1]; at += kMostDescriptors)
+    read_all(socket, &more, 1, wanted, deadline);
   std::string text(head[0], '\0');
-  read_all(socket, text.data(), text.size(), deadline);
+  read_all(socket, text.data(), text.size(), nullptr, deadline);
   if (got.size() != head[1])
     throw SetupError(Cause::not_permitted,
                      concat("shm: ", got.size(), " of ", head[1],

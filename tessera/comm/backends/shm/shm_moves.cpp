@@ -24,7 +24,7 @@ ShmBackend::WorkPtr ShmBackend::all_gather_counts(const at::Tensor& output, cons
   return run(
       std::move(call), limit, signature(input.scalar_type()),
       [&](shm::Call o) { group().all_gather(from, to, sizes, o); },
-      [&](shm::Call o) { return group().start_all_gather(from, to, sizes, o); });
+      [&](shm::Call o) { return group().start().all_gather(from, to, sizes, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
@@ -45,7 +45,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
   return run_all(std::move(call), limit_of(options), signature(c10::ScalarType::Undefined),
                  [&](std::vector<shm::Request>& requests, shm::Call o) {
                    for (std::size_t i = 0; i < parts.size(); ++i)
-                     requests.push_back(group().start_all_gather(
+                     requests.push_back(group().start().all_gather(
                          parts[i].first, parts[i].second,
                          sizes_in(inputs[i].element_size(), same_for_all(inputs[i].numel())), o));
                  });
@@ -61,7 +61,7 @@ ShmBackend::WorkPtr ShmBackend::gather_counts(const at::Tensor& output, const at
   return run(
       std::move(call), limit, signature(input.scalar_type()),
       [&](shm::Call o) { group().gather(from, to, sizes, root, o); },
-      [&](shm::Call o) { return group().start_gather(from, to, sizes, root, o); });
+      [&](shm::Call o) { return group().start().gather(from, to, sizes, root, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter_counts(const at::Tensor& output, const at::Tensor& input,
@@ -74,7 +74,7 @@ ShmBackend::WorkPtr ShmBackend::scatter_counts(const at::Tensor& output, const a
   return run(
       std::move(call), limit, signature(output.scalar_type()),
       [&](shm::Call o) { group().scatter(from, to, sizes, root, o); },
-      [&](shm::Call o) { return group().start_scatter(from, to, sizes, root, o); });
+      [&](shm::Call o) { return group().start().scatter(from, to, sizes, root, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::all_to_all_counts(const at::Tensor& output, Counts output_counts,
@@ -87,7 +87,7 @@ ShmBackend::WorkPtr ShmBackend::all_to_all_counts(const at::Tensor& output, Coun
   const void* from = readable(call, input);
   void* to = target_of(call, output);
   return run_messages(std::move(call), limit, signature(input.scalar_type()),
-                      [&](shm::Call o) { return group().start_all_to_all(from, in, to, out, o); });
+                      [&](shm::Call o) { return group().start().all_to_all(from, in, to, out, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -110,7 +110,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   outputs[me].copy_(inputs[me].view(outputs[me].sizes()));
   const char* name = call.name;
   return run_messages(std::move(call), limit_of(options), signature(c10::ScalarType::Undefined),
-                      [&](shm::Call o) { return group().start_exchange(messages, o, name); });
+                      [&](shm::Call o) { return group().start().exchange(messages, o, name); });
 }
 
 }  // namespace tessera::detail

@@ -24,7 +24,7 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_one(const at::Tensor& tensor, const c
         group().all_reduce(data, data, count, e, r, o);
       },
       [&, e = element, r = reduction](shm::Call o) {
-        return group().start_all_reduce(data, data, count, e, r, o);
+        return group().start().all_reduce(data, data, count, e, r, o);
       });
 }
 
@@ -41,7 +41,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
                  [&](std::vector<shm::Request>& requests, shm::Call o) {
                    for (std::size_t i = 0; i < parts.size(); ++i) {
                      const auto& [data, how] = parts[i];
-                     requests.push_back(group().start_all_reduce(
+                     requests.push_back(group().start().all_reduce(
                          data, data, static_cast<std::size_t>(tensors[i].numel()), how.element,
                          how.reduction, o));
                    }
@@ -66,7 +66,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_one(const at::Tensor& tensor, const c10d:
         group().reduce(input, output, count, e, r, root, o);
       },
       [&, e = element, r = reduction](shm::Call o) {
-        return group().start_reduce(input, output, count, e, r, root, o);
+        return group().start().reduce(input, output, count, e, r, root, o);
       });
 }
 
@@ -85,7 +85,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_counts(const at::Tensor& output,
         group().reduce_scatter(from, to, sizes, e, r, o);
       },
       [&, e = element, r = reduction](shm::Call o) {
-        return group().start_reduce_scatter(from, to, sizes, e, r, o);
+        return group().start().reduce_scatter(from, to, sizes, e, r, o);
       });
 }
 
@@ -110,7 +110,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
       std::move(call), limit_of(options), signature(c10::ScalarType::Undefined),
       [&](std::vector<shm::Request>& requests, shm::Call o) {
         for (std::size_t i = 0; i < parts.size(); ++i)
-          requests.push_back(group().start_reduce_scatter(
+          requests.push_back(group().start().reduce_scatter(
               parts[i].first, parts[i].second, sizes_in(1, same_for_all(outputs[i].numel())),
               how[i].element, how[i].reduction, o));
       });
