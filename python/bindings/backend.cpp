@@ -5,6 +5,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -23,6 +24,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/hosts/hosts.h"
 #include "tessera/comm/backends/shm/shm.h"
+#include "tessera/comm/group/detail/store_meeting.h"
 
 namespace tessera::python {
 
@@ -53,7 +55,8 @@ std::vector<std::uint8_t> from_hex(const std::string& text) {
 }
 
 /// A question of the meeting: ("put", key, text), ("get", key, seconds), ("wait", keys in lines,
-/// seconds), ("add", key, number), ("address"), and at the end ("done").
+/// seconds), ("check", keys in lines), ("add", key, number), ("delete", key), ("address", the name
+/// of this life), and at the end ("done").
 using Question = std::tuple<std::string, std::string, std::string>;
 
 /// Between the thread of the meeting, which asks, and the caller, who answers.
@@ -137,23 +140,29 @@ class AskingStore : public c10d::Store {
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
   void wait(const std::vector<std::string>& keys,
             const std::chrono::milliseconds& timeout) override {
-    std::string lines;
-    for (const auto& key : keys) lines += lines.empty() ? key : "\n" + key;
-    caller_->ask({"wait", lines, seconds(timeout)});
+    caller_->ask({"wait", lines_of(keys), seconds(timeout)});
   }
   std::int64_t add(const std::string& key, std::int64_t value) override {
     return std::stoll(caller_->ask({"add", key, std::to_string(value)}));
   }
-  bool deleteKey(const std::string&) override { return false; }
-  bool check(const std::vector<std::string>&) override { refuse("check"); }
-  std::int64_t getNumKeys() override { refuse("getNumKeys"); }
+  bool deleteKey(const std::string& key) override {
+    return !caller_->ask({"delete", key, ""}).empty();
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    return keys.empty() || !caller_->ask({"check", lines_of(keys), ""}).empty();
+  }
+  std::int64_t getNumKeys() override {
+    throw NotAvailable("getNumKeys of the store in which the ranks of a group meet");
+  }
 
  private:
   static std::string seconds(std::chrono::milliseconds limit) {
     return concat(static_cast<double>(limit.count()) / 1000);
   }
-  [[noreturn]] static void refuse(const char* call) {
-    throw NotAvailable(concat(call, " of the store in which the ranks of a group meet"));
+  static std::string lines_of(const std::vector<std::string>& keys) {
+    std::string lines;
+    for (const auto& key : keys) lines += lines.empty() ? key : "\n" + key;
+    return lines;
   }
 
   const std::shared_ptr<Conversation> caller_;
@@ -168,7 +177,6 @@ class BackendMeeting : public torch::CustomClassHolder {
     options.name = name;
     options.timeout = bounded_limit(std::chrono::duration<double>(seconds));
     for (const auto r : ranks) options.ranks.push_back(static_cast<int>(r));
-    options.find_address = [caller = caller_] { return caller->ask({"address", "", ""}); };
     options.host = host;
     options.plain = false;
     thread_ = std::thread([this, options, rank, size] {
@@ -191,7 +199,8 @@ class BackendMeeting : public torch::CustomClassHolder {
 
   /// After "done". Throws what the ranks said.
   c10::intrusive_ptr<c10d::ProcessGroup> group() {
-    if (!chosen_.backend) throw std::runtime_error(problem_);
+    if (!chosen_.backend)
+      throw std::runtime_error(problem_.empty() ? "the ranks found no backend" : problem_);
     const auto& backend = chosen_.backend;
     auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(), backend->getSize());
     group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
@@ -204,8 +213,11 @@ class BackendMeeting : public torch::CustomClassHolder {
   }
 
  private:
-  void meet(int rank, int size, const HostsOptions& options) {
-    const auto store = c10::make_intrusive<AskingStore>(caller_, options.timeout);
+  void meet(int rank, int size, HostsOptions options) {
+    const auto asking = c10::make_intrusive<AskingStore>(caller_, options.timeout);
+    const auto life = detail::name_of_life(*asking, rank, size, options.timeout);
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(life, asking);
+    options.find_address = [this, life] { return caller_->ask({"address", life, ""}); };
     if (size > 1) {
       chosen_ = make_backend_by_host(store, rank, size, options);
       return;

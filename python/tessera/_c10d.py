@@ -34,16 +34,17 @@ def _is_loopback(address):
     return not address or address == "::1" or address.startswith("127.")
 
 
-def _address(options):
+def _address(options, life=""):
     """The address that this rank listens on: the one on the way to the job's store, as other hosts go there too.
 
+    `life`: what distinguishes the keys of these ranks from those that ranks before them left.
     On the host of the store that way may be the loopback, which no other host reaches: then the one on the way to a rank of another host.
     """
     store = options.store
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     mine = _route(getattr(store, "host", None) or socket.gethostname(), getattr(store, "port", None) or 1)
-    keys = [f"address of {rank}" for rank in range(options.group_size)]
+    keys = [f"{life}/address of {rank}" for rank in range(options.group_size)]
     options.store.set(keys[options.group_rank], mine)
     if _is_loopback(mine):
         options.store.wait(keys, options.timeout)
@@ -56,12 +57,16 @@ def _answer(options, kind, key, text):
     """What a meeting of ranks asks for."""
     store = options.store
     if kind == "address":
-        return _address(options)
+        return _address(options, key)
     if kind == "put":
         store.set(key, text)
         return ""
     if kind == "add":
         return str(store.add(key, int(text)))
+    if kind == "delete":
+        return "yes" if store.delete_key(key) else ""
+    if kind == "check":
+        return "yes" if store.check(key.split("\n")) else ""
     store.wait(key.split("\n"), timedelta(seconds=float(text)))
     return store.get(key).decode() if kind == "get" else ""
 

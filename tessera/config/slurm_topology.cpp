@@ -41,7 +41,7 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
       std::string key = word.substr(0, equals);
       std::transform(key.begin(), key.end(), key.begin(), to_lower);
       if (key != "switchname" && key != "switches" && key != "nodes" && key != "linkspeed")
-        throw fail(concat("'", word.substr(0, equals),
+        throw fail(concat("'", printable(word.substr(0, equals)),
                           "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes "
                           "and LinkSpeed"));
       if (!values.emplace(key, word.substr(equals + 1)).second)
@@ -49,6 +49,8 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
     }
     if (values.empty()) return;
     if (!values.contains("switchname")) throw fail("SwitchName is missing");
+    if (const auto fault = name_fault(values["switchname"]))
+      throw fail(concat("the SwitchName '", printable(values["switchname"]), "' ", *fault));
     if (!values.contains("switches") && !values.contains("nodes"))
       throw fail(concat("switch '", values["switchname"], "' has neither Switches nor Nodes"));
     try {

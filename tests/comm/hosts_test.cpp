@@ -14,6 +14,8 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -41,6 +43,41 @@ TEST(HostMap, RanksOfAHostNeedNotBeNeighbours) {
   EXPECT_EQ(map.place_of, (std::vector<int>{0, 0, 1, 0, 1}));
   EXPECT_FALSE(map.in_order);
   EXPECT_TRUE(detail::HostMap::of({"b", "b", "a"}).in_order);
+}
+
+// The names that the ranks that come get, "" for one that gives up.
+std::vector<std::string> names_of_life(c10d::Store& store, int size, const std::vector<int>& come,
+                                       std::chrono::milliseconds limit) {
+  std::vector<std::string> names(come.size());
+  std::vector<std::thread> ranks;
+  for (std::size_t i = 0; i < come.size(); ++i)
+    ranks.emplace_back([&, i] {
+      try {
+        names[i] = detail::name_of_life(store, come[i], size, limit);
+      } catch (const std::exception&) {
+      }
+    });
+  for (auto& rank : ranks) rank.join();
+  return names;
+}
+
+// Of some lives not all ranks come: what those leave at the store misleads nobody.
+TEST(StoreMeeting, EveryLifeHasANameOfItsOwn) {
+  std::set<std::string> known;
+  for (const std::vector<int>& come_first : {std::vector<int>{0}, {1, 2}, {0, 2}, {0, 1, 2}}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    for (int life = 0; life < 3; ++life) {
+      names_of_life(*store, 3, come_first, come_first.size() == 3 ? 30s : 0s);
+      for (const int size : {3, 2, 1}) {
+        std::vector<int> all(static_cast<std::size_t>(size));
+        std::iota(all.begin(), all.end(), 0);
+        const auto names = names_of_life(*store, size, all, 30s);
+        EXPECT_EQ(names, std::vector<std::string>(names.size(), names[0]));
+        EXPECT_FALSE(names[0].empty());
+        EXPECT_TRUE(known.insert(names[0]).second) << names[0];
+      }
+    }
+  }
 }
 
 // What all ranks read does not grow with the square of their number where most say the same.
@@ -377,6 +414,21 @@ TEST_P(OnHosts, TheC10dViewServesPlainLibtorch) {
     EXPECT_EQ(share[0][1].item<double>(), (n + 1) / 2.0);
     std::vector<Tensor> ints{torch::ones({4}, torch::kInt)};
     EXPECT_THROW(group->allreduce(ints, average), InvalidArgument);
+    std::vector<Tensor> several{torch::full({3}, me == 1, torch::kBool),
+                                torch::full({2, 3}, 1.0 + me, torch::kDouble).t(),
+                                torch::zeros({0}, torch::kHalf)};
+    std::vector<std::vector<Tensor>> of_all(static_cast<std::size_t>(n));
+    for (auto& of_rank : of_all)
+      for (const auto& tensor : several) of_rank.push_back(torch::zeros_like(tensor));
+    group->getBackend(c10::DeviceType::CPU)->allgather_coalesced(of_all, several)->wait();
+    for (int r = 0; r < n; ++r) {
+      EXPECT_EQ(of_all[r][0][2].item<bool>(), r == 1);
+      EXPECT_TRUE(torch::equal(of_all[r][1], torch::full({3, 2}, 1.0 + r, torch::kDouble)));
+    }
+    of_all[0].pop_back();
+    EXPECT_THROW(group->getBackend(c10::DeviceType::CPU)->allgather_coalesced(of_all, several),
+                 InvalidArgument);
+    group->getBackend(c10::DeviceType::CPU)->monitoredBarrier({}, true);
     group->barrier()->wait();
   });
 }

@@ -134,6 +134,9 @@ TEST(SlurmTopology, BadLines) {
   EXPECT_SAYS(says("\nSwitchName=a Nodes=host[0-"), "topology.conf:2:");
   EXPECT_SAYS(says("BlockName=a Nodes=host0"), "'BlockName' is unknown");
   EXPECT_SAYS(says("SwitchName=a Nodes"), "not Key=value");
+  EXPECT_SAYS(says("Block\x1b[2J=a"), "'Block\\x1b[2J' is unknown");
+  EXPECT_LT(says(std::string(100000, 'x') + "=a").size(), 500U);
+  EXPECT_SAYS(says("SwitchName=a\x1b[2J Nodes=host0"), "SwitchName 'a\\x1b[2J' holds a blank");
   EXPECT_SAYS(says("SwitchName=a Switches=b Nodes=host[0-1]\nSwitchName=b Switches=a"),
               "its own ancestor");
 }

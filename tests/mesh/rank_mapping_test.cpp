@@ -146,6 +146,8 @@ TEST(CostModel, BadInput) {
                   [&] { CostModel(topology, {{"x", 4}}, {{{}, Collective::send, 1}}); }),
               "names no axis");
   EXPECT_SAYS(refused<GroupConfigError>([] { collective_from("gossip"); }), "all_reduce");
+  EXPECT_SAYS(refused<GroupConfigError>([] { collective_from("all_r\adu\x1b[2Jce"); }),
+              "'all_r\\x07du\\x1b[2Jce'");
   const CostModel model(topology, {{"x", 4}}, {});
   EXPECT_SAYS(refused<MappingError>([&] { model.cost({0, 1}); }), "2 positions for a mesh of 4");
   EXPECT_SAYS(refused<MappingError>([&] { given_mapping(model, {0, 1}); }),

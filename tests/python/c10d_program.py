@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -50,10 +51,16 @@ def train(module, parameters, dtype=torch.float32):
     return losses
 
 
-def ddp(name):
+def ddp(name, compressed=False):
     net = network()
     model = DistributedDataParallel(net, process_group=groups[name], bucket_cap_mb=0.01)
+    if compressed:  # callbacks of its futures wait for the futures of other calls
+        model.register_comm_hook(PowerSGDState(groups[name], start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
     return train(model, model.parameters()) + [p.detach().clone() for p in net.parameters()] + [b.clone() for b in net.buffers()]
+
+
+def power_sgd(name):
+    return ddp(name, compressed=True)
 
 
 def fsdp(name):
@@ -87,6 +94,10 @@ def collectives(name):
     value = future.wait()
     lists = [torch.zeros(3) for _ in range(ranks)]
     dist.all_gather(lists, torch.full((3,), float(rank)), group=group)
+    mine = [torch.tensor(1.5 + rank), torch.full((2, 3), float(rank)), torch.empty(0), torch.ones(5)]
+    coalesced = [[torch.empty_like(t) for t in mine] for _ in range(ranks)]
+    dist.all_gather_coalesced(coalesced, mine, group=group)
+    lists += [t for of_rank in coalesced for t in of_rank]
     peer = (rank + 1) % ranks
     got = torch.zeros(4)
     if ranks > 1:  # Gloo sends nothing to itself
@@ -94,10 +105,11 @@ def collectives(name):
         for request in dist.batch_isend_irecv(messages):
             request.wait()
     dist.barrier(group=group)
+    dist.monitored_barrier(group=group)
     return [value, *lists, got]
 
 
-for case in (ddp, fsdp, dtensor, collectives):
+for case in (ddp, power_sgd, fsdp, dtensor, collectives):
     expected = case("gloo")
     for name in ("tessera", "again"):
         results = case(name)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import tessera
-from test_processes import torchrun
+from test_processes import HERE, run, torchrun
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -16,6 +16,14 @@ def test_pythons_own_training_over_it_equals_gloo(ranks):
     done = torchrun(ranks, "c10d_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank (\d) of \d: equal", done.stdout)) == [str(r) for r in range(ranks)]
+
+
+def test_ranks_meet_anew_in_memory_at_a_store_that_remembers_them(tmp_path):
+    """In one life, and after restarts by torchrun, whose agent keeps its store: of the second life one rank alone comes to the meeting."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 2, "--monitor-interval", 0.1]
+    done = run(*launcher, HERE / "lives_program.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"life (\d) of rank (\d): shm, shm", done.stdout)) == [(life, rank) for life in "02" for rank in "01"]
 
 
 LIBRARY = next(pathlib.Path(tessera.__file__).parent.glob("lib*/libtessera_python.so"))

@@ -48,12 +48,6 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-std::string hash_bytes(std::uint64_t value) {
-  std::string bytes(8, '\0');
-  for (int i = 0; i < 8; ++i) bytes[i] = static_cast<char>(value >> (8 * i));
-  return bytes;
-}
-
 /// The ranks' texts, or an empty list if all are equal. Goes through the store if the group has no
 /// other connection (ManagerState::meeting_place()), else through the group's own calls.
 std::vector<std::string> texts_that_differ(const Group& group, const std::string& text) {
@@ -75,7 +69,8 @@ std::vector<std::string> texts_that_differ(const Group& group, const std::string
     }
   }
   const CallOptions options{.name = kCall};
-  const auto hashes = group.all_gather_bytes(hash_bytes(value), options);
+  const auto hashes =
+      exchange_rows(group, Wire<std::uint64_t>::write(value), sizeof value, false, options);
   if (std::all_of(hashes.begin(), hashes.end(),
                   [&](const std::string& h) { return h == hashes.front(); }))
     return {};
@@ -135,7 +130,7 @@ std::string from_first(const Group& group, const std::string& what, const std::s
                        const CallOptions& options) {
   const std::string said =
       group.broadcast_bytes(failure.empty() ? kGood + mine : failure, 0, options);
-  if (said[0] != kGood) raise(kinds, said, concat(what, ": "));
+  if (said[0] != kGood) raise(kinds, said, blamed(group, what, 0));
   return said.substr(1);
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "tessera/base/host_lock.h"
@@ -69,6 +70,68 @@ c10::intrusive_ptr<c10::ivalue::Future> OwnWork::getFuture() {
   }
   settle_future();
   return future;
+}
+
+bool OwnWork::has_open_future() const {
+  const std::lock_guard lock(mutex_);
+  return future_ && !settled_;
+}
+
+// ---- futures ----
+
+void FutureThreads::settle(const c10::intrusive_ptr<OwnWork>& work) {
+  if (!work->has_open_future()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    try {
+      if (idle_ <= queue_.size()) {
+        std::thread thread([self = shared_from_this()] { self->run(); });
+        ++idle_;
+        if (stops_)
+          thread.detach();
+        else
+          threads_.push_back(std::move(thread));
+      }
+      queue_.push_back(work);
+      changed_.notify_one();
+      return;
+    } catch (const std::system_error&) {  // The system has no thread left.
+    }
+  }
+  work->settle_future();
+}
+
+void FutureThreads::run() {
+  std::unique_lock lock(mutex_);
+  for (;; ++idle_) {
+    changed_.wait(lock, [this] { return stops_ || !queue_.empty(); });
+    --idle_;
+    if (queue_.empty()) return;
+    auto work = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    work->settle_future();
+    work.reset();
+    lock.lock();
+  }
+}
+
+void FutureThreads::close(bool leave) {
+  const WithoutHostLock released;  // callbacks of Python's need it
+  std::unique_lock lock(mutex_);
+  stops_ = true;
+  changed_.notify_all();
+  while (!threads_.empty()) {
+    auto thread = std::move(threads_.back());
+    threads_.pop_back();
+    lock.unlock();
+    // The last owner may be a callback.
+    if (leave || thread.get_id() == std::this_thread::get_id())
+      thread.detach();
+    else
+      thread.join();
+    lock.lock();
+  }
 }
 
 // ---- checks ----
@@ -186,6 +249,46 @@ OwnBackend::WorkPtr OwnBackend::allgather(TensorLists& outputs, Tensors& inputs,
       {OpType::ALLGATHER, limit_of(options), out, copying_to(out, std::move(buffer.parts))});
 }
 
+OwnBackend::WorkPtr OwnBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& options) {
+  constexpr auto kName = "all_gather of several tensors";
+  const at::NoGradGuard no_grad;
+  Tensors bytes, results;
+  for (const auto& t : inputs) {
+    require_cpu(kName, t);
+    bytes.push_back(t.resolve_conj().resolve_neg().contiguous().reshape({-1}).view(at::kByte));
+  }
+  if (inputs.empty() || static_cast<int>(outputs.size()) != ranks())
+    throw InvalidArgument(concat(kName, " needs tensors and a list of outputs for each of ",
+                                 ranks(), " ranks, and got ", inputs.size(), " tensors and ",
+                                 outputs.size(), " lists"));
+  for (const auto& list : outputs) {
+    if (list.size() != inputs.size())
+      throw InvalidArgument(
+          concat(kName, ": a list of ", list.size(), " outputs for ", inputs.size(), " inputs"));
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      require_cpu(kName, list[i]);
+      require_same_type(kName, inputs[i], list[i]);
+      require_numel(kName, "output", list[i], inputs[i].numel());
+      results.push_back(list[i]);
+    }
+  }
+  const at::Tensor mine = at::cat(bytes);
+  const at::Tensor all = at::empty({mine.numel() * ranks()}, mine.options());
+  const auto arrived = [all, results] {
+    std::int64_t start = 0;
+    for (const auto& result : results) {
+      const auto size = static_cast<std::int64_t>(result.nbytes());
+      // A copy, since elements that others follow need not begin at a multiple of their size.
+      const at::Tensor part = all.narrow(0, start, size).clone();
+      result.copy_(part.view(result.scalar_type()).view(result.sizes()));
+      start += size;
+    }
+  };
+  return checked_all_gather(all, mine, same_for_all(mine.numel()),
+                            {OpType::ALLGATHER_COALESCED, limit_of(options), results, arrived});
+}
+
 OwnBackend::WorkPtr OwnBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   const at::Tensor input = only("gather", inputs);
@@ -262,6 +365,12 @@ OwnBackend::WorkPtr OwnBackend::alltoall_base(at::Tensor& output, at::Tensor& in
          in = counts_of_splits(input, input_splits, "input");
   return all_to_all_counts(output, std::move(out), input, std::move(in),
                            {OpType::ALLTOALL_BASE, limit_of(options), {output}, {}});
+}
+
+void OwnBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
+  c10d::BarrierOptions blocking = options;
+  blocking.asyncOp = false;
+  barrier(blocking)->wait();
 }
 
 // ---- uneven ----

@@ -10,8 +10,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #include "tessera/comm/group/detail/abilities.h"
@@ -29,20 +34,44 @@ class OwnWork : public c10d::Work {
  public:
   /// Waits. The tensors that the call wrote.
   std::vector<at::Tensor> result() override;
-  /// Completed by the thread that completes the work.
+  /// Completed by a thread that waits for the work, else by one of its group's FutureThreads.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  /// Completes the future, if it was asked for, once the work is complete. To be called without a
+  /// lock, and never by a thread that other calls need: callbacks of the future run here.
+  void settle_future();
+  /// Whether settle_future() has anything to do.
+  bool has_open_future() const;
 
  protected:
   OwnWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
-
-  /// Completes the future, if it was asked for, once the work is complete. To be called without a
-  /// lock: callbacks of the future run here.
-  void settle_future();
 
  private:
   const std::vector<at::Tensor> results_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool settled_ = false;
+};
+
+/// Completes the futures of a group's works. A callback may wait for the future of another call of
+/// the group: it runs here, where it holds up no thread that moves calls on. A thread is begun
+/// where none is idle, so that futures whose callbacks wait for each other are all completed.
+class FutureThreads : public std::enable_shared_from_this<FutureThreads> {
+ public:
+  /// Has the future of a work completed that is complete itself.
+  void settle(const c10::intrusive_ptr<OwnWork>& work);
+  /// Waits for the callbacks and ends the threads. `leave`: does not wait.
+  void close(bool leave = false);
+
+ private:
+  void run();
+
+  // guards all below
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<OwnWork>> queue_;
+  std::vector<std::thread> threads_;
+  std::size_t idle_ = 0;
+  bool stops_ = false;
 };
 
 /// What a collective of one of these backends has beside its data.
@@ -83,6 +112,9 @@ class OwnBackend : public c10d::Backend,
                     const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
+  /// `outputs[r][i]` gets `inputs[i]` of rank r; all travel in one call, as bytes.
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
   /// All outputs and inputs have the same number of elements.
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
@@ -97,6 +129,8 @@ class OwnBackend : public c10d::Backend,
                         std::vector<std::int64_t>& output_splits,
                         std::vector<std::int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override;
+  /// A barrier whose error names the ranks that did not come, on every rank.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool all_ranks) override;
 
   WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input,
                        const std::vector<std::int64_t>& sizes, CallLimit limit) override;

@@ -7,11 +7,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 
@@ -195,16 +195,10 @@ void GradientReducer::State::require_earlier_alike() {
   for (Preceded& of : preceded) {
     std::string alive;
     for (const auto& weak : of.by) alive += weak.expired() ? '0' : '1';
-    const auto all = of.group.all_gather_bytes(alive, {.name = "earlier gradient reducers"});
-    std::vector<int> others;
-    for (std::size_t r = 1; r < all.size(); ++r)
-      if (all[r] != all[0]) others.push_back(of.group.ranks()[r]);
-    if (!others.empty())
-      throw MismatchError(concat("group '", of.group.name(),
-                                 "': of the gradient reducers (DistributedDataParallel) that "
-                                 "its parameters had before, others live on ranks ",
-                                 list(others), " than on rank ", of.group.ranks()[0],
-                                 ". Drop such a one on all ranks, or on none."));
+    agree::same(of.group,
+                "which of the gradient reducers (DistributedDataParallel) that its parameters had "
+                "before are alive (1); drop such a one on all ranks, or on none",
+                alive);
     if (alive.find('1') == std::string::npos) of.by.clear();
   }
   std::erase_if(preceded, [](const Preceded& of) { return of.by.empty(); });
@@ -482,14 +476,9 @@ void GradientReducer::State::share_memory(const Group& group) {
 void GradientReducer::State::learn() {
   if (!options.learn_order || learnt || buckets.size() < 2) return;
   if (buckets.front().uniform && arrival.empty()) return;
-  std::string bytes;
-  if (!arrival.empty()) {
-    for (const std::size_t b : order) {
+  if (!arrival.empty())
+    for (const std::size_t b : order)
       if (std::find(arrival.begin(), arrival.end(), b) == arrival.end()) arrival.push_back(b);
-    }
-    bytes.assign(reinterpret_cast<const char*>(arrival.data()),
-                 arrival.size() * sizeof(std::size_t));
-  }
   Bucket& first = buckets.front();
   if (first.uniform && has_ended(first.group)) {
     for (const Slot& slot : first.slots) {
@@ -499,9 +488,10 @@ void GradientReducer::State::learn() {
       if (!gradient.value.defined()) first.group = gradient.group;
     }
   }
-  bytes = first.group.broadcast_bytes(bytes, 0, {.name = "order of buckets"});
-  if (bytes.size() != order.size() * sizeof(std::size_t)) return;
-  std::memcpy(order.data(), bytes.data(), bytes.size());
+  auto of_first = agree::first<std::vector<std::size_t>>(
+      first.group, "order of buckets", [&] { return arrival; }, {.name = "order of buckets"});
+  if (of_first.size() != order.size()) return;
+  order = std::move(of_first);
   learnt = true;
 }
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -73,7 +74,7 @@ Collective collective_from(const std::string& name) {
     names.push_back(text);
   }
   throw GroupConfigError(
-      concat("there is no collective '", name, "' in the cost model; it knows ", list(names)));
+      concat("there is no collective '", printable(name), "' in the cost model; it knows ", list(names)));
 }
 
 /// Loads of one round, and which of them must be cleared after it.

@@ -31,7 +31,6 @@ void HostsWork::run() {
   }
   body_ = nullptr;
   finish(error);
-  settle_future();
 }
 
 void HostsWorker::post(const c10::intrusive_ptr<HostsWork>& work) {
@@ -54,6 +53,7 @@ void HostsWorker::run() {
     queue_.pop_front();
     lock.unlock();
     work->run();
+    futures_->settle(work);
     work.reset();
     lock.lock();
   }
@@ -67,15 +67,13 @@ void HostsWorker::close(bool leave) {
   changed_.notify_all();
   if (!thread_.joinable()) return;
   auto thread = std::move(thread_);
-  // The last owner may be a callback of a future, which runs in the thread itself.
-  const bool own = thread.get_id() == std::this_thread::get_id();
-  const bool left =
-      own || (leave && !changed_.wait_for(lock, kCallsEnd, [this] { return ended_; }));
+  const bool left = leave && !changed_.wait_for(lock, kCallsEnd, [this] { return ended_; });
   lock.unlock();
   if (left)
     thread.detach();
   else
     thread.join();
+  futures_->close(left);
 }
 
 }  // namespace tessera::detail

@@ -21,7 +21,7 @@ class HostsWork : public OwnWork {
   HostsWork(int rank, c10d::OpType type, std::vector<at::Tensor> results,
             std::function<void()> body);
 
-  /// Does the call. What it throws, wait() throws.
+  /// Does the call. What it throws, wait() throws. Leaves the future to the caller.
   void run();
 
  private:
@@ -40,6 +40,7 @@ class HostsWorker : public std::enable_shared_from_this<HostsWorker> {
  private:
   void run();
 
+  const std::shared_ptr<FutureThreads> futures_ = std::make_shared<FutureThreads>();
   // guards all below
   std::mutex mutex_;
   std::condition_variable changed_;

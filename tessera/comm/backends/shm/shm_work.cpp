@@ -44,12 +44,16 @@ void ShmLink::abort() {
 
 void ShmLink::follow(const c10::intrusive_ptr<ShmWork>& work) {
   std::vector<c10::intrusive_ptr<ShmWork>> ended;
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  if (stops_) {
+    lock.unlock();
+    return work->finish();
+  }
   for (auto& known : followed_)
     if (known->over()) ended.push_back(std::move(known));
   std::erase(followed_, nullptr);
   followed_.push_back(work);
-  if (!thread_.joinable() && !stops_)
+  if (!thread_.joinable())
     thread_ = std::thread([link = shared_from_this()] { link->move_on(); });
   if (idle_) changed_.notify_one();
 }
@@ -60,8 +64,11 @@ std::vector<c10::intrusive_ptr<ShmWork>> ShmLink::take_complete() {
     const std::lock_guard lock(mutex_);
     all = followed_;
   }
-  for (const auto& work : all)
-    if (work->isCompleted()) complete.push_back(work);
+  for (const auto& work : all) {
+    if (!work->advance()) continue;
+    futures_->settle(work);
+    complete.push_back(work);
+  }
   const std::lock_guard lock(mutex_);
   std::erase_if(followed_, [&](const auto& work) {
     return std::find(complete.begin(), complete.end(), work) != complete.end();
@@ -96,22 +103,16 @@ void ShmLink::close() {
   }
   changed_.notify_all();
   group_.nudge();
-  if (thread.joinable()) {
-    if (thread.get_id() == std::this_thread::get_id())
-      thread.detach();  // The last owner was a callback of a future.
-    else
-      thread.join();
-  }
+  if (thread.joinable()) thread.join();
   {
     const std::lock_guard lock(mutex_);
     rest.swap(followed_);
   }
   for (const auto& work : rest) {
-    try {
-      work->wait();
-    } catch (const std::exception&) {  // Its future reports it, if it is asked for.
-    }
+    work->finish();
+    futures_->settle(work);
   }
+  futures_->close();
 }
 
 // ---- the work ----
@@ -157,26 +158,46 @@ void ShmWork::end(std::exception_ptr error) {
   completed_ = true;
 }
 
-bool ShmWork::isCompleted() {
+bool ShmWork::advance() {
   if (over()) return true;
-  {
-    const std::unique_lock turn(turn_, std::try_to_lock);
-    if (!turn) return over();
-    if (over()) return true;
-    try {
-      for (auto& request : requests_)
-        if (!request.test()) return false;
-      complete();
-    } catch (const Error&) {
-      try {
-        link_->rethrow();
-      } catch (...) {
-        end(std::current_exception());
-      }
-    } catch (...) {
-      end(std::current_exception());
-    }
+  const std::unique_lock turn(turn_, std::try_to_lock);
+  if (!turn || over()) return over();
+  try {
+    for (auto& request : requests_)
+      if (!request.test()) return false;
+    complete();
+  } catch (...) {
+    fail();
   }
+  return true;
+}
+
+void ShmWork::finish(std::chrono::milliseconds timeout) {
+  const std::lock_guard turn(turn_);
+  if (over()) return;
+  try {
+    for (auto& request : requests_) request.wait(timeout.count() > 0 ? timeout : call_.timeout);
+    complete();
+  } catch (...) {
+    fail();
+  }
+}
+
+// Ends the call with the current exception.
+void ShmWork::fail() {
+  try {
+    try {
+      throw;
+    } catch (const Error&) {
+      link_->rethrow();
+    }
+  } catch (...) {
+    end(std::current_exception());
+  }
+}
+
+bool ShmWork::isCompleted() {
+  if (!advance()) return false;
   settle_future();
   return true;
 }
@@ -192,23 +213,7 @@ std::exception_ptr ShmWork::exception() const {
 }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
-  {
-    const std::lock_guard turn(turn_);
-    if (!over()) {
-      try {
-        for (auto& request : requests_) request.wait(timeout.count() > 0 ? timeout : call_.timeout);
-        complete();
-      } catch (const Error&) {
-        try {
-          link_->rethrow();
-        } catch (...) {
-          end(std::current_exception());
-        }
-      } catch (...) {
-        end(std::current_exception());
-      }
-    }
-  }
+  finish(timeout);
   settle_future();
   if (const auto error = exception()) std::rethrow_exception(error);
   return true;

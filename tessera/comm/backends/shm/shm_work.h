@@ -40,7 +40,8 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   /// a watch, the watch is told which rank is gone, and news on the way is waited for: the reason
   /// that another rank gave when it aborted, for example.
   [[noreturn]] void rethrow() const;
-  /// Keeps the work until it is complete, and continues it in the background.
+  /// Keeps the work until it is complete, and continues it in the background. Once the link was
+  /// closed: completes it.
   void follow(const c10::intrusive_ptr<ShmWork>& work);
   /// Ends this process' calls, and, without a watch, also those of the other ranks.
   void abort();
@@ -63,6 +64,7 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   shm::Group group_;
   const std::vector<int> ranks_;
   const std::shared_ptr<GroupWatch> watch_;
+  const std::shared_ptr<FutureThreads> futures_ = std::make_shared<FutureThreads>();
   // guards the four below
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -86,8 +88,8 @@ struct ShmCall {
   std::chrono::milliseconds timeout{0};
 };
 
-/// A call as a c10d::Work, for which any thread may wait. Its future is completed by the first
-/// thread that sees the end of the call, at the latest by the group's.
+/// A call as a c10d::Work, for which any thread may wait. Its future is completed by a thread that
+/// waits for the work, at the latest by one of the group's.
 class ShmWork : public OwnWork, public InterruptibleWork {
  public:
   /// For a call that is complete but for its `finish`.
@@ -107,10 +109,14 @@ class ShmWork : public OwnWork, public InterruptibleWork {
 
   /// Whether the call is known to be complete, without testing it.
   bool over() const;
+  /// As isCompleted() and wait(), but leave the future alone, and throw nothing.
+  bool advance();
+  void finish(std::chrono::milliseconds timeout = kNoTimeout);
 
  private:
   void complete();
   void end(std::exception_ptr error);
+  void fail();
 
   const std::shared_ptr<ShmLink> link_;
   /// Held while testing or waiting; mutex_ of the base class guards what the end leaves.

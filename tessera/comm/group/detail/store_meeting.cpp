@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <map>
+#include <random>
+#include <thread>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
@@ -96,6 +98,47 @@ std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& 
   // For some stores a limit of zero means no limit.
   store.wait({everything}, std::max(time_left(deadline), std::chrono::milliseconds(1)));
   return unpacked_texts(store.get(everything), static_cast<std::size_t>(size));
+}
+
+// Every rank leaves a random word. Rank 0 publishes the words that it has read, and does so again
+// until each rank has found its own among them: a word of an earlier life does not suffice for
+// that, nor do the words that an earlier rank 0 has published.
+std::string name_of_life(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit) {
+  using std::chrono::milliseconds;
+  const Deadline deadline = deadline_after(limit);
+  const std::string words = concat("life/words of ", size, " ranks");
+  std::random_device random;
+  const std::string mine = concat(random(), '.', random(), '.', random());
+  auto nap = [&, pause = milliseconds(1)](const char* what) mutable {
+    if (time_left(deadline).count() == 0)
+      throw Error(concat("timed out: ", what, " within ", limit.count(), " ms"));
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, milliseconds(100));
+  };
+  // For some stores a limit of zero means no limit.
+  const auto left = [&] { return std::max(time_left(deadline), milliseconds(1)); };
+  std::vector<std::string> keys, seen;
+  for (int r = 0; r < size; ++r) keys.push_back(concat("life/of rank ", r));
+  const auto seen_by = [&](const std::string& life, int r) {
+    return concat("life/", life, "/seen by rank ", r);
+  };
+  store.set(keys[static_cast<std::size_t>(rank)], mine);
+  if (rank == 0) {
+    for (int r = 1; r < size; ++r) seen.push_back(seen_by(mine, r));
+    store.wait(keys, left());
+    while (!store.check(seen)) {
+      store.set(words, packed_texts(store.multiGet(keys)));
+      nap("rank 0 was not seen by every rank of its group");
+    }
+    return mine;
+  }
+  for (;; nap("rank 0 of the group did not come")) {
+    store.wait({words}, left());
+    const auto all = unpacked_texts(store.get(words), static_cast<std::size_t>(size));
+    if (all[static_cast<std::size_t>(rank)] != mine) continue;
+    store.set(seen_by(all[0], rank), mine);
+    return all[0];
+  }
 }
 
 }  // namespace tessera::detail

@@ -24,4 +24,9 @@ std::vector<std::string> gather_at_store(c10d::Store& store, const std::string& 
                                          int size, const std::string& mine,
                                          std::chrono::milliseconds limit);
 
+/// Returns a name that all `size` ranks got in this life and no ranks before: a prefix for the keys
+/// of a store that outlives its ranks, as that of torchrun's agent, which holds what ranks of an
+/// earlier life have left, all or some of them. Throws Error if a rank does not come in time.
+std::string name_of_life(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit);
+
 }  // namespace tessera::detail
