@@ -251,6 +251,52 @@ TEST_P(Collectives, TheC10dViewServesPlainLibtorch) {
   });
 }
 
+TEST_P(Collectives, TheC10dViewTakesListsAndSeveralTensors) {
+  if (std::get<0>(GetParam()) == "gloo") GTEST_SKIP() << "these calls are c10d's own";
+  run([](DistributedManager& manager) {
+    const auto world = manager.world();
+    const int n = world.size(), me = world.rank();
+    if (n == 1) return;
+    const auto backend = world.process_group()->getBackend(c10::DeviceType::CPU);
+    using Tensors = std::vector<Tensor>;
+    const double sum = n * (n - 1) / 2.0;
+    Tensors several{torch::full({3}, 1.0 * me), torch::full({2}, 2 * me, torch::kLong)};
+    const auto work = backend->allreduce_coalesced(several);
+    const auto future = work->getFuture();
+    work->wait();
+    future->waitAndThrow();
+    EXPECT_EQ(future->value().toTensorVector().size(), 2U);
+    EXPECT_EQ(several[0][2].item<double>(), sum);
+    EXPECT_EQ(several[1][1].item<double>(), 2 * sum);
+    // Rank r gives r and -r, of two and of one element.
+    Tensors parts{torch::full({2}, 1.0 * me), torch::full({1}, -1.0 * me)};
+    Tensors wholes{torch::zeros({2 * n}), torch::zeros({n})};
+    backend->allgather_into_tensor_coalesced(wholes, parts)->wait();
+    for (int r = 0; r < n; ++r) {
+      EXPECT_EQ(wholes[0][2 * r + 1].item<double>(), r);
+      EXPECT_EQ(wholes[1][r].item<double>(), -r);
+    }
+    backend->reduce_scatter_tensor_coalesced(parts, wholes)->wait();
+    EXPECT_EQ(parts[0][1].item<double>(), n * me);
+    EXPECT_EQ(parts[1][0].item<double>(), -n * me);
+    Tensors to, from, mine{torch::full({2}, 1.0 * me)};
+    std::vector<Tensors> list(1);
+    for (int r = 0; r < n; ++r) {
+      to.push_back(torch::zeros({r + me + 1}));
+      from.push_back(torch::full({r + me + 1}, 10.0 * me + r));
+      list[0].push_back(torch::zeros({2}));
+    }
+    backend->alltoall(to, from)->wait();
+    for (int r = 0; r < n; ++r) EXPECT_EQ(to[r][me + r].item<double>(), 10.0 * r + me);
+    backend->allgather(list, mine)->wait();
+    for (int r = 0; r < n; ++r) EXPECT_EQ(list[0][r][1].item<double>(), r);
+    // A list that does not fit is refused on the rank that gave it, before anything moves.
+    to.pop_back();
+    EXPECT_THROW(backend->alltoall(to, from), InvalidArgument);
+    backend->barrier()->wait();
+  });
+}
+
 TEST_P(Collectives, ConjugatedAndNegatedViewsAreResolved) {
   run([](DistributedManager& manager) {
     const auto world = manager.world();

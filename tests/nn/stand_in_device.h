@@ -328,16 +328,13 @@ class Call final : public c10d::Work {
 
 /// The collectives of another backend, on memory of the device. The call waits for what the current
 /// stream has to do before it.
-class Backend final : public c10d::Backend,
-                      public detail::UnevenBackend,
-                      public detail::ReducingBackend {
+class Backend final : public c10d::Backend, public detail::UnevenBackend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   explicit Backend(const c10::intrusive_ptr<c10d::Backend>& inner)
       : c10d::Backend(inner->getRank(), inner->getSize()),
         inner_(inner),
-        uneven_(dynamic_cast<detail::UnevenBackend*>(inner.get())),
-        reducing_(dynamic_cast<detail::ReducingBackend*>(inner.get())) {}
+        uneven_(detail::abilities_of(inner.get()).uneven) {}
   const std::string getBackendName() const override { return "stand-in"; }
 
   WorkPtr broadcast(std::vector<at::Tensor>& t, const c10d::BroadcastOptions& o) override {
@@ -401,10 +398,15 @@ class Backend final : public c10d::Backend,
     for (Message& m : all) m.tensor = given(m.tensor);
     return call(uneven_->exchange(all, limit), given);
   }
-  bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override {
-    return reducing_->reduces(dtype, op);
+  detail::Abilities abilities() override {
+    const detail::Abilities inner = detail::abilities_of(inner_.get());
+    detail::Abilities own;
+    own.reduces = inner.reduces;
+    own.moves = inner.moves;
+    own.keeps_inputs = inner.keeps_inputs;
+    own.uneven = this;
+    return own;
   }
-  bool moves(c10::ScalarType dtype) const override { return reducing_->moves(dtype); }
   void abort() override { inner_->abort(); }
 
  private:
@@ -414,7 +416,6 @@ class Backend final : public c10d::Backend,
   }
   const c10::intrusive_ptr<c10d::Backend> inner_;
   detail::UnevenBackend* const uneven_;
-  detail::ReducingBackend* const reducing_;
 };
 
 /// Lets all groups over axes of the mesh serve the device.

@@ -30,6 +30,63 @@ at::Tensor joined(const std::vector<at::Tensor>& tensors) {
   return buffer.whole;
 }
 
+/// The call that gives `output`; its data come from `input`, or are in place.
+OwnCall call_on(OpType type, CallLimit limit, const at::Tensor& output,
+                const at::Tensor& input = {}, OwnCall::Counts counts = {}) {
+  OwnCall call;
+  call.type = type;
+  call.limit = limit;
+  if (output.defined()) call.results = {output};
+  call.output = output;
+  call.input = input;
+  call.counts = std::move(counts);
+  return call;
+}
+
+/// The call on several tensors that gives `outputs`.
+OwnCall call_on(OpType type, CallLimit limit, const std::vector<at::Tensor>& outputs) {
+  OwnCall call = call_on(type, limit, at::Tensor());
+  call.results = outputs;
+  return call;
+}
+
+/// Several works as one.
+class WorksInTurn final : public OwnWork {
+ public:
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  WorksInTurn(int rank, OpType type, std::vector<at::Tensor> results, Works works)
+      : OwnWork(rank, type, std::move(results)), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_)
+      if (auto error = work->exception()) return error;
+    return nullptr;
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    return std::all_of(works_.begin(), works_.end(), [&](auto& w) { return w->wait(timeout); });
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
+    for (const auto& work : works_) futures.push_back(work->getFuture());
+    return c10::collectAll(futures)->then(
+        [results = results_](c10::ivalue::Future& all) {
+          all.value();  // throws the error of any
+          return c10::IValue(results);
+        },
+        type);
+  }
+
+ private:
+  const Works works_;
+};
+
 }  // namespace
 
 // ---- works ----
@@ -140,9 +197,10 @@ c10::intrusive_ptr<c10d::Backend::Options> OwnBackend::getBackendOptions() {
   return c10::make_intrusive<Options>(getBackendName(), timeout_);
 }
 
-void OwnBackend::require_rank(int rank, const char* what) const {
+int OwnBackend::required_rank(std::int64_t rank, const char* what) const {
   if (rank < 0 || rank >= ranks())
     throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", ranks(), " ranks"));
+  return static_cast<int>(rank);
 }
 
 void OwnBackend::require_sizes(const Counts& sizes, const char* name) const {
@@ -174,79 +232,97 @@ OwnBackend::Counts OwnBackend::counts_of_splits(const at::Tensor& tensor, const 
   return same_for_all(tensor.numel() / ranks());
 }
 
+void OwnBackend::require_each(const Tensors& wholes, const Tensors& parts, const char* name) const {
+  if (wholes.size() != parts.size())
+    throw InvalidArgument(concat(name,
+                                 " of several tensors needs as many inputs as outputs, and got ",
+                                 parts.size(), " and ", wholes.size()));
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    require_cpu(name, parts[i]);
+    require_cpu(name, wholes[i]);
+    require_same_type(name, parts[i], wholes[i]);
+    require_numel(name, "tensor of all ranks", wholes[i], parts[i].numel() * ranks());
+  }
+}
+
+Abilities OwnBackend::own_abilities(bool (*reduces)(c10::ScalarType, ReduceOp::Kind)) {
+  Abilities result;
+  result.reduces = reduces;
+  result.moves = moves_every_dtype;
+  result.keeps_inputs = true;
+  result.uneven = this;
+  result.signature = &signature_;
+  return result;
+}
+
 // ---- one tensor ----
 
 OwnBackend::WorkPtr OwnBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  const at::Tensor tensor = only("broadcast", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of broadcast");
-  return broadcast_one(tensor, root, {OpType::BROADCAST, limit_of(options), {tensor}, {}});
+  OwnCall call = call_on(OpType::BROADCAST, limit_of(options), only("broadcast", tensors));
+  call.root = required_rank(options.rootRank, "the root of broadcast");
+  return broadcast_one(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const at::Tensor tensor = only("all_reduce", tensors);
-  return all_reduce_one(tensor, options.reduceOp,
-                        {OpType::ALLREDUCE, limit_of(options), {tensor}, {}});
+  OwnCall call = call_on(OpType::ALLREDUCE, limit_of(options), only("all_reduce", tensors));
+  call.op = options.reduceOp;
+  return all_reduce_one(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const at::Tensor tensor = only("reduce", tensors);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of reduce");
-  return reduce_one(tensor, options.reduceOp, root,
-                    {OpType::REDUCE, limit_of(options), {tensor}, {}});
+  OwnCall call = call_on(OpType::REDUCE, limit_of(options), only("reduce", tensors));
+  call.op = options.reduceOp;
+  call.root = required_rank(options.rootRank, "the root of reduce");
+  return reduce_one(std::move(call));
 }
 
 // ---- with counts ----
 
-OwnBackend::WorkPtr OwnBackend::checked_all_gather(const at::Tensor& output,
-                                                   const at::Tensor& input, Counts counts,
-                                                   OwnCall how) {
-  require_same_type("all_gather", input, output);
-  require_numel("all_gather", "output", output, total_of(counts));
-  require_numel("all_gather", "input", input, count_here(counts));
-  return all_gather_counts(output, input, std::move(counts), std::move(how));
+OwnBackend::WorkPtr OwnBackend::checked_all_gather(OwnCall call) {
+  require_same_type("all_gather", call.input, call.output);
+  require_numel("all_gather", "output", call.output, total_of(call.counts));
+  require_numel("all_gather", "input", call.input, count_here(call.counts));
+  return all_gather_counts(std::move(call));
 }
 
-OwnBackend::WorkPtr OwnBackend::checked_reduce_scatter(const at::Tensor& output,
-                                                       const at::Tensor& input, Counts counts,
-                                                       const c10d::ReduceOp& op, OwnCall how) {
-  require_same_type("reduce_scatter", input, output);
-  require_numel("reduce_scatter", "input", input, total_of(counts));
-  require_numel("reduce_scatter", "output", output, count_here(counts));
-  return reduce_scatter_counts(output, input, std::move(counts), op, std::move(how));
+OwnBackend::WorkPtr OwnBackend::checked_reduce_scatter(OwnCall call) {
+  require_same_type("reduce_scatter", call.input, call.output);
+  require_numel("reduce_scatter", "input", call.input, total_of(call.counts));
+  require_numel("reduce_scatter", "output", call.output, count_here(call.counts));
+  return reduce_scatter_counts(std::move(call));
 }
 
-OwnBackend::WorkPtr OwnBackend::checked_gather(const at::Tensor& output, const at::Tensor& input,
-                                               Counts counts, int root, OwnCall how) {
-  require_numel("gather", "input", input, count_here(counts));
-  if (rank_ != root) return gather_counts({}, input, std::move(counts), root, std::move(how));
-  require_same_type("gather", input, output);
-  require_numel("gather", "output", output, total_of(counts));
-  return gather_counts(output, input, std::move(counts), root, std::move(how));
+OwnBackend::WorkPtr OwnBackend::checked_gather(OwnCall call) {
+  require_numel("gather", "input", call.input, count_here(call.counts));
+  if (rank_ == call.root) {
+    require_same_type("gather", call.input, call.output);
+    require_numel("gather", "output", call.output, total_of(call.counts));
+  }
+  return gather_counts(std::move(call));
 }
 
-OwnBackend::WorkPtr OwnBackend::checked_scatter(const at::Tensor& output, const at::Tensor& input,
-                                                Counts counts, int root, OwnCall how) {
-  require_numel("scatter", "output", output, count_here(counts));
-  if (rank_ != root) return scatter_counts(output, {}, std::move(counts), root, std::move(how));
-  require_same_type("scatter", input, output);
-  require_numel("scatter", "input", input, total_of(counts));
-  return scatter_counts(output, input, std::move(counts), root, std::move(how));
+OwnBackend::WorkPtr OwnBackend::checked_scatter(OwnCall call) {
+  require_numel("scatter", "output", call.output, count_here(call.counts));
+  if (rank_ == call.root) {
+    require_same_type("scatter", call.input, call.output);
+    require_numel("scatter", "input", call.input, total_of(call.counts));
+  }
+  return scatter_counts(std::move(call));
 }
 
 // ---- lists ----
 
 OwnBackend::WorkPtr OwnBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
-  const at::Tensor input = only("all_gather", inputs);
+  const at::Tensor& input = only("all_gather", inputs);
   require_list(outputs, "all_gather", "outputs");
   const Tensors& out = outputs.front();
   for (const auto& t : out) require_same_type("all_gather", input, t);
   Flat buffer = flattened(out);
-  return checked_all_gather(
-      buffer.whole, input, numels(out),
-      {OpType::ALLGATHER, limit_of(options), out, copying_to(out, std::move(buffer.parts))});
+  OwnCall call = call_on(OpType::ALLGATHER, limit_of(options), buffer.whole, input, numels(out));
+  call.results = out;
+  call.finish = copying_to(out, std::move(buffer.parts));
+  return checked_all_gather(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -291,49 +367,114 @@ OwnBackend::WorkPtr OwnBackend::allgather_coalesced(TensorLists& outputs, Tensor
 
 OwnBackend::WorkPtr OwnBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
-  const at::Tensor input = only("gather", inputs);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of gather");
-  OwnCall how{OpType::GATHER, limit_of(options), {}, {}};
-  if (rank_ != root)
-    return checked_gather({}, input, same_for_all(input.numel()), root, std::move(how));
+  const at::Tensor& input = only("gather", inputs);
+  OwnCall call = call_on(OpType::GATHER, limit_of(options), {}, input, same_for_all(input.numel()));
+  call.root = required_rank(options.rootRank, "the root of gather");
+  if (rank_ != call.root) return checked_gather(std::move(call));
   require_list(outputs, "gather", "outputs on its root");
-  how.results = outputs.front();
-  for (const auto& t : how.results) {
+  call.results = outputs.front();
+  for (const auto& t : call.results) {
     require_same_type("gather", input, t);
     require_numel("gather", "output", t, input.numel());
   }
-  Flat buffer = flattened(how.results);
-  how.finish = copying_to(how.results, std::move(buffer.parts));
-  return checked_gather(buffer.whole, input, same_for_all(input.numel()), root, std::move(how));
+  Flat buffer = flattened(call.results);
+  call.output = buffer.whole;
+  call.finish = copying_to(call.results, std::move(buffer.parts));
+  return checked_gather(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ScatterOptions& options) {
-  const at::Tensor output = only("scatter", outputs);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of scatter");
-  at::Tensor whole;
-  if (rank_ == root) {
+  const at::Tensor& output = only("scatter", outputs);
+  OwnCall call =
+      call_on(OpType::SCATTER, limit_of(options), output, {}, same_for_all(output.numel()));
+  call.root = required_rank(options.rootRank, "the root of scatter");
+  if (rank_ == call.root) {
     require_list(inputs, "scatter", "inputs on its root");
     for (const auto& t : inputs.front()) {
       require_same_type("scatter", t, output);
       require_numel("scatter", "input", t, output.numel());
     }
-    whole = joined(inputs.front());
+    call.input = joined(inputs.front());
   }
-  return checked_scatter(output, whole, same_for_all(output.numel()), root,
-                         {OpType::SCATTER, limit_of(options), {output}, {}});
+  return checked_scatter(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                const c10d::ReduceScatterOptions& options) {
-  const at::Tensor output = only("reduce_scatter", outputs);
+  const at::Tensor& output = only("reduce_scatter", outputs);
   require_list(inputs, "reduce_scatter", "inputs");
   const Tensors& in = inputs.front();
   for (const auto& t : in) require_same_type("reduce_scatter", t, output);
-  return checked_reduce_scatter(output, joined(in), numels(in), options.reduceOp,
-                                {OpType::REDUCE_SCATTER, limit_of(options), {output}, {}});
+  OwnCall call = call_on(OpType::REDUCE_SCATTER, limit_of(options), output, joined(in), numels(in));
+  call.op = options.reduceOp;
+  return checked_reduce_scatter(std::move(call));
+}
+
+// ---- several tensors as one call ----
+
+OwnBackend::WorkPtr OwnBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  for (const auto& t : tensors) require_cpu("all_reduce of several tensors", t);
+  OwnCall call = call_on(OpType::ALLREDUCE_COALESCED, limit_of(options), tensors);
+  call.op = options.reduceOp;
+  return all_reduce_each(std::move(call));
+}
+
+OwnBackend::WorkPtr OwnBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  require_each(outputs, inputs, "all_gather");
+  return all_gather_each(inputs, call_on(OpType::_ALLGATHER_BASE, limit_of(options), outputs));
+}
+
+OwnBackend::WorkPtr OwnBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  // All are checked before the first begins: this rank would be a call ahead of the others.
+  require_each(inputs, outputs, "reduce_scatter");
+  OwnCall call = call_on(OpType::_REDUCE_SCATTER_BASE, limit_of(options), outputs);
+  call.op = options.reduceOp;
+  return reduce_scatter_each(inputs, std::move(call));
+}
+
+OwnBackend::WorkPtr OwnBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& options) {
+  require_list({outputs}, "all_to_all", "outputs");
+  require_list({inputs}, "all_to_all", "inputs");
+  const auto me = static_cast<std::size_t>(rank_);
+  require_numel("all_to_all", "input to this rank itself", inputs[me], outputs[me].numel());
+  return all_to_all_each(inputs, call_on(OpType::ALLTOALL, limit_of(options), outputs));
+}
+
+OwnBackend::WorkPtr OwnBackend::in_turn(OwnCall& call,
+                                        const std::function<WorkPtr(std::size_t)>& make) {
+  std::vector<WorkPtr> works;
+  for (std::size_t i = 0; i < call.results.size(); ++i) works.push_back(make(i));
+  return c10::make_intrusive<WorksInTurn>(rank_, call.type, std::move(call.results),
+                                          std::move(works));
+}
+
+OwnBackend::WorkPtr OwnBackend::all_reduce_each(OwnCall call) {
+  return in_turn(call, [&](std::size_t i) {
+    OwnCall one = call_on(OpType::ALLREDUCE, call.limit, call.results[i]);
+    one.op = call.op;
+    return all_reduce_one(std::move(one));
+  });
+}
+
+OwnBackend::WorkPtr OwnBackend::all_gather_each(const Tensors& inputs, OwnCall call) {
+  return in_turn(call, [&](std::size_t i) {
+    return all_gather_counts(call_on(call.type, call.limit, call.results[i], inputs[i],
+                                     same_for_all(inputs[i].numel())));
+  });
+}
+
+OwnBackend::WorkPtr OwnBackend::reduce_scatter_each(const Tensors& inputs, OwnCall call) {
+  return in_turn(call, [&](std::size_t i) {
+    OwnCall one = call_on(call.type, call.limit, call.results[i], inputs[i],
+                          same_for_all(call.results[i].numel()));
+    one.op = call.op;
+    return reduce_scatter_counts(std::move(one));
+  });
 }
 
 // ---- one tensor for all ranks ----
@@ -342,16 +483,18 @@ OwnBackend::WorkPtr OwnBackend::_allgather_base(at::Tensor& output, at::Tensor& 
                                                 const c10d::AllgatherOptions& options) {
   require_cpu("all_gather", output);
   require_cpu("all_gather", input);
-  return checked_all_gather(output, input, same_for_all(input.numel()),
-                            {OpType::_ALLGATHER_BASE, limit_of(options), {output}, {}});
+  return checked_all_gather(call_on(OpType::_ALLGATHER_BASE, limit_of(options), output, input,
+                                    same_for_all(input.numel())));
 }
 
 OwnBackend::WorkPtr OwnBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
   require_cpu("reduce_scatter", output);
   require_cpu("reduce_scatter", input);
-  return checked_reduce_scatter(output, input, same_for_all(output.numel()), options.reduceOp,
-                                {OpType::_REDUCE_SCATTER_BASE, limit_of(options), {output}, {}});
+  OwnCall call = call_on(OpType::_REDUCE_SCATTER_BASE, limit_of(options), output, input,
+                         same_for_all(output.numel()));
+  call.op = options.reduceOp;
+  return checked_reduce_scatter(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -361,10 +504,10 @@ OwnBackend::WorkPtr OwnBackend::alltoall_base(at::Tensor& output, at::Tensor& in
   require_cpu("all_to_all", output);
   require_cpu("all_to_all", input);
   require_same_type("all_to_all", input, output);
-  Counts out = counts_of_splits(output, output_splits, "output"),
-         in = counts_of_splits(input, input_splits, "input");
-  return all_to_all_counts(output, std::move(out), input, std::move(in),
-                           {OpType::ALLTOALL_BASE, limit_of(options), {output}, {}});
+  OwnCall call = call_on(OpType::ALLTOALL_BASE, limit_of(options), output, input,
+                         counts_of_splits(output, output_splits, "output"));
+  call.input_counts = counts_of_splits(input, input_splits, "input");
+  return all_to_all_counts(std::move(call));
 }
 
 void OwnBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
@@ -381,8 +524,8 @@ OwnBackend::WorkPtr OwnBackend::all_gather_v(const at::Tensor& output, const at:
   require_cpu("all_gather", output);
   require_cpu("all_gather", input);
   require_sizes(sizes, "all_gather");
-  return checked_all_gather(output, input, elements_of(sizes, output),
-                            {OpType::ALLGATHER, limit, {output}, {}});
+  return checked_all_gather(
+      call_on(OpType::ALLGATHER, limit, output, input, elements_of(sizes, output)));
 }
 
 OwnBackend::WorkPtr OwnBackend::reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
@@ -391,8 +534,9 @@ OwnBackend::WorkPtr OwnBackend::reduce_scatter_v(const at::Tensor& output, const
   require_cpu("reduce_scatter", output);
   require_cpu("reduce_scatter", input);
   require_sizes(sizes, "reduce_scatter");
-  return checked_reduce_scatter(output, input, elements_of(sizes, input), op,
-                                {OpType::REDUCE_SCATTER, limit, {output}, {}});
+  OwnCall call = call_on(OpType::REDUCE_SCATTER, limit, output, input, elements_of(sizes, input));
+  call.op = op;
+  return checked_reduce_scatter(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::gather_v(const at::Tensor& output, const at::Tensor& input,
@@ -400,13 +544,12 @@ OwnBackend::WorkPtr OwnBackend::gather_v(const at::Tensor& output, const at::Ten
                                          CallLimit limit) {
   require_cpu("gather", input);
   require_sizes(sizes, "gather");
-  require_rank(root, "the root of gather");
-  OwnCall how{OpType::GATHER, limit, {}, {}};
-  if (rank_ == root) {
-    require_cpu("gather", output);
-    how.results = {output};
-  }
-  return checked_gather(output, input, elements_of(sizes, input), root, std::move(how));
+  required_rank(root, "the root of gather");
+  if (rank_ == root) require_cpu("gather", output);
+  OwnCall call = call_on(OpType::GATHER, limit, rank_ == root ? output : at::Tensor(), input,
+                         elements_of(sizes, input));
+  call.root = root;
+  return checked_gather(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::scatter_v(const at::Tensor& output, const at::Tensor& input,
@@ -414,10 +557,12 @@ OwnBackend::WorkPtr OwnBackend::scatter_v(const at::Tensor& output, const at::Te
                                           CallLimit limit) {
   require_cpu("scatter", output);
   require_sizes(sizes, "scatter");
-  require_rank(root, "the root of scatter");
+  required_rank(root, "the root of scatter");
   if (rank_ == root) require_cpu("scatter", input);
-  return checked_scatter(output, input, elements_of(sizes, output), root,
-                         {OpType::SCATTER, limit, {output}, {}});
+  OwnCall call = call_on(OpType::SCATTER, limit, output, rank_ == root ? input : at::Tensor(),
+                         elements_of(sizes, output));
+  call.root = root;
+  return checked_scatter(std::move(call));
 }
 
 }  // namespace tessera::detail

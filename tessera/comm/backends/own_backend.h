@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/uneven.h"
 
@@ -46,8 +47,9 @@ class OwnWork : public c10d::Work {
  protected:
   OwnWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
 
- private:
   const std::vector<at::Tensor> results_;
+
+ private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool settled_ = false;
 };
@@ -74,39 +76,47 @@ class FutureThreads : public std::enable_shared_from_this<FutureThreads> {
   bool stops_ = false;
 };
 
-/// What a collective of one of these backends has beside its data.
+/// One collective of one of these backends. Tensors are dense, on the CPU and of one dtype, and
+/// have the numbers of elements that the counts say: what does not throws InvalidArgument before.
 struct OwnCall {
+  using Tensors = std::vector<at::Tensor>;
+  /// Elements, one number per rank.
+  using Counts = std::vector<std::int64_t>;
+
   c10d::OpType type = c10d::OpType::UNKNOWN;
   CallLimit limit;
   /// The result of Work::result().
-  std::vector<at::Tensor> results;
+  Tensors results;
+  /// Broadcast, all-reduce and reduce work in place on `output`. Undefined on the ranks other than
+  /// root: the output of gather, and the input of scatter.
+  at::Tensor output, input;
+  /// The same on all ranks; of all-to-all this rank's own, with `input_counts`.
+  Counts counts, input_counts;
+  c10d::ReduceOp op{};
+  int root = -1;
   /// Empty, or called when the data have arrived.
   std::function<void()> finish;
 };
 
-/// A backend implements what is pure virtual here. Its tensors are dense, on the CPU and of one
-/// dtype, and have the numbers of elements that the counts say: what does not throws
-/// InvalidArgument before.
-class OwnBackend : public c10d::Backend,
-                   public UnevenBackend,
-                   public ReducingBackend,
-                   public SigningBackend {
+/// A backend implements what is pure virtual here, and what c10d::Backend has for messages and
+/// barriers.
+class OwnBackend : public c10d::Backend, public UnevenBackend {
  public:
-  using Tensors = std::vector<at::Tensor>;
-  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using Tensors = OwnCall::Tensors;
+  using TensorLists = std::vector<Tensors>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  /// Elements, one number per rank.
-  using Counts = std::vector<std::int64_t>;
+  using Counts = OwnCall::Counts;
 
   c10::intrusive_ptr<Options> getBackendOptions() override;
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
   // Virtual in newer releases of c10d alone. NOLINTNEXTLINE(modernize-use-override)
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-  void sign(std::uint64_t call) override { signature_ = call; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override;
@@ -115,6 +125,8 @@ class OwnBackend : public c10d::Backend,
   /// `outputs[r][i]` gets `inputs[i]` of rank r; all travel in one call, as bytes.
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
   /// All outputs and inputs have the same number of elements.
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
@@ -125,6 +137,10 @@ class OwnBackend : public c10d::Backend,
                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input,
                         std::vector<std::int64_t>& output_splits,
                         std::vector<std::int64_t>& input_splits,
@@ -146,26 +162,29 @@ class OwnBackend : public c10d::Backend,
   OwnBackend(int rank, int size, std::chrono::milliseconds timeout)
       : c10d::Backend(rank, size), timeout_(timeout) {}
 
-  virtual WorkPtr broadcast_one(const at::Tensor& tensor, int root, OwnCall how) = 0;
-  virtual WorkPtr all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                 OwnCall how) = 0;
-  virtual WorkPtr reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                             OwnCall how) = 0;
-  virtual WorkPtr all_gather_counts(const at::Tensor& output, const at::Tensor& input,
-                                    Counts counts, OwnCall how) = 0;
-  virtual WorkPtr reduce_scatter_counts(const at::Tensor& output, const at::Tensor& input,
-                                        Counts counts, const c10d::ReduceOp& op, OwnCall how) = 0;
-  /// `output` is undefined on the ranks other than root.
-  virtual WorkPtr gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                                int root, OwnCall how) = 0;
-  /// `input` is undefined on the ranks other than root.
-  virtual WorkPtr scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                                 int root, OwnCall how) = 0;
-  /// Counts are this rank's own.
-  virtual WorkPtr all_to_all_counts(const at::Tensor& output, Counts output_counts,
-                                    const at::Tensor& input, Counts input_counts, OwnCall how) = 0;
+  virtual WorkPtr broadcast_one(OwnCall call) = 0;
+  virtual WorkPtr all_reduce_one(OwnCall call) = 0;
+  virtual WorkPtr reduce_one(OwnCall call) = 0;
+  virtual WorkPtr all_gather_counts(OwnCall call) = 0;
+  virtual WorkPtr reduce_scatter_counts(OwnCall call) = 0;
+  virtual WorkPtr gather_counts(OwnCall call) = 0;
+  virtual WorkPtr scatter_counts(OwnCall call) = 0;
+  virtual WorkPtr all_to_all_counts(OwnCall call) = 0;
+  // Several collectives as one call: OwnCall::results are the outputs, each has a dtype of its own,
+  // and they are made in turn unless a backend starts them together.
+  virtual WorkPtr all_reduce_each(OwnCall call);
+  virtual WorkPtr all_gather_each(const Tensors& inputs, OwnCall call);
+  virtual WorkPtr reduce_scatter_each(const Tensors& inputs, OwnCall call);
+  /// One input and one output for each rank; those for this rank itself have as many elements.
+  virtual WorkPtr all_to_all_each(const Tensors& inputs, OwnCall call) = 0;
 
-  void require_rank(int rank, const char* what) const;
+  /// Those that all of these backends have, to which a backend adds its own.
+  Abilities own_abilities(bool (*reduces)(c10::ScalarType, ReduceOp::Kind));
+  std::chrono::milliseconds limit_of_call(CallLimit limit) const {
+    return bounded_limit(limit.timeout.count() > 0 ? limit.timeout : timeout_);
+  }
+  /// Throws InvalidArgument if the group has no such rank.
+  int required_rank(std::int64_t rank, const char* what) const;
   int ranks() const { return size_; }
   Counts same_for_all(std::int64_t count) const {
     return Counts(static_cast<std::size_t>(size_), count);
@@ -179,19 +198,17 @@ class OwnBackend : public c10d::Backend,
  private:
   void require_sizes(const Counts& sizes, const char* name) const;
   void require_list(const TensorLists& lists, const char* name, const char* what) const;
+  void require_each(const Tensors& wholes, const Tensors& parts, const char* name) const;
   std::int64_t count_here(const Counts& counts) const {
     return counts[static_cast<std::size_t>(rank_)];
   }
   Counts counts_of_splits(const at::Tensor& tensor, const Counts& splits, const char* which) const;
 
-  WorkPtr checked_all_gather(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                             OwnCall how);
-  WorkPtr checked_reduce_scatter(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                                 const c10d::ReduceOp& op, OwnCall how);
-  WorkPtr checked_gather(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
-                         OwnCall how);
-  WorkPtr checked_scatter(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                          int root, OwnCall how);
+  WorkPtr in_turn(OwnCall& call, const std::function<WorkPtr(std::size_t)>& make);
+  WorkPtr checked_all_gather(OwnCall call);
+  WorkPtr checked_reduce_scatter(OwnCall call);
+  WorkPtr checked_gather(OwnCall call);
+  WorkPtr checked_scatter(OwnCall call);
 };
 
 }  // namespace tessera::detail

@@ -4,13 +4,16 @@
 #include <c10/core/DefaultDtype.h>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/shm/arena.h"
 
 namespace tessera {
 
-bool SharedMemory::available(const Group& group) { return group.backend() == "shm"; }
+bool SharedMemory::available(const Group& group) {
+  const auto& state = *group.state();
+  return state.has_endpoint(c10::DeviceType::CPU) &&
+         state.endpoint(c10::DeviceType::CPU).abilities.share;
+}
 
 SharedMemory SharedMemory::make(const Group& group, std::int64_t bytes,
                                 const CallOptions& options) {
@@ -25,13 +28,13 @@ SharedMemory SharedMemory::make(const Group& group, std::int64_t bytes,
   // Ranks that are late, gone, or elsewhere in the program are found out by the group.
   group.barrier(options);
   const auto& state = *group.state();
-  auto* backend =
-      dynamic_cast<detail::SharingBackend*>(state.endpoint(c10::DeviceType::CPU).backend.get());
-  if (backend == nullptr || !state.store())
+  if (!state.store())
     throw NotAvailable(concat("SharedMemory: group '", group.name(), "' has no store to meet at"));
   SharedMemory memory;
-  memory.arena_ = backend->share(static_cast<std::size_t>(bytes), state.store(),
-                                 options.timeout.count() > 0 ? options.timeout : state.timeout());
+  memory.arena_ =
+      state.endpoint(c10::DeviceType::CPU)
+          .abilities.share(static_cast<std::size_t>(bytes), state.store(),
+                           options.timeout.count() > 0 ? options.timeout : state.timeout());
   return memory;
 }
 

@@ -82,14 +82,23 @@ std::unique_lock<std::recursive_mutex> start_alone() {
 // and they wait until the difference is found. c10d counts the calls by a number of 32 bits, of
 // which 8 are enough: a pair of ranks has few calls in progress at a time, and those of one tag
 // match in order. The remaining 24 bits are a hash of the call.
-class GlooBackend : public c10d::ProcessGroupGloo, public detail::SigningBackend {
+class GlooBackend : public c10d::ProcessGroupGloo, public detail::AbleBackend {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<Tensors>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  void sign(std::uint64_t call) override { signature_ = call; }
+  detail::Abilities abilities() override {
+    detail::Abilities result;
+    result.signature = &signature_;
+    result.gathers_through_copies = true;
+    // Its own limit starts when one of its threads takes up the call; the group's is the one that
+    // counts, so that the error can name the missing ranks.
+    result.slack = std::chrono::seconds(2);
+    result.may_hang = true;
+    return result;
+  }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     tag("broadcast", tensors, options.rootRank);

@@ -16,16 +16,14 @@ HostLinks::HostLinks(HostMap map, int rank, BackendPtr near, BackendPtr wide, Ba
       near_(std::move(near)),
       wide_(std::move(wide)),
       leaders_(std::move(leaders)),
-      near_uneven_(dynamic_cast<UnevenBackend*>(near_.get())),
-      near_signing_(dynamic_cast<SigningBackend*>(near_.get())),
-      far_signing_(dynamic_cast<SigningBackend*>(leaders_.get())) {}
+      near_can_(abilities_of(near_.get())),
+      far_can_(abilities_of(leaders_.get())) {}
 
 void HostLinks::abort() {
   if (!aborted_.exchange(true)) {
-    // On purpose never freed: its threads may be in a call that nothing but its own limit ends, and
-    // its destructor would wait for them. MPI has no such threads, and is ended when it is freed.
+    // on purpose never freed
     for (const auto& link : {wide_, leaders_})
-      if (link && link->getBackendName() != "mpi") BackendPtr(link).release();
+      if (abilities_of(link.get()).may_hang) BackendPtr(link).release();
   }
   for (const auto& link : {near_, wide_, leaders_})
     if (link) link->abort();
@@ -34,7 +32,7 @@ void HostLinks::abort() {
 // ---- steps ----
 
 CallLimit HostLinks::near_limit(HostCall& call) {
-  if (near_signing_) near_signing_->sign(sign_of_step(call.sign, ++call.near));
+  near_can_.sign(sign_of_step(call.sign, ++call.near));
   return {call.limit, true};
 }
 
@@ -62,7 +60,7 @@ void HostLinks::near_reduce(HostCall& call, at::Tensor data, const c10d::ReduceO
 void HostLinks::near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
                             const Counts& counts, int place) {
   if (near_) {
-    near_uneven_->gather_v(whole, part, counts, place, near_limit(call))->wait();
+    near_can_.uneven->gather_v(whole, part, counts, place, near_limit(call))->wait();
   } else {
     whole.copy_(part);
   }
@@ -71,7 +69,7 @@ void HostLinks::near_gather(HostCall& call, const at::Tensor& whole, const at::T
 void HostLinks::near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,
                              const Counts& counts, int place) {
   if (near_) {
-    near_uneven_->scatter_v(part, whole, counts, place, near_limit(call))->wait();
+    near_can_.uneven->scatter_v(part, whole, counts, place, near_limit(call))->wait();
   } else {
     part.copy_(whole);
   }

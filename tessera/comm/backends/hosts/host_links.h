@@ -19,7 +19,7 @@ namespace tessera::detail {
 
 /// What the steps of one collective share.
 struct HostCall {
-  /// The number that stands for the call on all ranks (SigningBackend); 0: none is known.
+  /// The number that stands for the call on all ranks (Abilities::signature); 0: none is known.
   std::uint64_t sign = 0;
   /// The limit of each step.
   std::chrono::milliseconds limit{0};
@@ -45,7 +45,7 @@ class HostLinks {
   c10d::Backend& wide() const { return *wide_; }
   /// Null if this rank is alone on its host.
   c10d::Backend* near() const { return near_.get(); }
-  UnevenBackend* near_uneven() const { return near_uneven_; }
+  UnevenBackend* near_uneven() const { return near_can_.uneven; }
 
   /// Ends the calls of all links, here. From any thread.
   void abort();
@@ -120,9 +120,7 @@ class HostLinks {
   const HostMap map_;
   const int rank_, host_, place_;
   const BackendPtr near_, wide_, leaders_;
-  UnevenBackend* near_uneven_ = nullptr;
-  SigningBackend* near_signing_ = nullptr;
-  SigningBackend* far_signing_ = nullptr;
+  const Abilities near_can_, far_can_;
   std::atomic<bool> aborted_{false};
 };
 

@@ -57,7 +57,7 @@ Options HostLinks::near_options(HostCall& call) {
 
 template <class Options>
 Options HostLinks::far_options(HostCall& call) {
-  if (far_signing_) far_signing_->sign(sign_of_step(call.sign, ++call.far));
+  far_can_.sign(sign_of_step(call.sign, ++call.far));
   Options options;
   options.timeout = call.limit;
   return options;

@@ -96,10 +96,10 @@ struct MpiBackendOptions {
 /// alone, all with the same list, one group after the other. Throws InvalidArgument for a bad list,
 /// and TimeoutError naming the ranks of `world` that did not come.
 ///
-/// The result is also a detail::UnevenBackend and a detail::ReducingBackend. It moves CPU tensors
-/// of any dtype. It reduces by sum, product, min and max all numeric dtypes and bool (as or, and,
-/// and, or), by band, bor and bxor integers and bool, and by avg and premultiplied floating and
-/// complex ones. half and bfloat16 are summed in float32.
+/// The result is also a detail::UnevenBackend. It moves CPU tensors of any dtype. It reduces by
+/// sum, product, min and max all numeric dtypes and bool (as or, and, and, or), by band, bor and
+/// bxor integers and bool, and by avg and premultiplied floating and complex ones. half and
+/// bfloat16 are summed in float32.
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
                                                    const std::vector<int>& ranks,
                                                    const MpiBackendOptions& options = {});

@@ -85,8 +85,13 @@ MpiBackend::MpiBackend(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& o
 // While the reductions, which the moves of adopted calls use, are there.
 MpiBackend::~MpiBackend() { comm_->close(); }
 
-bool MpiBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
-  return MpiReductions::supports(dtype, to_c10d(op));
+Abilities MpiBackend::abilities() {
+  Abilities result = own_abilities([](c10::ScalarType dtype, ReduceOp::Kind op) {
+    return MpiReductions::supports(dtype, to_c10d(op));
+  });
+  result.ends_collectives = result.ends_messages = true;
+  result.any_thread = false;
+  return result;
 }
 
 MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit limit, Kind kind,
@@ -96,7 +101,7 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
   auto call = std::make_unique<MpiCall>();
   call->name = name;
   call->type = type;
-  call->timeout = bounded_limit(limit.timeout.count() > 0 ? limit.timeout : timeout_);
+  call->timeout = limit_of_call(limit);
   if (kind == Kind::collective) {
     sequence_.fetch_add(1, std::memory_order_relaxed);
     card.operation = name;
@@ -137,7 +142,7 @@ MpiBackend::WorkPtr MpiBackend::run(const char* name, OpType type, CallLimit lim
   return work;
 }
 
-MpiBackend::WorkPtr MpiBackend::run(const char* name, OwnCall how, CallCard card,
+MpiBackend::WorkPtr MpiBackend::run(const char* name, OwnCall& how, CallCard card,
                                     const std::function<void(MpiCall&)>& add) {
   return run(name, how.type, how.limit, Kind::collective, std::move(card), [&](MpiCall& call) {
     add(call);
@@ -153,65 +158,46 @@ int MpiBackend::user_tag(int tag) const {
   return tag;
 }
 
-MpiBackend::WorkPtr MpiBackend::broadcast_one(const at::Tensor& tensor, int root, OwnCall how) {
-  return run("broadcast", std::move(how), mpi_card(tensor, {}, root),
-             [&](MpiCall& call) { add_broadcast(call, tensor, root); });
+MpiBackend::WorkPtr MpiBackend::broadcast_one(OwnCall how) {
+  return run("broadcast", how, mpi_card(how.output, {}, how.root),
+             [&](MpiCall& call) { add_broadcast(call, how.output, how.root); });
 }
 
-MpiBackend::WorkPtr MpiBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                               OwnCall how) {
-  return run("all_reduce", std::move(how), mpi_card(tensor, op),
-             [&](MpiCall& call) { add_all_reduce(call, tensor, op); });
+MpiBackend::WorkPtr MpiBackend::all_reduce_one(OwnCall how) {
+  return run("all_reduce", how, mpi_card(how.output, how.op),
+             [&](MpiCall& call) { add_all_reduce(call, how.output, how.op); });
 }
 
-MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(
-    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  for (const auto& tensor : tensors) require_cpu("all_reduce of several tensors", tensor);
-  return run("all_reduce of several tensors", OpType::ALLREDUCE_COALESCED, limit_of(options),
-             Kind::collective, mpi_card(tensors, options.reduceOp), [&](MpiCall& call) {
+MpiBackend::WorkPtr MpiBackend::all_reduce_each(OwnCall how) {
+  return run("all_reduce of several tensors", how, mpi_card(how.results, how.op),
+             [&](MpiCall& call) {
                call.at_once = false;
-               for (const auto& tensor : tensors) add_all_reduce(call, tensor, options.reduceOp);
-               call.results = tensors;
+               for (const auto& tensor : how.results) add_all_reduce(call, tensor, how.op);
              });
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                           int root, OwnCall how) {
-  return run("reduce", std::move(how), mpi_card(tensor, op, {}, root),
-             [&](MpiCall& call) { add_reduce(call, tensor, root, op); });
+MpiBackend::WorkPtr MpiBackend::reduce_one(OwnCall how) {
+  return run("reduce", how, mpi_card(how.output, how.op, {}, how.root),
+             [&](MpiCall& call) { add_reduce(call, how.output, how.root, how.op); });
 }
 
-MpiBackend::WorkPtr MpiBackend::all_gather_counts(const at::Tensor& output, const at::Tensor& input,
-                                                  Counts counts, OwnCall how) {
-  return run("all_gather", std::move(how), mpi_card(input, counts),
-             [&](MpiCall& call) { add_all_gather(call, output, input, counts); });
+MpiBackend::WorkPtr MpiBackend::all_gather_counts(OwnCall how) {
+  return run("all_gather", how, mpi_card(how.input, how.counts),
+             [&](MpiCall& call) { add_all_gather(call, how.output, how.input, how.counts); });
 }
 
-MpiBackend::WorkPtr MpiBackend::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  if (outputs.size() != inputs.size())
-    throw InvalidArgument(
-        concat("all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    require_cpu("all_gather", inputs[i]);
-    require_cpu("all_gather", outputs[i]);
-    require_same_type("all_gather", inputs[i], outputs[i]);
-    require_numel("all_gather", "output", outputs[i], inputs[i].numel() * ranks());
-  }
-  return run("all_gather", inputs.size() == 1 ? OpType::ALLGATHER : OpType::ALLGATHER_COALESCED,
-             limit_of(options), Kind::collective, mpi_card(inputs), [&](MpiCall& call) {
-               call.at_once = call.at_once && inputs.size() == 1;
-               for (std::size_t i = 0; i < inputs.size(); ++i)
-                 add_all_gather(call, outputs[i], inputs[i], same_for_all(inputs[i].numel()));
-               call.results = outputs;
-             });
+MpiBackend::WorkPtr MpiBackend::all_gather_each(const Tensors& inputs, OwnCall how) {
+  return run("all_gather", how, mpi_card(inputs), [&](MpiCall& call) {
+    call.at_once = call.at_once && inputs.size() == 1;
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      add_all_gather(call, how.results[i], inputs[i], same_for_all(inputs[i].numel()));
+  });
 }
 
 MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   const at::Tensor input = only("gather", inputs);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of gather");
+  const int root = required_rank(options.rootRank, "the root of gather");
   Tensors out;
   if (rank() == root) {
     if (outputs.size() != 1 || static_cast<int>(outputs.front().size()) != ranks())
@@ -241,8 +227,7 @@ MpiBackend::WorkPtr MpiBackend::gather(TensorLists& outputs, Tensors& inputs,
 MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ScatterOptions& options) {
   const at::Tensor output = only("scatter", outputs);
-  const int root = static_cast<int>(options.rootRank);
-  require_rank(root, "the root of scatter");
+  const int root = required_rank(options.rootRank, "the root of scatter");
   Tensors in;
   if (rank() == root) {
     if (inputs.size() != 1 || static_cast<int>(inputs.front().size()) != ranks())
@@ -268,83 +253,59 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, TensorLists& inputs,
              });
 }
 
-MpiBackend::WorkPtr MpiBackend::reduce_scatter_counts(const at::Tensor& output,
-                                                      const at::Tensor& input, Counts counts,
-                                                      const c10d::ReduceOp& op, OwnCall how) {
-  return run("reduce_scatter", std::move(how), mpi_card(input, op, counts),
-             [&](MpiCall& call) { add_reduce_scatter(call, output, input, counts, op); });
-}
-
-MpiBackend::WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  if (outputs.size() != inputs.size())
-    throw InvalidArgument(
-        concat("reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs"));
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    require_cpu("reduce_scatter", inputs[i]);
-    require_cpu("reduce_scatter", outputs[i]);
-    require_same_type("reduce_scatter", inputs[i], outputs[i]);
-    require_numel("reduce_scatter", "input", inputs[i], outputs[i].numel() * ranks());
-  }
-  return run("reduce_scatter", OpType::REDUCE_SCATTER, limit_of(options), Kind::collective,
-             mpi_card(outputs, options.reduceOp), [&](MpiCall& call) {
-               call.at_once = call.at_once && inputs.size() == 1;
-               for (std::size_t i = 0; i < inputs.size(); ++i)
-                 add_reduce_scatter(call, outputs[i], inputs[i], same_for_all(outputs[i].numel()),
-                                    options.reduceOp);
-               call.results = outputs;
-             });
-}
-
-MpiBackend::WorkPtr MpiBackend::gather_counts(const at::Tensor& output, const at::Tensor& input,
-                                              Counts counts, int root, OwnCall how) {
-  return run("gather", std::move(how), mpi_card(input, counts, root),
-             [&](MpiCall& call) { add_gather(call, output, input, counts, root); });
-}
-
-MpiBackend::WorkPtr MpiBackend::scatter_counts(const at::Tensor& output, const at::Tensor& input,
-                                               Counts counts, int root, OwnCall how) {
-  return run("scatter", std::move(how), mpi_card(output, counts, root),
-             [&](MpiCall& call) { add_scatter(call, output, input, counts, root); });
-}
-
-MpiBackend::WorkPtr MpiBackend::all_to_all_counts(const at::Tensor& output, Counts output_counts,
-                                                  const at::Tensor& input, Counts input_counts,
-                                                  OwnCall how) {
-  return run("all_to_all", std::move(how), own_card(input), [&](MpiCall& call) {
-    add_all_to_all(call, output, input, output_counts, input_counts);
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_counts(OwnCall how) {
+  return run("reduce_scatter", how, mpi_card(how.input, how.op, how.counts), [&](MpiCall& call) {
+    add_reduce_scatter(call, how.output, how.input, how.counts, how.op);
   });
 }
 
-MpiBackend::WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                         const c10d::AllToAllOptions& options) {
-  if (static_cast<int>(outputs.size()) != ranks() || static_cast<int>(inputs.size()) != ranks())
-    throw InvalidArgument(concat("all_to_all needs ", ranks(), " inputs and outputs, and got ",
-                                 inputs.size(), " and ", outputs.size()));
-  for (const auto* tensors : {&outputs, &inputs})
-    for (const auto& t : *tensors) require_cpu("all_to_all", t);
+MpiBackend::WorkPtr MpiBackend::reduce_scatter_each(const Tensors& inputs, OwnCall how) {
+  return run("reduce_scatter", how, mpi_card(how.results, how.op), [&](MpiCall& call) {
+    call.at_once = call.at_once && inputs.size() == 1;
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      add_reduce_scatter(call, how.results[i], inputs[i], same_for_all(how.results[i].numel()),
+                         how.op);
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::gather_counts(OwnCall how) {
+  return run("gather", how, mpi_card(how.input, how.counts, how.root),
+             [&](MpiCall& call) { add_gather(call, how.output, how.input, how.counts, how.root); });
+}
+
+MpiBackend::WorkPtr MpiBackend::scatter_counts(OwnCall how) {
+  return run("scatter", how, mpi_card(how.output, how.counts, how.root), [&](MpiCall& call) {
+    add_scatter(call, how.output, how.input, how.counts, how.root);
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::all_to_all_counts(OwnCall how) {
+  return run("all_to_all", how, own_card(how.input), [&](MpiCall& call) {
+    add_all_to_all(call, how.output, how.input, how.counts, how.input_counts);
+  });
+}
+
+MpiBackend::WorkPtr MpiBackend::all_to_all_each(const Tensors& inputs, OwnCall how) {
   const auto me = static_cast<std::size_t>(rank());
-  require_numel("all_to_all", "input to this rank itself", inputs[me], outputs[me].numel());
-  return run("all_to_all", OpType::ALLTOALL, limit_of(options), Kind::collective,
-             own_card(inputs[me]), [&](MpiCall& call) {
-               call.results = outputs;
-               after_meeting(call, [this, &call, outputs, inputs, me] {
-                 for (int r = 0; r < ranks(); ++r) {
-                   const auto& part = outputs[static_cast<std::size_t>(r)];
-                   if (r != rank()) add_receive(call, part, r, numbered(call, part));
-                 }
-                 for (int r = 0; r < ranks(); ++r) {
-                   const auto& part = inputs[static_cast<std::size_t>(r)];
-                   if (r != rank()) add_send(call, part, r, numbered(call, part));
-                 }
-                 copy_here(outputs[me], inputs[me]);
-               });
-             });
+  const Tensors outputs = how.results;
+  return run("all_to_all", how, own_card(inputs[me]), [&](MpiCall& call) {
+    after_meeting(call, [this, &call, outputs, inputs, me] {
+      for (int r = 0; r < ranks(); ++r) {
+        const auto& part = outputs[static_cast<std::size_t>(r)];
+        if (r != rank()) add_receive(call, part, r, numbered(call, part));
+      }
+      for (int r = 0; r < ranks(); ++r) {
+        const auto& part = inputs[static_cast<std::size_t>(r)];
+        if (r != rank()) add_send(call, part, r, numbered(call, part));
+      }
+      copy_here(outputs[me], inputs[me]);
+    });
+  });
 }
 
 MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int to, int tag) {
   const at::Tensor tensor = only("send", tensors);
-  require_rank(to, "the receiver of send");
+  required_rank(to, "the receiver of send");
   return run("send", OpType::SEND, {}, Kind::messages, {}, [&](MpiCall& call) {
     call.peers = {comm_->ranks()[static_cast<std::size_t>(to)]};
     add_send(call, tensor, to, users(tag, tensor));
@@ -353,7 +314,7 @@ MpiBackend::WorkPtr MpiBackend::send(Tensors& tensors, int to, int tag) {
 
 MpiBackend::WorkPtr MpiBackend::recv(Tensors& tensors, int from, int tag) {
   const at::Tensor tensor = only("receive", tensors);
-  require_rank(from, "the sender of receive");
+  required_rank(from, "the sender of receive");
   return run("receive", OpType::RECV, {}, Kind::messages, {}, [&](MpiCall& call) {
     call.peers = {comm_->ranks()[static_cast<std::size_t>(from)]};
     add_receive(call, tensor, from, users(tag, tensor));
@@ -382,7 +343,7 @@ MpiBackend::WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& options) {
 MpiBackend::WorkPtr MpiBackend::exchange(const std::vector<Message>& messages, CallLimit limit) {
   for (const auto& message : messages) {
     require_cpu("exchange", message.tensor);
-    require_rank(message.peer, "a peer of exchange");
+    required_rank(message.peer, "a peer of exchange");
   }
   return run("exchange", OpType::COALESCED, limit, Kind::messages, {}, [&](MpiCall& call) {
     const auto route = [this](const Message& m, std::vector<std::uint64_t>& counts) {

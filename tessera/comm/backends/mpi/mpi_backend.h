@@ -38,44 +38,33 @@ class MpiBackend final : public OwnBackend {
   /// thread; sends nothing to other ranks.
   void abort() override { comm_->abort(); }
 
-  WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& options) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override;
+  Abilities abilities() override;
+
   /// The root's outputs may have different numbers of elements.
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
   /// The root's inputs may have different numbers of elements.
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& options) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& options) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
-                   const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
   WorkPtr exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
-  bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
-  bool moves(c10::ScalarType) const override { return true; }
-
  private:
-  WorkPtr broadcast_one(const at::Tensor& tensor, int root, OwnCall how) override;
-  WorkPtr all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, OwnCall how) override;
-  WorkPtr reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                     OwnCall how) override;
-  WorkPtr all_gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                            OwnCall how) override;
-  WorkPtr reduce_scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                                const c10d::ReduceOp& op, OwnCall how) override;
-  WorkPtr gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
-                        OwnCall how) override;
-  WorkPtr scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
-                         OwnCall how) override;
-  WorkPtr all_to_all_counts(const at::Tensor& output, Counts output_counts, const at::Tensor& input,
-                            Counts input_counts, OwnCall how) override;
+  WorkPtr broadcast_one(OwnCall call) override;
+  WorkPtr all_reduce_one(OwnCall call) override;
+  WorkPtr reduce_one(OwnCall call) override;
+  WorkPtr all_gather_counts(OwnCall call) override;
+  WorkPtr reduce_scatter_counts(OwnCall call) override;
+  WorkPtr gather_counts(OwnCall call) override;
+  WorkPtr scatter_counts(OwnCall call) override;
+  WorkPtr all_to_all_counts(OwnCall call) override;
+  WorkPtr all_reduce_each(OwnCall call) override;
+  WorkPtr all_gather_each(const Tensors& inputs, OwnCall call) override;
+  WorkPtr reduce_scatter_each(const Tensors& inputs, OwnCall call) override;
+  WorkPtr all_to_all_each(const Tensors& inputs, OwnCall call) override;
 
   /// Only the ranks of a collective meet first: of messages only the named peers take part.
   enum class Kind { collective, messages };
@@ -83,7 +72,7 @@ class MpiBackend final : public OwnBackend {
   /// before the call is begun. The ranks of a collective compare their `card` before data moves.
   WorkPtr run(const char* name, c10d::OpType type, CallLimit limit, Kind kind, CallCard card,
               const std::function<void(MpiCall&)>& add);
-  WorkPtr run(const char* name, OwnCall how, CallCard card,
+  WorkPtr run(const char* name, OwnCall& how, CallCard card,
               const std::function<void(MpiCall&)>& add);
 
   /// Where a message goes: a communicator, and a tag that no message of another size has.

@@ -64,8 +64,8 @@ void check(int code, const MpiCall& call) { check_mpi(code, call.name); }
 /// if nothing has to change.
 at::Tensor staged(const at::Tensor& tensor, const MpiReduction& plan) {
   at::Tensor t = tensor;
-  if (plan.wire != t.scalar_type()) t = t.to(plan.wire);
-  if (plan.scale) t = t.mul(plan.scale->to(t.scalar_type()));
+  if (plan.recipe.wide != t.scalar_type()) t = t.to(plan.recipe.wide);
+  if (plan.recipe.scale) t = t.mul(plan.factor);
   return in_order(t) ? t : t.contiguous().resolve_conj().resolve_neg();
 }
 
@@ -107,17 +107,17 @@ void MpiBackend::add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c
   const at::Tensor t = staged(tensor, plan);
   call.tensors.push_back(t);
   call.bytes += static_cast<std::int64_t>(t.nbytes());
-  const std::int64_t count = t.numel() * plan.per_element;
+  const std::int64_t count = t.numel() * plan.recipe.width();
   std::int64_t piece = max_count_;
   if (comm_->one_host() && ranks() > 1 && static_cast<std::int64_t>(t.nbytes()) > 4 * kPieceBytes) {
     const std::int64_t wanted =
-        kPieceBytes * plan.per_element / static_cast<std::int64_t>(t.element_size());
+        kPieceBytes * plan.recipe.width() / static_cast<std::int64_t>(t.element_size());
     piece = std::min(piece, std::max(wanted, (count + kMaxPieces - 1) / kMaxPieces));
   }
-  const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.per_element;
+  const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.recipe.width();
   const bool same = t.is_same(tensor);
-  if (!same || plan.average)
-    call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
+  if (!same || plan.recipe.divide)
+    call.finish.emplace_back([tensor, t, same, average = plan.recipe.divide, n = ranks()] {
       if (average) t.div_(n);
       if (!same) tensor.copy_(t);
     });
@@ -161,11 +161,11 @@ void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root,
   const at::Tensor t = staged(tensor, plan);
   call.tensors.push_back(t);
   call.bytes += static_cast<std::int64_t>(t.nbytes());
-  const std::int64_t count = t.numel() * plan.per_element;
-  const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.per_element;
+  const std::int64_t count = t.numel() * plan.recipe.width();
+  const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.recipe.width();
   const bool same = t.is_same(tensor);
-  if (is_root && (!same || plan.average))
-    call.finish.emplace_back([tensor, t, same, average = plan.average, n = ranks()] {
+  if (is_root && (!same || plan.recipe.divide))
+    call.finish.emplace_back([tensor, t, same, average = plan.recipe.divide, n = ranks()] {
       if (average) t.div_(n);
       if (!same) tensor.copy_(t);
     });
@@ -241,18 +241,19 @@ void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
   const MpiReduction plan = reductions_.plan(input.scalar_type(), op);
   const at::Tensor in = staged(input, plan);
   const bool direct =
-      in_order(output) && plan.wire == output.scalar_type() && !shares_storage(output, in);
+      in_order(output) && plan.recipe.wide == output.scalar_type() && !shares_storage(output, in);
   const at::Tensor out =
       direct ? output
-             : at::empty(output.sizes(), output.options().dtype(plan.wire).memory_format(
-                                             at::MemoryFormat::Contiguous));
+             : at::empty(output.sizes(), output.options()
+                                             .dtype(plan.recipe.wide)
+                                             .memory_format(at::MemoryFormat::Contiguous));
   call.tensors.insert(call.tensors.end(), {in, out});
   call.bytes += static_cast<std::int64_t>(in.nbytes());
-  const std::int64_t item = static_cast<std::int64_t>(in.element_size()) / plan.per_element;
+  const std::int64_t item = static_cast<std::int64_t>(in.element_size()) / plan.recipe.width();
   Counts items = counts;
-  for (auto& n : items) n *= plan.per_element;
-  if (!direct || plan.average)
-    call.finish.emplace_back([output, out, direct, average = plan.average, n = ranks()] {
+  for (auto& n : items) n *= plan.recipe.width();
+  if (!direct || plan.recipe.divide)
+    call.finish.emplace_back([output, out, direct, average = plan.recipe.divide, n = ranks()] {
       if (average) out.div_(n);
       if (!direct) output.copy_(out);
     });

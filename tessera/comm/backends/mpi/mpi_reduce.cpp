@@ -77,37 +77,21 @@ Native native(c10::ScalarType dtype) {
   }
 }
 
-const char* op_name(Op::RedOpType op) {
-  switch (op) {
-    case Op::SUM:
-      return "sum";
-    case Op::AVG:
-      return "avg";
-    case Op::PRODUCT:
-      return "product";
-    case Op::MIN:
-      return "min";
-    case Op::MAX:
-      return "max";
-    case Op::BAND:
-      return "band";
-    case Op::BOR:
-      return "bor";
-    case Op::BXOR:
-      return "bxor";
-    case Op::PREMUL_SUM:
-      return "premultiplied";
-    default:
-      return "unknown";
-  }
-}
-
 bool is_16bit_float(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
 }
 
 bool is_mpi_complex(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::ComplexFloat || dtype == c10::ScalarType::ComplexDouble;
+}
+
+/// What MPI, and the operations made here, reduce as it is.
+bool mpi_native(c10::ScalarType dtype, ReduceOp::Kind op) {
+  using Kind = ReduceOp::Kind;
+  if (op == Kind::avg || op == Kind::premultiplied) return false;
+  if (is_mpi_complex(dtype)) return op == Kind::product;
+  const bool ordered = op == Kind::min || op == Kind::max;
+  return native(dtype).type != MPI_DATATYPE_NULL && (ordered || !is_16bit_float(dtype));
 }
 
 }  // namespace
@@ -172,70 +156,45 @@ bool MpiReductions::supports(c10::ScalarType dtype, Op::RedOpType op) {
   }
 }
 
+MPI_Op MpiReductions::op_for(ReduceOp::Kind op, c10::ScalarType dtype) {
+  switch (op) {
+    case ReduceOp::Kind::product:
+      if (dtype == c10::ScalarType::ComplexDouble) return make(multiply<c10::complex<double>>);
+      if (dtype == c10::ScalarType::ComplexFloat) return make(multiply<c10::complex<float>>);
+      return MPI_PROD;
+    case ReduceOp::Kind::max:
+      return native(dtype).max ? make(native(dtype).max) : MPI_MAX;
+    case ReduceOp::Kind::min:
+      return native(dtype).min ? make(native(dtype).min) : MPI_MIN;
+    default:
+      return MPI_SUM;
+  }
+}
+
 MpiReduction MpiReductions::plan(c10::ScalarType dtype, const c10d::ReduceOp& op) {
   if (!supports(dtype, op.op_))
     throw InvalidArgument(
-        concat("MPI groups do not reduce ", c10::toString(dtype), " by ", op_name(op.op_),
-               "; convert the tensor first (integers have no average, complex numbers no order)"));
-  MpiReduction plan;
-  plan.wire = dtype;
-  plan.average = op.op_ == Op::AVG;
-  if (op.op_ == Op::PREMUL_SUM) {
-    const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-    if (!factor)
-      throw InvalidArgument(
-          "a premultiplied sum without its factor; c10d has a function that makes the operation "
-          "with one");
-    plan.scale = factor->tensor_factor.defined()
-                     ? factor->tensor_factor
-                     : at::scalar_tensor(factor->double_factor, at::kDouble);
-    plan.scale = plan.scale->reshape({});
+        concat("MPI groups do not reduce ", c10::toString(dtype), " by operation ",
+               static_cast<int>(op.op_),
+               " of c10d; convert the tensor first (integers have no average, complex numbers no "
+               "order)"));
+  const bool boolean = dtype == c10::ScalarType::Bool;
+  MpiReduction plan{.recipe = {ReduceOp::Kind::sum, dtype}};
+  if (const auto known = from_c10d(op)) {
+    // A sum of bool is or.
+    const auto kind =
+        boolean && known->kind == ReduceOp::Kind::sum ? ReduceOp::Kind::max : known->kind;
+    plan.recipe = recipe_of(mpi_native, dtype, kind);
+    plan.factor = known->factor;
+    plan.op = op_for(plan.recipe.op, plan.recipe.wire_type());
+  } else {
+    plan.recipe.bytes = boolean;
+    plan.op = op.op_ == Op::BAND ? MPI_BAND : op.op_ == Op::BOR ? MPI_BOR : MPI_BXOR;
   }
-  const bool adds = op.op_ == Op::SUM || op.op_ == Op::AVG || op.op_ == Op::PREMUL_SUM;
-  if (is_mpi_complex(dtype)) {
-    const bool wide = dtype == c10::ScalarType::ComplexDouble;
-    if (adds) {
-      plan.type = wide ? MPI_DOUBLE : MPI_FLOAT;
-      plan.op = MPI_SUM;
-      plan.per_element = 2;
-    } else {
-      plan.type = wide ? MPI_C_DOUBLE_COMPLEX : MPI_C_FLOAT_COMPLEX;
-      plan.op = make(wide ? multiply<c10::complex<double>> : multiply<c10::complex<float>>);
-    }
-    return plan;
-  }
-  if (dtype == c10::ScalarType::Bool) {
-    plan.type = MPI_UINT8_T;  // A bool is a byte that holds 0 or 1.
-    const bool all = op.op_ == Op::PRODUCT || op.op_ == Op::MIN || op.op_ == Op::BAND;
-    plan.op = op.op_ == Op::BXOR ? MPI_BXOR : all ? MPI_BAND : MPI_BOR;
-    return plan;
-  }
-  if (is_16bit_float(dtype) && (adds || op.op_ == Op::PRODUCT)) plan.wire = c10::ScalarType::Float;
-  const Native type = native(plan.wire);
-  plan.type = type.type;
-  switch (op.op_) {
-    case Op::PRODUCT:
-      plan.op = MPI_PROD;
-      break;
-    case Op::MAX:
-      plan.op = type.max ? make(type.max) : MPI_MAX;
-      break;
-    case Op::MIN:
-      plan.op = type.min ? make(type.min) : MPI_MIN;
-      break;
-    case Op::BAND:
-      plan.op = MPI_BAND;
-      break;
-    case Op::BOR:
-      plan.op = MPI_BOR;
-      break;
-    case Op::BXOR:
-      plan.op = MPI_BXOR;
-      break;
-    default:
-      plan.op = MPI_SUM;
-      break;
-  }
+  const auto wire = plan.recipe.wire_type();
+  plan.type = wire == c10::ScalarType::ComplexDouble  ? MPI_C_DOUBLE_COMPLEX
+              : wire == c10::ScalarType::ComplexFloat ? MPI_C_FLOAT_COMPLEX
+                                                      : native(wire).type;
   return plan;
 }
 

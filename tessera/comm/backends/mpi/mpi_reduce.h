@@ -7,25 +7,19 @@
 
 #include <map>
 #include <mutex>
-#include <optional>
-#include <utility>
 
+#include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {
 
-/// How one reduction is carried out: multiply each rank's values by `scale`, convert them to
-/// `wire`, reduce them by `op` over `per_element` items of `type` for each element, divide by the
-/// number of ranks if `average`, and convert back.
+/// How one reduction is carried out: as its recipe says, by `op` over items of `type`.
 struct MpiReduction {
-  c10::ScalarType wire = c10::ScalarType::Float;
+  Recipe recipe;
+  /// Of a premultiplied sum.
+  double factor = 1;
   MPI_Datatype type = MPI_DATATYPE_NULL;
   MPI_Op op = MPI_OP_NULL;
-  /// 2 where a complex sum is the sum of twice as many reals.
-  int per_element = 1;
-  bool average = false;
-  /// A tensor of one element.
-  std::optional<at::Tensor> scale;
 };
 
 /// The operations that MPI lacks (NaN-propagating min and max, 16-bit floats, complex products),
@@ -44,6 +38,7 @@ class MpiReductions {
 
  private:
   MPI_Op make(MPI_User_function* function);
+  MPI_Op op_for(ReduceOp::Kind op, c10::ScalarType dtype);
 
   std::mutex mutex_;  // guards made_
   std::map<MPI_User_function*, MPI_Op> made_;

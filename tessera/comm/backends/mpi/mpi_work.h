@@ -211,7 +211,7 @@ class MpiComm final : public MpiQueue {
 
 /// A call as a c10d::Work. Progress is made inside isCompleted() and wait(), and in other MPI calls
 /// of this process.
-class MpiWork : public c10d::Work, public InterruptibleWork {
+class MpiWork : public c10d::Work {
  public:
   /// `backend` lives as long as the work: the moves of the call use it.
   MpiWork(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<MpiComm> comm,

@@ -46,10 +46,10 @@ std::string nccl_version();
 /// TimeoutError if not all ranks come.
 ///
 /// The result is also a detail::UnevenBackend: uneven all-gather pads where that costs little,
-/// broadcasts where one rank holds most, and otherwise sends and receives in one NCCL group. And it
-/// is a detail::ReducingBackend: sums, products, averages and premultiplied sums of float and
-/// double, and integer reductions, are NCCL's; the group composes the rest from these
-/// (NaN-propagating min and max, half and bfloat16 accumulated in float32).
+/// broadcasts where one rank holds most, and otherwise sends and receives in one NCCL group. Sums,
+/// products, averages and premultiplied sums of float and double, and integer reductions, are
+/// NCCL's; the group composes the rest from these (NaN-propagating min and max, half and bfloat16
+/// accumulated in float32).
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout,

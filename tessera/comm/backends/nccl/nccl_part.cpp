@@ -94,9 +94,26 @@ std::vector<at::Tensor> rows(const at::Tensor& whole, const Sizes& sizes) {
   return whole.split_with_sizes(sizes);
 }
 
-class NcclBackend final : public c10d::ProcessGroupNCCL,
-                          public UnevenBackend,
-                          public ReducingBackend {
+bool nccl_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+      return op != ReduceOp::Kind::min && op != ReduceOp::Kind::max;
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+      return op != ReduceOp::Kind::avg && op != ReduceOp::Kind::premultiplied;
+    default:
+      return false;
+  }
+}
+
+bool nccl_moves(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::BFloat16 || every_library_moves(dtype);
+}
+
+class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend {
  public:
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
               c10::intrusive_ptr<Options> options)
@@ -221,23 +238,14 @@ class NcclBackend final : public c10d::ProcessGroupNCCL,
     return copied_here(batch.end(), !to_self.empty());
   }
 
-  bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override {
-    switch (dtype) {
-      case c10::ScalarType::Float:
-      case c10::ScalarType::Double:
-        return op != ReduceOp::Kind::min && op != ReduceOp::Kind::max;
-      case c10::ScalarType::Char:
-      case c10::ScalarType::Byte:
-      case c10::ScalarType::Int:
-      case c10::ScalarType::Long:
-        return op != ReduceOp::Kind::avg && op != ReduceOp::Kind::premultiplied;
-      default:
-        return false;
-    }
-  }
-
-  bool moves(c10::ScalarType dtype) const override {
-    return dtype == c10::ScalarType::BFloat16 || every_library_moves(dtype);
+  Abilities abilities() override {
+    Abilities result;
+    result.reduces = nccl_reduces;
+    result.moves = nccl_moves;
+    result.keeps_inputs = true;
+    result.uneven = this;
+    result.aborts_slowly = true;
+    return result;
   }
 
  private:

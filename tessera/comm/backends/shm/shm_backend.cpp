@@ -14,6 +14,13 @@ namespace {
 
 using c10d::OpType;
 
+bool shm_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
+  // libtorch divides a complex number by a real one with other rounding.
+  if (op == ReduceOp::Kind::avg && c10::isComplexType(dtype)) return false;
+  const auto element = element_of(dtype);
+  return element && shm::reduces(*element, kind_of(op));
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<ShmLink> link, std::chrono::milliseconds timeout)
@@ -23,11 +30,12 @@ ShmBackend::ShmBackend(std::shared_ptr<ShmLink> link, std::chrono::milliseconds 
 
 ShmBackend::~ShmBackend() { link_->close(); }
 
-bool ShmBackend::reduces(c10::ScalarType dtype, ReduceOp::Kind op) const {
-  // libtorch divides a complex number by a real one with other rounding.
-  if (op == ReduceOp::Kind::avg && c10::isComplexType(dtype)) return false;
-  const auto element = element_of(dtype);
-  return element && shm::reduces(*element, kind_of(op));
+Abilities ShmBackend::abilities() {
+  Abilities result = own_abilities(shm_reduces);
+  result.ends_collectives = result.ends_messages = true;
+  result.share = [this](std::size_t bytes, const c10::intrusive_ptr<c10d::Store>& store,
+                        std::chrono::milliseconds limit) { return share(bytes, store, limit); };
+  return result;
 }
 
 std::uint64_t ShmBackend::signature(c10::ScalarType dtype) {
@@ -37,17 +45,18 @@ std::uint64_t ShmBackend::signature(c10::ScalarType dtype) {
 }
 
 shm::Call ShmBackend::options(ShmCall& call, CallLimit limit, std::uint64_t sign) {
-  call.timeout = bounded_limit(limit.timeout.count() > 0 ? limit.timeout : timeout_);
+  call.timeout = limit_of_call(limit);
   sequence_.fetch_add(1, std::memory_order_relaxed);
   return {call.timeout, sign};
 }
 
-ShmBackend::WorkPtr ShmBackend::broadcast_one(const at::Tensor& tensor, int root, OwnCall how) {
-  const auto limit = how.limit;
-  auto call = call_of("broadcast", std::move(how));
+ShmBackend::WorkPtr ShmBackend::broadcast_one(OwnCall how) {
+  auto call = call_of("broadcast", how);
+  const at::Tensor& tensor = how.output;
+  const int root = how.root;
   void* data = rank_ == root ? const_cast<void*>(readable(call, tensor)) : target_of(call, tensor);
   return run(
-      std::move(call), limit, signature(tensor.scalar_type()),
+      std::move(call), how.limit, signature(tensor.scalar_type()),
       [&](shm::Call o) { group().broadcast(data, tensor.nbytes(), root, o); },
       [&](shm::Call o) { return group().start().broadcast(data, tensor.nbytes(), root, o); });
 }

@@ -14,7 +14,7 @@
 
 namespace tessera::detail {
 
-class ShmBackend final : public OwnBackend, public SharingBackend {
+class ShmBackend final : public OwnBackend {
  public:
   ShmBackend(std::shared_ptr<ShmLink> link, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
@@ -29,41 +29,27 @@ class ShmBackend final : public OwnBackend, public SharingBackend {
   /// How calls travel, and why, for reports.
   std::string describe() const { return shm::to_string(link_->group().describe()); }
 
-  std::shared_ptr<shm::Arena> share(std::size_t bytes, const c10::intrusive_ptr<c10d::Store>& store,
-                                    std::chrono::milliseconds limit) override;
+  Abilities abilities() override;
 
-  WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& options) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& options) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
-                   const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
   WorkPtr exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
-  bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
-  bool moves(c10::ScalarType) const override { return true; }
-
  private:
-  WorkPtr broadcast_one(const at::Tensor& tensor, int root, OwnCall how) override;
-  WorkPtr all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, OwnCall how) override;
-  WorkPtr reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                     OwnCall how) override;
-  WorkPtr all_gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                            OwnCall how) override;
-  WorkPtr reduce_scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts,
-                                const c10d::ReduceOp& op, OwnCall how) override;
-  WorkPtr gather_counts(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
-                        OwnCall how) override;
-  WorkPtr scatter_counts(const at::Tensor& output, const at::Tensor& input, Counts counts, int root,
-                         OwnCall how) override;
-  WorkPtr all_to_all_counts(const at::Tensor& output, Counts output_counts, const at::Tensor& input,
-                            Counts input_counts, OwnCall how) override;
+  WorkPtr broadcast_one(OwnCall call) override;
+  WorkPtr all_reduce_one(OwnCall call) override;
+  WorkPtr reduce_one(OwnCall call) override;
+  WorkPtr all_gather_counts(OwnCall call) override;
+  WorkPtr reduce_scatter_counts(OwnCall call) override;
+  WorkPtr gather_counts(OwnCall call) override;
+  WorkPtr scatter_counts(OwnCall call) override;
+  WorkPtr all_to_all_counts(OwnCall call) override;
+  WorkPtr all_reduce_each(OwnCall call) override;
+  WorkPtr all_gather_each(const Tensors& inputs, OwnCall call) override;
+  WorkPtr reduce_scatter_each(const Tensors& inputs, OwnCall call) override;
+  WorkPtr all_to_all_each(const Tensors& inputs, OwnCall call) override;
 
   /// Makes one call. `block` runs it to its end, `start` begins it; both get its options.
   template <class Block, class Start>
@@ -81,7 +67,8 @@ class ShmBackend final : public OwnBackend, public SharingBackend {
   /// A signature of the next call: the group's, combined with the dtype.
   std::uint64_t signature(c10::ScalarType dtype);
 
-  WorkPtr message(ShmCall call, shm::Message message);
+  std::shared_ptr<shm::Arena> share(std::size_t bytes, const c10::intrusive_ptr<c10d::Store>& store,
+                                    std::chrono::milliseconds limit);
   WorkPtr exchange_all(ShmCall call, const std::vector<shm::Message>& messages, CallLimit limit);
 
   shm::Group& group() { return link_->group(); }

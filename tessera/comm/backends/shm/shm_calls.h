@@ -70,8 +70,9 @@ inline ShmCall call_of(const char* name, c10d::OpType type, std::vector<at::Tens
   return call;
 }
 
-/// What OwnCall::finish does comes after the result has been copied to its own tensor.
-inline ShmCall call_of(const char* name, OwnCall how) {
+/// Takes the results and `finish`, whose turn comes after the result has been copied to its own
+/// tensor.
+inline ShmCall call_of(const char* name, OwnCall& how) {
   ShmCall call = call_of(name, how.type, std::move(how.results));
   call.last = std::move(how.finish);
   return call;

@@ -1,6 +1,7 @@
 #include "tessera/comm/backends/shm/shm_elements.h"
 
 #include "tessera/base/text.h"
+#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
@@ -64,32 +65,20 @@ namespace {
 shm::Reduction reduction_of(const c10d::ReduceOp& op) {
   using Kind = shm::Reduction::Kind;
   switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return {Kind::sum};
-    case c10d::ReduceOp::AVG:
-      return {Kind::average};
-    case c10d::ReduceOp::PRODUCT:
-      return {Kind::product};
-    case c10d::ReduceOp::MIN:
-      return {Kind::min};
-    case c10d::ReduceOp::MAX:
-      return {Kind::max};
     case c10d::ReduceOp::BAND:
       return {Kind::bit_and};
     case c10d::ReduceOp::BOR:
       return {Kind::bit_or};
     case c10d::ReduceOp::BXOR:
       return {Kind::bit_xor};
-    case c10d::ReduceOp::PREMUL_SUM: {
-      const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-      if (!factor || factor->tensor_factor.defined())
-        throw InvalidArgument("a premultiplied sum over shared memory takes a number as factor");
-      return {Kind::premultiplied, factor->double_factor};
-    }
     default:
-      throw InvalidArgument(
-          "shared memory reduces by sum, product, min, max, average, premultiplied sum and bits");
+      break;
   }
+  const auto known = from_c10d(op);
+  if (!known)
+    throw InvalidArgument(
+        "shared memory reduces by sum, product, min, max, average, premultiplied sum and bits");
+  return {kind_of(known->kind), known->factor};
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ ShmBackend::WorkPtr ShmBackend::exchange_all(ShmCall call,
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const at::Tensor tensor = only("send", tensors);
-  require_rank(to, "the receiver of send");
+  required_rank(to, "the receiver of send");
   auto call = call_of("send", OpType::SEND);
   const auto message = message_of(call, true, tensor, to, shm_tag(tag));
   return exchange_all(std::move(call), {message}, {});
@@ -40,7 +40,7 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
 
 ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int from, int tag) {
   const at::Tensor tensor = only("receive", tensors);
-  require_rank(from, "the sender of receive");
+  required_rank(from, "the sender of receive");
   auto call = call_of("receive", OpType::RECV, {tensor});
   const auto message = message_of(call, false, tensor, from, shm_tag(tag));
   return exchange_all(std::move(call), {message}, {});
@@ -60,7 +60,7 @@ ShmBackend::WorkPtr ShmBackend::exchange(const std::vector<Message>& messages, C
   std::vector<shm::Message> all;
   for (const auto& m : messages) {
     require_cpu("exchange", m.tensor);
-    require_rank(m.peer, "a peer of exchange");
+    required_rank(m.peer, "a peer of exchange");
     all.push_back(message_of(call, m.kind == Message::Kind::send, m.tensor, m.peer, kExchangeTag));
   }
   return exchange_all(std::move(call), all, limit);

@@ -90,7 +90,7 @@ struct ShmCall {
 
 /// A call as a c10d::Work, for which any thread may wait. Its future is completed by a thread that
 /// waits for the work, at the latest by one of the group's.
-class ShmWork : public OwnWork, public InterruptibleWork {
+class ShmWork : public OwnWork {
  public:
   /// For a call that is complete but for its `finish`.
   ShmWork(std::shared_ptr<ShmLink> link, ShmCall call);

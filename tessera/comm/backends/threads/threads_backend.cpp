@@ -1,14 +1,13 @@
 #include "tessera/comm/backends/threads/threads_backend.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
 #include <string_view>
 
 #include "tessera/base/deadline.h"
-#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/arguments.h"
 #include "tessera/comm/group/detail/backend_calls.h"
 #include "tessera/comm/group/detail/mismatch.h"
 #include "tessera/comm/group/detail/reduction.h"
@@ -23,39 +22,8 @@ Tensors pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& counts
   return split_flat(tensor.view({-1}), counts);
 }
 
-Tensors equal_pieces(const at::Tensor& tensor, int parts) {
-  TORCH_CHECK(tensor.numel() % parts == 0, "threads: a tensor of ", tensor.numel(),
-              " elements cannot be divided evenly among ", parts, " ranks");
-  return pieces(tensor, std::vector<std::int64_t>(parts, tensor.numel() / parts));
-}
-
-std::vector<std::int64_t> elements(const std::vector<std::int64_t>& rows, const at::Tensor& whole) {
-  std::int64_t width = 1;
-  for (std::int64_t d = 1; d < whole.dim(); ++d) width *= whole.size(d);
-  std::vector<std::int64_t> counts;
-  for (const auto n : rows) counts.push_back(n * width);
-  return counts;
-}
-
-Tensors row_pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& rows, int parts) {
-  return rows.empty() ? equal_pieces(tensor, parts) : pieces(tensor, elements(rows, tensor));
-}
-
-ReduceOp::Kind kind(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::Kind::sum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::Kind::avg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::Kind::product;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::Kind::min;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::Kind::max;
-    default:
-      TORCH_CHECK(false, "threads: only sum, avg, product, min and max are there");
-  }
+bool threads_reduce(c10::ScalarType, ReduceOp::Kind op) {
+  return op != ReduceOp::Kind::premultiplied;
 }
 
 std::string describe(const ThreadsCall& call) {
@@ -85,9 +53,9 @@ void move(const ThreadsSlot& slot, int from, const at::Tensor& source, int to,
   if (source.data_ptr() != target.data_ptr()) target.view({-1}).copy_(source.view({-1}));
 }
 
-// Performs the whole operation, for all ranks. First all checks, so that a call that fails touches
-// no rank's data.
-void execute(const ThreadsSlot& slot) {
+// Moves and computes all data of a call. First all checks, so that a call that fails touches no
+// rank's data.
+void move_all(const ThreadsSlot& slot) {
   const int n = static_cast<int>(slot.calls.size());
   const auto& first = slot.calls.front();
   for (int r = 1; r < n; ++r) {
@@ -153,13 +121,24 @@ void execute(const ThreadsSlot& slot) {
   }
 }
 
+// Performs the whole operation, for all ranks.
+void execute(const ThreadsSlot& slot) {
+  move_all(slot);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (const auto& call : slot.calls)
+    if (call.finish) call.finish();
+}
+
 // Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes all
 // ranks.
-class ThreadsWork : public c10d::Work {
+class ThreadsWork final : public OwnWork {
  public:
   ThreadsWork(std::shared_ptr<ThreadsRoom> room, std::shared_ptr<GroupWatch> watch, int rank,
-              std::chrono::milliseconds limit)
-      : c10d::Work(rank), room_(std::move(room)), watch_(std::move(watch)), limit_(limit) {}
+              std::chrono::milliseconds limit, c10d::OpType type, Tensors results)
+      : OwnWork(rank, type, std::move(results)),
+        room_(std::move(room)),
+        watch_(std::move(watch)),
+        limit_(limit) {}
 
   void set(std::shared_ptr<ThreadsSlot> slot) { slot_ = std::move(slot); }
   void add(std::shared_ptr<ThreadsMessage> message, int peer) {
@@ -215,18 +194,12 @@ class ThreadsWork : public c10d::Work {
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     try {
-      {
-        const WithoutHostLock released;  // c10d's Python asks with the lock
-        wait(kNoTimeout);
-      }
-      future->markCompleted(c10::IValue(results_));
+      future->markCompleted(c10::IValue(result()));
     } catch (...) {
       future->setError(std::current_exception());
     }
     return future;
   }
-  Tensors result() override { return results_; }
-  void set_results(Tensors results) { results_ = std::move(results); }
 
  private:
   bool ready() const {
@@ -254,7 +227,6 @@ class ThreadsWork : public c10d::Work {
   std::shared_ptr<ThreadsSlot> slot_;
   std::vector<std::pair<std::shared_ptr<ThreadsMessage>, int>> messages_;
   std::exception_ptr failed_;
-  Tensors results_;
 };
 
 }  // namespace
@@ -369,170 +341,104 @@ std::vector<int> ThreadsRoom::left_without(const ThreadsSlot& slot) const {
 
 ThreadsBackend::ThreadsBackend(std::shared_ptr<ThreadsRoom> room, int rank, int size,
                                std::shared_ptr<GroupWatch> watch, std::chrono::milliseconds timeout)
-    : c10d::Backend(rank, size),
-      room_(std::move(room)),
-      watch_(std::move(watch)),
-      timeout_(timeout) {
+    : OwnBackend(rank, size, timeout), room_(std::move(room)), watch_(std::move(watch)) {
   init();
 }
 
 ThreadsBackend::~ThreadsBackend() { room_->leave(rank_); }
 
-bool ThreadsBackend::reduces(c10::ScalarType, ReduceOp::Kind op) const {
-  return op != ReduceOp::Kind::premultiplied;
+Abilities ThreadsBackend::abilities() {
+  Abilities result = own_abilities(threads_reduce);
+  result.signature = nullptr;  // a slot compares its calls
+  return result;
 }
 
 void ThreadsBackend::abort() { room_->wake(); }
 
 void ThreadsBackend::shutdown() { room_->leave(rank_); }
 
-ThreadsBackend::WorkPointer ThreadsBackend::enter(ThreadsCall call,
-                                                  std::chrono::milliseconds timeout) {
-  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_,
-                                               timeout.count() > 0 ? timeout : timeout_);
-  work->set_results(call.out.empty() ? call.in : call.out);
-  work->set(room_->enter(next_++, rank_, std::move(call)));
+ThreadsBackend::WorkPtr ThreadsBackend::enter(const char* operation, OwnCall& call, Tensors in,
+                                              Tensors out) {
+  const auto op = from_c10d(call.op);
+  if (!op || op->kind == ReduceOp::Kind::premultiplied)
+    throw InvalidArgument(
+        concat(operation, ": ranks as threads reduce by sum, avg, product, min and max alone"));
+  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, limit_of_call(call.limit),
+                                               call.type, std::move(call.results));
+  work->set(room_->enter(
+      sequence_.fetch_add(1, std::memory_order_relaxed), rank_,
+      {operation, call.root, op->kind, std::move(in), std::move(out), std::move(call.finish)}));
   return work;
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::broadcast(Tensors& tensors,
-                                                      const c10d::BroadcastOptions& options) {
-  return enter({"broadcast", static_cast<int>(options.rootRank), {}, {tensors.at(0)}, {}},
-               options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::broadcast_one(OwnCall call) {
+  return enter("broadcast", call, {call.output}, {});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::allreduce(Tensors& tensors,
-                                                      const c10d::AllreduceOptions& options) {
-  return enter({"all_reduce", -1, kind(options.reduceOp), tensors, {}}, options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::all_reduce_one(OwnCall call) {
+  return enter("all_reduce", call, {call.output}, {});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::allreduce_coalesced(
-    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  return allreduce(tensors, options);
+ThreadsBackend::WorkPtr ThreadsBackend::reduce_one(OwnCall call) {
+  return enter("reduce", call, {call.output}, {});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce(Tensors& tensors,
-                                                   const c10d::ReduceOptions& options) {
-  return enter(
-      {"reduce", static_cast<int>(options.rootRank), kind(options.reduceOp), {tensors.at(0)}, {}},
-      options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::all_gather_counts(OwnCall call) {
+  return enter("all_gather", call, {call.input}, pieces(call.output, call.counts));
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::allgather(std::vector<Tensors>& outputs,
-                                                      Tensors& inputs,
-                                                      const c10d::AllgatherOptions& options) {
-  return enter({"all_gather", -1, {}, {inputs.at(0)}, outputs.at(0)}, options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::reduce_scatter_counts(OwnCall call) {
+  return enter("reduce_scatter", call, pieces(call.input, call.counts), {call.output});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                            const c10d::AllgatherOptions& options) {
-  return enter({"all_gather", -1, {}, {input}, equal_pieces(output, size_)}, options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::gather_counts(OwnCall call) {
+  return enter("gather", call, {call.input},
+               call.root == rank_ ? pieces(call.output, call.counts) : Tensors{});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                                   const c10d::GatherOptions& options) {
-  return enter({"gather",
-                static_cast<int>(options.rootRank),
-                {},
-                {inputs.at(0)},
-                options.rootRank == rank_ ? outputs.at(0) : Tensors{}},
-               options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::scatter_counts(OwnCall call) {
+  return enter("scatter", call, call.root == rank_ ? pieces(call.input, call.counts) : Tensors{},
+               {call.output});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                                    const c10d::ScatterOptions& options) {
-  return enter({"scatter",
-                static_cast<int>(options.rootRank),
-                {},
-                options.rootRank == rank_ ? inputs.at(0) : Tensors{},
-                {outputs.at(0)}},
-               options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::all_to_all_counts(OwnCall call) {
+  return enter("all_to_all", call, pieces(call.input, call.input_counts),
+               pieces(call.output, call.counts));
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter(
-    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) {
-  return enter({"reduce_scatter", -1, kind(options.reduceOp), inputs.at(0), {outputs.at(0)}},
-               options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::all_to_all_each(const Tensors& inputs, OwnCall call) {
+  return enter("all_to_all", call, inputs, call.results);
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return enter({"reduce_scatter", -1, kind(options.reduceOp), equal_pieces(input, size_), {output}},
-               options.timeout);
+ThreadsBackend::WorkPtr ThreadsBackend::barrier(const c10d::BarrierOptions& options) {
+  OwnCall call;
+  call.type = c10d::OpType::BARRIER;
+  call.limit = limit_of(options);
+  return enter("barrier", call, {}, {});
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                          std::vector<std::int64_t>& output_sizes,
-                                                          std::vector<std::int64_t>& input_sizes,
-                                                          const c10d::AllToAllOptions& options) {
-  return enter({"all_to_all",
-                -1,
-                {},
-                row_pieces(input, input_sizes, size_),
-                row_pieces(output, output_sizes, size_)},
-               options.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::AllToAllOptions& options) {
-  return enter({"all_to_all", -1, {}, inputs, outputs}, options.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::barrier(const c10d::BarrierOptions& options) {
-  return enter({"barrier", -1, {}, {}, {}}, options.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::send(Tensors& tensors, int to, int tag) {
-  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, timeout_);
-  work->add(room_->send(rank_, to, tag, tensors.at(0)), to);
+ThreadsBackend::WorkPtr ThreadsBackend::send(Tensors& tensors, int to, int tag) {
+  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, timeout_, c10d::OpType::SEND,
+                                               Tensors{});
+  work->add(
+      room_->send(rank_, required_rank(to, "the receiver of send"), tag, only("send", tensors)),
+      to);
   return work;
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::recv(Tensors& tensors, int from, int tag) {
-  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, timeout_);
-  work->set_results(tensors);
-  work->add(room_->receive(from, rank_, tag, tensors.at(0)), from);
+ThreadsBackend::WorkPtr ThreadsBackend::recv(Tensors& tensors, int from, int tag) {
+  auto work =
+      c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, timeout_, c10d::OpType::RECV, tensors);
+  work->add(room_->receive(required_rank(from, "the sender of receive"), rank_, tag,
+                           only("receive", tensors)),
+            from);
   return work;
 }
 
-ThreadsBackend::WorkPointer ThreadsBackend::all_gather_v(const at::Tensor& output,
-                                                         const at::Tensor& input,
-                                                         const std::vector<std::int64_t>& sizes,
-                                                         CallLimit limit) {
-  return enter({"all_gather", -1, {}, {input}, row_pieces(output, sizes, size_)}, limit.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::reduce_scatter_v(const at::Tensor& output,
-                                                             const at::Tensor& input,
-                                                             const std::vector<std::int64_t>& sizes,
-                                                             const c10d::ReduceOp& op,
-                                                             CallLimit limit) {
-  return enter({"reduce_scatter", -1, kind(op), row_pieces(input, sizes, size_), {output}},
-               limit.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::gather_v(const at::Tensor& output,
-                                                     const at::Tensor& input,
-                                                     const std::vector<std::int64_t>& sizes,
-                                                     int root, CallLimit limit) {
-  return enter(
-      {"gather", root, {}, {input}, root == rank_ ? row_pieces(output, sizes, size_) : Tensors{}},
-      limit.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::scatter_v(const at::Tensor& output,
-                                                      const at::Tensor& input,
-                                                      const std::vector<std::int64_t>& sizes,
-                                                      int root, CallLimit limit) {
-  return enter(
-      {"scatter", root, {}, root == rank_ ? row_pieces(input, sizes, size_) : Tensors{}, {output}},
-      limit.timeout);
-}
-
-ThreadsBackend::WorkPointer ThreadsBackend::exchange(const std::vector<Message>& messages,
-                                                     CallLimit limit) {
-  auto work = c10::make_intrusive<ThreadsWork>(
-      room_, watch_, rank_, limit.timeout.count() > 0 ? limit.timeout : timeout_);
+ThreadsBackend::WorkPtr ThreadsBackend::exchange(const std::vector<Message>& messages,
+                                                 CallLimit limit) {
+  auto work = c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, limit_of_call(limit),
+                                               c10d::OpType::COALESCED, Tensors{});
   for (const auto& m : messages) {
     work->add(m.kind == Message::Kind::send ? room_->send(rank_, m.peer, 0, m.tensor)
                                             : room_->receive(m.peer, rank_, 0, m.tensor),

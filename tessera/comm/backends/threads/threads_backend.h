@@ -6,12 +6,12 @@
 // that put different calls into a slot all get a MismatchError.
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,9 +19,8 @@
 #include <tuple>
 #include <vector>
 
-#include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/backends/own_backend.h"
 #include "tessera/comm/group/detail/group_watch.h"
-#include "tessera/comm/group/detail/uneven.h"
 
 namespace tessera::detail {
 
@@ -32,6 +31,8 @@ struct ThreadsCall {
   int root = -1;
   ReduceOp::Kind op = ReduceOp::Kind::sum;
   std::vector<at::Tensor> in, out;
+  /// Empty, or called when `out` has its values.
+  std::function<void()> finish;
 };
 
 struct ThreadsSlot {
@@ -84,67 +85,38 @@ class ThreadsRoom {
   std::vector<bool> left_;
 };
 
-class ThreadsBackend : public c10d::Backend, public UnevenBackend, public ReducingBackend {
+class ThreadsBackend final : public OwnBackend {
  public:
   ThreadsBackend(std::shared_ptr<ThreadsRoom> room, int rank, int size,
                  std::shared_ptr<GroupWatch> watch, std::chrono::milliseconds timeout);
   ~ThreadsBackend() override;
 
   const std::string getBackendName() const override { return "threads"; }
-  bool reduces(c10::ScalarType dtype, ReduceOp::Kind op) const override;
-  bool moves(c10::ScalarType) const override { return true; }
+  Abilities abilities() override;
   void abort() override;
   void shutdown() override;
 
-  using WorkPointer = c10::intrusive_ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
-  // The names with "_base" exist in every supported libtorch; newer ones forward their renamed
-  // calls to them.
-  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
-  WorkPointer allreduce_coalesced(Tensors& tensors,
-                                  const c10d::AllreduceCoalescedOptions& options) override;
-  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
-  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                        const c10d::AllgatherOptions& options) override;
-  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input,
-                              const c10d::AllgatherOptions& options) override;
-  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                     const c10d::GatherOptions& options) override;
-  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                      const c10d::ScatterOptions& options) override;
-  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                             const c10d::ReduceScatterOptions& options) override;
-  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                   const c10d::ReduceScatterOptions& options) override;
-  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input,
-                            std::vector<std::int64_t>& output_sizes,
-                            std::vector<std::int64_t>& input_sizes,
-                            const c10d::AllToAllOptions& options) override;
-  WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
-                       const c10d::AllToAllOptions& options) override;
-  WorkPointer send(Tensors& tensors, int to, int tag) override;
-  WorkPointer recv(Tensors& tensors, int from, int tag) override;
-  WorkPointer barrier(const c10d::BarrierOptions& options) override;
-
-  WorkPointer all_gather_v(const at::Tensor& output, const at::Tensor& input,
-                           const std::vector<std::int64_t>& sizes, CallLimit limit) override;
-  WorkPointer reduce_scatter_v(const at::Tensor& output, const at::Tensor& input,
-                               const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
-                               CallLimit limit) override;
-  WorkPointer gather_v(const at::Tensor& output, const at::Tensor& input,
-                       const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
-  WorkPointer scatter_v(const at::Tensor& output, const at::Tensor& input,
-                        const std::vector<std::int64_t>& sizes, int root, CallLimit limit) override;
-  WorkPointer exchange(const std::vector<Message>& messages, CallLimit limit) override;
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  WorkPtr exchange(const std::vector<Message>& messages, CallLimit limit) override;
 
  private:
-  WorkPointer enter(ThreadsCall call, std::chrono::milliseconds timeout);
+  WorkPtr broadcast_one(OwnCall call) override;
+  WorkPtr all_reduce_one(OwnCall call) override;
+  WorkPtr reduce_one(OwnCall call) override;
+  WorkPtr all_gather_counts(OwnCall call) override;
+  WorkPtr reduce_scatter_counts(OwnCall call) override;
+  WorkPtr gather_counts(OwnCall call) override;
+  WorkPtr scatter_counts(OwnCall call) override;
+  WorkPtr all_to_all_counts(OwnCall call) override;
+  WorkPtr all_to_all_each(const Tensors& inputs, OwnCall call) override;
+
+  /// Puts a call into the next slot, with its tensors as a slot has them.
+  WorkPtr enter(const char* operation, OwnCall& call, Tensors in, Tensors out);
 
   const std::shared_ptr<ThreadsRoom> room_;
   const std::shared_ptr<GroupWatch> watch_;
-  const std::chrono::milliseconds timeout_;
-  std::uint64_t next_ = 0;
 };
 
 }  // namespace tessera::detail

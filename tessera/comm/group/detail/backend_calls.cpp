@@ -15,10 +15,6 @@ const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) 
   return call.group().endpoint(tensor.device().type());
 }
 
-bool moves(const Endpoint& endpoint, c10::ScalarType dtype) {
-  return endpoint.reducing ? endpoint.reducing->moves(dtype) : every_library_moves(dtype);
-}
-
 at::Tensor flat(const at::Tensor& plain, bool as_bytes) {
   // A tensor of one or no element counts as contiguous whatever its strides say; as bytes it must
   // have stride 1.
@@ -27,46 +23,29 @@ at::Tensor flat(const at::Tensor& plain, bool as_bytes) {
   return as_bytes ? out.view(at::kByte) : out;
 }
 
-// Gloo's own limit starts when one of its threads takes up the call; ours is the one that counts,
-// so that the error can name the missing ranks.
-constexpr std::chrono::milliseconds kGlooSlack{2000};
-
-CallLimit limit_of(const RequestState& call, const Endpoint& endpoint) {
-  return {backend_limit(call, endpoint), call.blocking()};
-}
-
-// The options of a call for the backend, which is told at the same time which call comes.
-template <class Options>
-Options options_of(RequestState& call, const Endpoint& endpoint) {
-  sign(call, endpoint);
-  Options options;
-  options.timeout = backend_limit(call, endpoint);
-  options.asyncOp = !call.blocking();
-  return options;
-}
-
-void expect_device(RequestState& call, const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) call.on_stream();
-}
-
 }  // namespace
+
+const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) call.on_stream();
+  return endpoint_of(call, tensor);
+}
 
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint) {
-  return endpoint.name == "gloo" ? call.limit() + kGlooSlack : call.limit();
+  return call.limit() + endpoint.abilities.slack;
 }
 
 std::int64_t wire_width(RequestState& call, const at::Tensor& tensor) {
-  return moves(endpoint_of(call, tensor), tensor.scalar_type())
+  return endpoint_of(call, tensor).abilities.moves(tensor.scalar_type())
              ? 1
              : static_cast<std::int64_t>(tensor.element_size());
 }
 
 at::Tensor wire_input(RequestState& call, const at::Tensor& tensor) {
-  const bool as_bytes = !moves(endpoint_of(call, tensor), tensor.scalar_type());
+  const bool as_bytes = !endpoint_of(call, tensor).abilities.moves(tensor.scalar_type());
   const auto plain = is_plain(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
   auto out = flat(plain, as_bytes);
   call.keep(out);
@@ -74,7 +53,7 @@ at::Tensor wire_input(RequestState& call, const at::Tensor& tensor) {
 }
 
 at::Tensor wire_output(RequestState& call, const at::Tensor& tensor) {
-  const bool as_bytes = !moves(endpoint_of(call, tensor), tensor.scalar_type());
+  const bool as_bytes = !endpoint_of(call, tensor).abilities.moves(tensor.scalar_type());
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   if (is_plain(tensor)) {
     auto out = flat(tensor, as_bytes);
@@ -98,51 +77,41 @@ std::vector<at::Tensor> split_flat(const at::Tensor& tensor, const Sizes& counts
 }
 
 void broadcast_flat(RequestState& call, const at::Tensor& tensor, int root) {
-  const auto& endpoint = endpoint_of(call, tensor);
-  expect_device(call, tensor);
+  const auto& endpoint = endpoint_for(call, tensor);
   Tensors tensors{tensor};
-  call.launch([&] {
-    auto options = options_of<c10d::BroadcastOptions>(call, endpoint);
+  hand_over<c10d::BroadcastOptions>(call, endpoint, [&](auto& options) {
     options.rootRank = root;
-    call.add(endpoint.backend->broadcast(tensors, options));
+    return endpoint.backend->broadcast(tensors, options);
   });
 }
 
 bool gathers_in_place(const RequestState& call, const at::Tensor& tensor) {
-  return call.group().size() == 2 && endpoint_of(call, tensor).name == "gloo";
+  return call.group().size() == 2 && endpoint_of(call, tensor).abilities.gathers_through_copies;
 }
 
 void all_gather_equal(RequestState& call, at::Tensor output, at::Tensor input) {
-  const auto& endpoint = endpoint_of(call, output);
-  expect_device(call, output);
+  const auto& endpoint = endpoint_for(call, output);
   if (output.dim() != 1) output = output.view({-1});
-  call.launch([&] {
-    call.add(endpoint.backend->_allgather_base(output, input,
-                                               options_of<c10d::AllgatherOptions>(call, endpoint)));
+  hand_over<c10d::AllgatherOptions>(call, endpoint, [&](const auto& options) {
+    return endpoint.backend->_allgather_base(output, input, options);
   });
 }
 
 void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, Sizes output_counts,
                        Sizes input_counts) {
-  const auto& endpoint = endpoint_of(call, output);
-  expect_device(call, output);
-  call.launch([&] {
-    call.add(endpoint.backend->alltoall_base(output, input, output_counts, input_counts,
-                                             options_of<c10d::AllToAllOptions>(call, endpoint)));
+  const auto& endpoint = endpoint_for(call, output);
+  hand_over<c10d::AllToAllOptions>(call, endpoint, [&](const auto& options) {
+    return endpoint.backend->alltoall_base(output, input, output_counts, input_counts, options);
   });
 }
 
 void all_gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                        const Sizes& counts) {
-  const auto& endpoint = endpoint_of(call, output);
-  expect_device(call, output);
-  if (endpoint.uneven) {
-    call.launch([&] {
-      sign_uneven(call, endpoint);
-      call.add(endpoint.uneven->all_gather_v(output, input, counts, limit_of(call, endpoint)));
+  const auto& endpoint = endpoint_for(call, output);
+  if (endpoint.abilities.uneven)
+    return hand_over_uneven(call, endpoint, [&](UnevenBackend& uneven, CallLimit limit) {
+      return uneven.all_gather_v(output, input, counts, limit);
     });
-    return;
-  }
   const int n = call.group().size(), me = call.group().rank();
   if (n == 2) {
     const int peer = 1 - me;
@@ -167,76 +136,45 @@ void all_gather_counts(RequestState& call, const at::Tensor& output, const at::T
   all_to_all_counts(call, output, copies, counts, Sizes(n, input.numel()));
 }
 
-void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root) {
-  const auto& endpoint = endpoint_of(call, input);
+void rooted_equal(RequestState& call, const at::Tensor& whole, const at::Tensor& part, int root,
+                  bool gathers) {
+  const auto& endpoint = endpoint_for(call, part);
+  const Sizes counts(call.group().size(), part.numel());
   // One call that knows the counts of all ranks, and compares them.
-  if (endpoint.uneven)
-    return gather_counts(call, output, input, Sizes(call.group().size(), input.numel()), root);
-  expect_device(call, input);
-  std::vector<Tensors> outputs;
-  if (call.group().rank() == root)
-    outputs.push_back(split_flat(output, Sizes(call.group().size(), input.numel())));
-  Tensors inputs{input};
-  call.launch([&] {
-    auto options = options_of<c10d::GatherOptions>(call, endpoint);
-    options.rootRank = root;
-    call.add(endpoint.backend->gather(outputs, inputs, options));
-  });
+  if (endpoint.abilities.uneven) return rooted_counts(call, whole, part, counts, root, gathers);
+  std::vector<Tensors> wholes;
+  if (call.group().rank() == root) wholes.push_back(split_flat(whole, counts));
+  Tensors parts{part};
+  if (gathers)
+    hand_over<c10d::GatherOptions>(call, endpoint, [&](auto& options) {
+      options.rootRank = root;
+      return endpoint.backend->gather(wholes, parts, options);
+    });
+  else
+    hand_over<c10d::ScatterOptions>(call, endpoint, [&](auto& options) {
+      options.rootRank = root;
+      return endpoint.backend->scatter(parts, wholes, options);
+    });
 }
 
-void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
-                   const Sizes& counts, int root) {
-  const auto& endpoint = endpoint_of(call, input);
-  expect_device(call, input);
-  if (endpoint.uneven) {
-    call.launch([&] {
-      sign_uneven(call, endpoint);
-      call.add(endpoint.uneven->gather_v(output, input, counts, root, limit_of(call, endpoint)));
+void rooted_counts(RequestState& call, const at::Tensor& whole, const at::Tensor& part,
+                   const Sizes& counts, int root, bool gathers) {
+  const auto& endpoint = endpoint_for(call, part);
+  if (endpoint.abilities.uneven)
+    return hand_over_uneven(call, endpoint, [&](UnevenBackend& uneven, CallLimit limit) {
+      return gathers ? uneven.gather_v(whole, part, counts, root, limit)
+                     : uneven.scatter_v(part, whole, counts, root, limit);
     });
-    return;
-  }
   const int n = call.group().size();
   const bool is_root = call.group().rank() == root;
-  Sizes to(n, 0);
-  to[root] = input.numel();
-  all_to_all_counts(call, is_root ? output : input.new_empty({0}), input,
-                    is_root ? counts : Sizes(n, 0), to);
-}
-
-void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input,
-                   int root) {
-  const auto& endpoint = endpoint_of(call, output);
-  if (endpoint.uneven)
-    return scatter_counts(call, output, input, Sizes(call.group().size(), output.numel()), root);
-  expect_device(call, output);
-  std::vector<Tensors> inputs;
-  if (call.group().rank() == root)
-    inputs.push_back(split_flat(input, Sizes(call.group().size(), output.numel())));
-  Tensors outputs{output};
-  call.launch([&] {
-    auto options = options_of<c10d::ScatterOptions>(call, endpoint);
-    options.rootRank = root;
-    call.add(endpoint.backend->scatter(outputs, inputs, options));
-  });
-}
-
-void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
-                    const Sizes& counts, int root) {
-  const auto& endpoint = endpoint_of(call, output);
-  expect_device(call, output);
-  if (endpoint.uneven) {
-    call.launch([&] {
-      sign_uneven(call, endpoint);
-      call.add(endpoint.uneven->scatter_v(output, input, counts, root, limit_of(call, endpoint)));
-    });
-    return;
-  }
-  const int n = call.group().size();
-  const bool is_root = call.group().rank() == root;
-  Sizes from(n, 0);
-  from[root] = output.numel();
-  all_to_all_counts(call, output, is_root ? input : output.new_empty({0}), from,
-                    is_root ? counts : Sizes(n, 0));
+  const at::Tensor at_root = is_root ? whole : part.new_empty({0});
+  const Sizes all = is_root ? counts : Sizes(n, 0);
+  Sizes mine(n, 0);
+  mine[root] = part.numel();
+  if (gathers)
+    all_to_all_counts(call, at_root, part, all, mine);
+  else
+    all_to_all_counts(call, part, at_root, mine, all);
 }
 
 namespace {
@@ -264,7 +202,8 @@ MessageCard message_card(RequestState& call, const Message& message) {
 void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                       const Sizes& output_counts, const Sizes& input_counts) {
   const auto& endpoint = endpoint_of(call, output);
-  if (endpoint.uneven) return all_to_all_counts(call, output, input, output_counts, input_counts);
+  if (endpoint.abilities.uneven)
+    return all_to_all_counts(call, output, input, output_counts, input_counts);
   const int n = call.group().size(), me = call.group().rank();
   const auto to = split_flat(input, input_counts), from = split_flat(output, output_counts);
   if (to[me].numel() > 0) from[me].copy_(to[me]);
@@ -285,8 +224,7 @@ void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Te
 }
 
 void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
-  const auto& endpoint = endpoint_of(call, messages.front().tensor);
-  expect_device(call, messages.front().tensor);
+  const auto& endpoint = endpoint_for(call, messages.front().tensor);
   // First those that travel by themselves: the others may depend on them, through third ranks.
   std::vector<Message> batch;
   for (const auto& m : messages) {
@@ -298,7 +236,11 @@ void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
     call.launch([&] { exchange_one(call, endpoint, m, tag_of(card), &card); });
   }
   if (batch.empty()) return;
-  call.launch([&] { call.add(endpoint.uneven->exchange(batch, limit_of(call, endpoint))); });
+  call.launch([&] {
+    call.add(endpoint.abilities.uneven->exchange(batch,
+                                                 {backend_limit(call, endpoint), call.blocking()}),
+             message_wait(endpoint, batch.front().peer));
+  });
 }
 
 void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
@@ -307,21 +249,27 @@ void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& m
   const bool sends = message.kind == Message::Kind::send;
   call.add(sends ? endpoint.backend->send(tensors, message.peer, tag)
                  : endpoint.backend->recv(tensors, message.peer, tag),
-           travels_alone(endpoint, message.peer), card);
+           message_wait(endpoint, message.peer), card);
 }
 
 bool travels_alone(const Endpoint& endpoint, int peer) {
-  return !endpoint.uneven || !endpoint.uneven->batches(peer);
+  return !endpoint.abilities.uneven || !endpoint.abilities.uneven->batches(peer);
+}
+
+Wait message_wait(const Endpoint& endpoint, int peer) {
+  if (travels_alone(endpoint, peer)) return Wait::at_one_go;
+  return endpoint.abilities.ends_messages ? Wait::for_all : Wait::in_slices;
 }
 
 void sign(RequestState& call, const Endpoint& endpoint) {
-  if (!endpoint.signing) return;
-  endpoint.signing->sign(call.card().hash());
+  if (!endpoint.abilities.signature) return;
+  endpoint.abilities.sign(call.card().hash());
   call.set_signed();
 }
 
-void sign_uneven(RequestState& call, const Endpoint& endpoint) {
-  if (endpoint.uneven->signs_uneven()) sign(call, endpoint);
+void add_collective(RequestState& call, const Endpoint& endpoint,
+                    c10::intrusive_ptr<c10d::Work> work) {
+  call.add(std::move(work), endpoint.abilities.ends_collectives ? Wait::for_all : Wait::in_slices);
 }
 
 }  // namespace tessera::detail

@@ -50,12 +50,12 @@ void all_to_all_counts(RequestState& call, at::Tensor output, at::Tensor input, 
 /// for each pair of ranks with data, which is not delivered where its two ends differ.
 void all_to_all_pairs(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                       const Sizes& output_counts, const Sizes& input_counts);
-void gather_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
-void gather_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
-                   const Sizes& counts, int root);
-void scatter_equal(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root);
-void scatter_counts(RequestState& call, const at::Tensor& output, const at::Tensor& input,
-                    const Sizes& counts, int root);
+/// Gather, which writes `whole` on the root, or scatter, which reads it there; every rank has a
+/// `part`.
+void rooted_equal(RequestState& call, const at::Tensor& whole, const at::Tensor& part, int root,
+                  bool gathers);
+void rooted_counts(RequestState& call, const at::Tensor& whole, const at::Tensor& part,
+                   const Sizes& counts, int root, bool gathers);
 /// Sends and receives `messages`, none of which is empty or from this rank to itself.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
 /// Sends or receives one message by c10d's own call and throws what the backend throws. With a
@@ -66,15 +66,43 @@ void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& m
 /// Tells the backend which call comes next, so that ranks that make different calls do not read
 /// each other's data.
 void sign(RequestState& call, const Endpoint& endpoint);
-/// As sign(), before a call of UnevenBackend.
-void sign_uneven(RequestState& call, const Endpoint& endpoint);
+/// The endpoint for `tensor`, whose device's stream waits for the call if it has one.
+const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor);
 
 /// True if messages between this rank and `peer` travel one by one (Gloo), each with a tag and a
 /// work for which its thread waits at one go.
 bool travels_alone(const Endpoint& endpoint, int peer);
 
+/// How to wait for a message between this rank and `peer`.
+Wait message_wait(const Endpoint& endpoint, int peer);
+
 /// The time limit to pass to the backend of `endpoint`.
 std::chrono::milliseconds backend_limit(const RequestState& call, const Endpoint& endpoint);
+void add_collective(RequestState& call, const Endpoint& endpoint,
+                    c10::intrusive_ptr<c10d::Work> work);
+
+/// Hands one collective to the backend: `make` makes it with c10d's options.
+template <class Options, class Make>
+void hand_over(RequestState& call, const Endpoint& endpoint, const Make& make) {
+  call.launch([&] {
+    sign(call, endpoint);
+    Options options;
+    options.timeout = backend_limit(call, endpoint);
+    options.asyncOp = !call.blocking();
+    add_collective(call, endpoint, make(options));
+  });
+}
+
+/// As hand_over(), for a call of UnevenBackend.
+template <class Make>
+void hand_over_uneven(RequestState& call, const Endpoint& endpoint, const Make& make) {
+  call.launch([&] {
+    if (endpoint.abilities.signs_uneven) sign(call, endpoint);
+    const CallLimit limit{backend_limit(call, endpoint), call.blocking()};
+    add_collective(call, endpoint, make(*endpoint.abilities.uneven, limit));
+  });
+}
+
 /// Views of consecutive stretches of a flat tensor, of `counts` elements each.
 std::vector<at::Tensor> split_flat(const at::Tensor& tensor, const Sizes& counts);
 

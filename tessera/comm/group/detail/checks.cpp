@@ -315,7 +315,7 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
       request.launch([&] {
         request.add(
             endpoint.backend->recv(card, peers_[i], sent_[i] ? kReceiversCard : kSendersCard),
-            travels_alone(endpoint, peers_[i]));
+            message_wait(endpoint, peers_[i]));
       });
     }
     for (std::int64_t i = 0; i < n; ++i) {
@@ -323,7 +323,7 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
       request.launch([&] {
         request.add(
             endpoint.backend->send(card, peers_[i], sent_[i] ? kSendersCard : kReceiversCard),
-            travels_alone(endpoint, peers_[i]));
+            message_wait(endpoint, peers_[i]));
       });
     }
   });

@@ -185,10 +185,8 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
 }
 
 // Gather (`whole` on the root is written) and scatter (it is read); every rank has a `part`.
-template <class Equal, class Counts>
 void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::Tensor& part_given,
-                   int root, const Sizes& sizes, bool gathers, const Equal& equal,
-                   const Counts& uneven) {
+                   int root, const Sizes& sizes, bool gathers) {
   const bool is_root = call.group().rank() == root;
   const char *whole_role = gathers ? "the output" : "the input",
              *part_role = gathers ? "the input" : "the output";
@@ -217,23 +215,25 @@ void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::
   if (nothing(sizes, part)) return;
   const Guard guard;
   if (call.group().size() == 1) return gathers ? copy_here(whole, part) : copy_here(part, whole);
-  const auto input = gathers ? part : whole, output = gathers ? whole : part;
-  const auto in = input.defined() ? wire_input(call, input) : at::Tensor();
-  const auto out = output.defined() ? wire_output(call, output) : at::Tensor();
+  const auto on_wire = [&](const at::Tensor& t, bool written) {
+    if (!t.defined()) return t;
+    return written ? wire_output(call, t) : wire_input(call, t);
+  };
+  const auto wire = on_wire(whole, gathers), wire_part = on_wire(part, !gathers);
   if (sizes.empty() || even(sizes))
-    equal(call, out, in, root);
+    rooted_equal(call, wire, wire_part, root, gathers);
   else
-    uneven(call, out, in, wire_counts(call, part, sizes), root);
+    rooted_counts(call, wire, wire_part, wire_counts(call, part, sizes), root, gathers);
 }
 
 void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
                    const Sizes& sizes) {
-  launch_rooted(call, output, input, root, sizes, true, gather_equal, gather_counts);
+  launch_rooted(call, output, input, root, sizes, true);
 }
 
 void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
                     const Sizes& sizes) {
-  launch_rooted(call, input, output, root, sizes, false, scatter_equal, scatter_counts);
+  launch_rooted(call, input, output, root, sizes, false);
 }
 
 namespace {
@@ -356,13 +356,8 @@ void launch_barrier(RequestState& call) {
   const auto device = call.group().has_endpoint(c10::DeviceType::CPU) ? c10::DeviceType::CPU
                                                                       : c10::DeviceType::CUDA;
   const auto& endpoint = call.group().endpoint(device);
-  c10d::BarrierOptions options;
-  options.timeout = backend_limit(call, endpoint);
-  options.asyncOp = !call.blocking();
-  call.launch([&] {
-    sign(call, endpoint);
-    call.add(endpoint.backend->barrier(options));
-  });
+  hand_over<c10d::BarrierOptions>(
+      call, endpoint, [&](const auto& options) { return endpoint.backend->barrier(options); });
 }
 
 }  // namespace tessera::detail

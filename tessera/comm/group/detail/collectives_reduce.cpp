@@ -1,15 +1,6 @@
 // Collectives that reduce. What a backend reduces exactly by itself is passed on unchanged;
-// otherwise, in this order:
-//   premultiplied      the tensor times its factor first, then a sum
-//   avg                a sum, then divided by the number of ranks
-//   half, bfloat16     travel and accumulate as float32, rounded once at the end
-//   int16              as int32; bool min, max, product: as uint8
-//   complex sum        as pairs of real numbers
-//   float min, max     as integers in the same order, so that NaN propagates (order_keys); costs
-//   two
-//                      passes over the local data
-//   complex product    an all-gather (for reduce a gather), then a product in rank order here: n
-//                      times the memory
+// otherwise its recipe says how (reduction.h). What it composes is an all-gather (for reduce a
+// gather), then a reduction in rank order here: n times the memory.
 // reduce_scatter on such a backend: see backend_calls.h.
 
 #include <ATen/ATen.h>
@@ -27,52 +18,6 @@ namespace {
 
 using Guard = at::AutoDispatchBelowADInplaceOrView;
 using Kind = ReduceOp::Kind;
-
-// How one reduction is done on one backend.
-struct Recipe {
-  Kind op;               // given to the backend
-  c10::ScalarType wide;  // dtype of the data before the two conversions below
-  bool scale = false;    // times factor before
-  bool divide = false;   // by n after
-  bool real = false;     // complex as pairs
-  bool keys = false;     // order keys
-  bool bytes = false;    // bool as uint8
-  bool compose = false;  // gather and reduce here
-  // True if the backend works on the caller's own memory.
-  bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
-};
-
-Recipe choose(const Endpoint& endpoint, c10::ScalarType dtype, Kind op) {
-  auto native = [&](c10::ScalarType t, Kind k) {
-    return endpoint.reducing ? endpoint.reducing->reduces(t, k) : gloo_reduces(t, k);
-  };
-  Recipe recipe{op, dtype};
-  if (native(dtype, op)) return recipe;
-  if (op == Kind::avg || op == Kind::premultiplied) {
-    (op == Kind::avg ? recipe.divide : recipe.scale) = true;
-    recipe.op = Kind::sum;
-    // Half precision is scaled and divided in float32, before the one rounding.
-    if (native(dtype, Kind::sum) && accumulation_type(dtype) == dtype) return recipe;
-  }
-  recipe.wide = dtype == c10::ScalarType::Short ? c10::ScalarType::Int : accumulation_type(dtype);
-  auto wire = recipe.wide;
-  if (wire == c10::ScalarType::Bool) {
-    recipe.bytes = true;
-    wire = c10::ScalarType::Byte;
-    if (recipe.op == Kind::product) recipe.op = Kind::min;
-  } else if (c10::isComplexType(wire) && recipe.op == Kind::sum) {
-    recipe.real = true;
-    wire = c10::toRealValueType(wire);
-  }
-  if (native(wire, recipe.op)) return recipe;
-  if ((wire == c10::ScalarType::Float || wire == c10::ScalarType::Double) &&
-      (recipe.op == Kind::min || recipe.op == Kind::max)) {
-    recipe.keys = true;
-    return recipe;
-  }
-  recipe.compose = true;
-  return recipe;
-}
 
 std::string text_of(const at::Tensor& t, ReduceOp op) {
   return concat(", ", to_string(op.kind), ", ", c10::toString(t.scalar_type()), t.sizes(), " on ",
@@ -99,25 +44,17 @@ void reduce_alone(const at::Tensor& tensor, ReduceOp op) {
 
 // Hands one flat tensor to the backend's all-reduce (root < 0) or reduce.
 void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double factor, int root) {
-  const auto& endpoint = call.group().endpoint(tensor.device().type());
-  if (!tensor.is_cpu()) call.on_stream();
+  const auto& endpoint = endpoint_for(call, tensor);
   std::vector<at::Tensor> tensors{tensor};
-  call.launch([&] {
-    sign(call, endpoint);
-    if (root < 0) {
-      c10d::AllreduceOptions options;
+  if (root < 0)
+    return hand_over<c10d::AllreduceOptions>(call, endpoint, [&](auto& options) {
       options.reduceOp = to_c10d(op, factor);
-      options.timeout = backend_limit(call, endpoint);
-      options.asyncOp = !call.blocking();
-      call.add(endpoint.backend->allreduce(tensors, options));
-    } else {
-      c10d::ReduceOptions options;
-      options.reduceOp = to_c10d(op, factor);
-      options.rootRank = root;
-      options.timeout = backend_limit(call, endpoint);
-      options.asyncOp = !call.blocking();
-      call.add(endpoint.backend->reduce(tensors, options));
-    }
+      return endpoint.backend->allreduce(tensors, options);
+    });
+  hand_over<c10d::ReduceOptions>(call, endpoint, [&](auto& options) {
+    options.reduceOp = to_c10d(op, factor);
+    options.rootRank = root;
+    return endpoint.backend->reduce(tensors, options);
   });
 }
 
@@ -167,16 +104,16 @@ void reduce_scatter_pair(RequestState& call, const at::Tensor& output, const at:
 // All-reduce (root < 0) or reduce of any tensor. `writes`: this rank's tensor gets the result.
 void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root,
                    bool writes) {
-  const auto& endpoint = call.group().endpoint(tensor.device().type());
+  const auto& abilities = call.group().endpoint(tensor.device().type()).abilities;
   const auto dtype = tensor.scalar_type();
-  const Recipe recipe = choose(endpoint, dtype, op.kind);
+  const Recipe recipe = recipe_of(abilities.reduces, dtype, op.kind);
   const int n = call.group().size();
   if (writes && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 
   // `work` holds the data that is reduced; if it is not the caller's memory it is copied back at
   // the end, which also rounds to the caller's dtype.
   const bool own = recipe.direct(dtype) && is_plain(tensor) && writes;
-  const bool pair = root >= 0 && n == 2 && !endpoint.reducing && recipe.direct(dtype);
+  const bool pair = root >= 0 && n == 2 && !abilities.keeps_inputs && recipe.direct(dtype);
   at::Tensor work;
   if (own) {
     work = tensor;
@@ -186,8 +123,8 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
     work = tensor.resolve_conj().resolve_neg().to(recipe.wide).contiguous();
     if (recipe.scale) {
       work = work.mul(op.factor);
-    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) && !endpoint.reducing &&
-               !pair) {
+    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) &&
+               !abilities.keeps_inputs && !pair) {
       work = work.clone();  // Gloo works in place on every rank, and this tensor keeps its values
     }
     call.keep(work);
@@ -202,7 +139,7 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
     if (root < 0) {
       all_gather_equal(call, wire_output(call, gathered), in);
     } else {
-      gather_equal(call, writes ? wire_output(call, gathered) : at::Tensor(), in, root);
+      rooted_equal(call, writes ? wire_output(call, gathered) : at::Tensor(), in, root, true);
     }
     if (writes)
       call.then([work, gathered, recipe, n] {
@@ -211,22 +148,15 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
       });
     return;
   }
-  if (recipe.keys) {
-    const auto keys = order_keys(work.view({-1}), recipe.op);
-    call.keep(keys);
-    reduce_flat(call, keys, recipe.op, 1.0, root);
-    if (writes) {
-      const auto result = work.is_alias_of(tensor) ? tensor : at::empty_like(work);
-      call.then([result, keys, op = recipe.op] { from_order_keys(result.view({-1}), keys, op); });
-      if (!result.is_same(tensor)) call.copy_back(tensor, result);
-    }
-    return;
-  }
-  at::Tensor wire = work;
-  if (recipe.real) wire = at::view_as_real(wire);
-  if (recipe.bytes) wire = wire.view(at::kByte);
+  const at::Tensor wire = recipe.wire(work);
+  if (recipe.keys) call.keep(wire);
   reduce_flat(call, wire, recipe.op, op.factor, root);
-  if (recipe.divide && writes) call.then([work, n] { work.div_(n); });
+  if (!writes) return;
+  if (recipe.divide) call.then([work, n] { work.div_(n); });
+  if (!recipe.keys) return;
+  const auto result = work.is_alias_of(tensor) ? tensor : at::empty_like(work);
+  call.then([result, wire, op = recipe.op] { from_order_keys(result.view({-1}), wire, op); });
+  if (!result.is_same(tensor)) call.copy_back(tensor, result);
 }
 
 }  // namespace
@@ -296,16 +226,15 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
     output.copy_(input.reshape(output.sizes()));
     return reduce_alone(output, op);
   }
-  const auto& endpoint = call.group().endpoint(input.device().type());
+  const auto& abilities = call.group().endpoint(input.device().type()).abilities;
   const auto dtype = input.scalar_type();
   Sizes counts(sizes);
   const std::int64_t rows = sizes.empty() ? n : input.size(0);
   if (sizes.empty()) counts.assign(n, 1);
   for (auto& c : counts) c = rows == 0 ? 0 : c * (input.numel() / rows);
 
-  const Recipe recipe = choose(endpoint, dtype, op.kind);
-  if (endpoint.uneven && endpoint.reducing && !recipe.compose && !recipe.keys && !recipe.real &&
-      !recipe.bytes) {
+  const Recipe recipe = recipe_of(abilities.reduces, dtype, op.kind);
+  if (abilities.uneven && !recipe.compose && !recipe.keys && !recipe.real && !recipe.bytes) {
     auto in = input.resolve_conj().resolve_neg().to(recipe.wide);
     if (recipe.scale) in = in.mul(op.factor);
     in = in.contiguous().view({-1});
@@ -315,12 +244,8 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
     if (recipe.wide != dtype) call.copy_back(output, out);
     call.keep(in);
     call.keep(out);
-    if (!in.is_cpu()) call.on_stream();
-    const CallLimit limit{backend_limit(call, endpoint), call.blocking()};
-    call.launch([&] {
-      sign_uneven(call, endpoint);
-      call.add(
-          endpoint.uneven->reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit));
+    hand_over_uneven(call, endpoint_for(call, in), [&](UnevenBackend& uneven, CallLimit limit) {
+      return uneven.reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit);
     });
     if (recipe.divide) call.then([out, n] { out.div_(n); });
     return;

@@ -9,18 +9,12 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/mismatch.h"
+#include "tessera/comm/group/internal/any_thread.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/store/detail/job_store.h"
 
 namespace tessera::detail {
 namespace {
-
-c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
-  if (name == "gloo") return c10d::ProcessGroup::BackendType::GLOO;
-  if (name == "nccl") return c10d::ProcessGroup::BackendType::NCCL;
-  if (name == "mpi") return c10d::ProcessGroup::BackendType::MPI;
-  return c10d::ProcessGroup::BackendType::CUSTOM;
-}
 
 // Errors while a group ends are dropped: nothing more can be done to wake its callers, whose own
 // limits end them.
@@ -45,6 +39,11 @@ c10::intrusive_ptr<c10d::Store> at_once(const c10::intrusive_ptr<c10d::Store>& s
 
 }  // namespace
 
+Abilities abilities_of(c10d::Backend* backend) {
+  auto* able = dynamic_cast<AbleBackend*>(backend);
+  return able ? able->abilities() : Abilities{};
+}
+
 GroupState::GroupState(const GroupSpec& spec)
     : name_(spec.name),
       ranks_(spec.ranks),
@@ -59,8 +58,8 @@ GroupState::GroupState(const GroupSpec& spec)
   watch_->set_interrupt([this] {
     for (Endpoint* endpoint : {&cpu_, &cuda_}) {
       if (!endpoint->backend) continue;
-      // NCCL's abort may take minutes, and this thread answers for the rank.
-      if (endpoint->name == "nccl")
+      // This thread answers for the rank.
+      if (endpoint->abilities.aborts_slowly)
         std::thread([backend = endpoint->backend] { quietly([&] { backend->abort(); }); }).detach();
       else
         quietly([&] { endpoint->backend->abort(); });
@@ -85,11 +84,11 @@ void GroupState::close() {
   process_group_.reset();
   for (Endpoint* endpoint : {&cpu_, &cuda_}) {
     // c10d's destructor aborts what is still on the streams of a sound group.
-    if (endpoint->name == "nccl" && endpoint->backend)
+    if (endpoint->abilities.aborts_slowly)
       quietly(
           [&] { watch_->poison() ? endpoint->backend->abort() : endpoint->backend->shutdown(); });
     // on purpose never freed
-    if (endpoint->name == "gloo" && watch_->poison()) endpoint->backend.release();
+    if (endpoint->abilities.may_hang && watch_->poison()) endpoint->backend.release();
     *endpoint = {};
   }
 }
@@ -257,9 +256,7 @@ void GroupState::set_endpoint(c10::Device device, std::string name,
     throw InvalidArgument(concat("group '", name_, "' serves ", endpoint.device, " and the CPU, ",
                                  "and no third kind of device: ", device));
   endpoint.device = device;
-  endpoint.signing = dynamic_cast<SigningBackend*>(backend.get());
-  endpoint.uneven = dynamic_cast<UnevenBackend*>(backend.get());
-  endpoint.reducing = dynamic_cast<ReducingBackend*>(backend.get());
+  endpoint.abilities = abilities_of(backend.get());
   endpoint.name = std::move(name);
   endpoint.reason = std::move(reason);
   endpoint.backend = std::move(backend);
@@ -305,10 +302,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> GroupState::process_group() {
         store_ ? store_ : c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>());
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank_, size());
     if (cpu_.backend)
-      group->setBackend(c10::DeviceType::CPU, backend_type(cpu_.name), cpu_.backend);
+      group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::strToBackendType(cpu_.name),
+                        cpu_.backend);
     if (cuda_.backend)
-      group->setBackend(cuda_.device.type(), backend_type(cuda_.name), cuda_.backend);
-    if (cpu_.backend) group->setDefaultBackend(backend_type(cpu_.name));
+      group->setBackend(cuda_.device.type(), c10d::ProcessGroup::strToBackendType(cuda_.name),
+                        cuda_.backend);
+    if (cpu_.backend) group->setDefaultBackend(c10d::ProcessGroup::strToBackendType(cpu_.name));
     group->setGroupName(name_);
     process_group_ = std::move(group);
   }
@@ -316,3 +315,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> GroupState::process_group() {
 }
 
 }  // namespace tessera::detail
+
+namespace tessera {
+
+bool any_thread_may_call(const Group& group) {
+  const auto& state = *group.state();
+  return !state.has_endpoint(c10::DeviceType::CPU) ||
+         state.endpoint(c10::DeviceType::CPU).abilities.any_thread;
+}
+
+}  // namespace tessera

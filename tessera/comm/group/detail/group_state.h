@@ -47,12 +47,7 @@ struct Endpoint {
   std::string name;
   /// Why it is this one; empty where the program named it.
   std::string reason;
-  /// Null where the backend has no uneven collectives.
-  UnevenBackend* uneven = nullptr;
-  /// Null where the backend says nothing about reductions: it is treated like Gloo.
-  ReducingBackend* reducing = nullptr;
-  /// Null where the backend does not tell different calls apart.
-  SigningBackend* signing = nullptr;
+  Abilities abilities;
   /// With an index: the only device whose tensors this endpoint takes.
   c10::Device device{c10::DeviceType::CPU};
 };

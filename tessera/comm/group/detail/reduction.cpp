@@ -35,6 +35,33 @@ c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor) {
   return c10d::ReduceOp::UNUSED;
 }
 
+std::optional<ReduceOp> from_c10d(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::sum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::avg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::product;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::min;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::max;
+    case c10d::ReduceOp::PREMUL_SUM: {
+      const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+      if (!given || (given->tensor_factor.defined() && given->tensor_factor.numel() != 1))
+        throw InvalidArgument(
+            "a premultiplied sum needs one number as its factor; c10d has a function that makes "
+            "the operation with one");
+      return ReduceOp::premultiplied(given->tensor_factor.defined()
+                                         ? given->tensor_factor.item<double>()
+                                         : given->double_factor);
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
 namespace {
 
 template <class Float, class Int>
@@ -126,6 +153,44 @@ c10::ScalarType accumulation_type(c10::ScalarType dtype) {
     return c10::ScalarType::Float;
   if (dtype == c10::ScalarType::ComplexHalf) return c10::ScalarType::ComplexFloat;
   return dtype;
+}
+
+c10::ScalarType Recipe::wire_type() const {
+  if (real) return c10::toRealValueType(wide);
+  if (bytes) return c10::ScalarType::Byte;
+  if (!keys) return wide;
+  return wide == c10::ScalarType::Float ? c10::ScalarType::Int : c10::ScalarType::Long;
+}
+
+at::Tensor Recipe::wire(const at::Tensor& work) const {
+  if (keys) return order_keys(work.view({-1}), op);
+  if (real) return at::view_as_real(work);
+  return bytes ? work.view(at::kByte) : work;
+}
+
+Recipe recipe_of(bool (*native)(c10::ScalarType, ReduceOp::Kind), c10::ScalarType dtype,
+                 ReduceOp::Kind op) {
+  using Kind = ReduceOp::Kind;
+  Recipe recipe{op, dtype};
+  if (native(dtype, op)) return recipe;
+  if (op == Kind::avg || op == Kind::premultiplied) {
+    (op == Kind::avg ? recipe.divide : recipe.scale) = true;
+    recipe.op = Kind::sum;
+    // Half precision is scaled and divided in float32, before the one rounding.
+    if (native(dtype, Kind::sum) && accumulation_type(dtype) == dtype) return recipe;
+  }
+  recipe.wide = dtype == c10::ScalarType::Short ? c10::ScalarType::Int : accumulation_type(dtype);
+  if (recipe.wide == c10::ScalarType::Bool) {
+    recipe.bytes = true;
+    if (recipe.op == Kind::product) recipe.op = Kind::min;
+  }
+  recipe.real = c10::isComplexType(recipe.wide) && recipe.op == Kind::sum;
+  if (native(recipe.wire_type(), recipe.op)) return recipe;
+  const bool ordered = recipe.op == Kind::min || recipe.op == Kind::max;
+  recipe.keys =
+      ordered && (recipe.wide == c10::ScalarType::Float || recipe.wide == c10::ScalarType::Double);
+  recipe.compose = !recipe.keys;
+  return recipe;
 }
 
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "tessera/comm/group/types.h"
@@ -15,6 +16,9 @@ namespace tessera::detail {
 
 /// The c10d equivalent of `op`; `factor` is used for `premultiplied` alone.
 c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor = 1);
+/// The inverse of to_c10d(); nullopt for what groups lack (operations on bits). Throws
+/// InvalidArgument for a premultiplied sum without one number as its factor.
+std::optional<ReduceOp> from_c10d(const c10d::ReduceOp& op);
 
 /// Checks that the values of a dtype can be reduced by an operation. Throws InvalidArgument for min
 /// and max of complex, a mean or weight of integers, a sum of bool, and any reduction of dtypes
@@ -24,6 +28,38 @@ void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kin
 /// The dtype in which sums and products are accumulated: float32 for half and bfloat16, complex64
 /// for complex32, else the dtype itself.
 c10::ScalarType accumulation_type(c10::ScalarType dtype);
+
+/// How one reduction is done, exactly, on a backend that does only some of them:
+///   premultiplied      the tensor times its factor first, then a sum
+///   avg                a sum, then divided by the number of ranks
+///   half, bfloat16     travel and accumulate as float32, rounded once at the end
+///   int16              as int32; bool min, max, product: as uint8
+///   complex sum        as pairs of real numbers
+///   float min, max     as integers in the same order, so that NaN propagates (order_keys); costs
+///                      two passes over the local data
+///   what is left       (complex products) is not for the backend: `compose`
+struct Recipe {
+  ReduceOp::Kind op;     // given to the backend
+  c10::ScalarType wide;  // dtype of the data before the conversions of wire()
+  bool scale = false;    // times the factor before
+  bool divide = false;   // by the number of ranks after
+  bool real = false;     // complex as pairs
+  bool keys = false;     // order keys
+  bool bytes = false;    // bool as uint8
+  bool compose = false;  // gather the data, and reduce it in order
+  /// True if the backend works on the caller's own memory.
+  bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
+  /// The dtype in which the backend reduces.
+  c10::ScalarType wire_type() const;
+  /// Numbers that travel for each element.
+  std::int64_t width() const { return real ? 2 : 1; }
+  /// A contiguous tensor of dtype `wide`, as the backend reduces it: the same memory, but for keys.
+  at::Tensor wire(const at::Tensor& work) const;
+};
+
+/// The recipe for a backend that does by itself what `native` says.
+Recipe recipe_of(bool (*native)(c10::ScalarType, ReduceOp::Kind), c10::ScalarType dtype,
+                 ReduceOp::Kind op);
 
 /// Computes output = parts[0] op parts[1] op ... in that order, accumulated in accumulation_type
 /// and rounded once; NaN propagates. All tensors have the same shape and dtype; `op` is sum, avg,

@@ -74,13 +74,12 @@ void RequestState::begin_within(const RequestState& call) {
   collective_ = call.collective_;
 }
 
-void RequestState::add(c10::intrusive_ptr<c10d::Work> work, bool in_one_wait,
-                       const MessageCard* card) {
+void RequestState::add(c10::intrusive_ptr<c10d::Work> work, Wait wait, const MessageCard* card) {
   if (!work) return;
   if (on_stream_) group_.guard({work, deadline_, describe(), sequence_, limit_, collective_});
   auto& pending = works_.emplace_back();
   pending.work = std::move(work);
-  pending.in_one_wait = in_one_wait;
+  pending.wait = wait;
   pending.comparable = card != nullptr;
   if (card) pending.card = *card;
 }
@@ -110,8 +109,8 @@ void RequestState::wait_for_work(PendingWork& pending) {
     group_.watch().require_healthy(operation_, sequence_);
     return;
   }
-  if (pending.in_one_wait) return wait_once(pending);
-  if (dynamic_cast<InterruptibleWork*>(pending.work.get())) {
+  if (pending.wait == Wait::at_one_go) return wait_once(pending);
+  if (pending.wait == Wait::for_all) {
     pending.work->wait(left());
     return;
   }
@@ -155,13 +154,13 @@ void RequestState::agree_first(std::shared_ptr<RequestState> cards, std::functio
 }
 
 void RequestState::go_on(const Endpoint& endpoint) {
-  if (endpoint.uneven) {
+  if (endpoint.abilities.uneven) {
     turn_ = std::make_shared<Turn>();
     step_ = std::make_shared<const std::function<bool()>>([this, turn = turn_] {
       const std::unique_lock lock(turn->mutex, std::try_to_lock);
       return lock && (turn->over || step());
     });
-    if (endpoint.uneven->step_in_waits(step_)) return;
+    if (endpoint.abilities.uneven->step_in_waits(step_)) return;
     step_.reset();
     turn_.reset();
   }
@@ -336,7 +335,7 @@ bool RequestState::done() {
   if (!step()) return false;
   if (poll_error_) return true;
   if (std::none_of(works_.begin(), works_.end(),
-                   [](const PendingWork& p) { return p.in_one_wait; })) {
+                   [](const PendingWork& p) { return p.wait == Wait::at_one_go; })) {
     return std::all_of(works_.begin(), works_.end(),
                        [](const PendingWork& p) { return p.work->isCompleted(); });
   }

@@ -25,6 +25,11 @@
 
 namespace tessera::detail {
 
+/// How a call waits for a work: until its limit; in slices, looking at the group's watch between
+/// them; or in a single wait, since one that runs out breaks the work (Gloo's messages), which says
+/// only by wait() that it is done, and is aborted with the group.
+enum class Wait : unsigned char { for_all, in_slices, at_one_go };
+
 class RequestState final : public Unfinished<void> {
  public:
   /// `operation` is a string literal. `blocking`: the caller waits at once, and the backend is told
@@ -53,11 +58,9 @@ class RequestState final : public Unfinished<void> {
   /// Makes this request a step of another call: it has that call's number and is not traced.
   void begin_within(const RequestState& call);
 
-  /// Adds a work of the backend to the call. `in_one_wait`: the work must be waited for in a single
-  /// wait (one that runs out breaks Gloo's messages), and says only by wait() that it is done. With
-  /// a `card`, both ends of the message are compared if the wait lasts long.
-  void add(c10::intrusive_ptr<c10d::Work> work, bool in_one_wait = false,
-           const MessageCard* card = nullptr);
+  /// Adds a work of the backend to the call. With a `card`, both ends of the message are compared
+  /// if the wait lasts long.
+  void add(c10::intrusive_ptr<c10d::Work> work, Wait wait, const MessageCard* card = nullptr);
   /// Sets what the ranks must have in common for this call.
   void set_card(CallCard card) {
     card_ = std::move(card);
@@ -122,7 +125,7 @@ class RequestState final : public Unfinished<void> {
  private:
   struct PendingWork {
     c10::intrusive_ptr<c10d::Work> work;
-    bool in_one_wait = false;
+    Wait wait = Wait::in_slices;
     bool comparable = false;
     MessageCard card;
   };

@@ -1,7 +1,7 @@
 #pragma once
-// Interfaces that a backend may implement beyond c10d::Backend: collectives with a size per rank,
-// and a batch of messages as one call. The group asks `dynamic_cast<UnevenBackend*>(backend.get())`
-// once, when it is made; where the answer is null it composes these from what c10d has.
+// The interface that a backend may implement beyond c10d::Backend: collectives with a size per
+// rank, and a batch of messages as one call. Where Abilities::uneven is null the group composes
+// these from what c10d has.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/group.h"
 
 namespace c10d {
@@ -34,10 +35,8 @@ struct CallLimit {
 /// and the dtype. Tensors are contiguous and on the backend's device, and are kept alive by the
 /// work. `root` is a group rank. If ranks 0, 1, 2 hold 3, 0 and 2 rows of 8 columns, sizes are {3,
 /// 0, 2} and gathered tensors have shape [5, 8].
-class UnevenBackend {
+class UnevenBackend : public AbleBackend {
  public:
-  virtual ~UnevenBackend() = default;
-
   /// For a backend that lets only the thread that made a call continue it: calls `step` inside all
   /// waits of this thread until it returns true or has expired. Returns false, and keeps nothing,
   /// if any thread may continue a call.
@@ -45,8 +44,6 @@ class UnevenBackend {
   /// False if messages to and from `peer` (group rank) do not go through exchange(), but one by one
   /// through c10d's send and recv, with tags that tell them apart.
   virtual bool batches([[maybe_unused]] int peer) const { return true; }
-  /// True if the calls below, too, are told apart by what SigningBackend::sign() announces.
-  virtual bool signs_uneven() const { return false; }
 
   /// `output` [sum(sizes), ...], `input` [sizes[rank], ...].
   virtual c10::intrusive_ptr<c10d::Work> all_gather_v(const at::Tensor& output,
