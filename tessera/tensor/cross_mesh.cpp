@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/partition/transfer.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
@@ -187,30 +188,27 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
       ranks.size() == from.layout().ranks().size() && ranks.size() == to.layout().ranks().size();
   const Group both = from.manager().group(ranks);
   // A rank that finds a mistake reports it before any rank waits for its data.
-  std::string mine;
   at::Tensor t = tensor;
-  try {
-    if (from.contains_me()) {
-      if (!is_sharded(t) || !(spec(t).mesh() == from))
-        throw InvalidArgument(concat("rank ", me, " does not give a tensor on `from`"));
-      t = reduced(t);
-      mine = write(describe(t));
-    } else if (t.defined()) {
-      throw InvalidArgument(concat("rank ", me, " is not in `from` but gives a tensor"));
-    }
-    for (const Placement& p : placements) {
-      if (p.is_partial())
-        throw InvalidArgument(concat("the target may not be partial: ", list(placements),
-                                     "; redistribute once it is there"));
-    }
-  } catch (const InvalidArgument& e) {
-    mine = concat("!", e.what());
-  }
-  const auto all = both.all_gather_bytes(mine, {.name = "redistribute"});
+  const auto all = agree::all<std::string, ShardingError>(
+      both, "redistribute to another mesh",
+      [&]() -> std::string {
+        for (const Placement& p : placements) {
+          if (p.is_partial())
+            throw InvalidArgument(concat("the target may not be partial: ", list(placements),
+                                         "; redistribute once it is there"));
+        }
+        if (!from.contains_me()) {
+          if (!t.defined()) return {};
+          throw InvalidArgument(concat("rank ", me, " is not in `from` but gives a tensor"));
+        }
+        if (!is_sharded(t) || !(spec(t).mesh() == from))
+          throw InvalidArgument(concat("rank ", me, " does not give a tensor on `from`"));
+        t = reduced(t);
+        return write(describe(t));
+      },
+      {.name = "redistribute"});
   std::string description;
   for (const std::string& text : all) {
-    if (!text.empty() && text[0] == '!')
-      throw InvalidArgument(concat("redistribute to another mesh: ", text.substr(1)));
     if (text.empty()) continue;
     if (!description.empty() && description != text)
       throw InvalidArgument("redistribute to another mesh: the ranks give different tensors");

@@ -20,9 +20,9 @@ struct Policies {
   Policy promotion = Policy::allow;
   /// Applies to such plain tensors whose values differ by rank. Unless it is `allow`, the first one
   /// of each shape and dtype that an operator is given is compared over the ranks of the mesh, by
-  /// one small call; CheckLevel::collective compares every one. `error` throws MismatchError on all
-  /// ranks.
-  Policy plain_values = Policy::allow;
+  /// one small call; CheckLevel::collective compares every one. `warn` compares at most a thousand
+  /// on each mesh, and the mesh's first rank warns; `error` throws MismatchError on all ranks.
+  Policy plain_values = Policy::warn;
 };
 
 /// Sets the policies of this manager's sharded tensors. All ranks must set the same.

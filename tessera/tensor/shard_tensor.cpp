@@ -6,13 +6,16 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
 #include <iostream>
 
+#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
@@ -210,7 +213,8 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     carry(ctx, gradient);
     if (detail::in_host_memory(meta)) ctx->saved_data["device"] = meta.layout->device;
     const LocalCallGuard guard;
-    if (meta.copy) return meta.local.clone();  // a write to it could not reach the base
+    // A write to it could not reach the base: docs/shard_tensor.md says so.
+    if (meta.copy) return meta.local.clone();
     at::Tensor local = meta.local.detach();
     // a mutation of the local is one of the tensor: saved variables must notice it
     share_version(local, t);
@@ -288,28 +292,26 @@ std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh
   return ShardSpec(mesh, shape, placements, sizes);
 }
 
-// The first character of the text that a rank sends if its own arguments are wrong.
-constexpr char kWrong[] = "!";
-
 // Every rank's local shape, by row-major mesh position. What must be the same on all ranks is
-// compared at the same time, so that all of them throw.
-std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
-                                                     const DeviceMesh& mesh,
-                                                     const std::vector<Placement>& placements,
-                                                     const ShardSizes& given,
-                                                     const std::string& kind) {
+// compared at the same time, so that all of them throw. `wrong`: this rank's own arguments are.
+std::vector<std::vector<std::int64_t>> gather_shapes(
+    const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements,
+    const ShardSizes& given, const std::string& kind, const std::exception_ptr& wrong) {
   std::string alike = concat(kind, ", placements ", list(placements));
   for (const auto& [dim, sizes] : given) alike += concat(", dim ", dim, " sizes ", list(sizes));
   std::string mine = alike + "|";
-  for (const auto n : local.sizes()) mine += concat(n, ",");
+  if (!wrong) {
+    for (const auto n : local.sizes()) mine += concat(n, ",");
+  }
+  const auto all = agree::all<std::string, ShardingError>(mesh.all(), "from_local",
+                                                          [&] {
+                                                            if (wrong)
+                                                              std::rethrow_exception(wrong);
+                                                            return mine;
+                                                          },
+                                                          {.name = "from_local"});
   std::vector<std::vector<std::int64_t>> shapes;
   std::string first;
-  const auto all = mesh.all().all_gather_bytes(mine, {.name = "from_local"});
-  for (std::size_t position = 0; position < all.size(); ++position) {
-    if (all[position].starts_with(kWrong))
-      throw InvalidArgument(
-          concat("from_local: failed at mesh position ", position, ": ", all[position].substr(1)));
-  }
   for (const std::string& text : all) {
     const auto end = text.find('|');
     if (shapes.empty()) first = text.substr(0, end);
@@ -329,9 +331,9 @@ std::vector<std::vector<std::int64_t>> gather_shapes(const at::Tensor& local,
 
 ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
                         const std::vector<Placement>& placements, const ShardSizes& given,
-                        const std::string& kind) {
+                        const std::string& kind, const std::exception_ptr& wrong) {
   const auto context = detail::MeshContext::of(mesh);
-  const auto shapes = gather_shapes(local, mesh, placements, given, kind);
+  const auto shapes = gather_shapes(local, mesh, placements, given, kind, wrong);
   const auto say = [&](const char* what, int dim) {
     std::string all;
     for (const auto& s : shapes) all += list(s) + " ";
@@ -410,22 +412,24 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   const std::vector<int>& ranks = mesh.layout().ranks();
   const std::uint64_t failures = failures_of(mesh);
   std::string kind;
-  const auto key = [&](const ShardSpec& spec) { return concat(spec, ", ", kind); };
+  const auto key = [&](const ShardSpec& spec) {
+    return Hash().text(concat(spec, ", ", kind)).value();
+  };
   std::optional<ShardSpec> known;
+  // The other ranks may be asking this one for its shape: they are told.
+  std::exception_ptr wrong;
   try {
     detail::require_one_per_axis(mesh.layout(), placements);
     require_plain(local, "from_local");
     kind = concat(toString(local.scalar_type()),
                   local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
     known = spec_of_sizes(local, mesh, placements, sizes);
-  } catch (const Error& e) {
-    // The other ranks may be asking this one for its shape.
-    mesh.all().all_gather_bytes(concat(kWrong, e.what()), {.name = "from_local"});
-    throw;
+  } catch (const Error&) {
+    wrong = std::current_exception();
   }
   // Ranks that have agreed once need not communicate again.
   if (known && agreed.contains(ranks, failures, key(*known))) return from_local(local, *known);
-  const ShardSpec spec = gathered_spec(local, mesh, placements, sizes, kind);
+  const ShardSpec spec = gathered_spec(local, mesh, placements, sizes, kind, wrong);
   agreed.add(ranks, failures, key(spec));
   return from_local(local, spec);
 }
@@ -460,6 +464,7 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
   const Group all = mesh.all();
   if (root < 0 || root >= all.size())
     throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
+  constexpr char kWrong[] = "!";  // what follows is why there is nothing to scatter
   std::string header;
   if (all.rank() == root) {
     try {
@@ -493,7 +498,8 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
     for (int a = 0; a < target.mesh_dims(); ++a) {
       const Placement p = placements[a];
       const int c = target.sharding().coordinate(position, a);
-      if (p.is_partial(ReduceOp::Kind::sum) && c > 0) part = at::zeros_like(part);
+      if (p.is_partial(ReduceOp::Kind::sum) && c > 0)
+        part = at::full_like(part, detail::no_summand(part.scalar_type()));
       if (p.is_partial(ReduceOp::Kind::product) && c > 0) part = at::ones_like(part);
     }
     return part.contiguous();

@@ -48,6 +48,46 @@ TEST(PlainTensors, ThatDifferByRankAreToldOnce) {
   });
 }
 
+TEST(PlainTensors, ThatDifferAreWarnedOfByTheFirstRankAlone) {
+  struct Counting final : c10::WarningHandler {
+    void process(const c10::Warning& w) override {
+      if (w.msg().find("hold different values") != std::string::npos) ++count;
+    }
+    int count = 0;
+  };
+  on_threads(2, [](DistributedManager& manager) {
+    Counting counting;
+    const c10::WarningUtils::WarningHandlerGuard guard(&counting);
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = cut(mesh, at::arange(12, at::kDouble).view({4, 3}), 0, true);
+    const at::Tensor weight = at::full({3}, 2.0, at::kDouble).requires_grad_(true);
+    // What programs do: numbers, scalars, weights and targets that are equal, results of the
+    // generator that ranks share, and memory that is written to before it is read.
+    at::Tensor loss = (x * 2 * at::scalar_tensor(0.5, at::kDouble) * weight - 1).square().mean();
+    (loss * at::ones({}, at::kDouble) + at::zeros({1}, at::kDouble)).backward();
+    at::Tensor into = at::full({4, 3}, manager.rank(), at::kDouble);
+    into.copy_(x.detach());
+    at::Tensor sum = at::full({4, 3}, manager.rank(), at::kDouble);
+    at::add_out(sum, x.detach(), x.detach());
+    EXPECT_EQ(counting.count, 0);
+    const at::Tensor own = at::full({3}, 1.0 + manager.rank(), at::kDouble);
+    for (int i = 0; i < 3; ++i) x.detach() / own;
+    EXPECT_EQ(counting.count, manager.rank() == 0 ? 1 : 0);
+  });
+}
+
+TEST(PlainTensors, OfEverNewShapesAreNotComparedForEver) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const CommTraceScope trace(manager);
+    for (int n = 1; n <= 1100; ++n) {
+      const ShardSpec spec(mesh, {n}, {Replicate()});
+      from_local(at::zeros({n}), spec) + at::zeros({n});
+    }
+    EXPECT_LE(trace->events().size(), 1024);
+  });
+}
+
 TEST(Aliases, OnOneRankChangeNoCollective) {
   for (const auto& hold : holds()) {
     SCOPED_TRACE(hold.first);

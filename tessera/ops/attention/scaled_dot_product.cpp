@@ -97,6 +97,15 @@ Plan solved(const OpCall& call) {
 }
 
 Plan attention(const OpCall& call) {
+  if (call.argument("grad_out") >= 0 && !call.find("grad_out")) {
+    // Backward without a gradient: none of the inputs gets one.
+    Plan none;
+    none.outputs.resize(3);
+    none.local = [](const c10::OperatorHandle&, const torch::jit::Stack&) {
+      return torch::jit::Stack(3, at::Tensor());
+    };
+    return none;
+  }
   const auto spec_of = [&](const char* name) { return call.find(name)->spec; };
   std::optional<Plan> of_groups;
   if (spec_of("query").dims() == 4 && spec_of("key").dims() == 4 && spec_of("value").dims() == 4)

@@ -238,13 +238,31 @@ Plan zero(const OpCall& call) {
   return plan;
 }
 
+// Element by element, with a mask of what was within the range; scales and zero points are one
+// number, or one for each channel.
+Plan fake_quantize(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  LabelProblem p(call);
+  p.inputs = {all_labels(n)};
+  const Labels channel = call.argument("axis") < 0
+                             ? Labels{}
+                             : Labels{static_cast<int>(normal_dim(call.integer("axis"), n))};
+  for (std::size_t i = 1; i < call.tensors().size(); ++i) {
+    const bool one = call.tensor(i).spec.dims() == 1 && !channel.empty();
+    p.inputs.push_back(one ? channel : unsharded_labels(call.tensor(i)));
+  }
+  p.outputs = {all_labels(n), all_labels(n)};
+  p.output_shapes = {call.tensor(0).spec.shape(), call.tensor(0).spec.shape()};
+  return solve(p);
+}
+
 // Lists of tensors, each with its own placements: element j of every list is redistributed like
 // element j of the first.
 Plan foreach (const OpCall& call) {
   Plan plan;
   std::vector<const TensorInfo*> first;
-  for (const TensorInfo& t : call.tensors()) {
-    if (t.argument == 0) first.push_back(&t);
+  for (const TensorInfo& t : call.tensors()) {  // the first argument may be a number
+    if (t.argument == call.tensor(0).argument) first.push_back(&t);
   }
   for (const TensorInfo& t : call.tensors()) {
     const bool alike = t.element >= 0 && t.element < static_cast<int>(first.size()) &&
@@ -280,6 +298,10 @@ const bool registered = [] {
   for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
   for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
   register_rule("aten::log_sigmoid_forward", log_sigmoid);
+  for (const char* op : {"aten::fake_quantize_per_tensor_affine_cachemask",
+                         "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+                         "aten::fake_quantize_per_channel_affine_cachemask"})
+    register_rule(op, fake_quantize);
   for (const char* op : {"aten::masked_fill",
                          "aten::where",
                          "aten::lerp",

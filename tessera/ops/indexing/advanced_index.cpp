@@ -108,7 +108,7 @@ Plan index(const OpCall& call) {
                    const c10::OperatorHandle&, torch::jit::Stack s) {
     const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
     part.check(given, "index", true);
-    if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
+    if (part.size == 0) return torch::jit::Stack{nothing_like(t, local)};
     const at::Tensor at = part.global(given);
     const at::Tensor rows =
         t.index_select(d, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);

@@ -36,7 +36,7 @@ Plan index_select(const OpCall& call) {
                    const c10::OperatorHandle&, torch::jit::Stack a) {
     const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
     part.check(given, "index_select", false);
-    if (part.size == 0) return torch::jit::Stack{t.new_zeros(local)};
+    if (part.size == 0) return torch::jit::Stack{nothing_like(t, local)};
     const at::Tensor at = part.global(given);
     return torch::jit::Stack{
         masked(t.index_select(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), d)};
@@ -68,9 +68,9 @@ Plan gather(const OpCall& call) {
     TORCH_CHECK_INDEX(
         at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
         "gather: an index is out of range");
-    if (part.size == 0) return torch::jit::Stack{t.new_zeros(at.sizes())};
-    return torch::jit::Stack{t.gather(d, (at - part.begin).clamp(0, part.size - 1))
-                                 .masked_fill(part.mine(at).logical_not(), 0)};
+    if (part.size == 0) return torch::jit::Stack{nothing_like(t, at.sizes())};
+    return torch::jit::Stack{
+        masked(t.gather(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), 0)};
   };
   return plan;
 }

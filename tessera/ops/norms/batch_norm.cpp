@@ -237,7 +237,9 @@ Plan batch_norm_backward(const OpCall& call) {
 
 const bool registered = [] {
   register_rule("aten::native_batch_norm", batch_norm);
-  register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward));
+  // Replicated ones too: a replicated and a sharded run of one model agree.
+  register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward),
+                {.for_replicated = true});
   return true;
 }();
 

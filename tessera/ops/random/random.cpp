@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/random/detail/draws.h"
 #include "tessera/ops/rules/detail/labels.h"
@@ -41,8 +42,9 @@ void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64
   if (context.mesh.layout().size() < 2) return;
   const Group all = context.mesh.all();
   if (all.check_level() != CheckLevel::collective) return;
-  const auto stands = all.all_gather_bytes(concat("draw ", stream, " from seed ", seed),
-                                           {.name = "random numbers"});
+  const auto stands = agree::all<std::string>(
+      all, "random numbers", [&] { return concat("draw ", stream, " from seed ", seed); },
+      {.name = "random numbers"});
   for (std::size_t r = 1; r < stands.size(); ++r) {
     if (stands[r] != stands[0])
       throw MismatchError(
@@ -66,13 +68,12 @@ void meet_after_failures(const MeshContext& context) {
       return;
     furthest = {state.stream, state.seed};
   }
-  const std::string own = concat(furthest.first, " ", furthest.second);
-  for (const std::string& text :
-       context.mesh.all().all_gather_bytes(own, {.name = "random numbers after a failure"})) {
-    TextReader numbers(text);
-    std::uint64_t stream = 0, seed = 0;
-    if (numbers >> stream >> seed) furthest = std::max(furthest, std::pair(stream, seed));
-  }
+  using Position = std::array<std::uint64_t, 2>;  // stream and seed
+  for (const auto& [stream, seed] :
+       agree::all<Position>(context.mesh.all(), "random numbers after a failure",
+                            [&] { return Position{furthest.first, furthest.second}; },
+                            {.name = "random numbers after a failure"}))
+    furthest = std::max(furthest, std::pair(stream, seed));
   const std::lock_guard lock(state.mutex);
   std::tie(state.stream, state.seed) = furthest;
   state.met[ranks] = failures;

@@ -3,6 +3,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/real.h>
+#include <ATen/ops/std_mean.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 
@@ -77,9 +78,12 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
       part_squares = at::zeros(kept, t.options().dtype(at::kDouble));
     } else {
       const at::Tensor given = type == at::kHalf || type == at::kBFloat16 ? t.to(at::kFloat) : t;
-      const auto [v, m] = at::var_mean(given, at::OptionalIntArrayRef(dims), at::Scalar(0), true);
+      // Squares of a root's float32 summands may be beyond float32.
+      const at::OptionalIntArrayRef over(dims);
+      const auto [v, m] = root ? at::std_mean(given, over, at::Scalar(0), true)
+                               : at::var_mean(given, over, at::Scalar(0), true);
       part_mean = m.to(wide);
-      part_squares = v.to(at::kDouble) * here;
+      part_squares = (root ? v.to(at::kDouble).square() : v.to(at::kDouble)) * here;
     }
     const at::Tensor mean = total(part_mean * (here / count));
     const at::Tensor off = part_mean - mean;

@@ -119,6 +119,35 @@ struct Convolution {
   Shape output_padding, out_shape;
 };
 
+bool even(const Partition& parts) {
+  const Shape sizes = parts.sizes();
+  const auto [least, most] = std::ranges::minmax(sizes);
+  return most - least <= 1;
+}
+
+// The rows of a convolution's result. As a rule each goes to the rank that has the middle of its
+// window. Causal layers pad on one side, before the convolution or in it with what is too much
+// truncated behind it: there rows would move towards the first rank with each layer, so they stay
+// where the window's last row is.
+Partition result_rows(const Partition& in, const Window& w, std::int64_t rows) {
+  const std::int64_t reach = (w.kernel - 1) * w.dilation;
+  const auto anchored = [&](std::int64_t row) {
+    Window moved = w;
+    moved.padding += reach / 2 - row;
+    return output_partition(in, moved, rows);
+  };
+  const Partition middle = output_partition(in, w, rows);
+  if (w.stride != 1 || reach == 0) return middle;
+  if (w.padding == reach && rows == in.extent() + reach) return anchored(reach);
+  if (w.padding > 0 || even(middle)) return middle;
+  // Rows that were padded before: where the shards were even they say on which side.
+  for (const std::int64_t row : {reach, std::int64_t{0}}) {
+    const Partition other = anchored(row);
+    if (even(other)) return other;
+  }
+  return middle;
+}
+
 // Partitions of spatial dims for the chosen placements of an input's and an output's spec: those of
 // `own` if they are over the same axes, else derived from the other's by the windows.
 struct Parts {
@@ -139,7 +168,7 @@ Parts spatial_parts(const Convolution& c, const ShardSpec& in, const TensorInfo*
     } else {
       parts.out.emplace_back(d, c.transposed
                                     ? transposed_output_partition(of_in, c.windows[i], out_shape[d])
-                                    : output_partition(of_in, c.windows[i], out_shape[d]));
+                                    : result_rows(of_in, c.windows[i], out_shape[d]));
     }
   }
   return parts;

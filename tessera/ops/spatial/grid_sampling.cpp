@@ -11,12 +11,12 @@
 #include <cmath>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/ops/rules/detail/empty_shards.h"
 #include "tessera/ops/rules/detail/labels.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/ops/spatial/detail/needed_boxes.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -305,11 +305,13 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
     // Nothing inside: any box, of which nothing is used.
     box[d] = need.empty() && grid.numel() > 0 ? Interval{0, 1} : need;
   }
-  const auto boxes = gather_boxes(to.field, {box});
+  const auto boxes =
+      agree::all<std::vector<Interval>>(context_of(to.field)->mesh.all(), "grid_sample",
+                                        [&] { return box; }, {.name = "needed_boxes"});
   const Halo halo(to.field, std::vector<Edge>(n, Edge::zero), [&](int position) {
     Box needed = to.out.sharding().box(position);
     for (int d = 0; d < inner; ++d)
-      needed[2 + d] = volume(needed) == 0 ? Interval{0, 0} : boxes[position][0][d];
+      needed[2 + d] = volume(needed) == 0 ? Interval{0, 0} : boxes[position][d];
     return volume(needed) == 0 ? Box(n) : needed;
   });
   const at::Tensor near = halo_exchange(field, halo, of_field);

@@ -11,11 +11,11 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/ops/rules/detail/field_map.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/ops/spatial/detail/needed_boxes.h"
 #include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
@@ -61,43 +61,20 @@ struct Unpooling {
         lead(static_cast<std::size_t>(y.dims() - inner)) {
     const LocalCallGuard guard;
     const Shape sizes(y.shape().begin() + static_cast<std::ptrdiff_t>(lead), y.shape().end());
-    std::int64_t all = 1;
-    for (const auto n : sizes) all *= n;
-    std::string failure;
-    if (indices.numel() > 0 &&
-        (indices.min().item<std::int64_t>() < 0 || indices.max().item<std::int64_t>() >= all))
-      failure = concat(name, ": indices reach from ", indices.min().item<std::int64_t>(), " to ",
-                       indices.max().item<std::int64_t>(), " where the result of ", list(sizes),
-                       " has ", all, " positions");
     const Sharding& of_x = x.sharding();
     const Sharding& of_y = y.sharding();
-    const int position = context_of(x)->position;
-    std::vector<Box> mine(of_x.positions(), Box(inner));
-    if (failure.empty() && indices.numel() > 0) {
-      const auto at = coordinates(indices, sizes);
-      const Box own = of_x.box(position);
-      for (int p = 0; p < of_x.positions(); ++p) {
-        if (!same_lead(of_x.box(p), own, lead) || volume(of_y.box(p)) == 0) continue;
-        // over space
-        const at::Tensor hit =
-            inside(at, of_y.box(p)).flatten(0, static_cast<std::int64_t>(lead) - 1).any(0);
-        const at::Tensor where = hit.nonzero();
-        if (where.numel() == 0) continue;
-        const at::Tensor first = std::get<0>(where.min(0)), last = std::get<0>(where.max(0));
-        for (int d = 0; d < inner; ++d)
-          mine[p][d] = {own[lead + d].begin + first[d].item<std::int64_t>(),
-                        own[lead + d].begin + last[d].item<std::int64_t>() + 1};
-      }
-    }
-    const auto boxes = gather_boxes(x, mine, failure);
+    const auto boxes = agree::all<std::vector<Interval>>(
+        context_of(x)->mesh.all(), name, [&] { return read_here(name, indices, sizes); },
+        {.name = "needed_boxes"});
     halo = Halo(x, std::vector<Edge>(x.dims(), Edge::zero), [&](int p) {
       const Box own = of_x.box(p);
       Box box = own;
       bool any = false;
       for (int r = 0; r < of_x.positions(); ++r) {
-        if (!same_lead(of_x.box(r), own, lead) || volume(boxes[r][p]) == 0) continue;
+        const Interval* read = &boxes[r][static_cast<std::size_t>(p * inner)];
+        if (!same_lead(of_x.box(r), own, lead) || volume(Box(read, read + inner)) == 0) continue;
         for (int d = 0; d < inner; ++d) {
-          const Interval& i = boxes[r][p][d];
+          const Interval& i = read[d];
           Interval& into = box[lead + d];
           into = any ? Interval{std::min(into.begin, i.begin), std::max(into.end, i.end)} : i;
         }
@@ -107,7 +84,7 @@ struct Unpooling {
     });
     // Where the values of the needed box go in this rank's shard; the last of two for one position
     // stays.
-    const Box part = of_y.box(position);
+    const Box part = of_y.box(context_of(x)->position);
     for (std::size_t d = lead; d < part.size(); ++d) places *= part[d].size();
     const auto at = coordinates(halo.exchange(indices), sizes);
     valid = inside(at, part);
@@ -124,6 +101,41 @@ struct Unpooling {
     wins = valid.logical_and(last.gather(1, target).eq(order));
   }
 
+  // For each rank's shard of the result the box of this rank's rows that it reads, one after the
+  // other.
+  std::vector<Interval> read_here(const char* name, const at::Tensor& indices,
+                                  const Shape& sizes) const {
+    std::int64_t all = 1;
+    for (const auto n : sizes) all *= n;
+    if (indices.numel() > 0 &&
+        (indices.min().item<std::int64_t>() < 0 || indices.max().item<std::int64_t>() >= all))
+      throw InvalidArgument(concat(name, ": indices reach from ",
+                                   indices.min().item<std::int64_t>(), " to ",
+                                   indices.max().item<std::int64_t>(), " where the result of ",
+                                   list(sizes), " has ", all, " positions"));
+    const Sharding &of_x = x.sharding(), &of_y = y.sharding();
+    const std::size_t inner = sizes.size();
+    std::vector<Interval> read(of_x.positions() * inner);
+    if (indices.numel() == 0) return read;
+    const auto at = coordinates(indices, sizes);
+    const Box own = of_x.box(context_of(x)->position);
+    for (int p = 0; p < of_x.positions(); ++p) {
+      if (!same_lead(of_x.box(p), own, lead) || volume(of_y.box(p)) == 0) continue;
+      // over space
+      const at::Tensor hit =
+          inside(at, of_y.box(p)).flatten(0, static_cast<std::int64_t>(lead) - 1).any(0);
+      const at::Tensor where = hit.nonzero();
+      if (where.numel() == 0) continue;
+      const at::Tensor first = std::get<0>(where.min(0)), last = std::get<0>(where.max(0));
+      for (std::size_t d = 0; d < inner; ++d) {
+        const auto i = static_cast<std::int64_t>(d);
+        read[static_cast<std::size_t>(p) * inner + d] = {
+            own[lead + d].begin + first[i].item<std::int64_t>(),
+            own[lead + d].begin + last[i].item<std::int64_t>() + 1};
+      }
+    }
+    return read;
+  }
   static bool same_lead(const Box& a, const Box& b, std::size_t lead) {
     return std::equal(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(lead), b.begin());
   }

@@ -73,12 +73,12 @@ Plan slice_backward(const OpCall& call) {
   return plan;
 }
 
-Plan with_input_sizes(const OpCall& call, const std::vector<int>& from,
-                      const std::set<int>& whole) {
+Plan with_input_sizes(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole,
+                      const std::vector<std::pair<int, Partition>>& parts = {}) {
   const Shape sizes = call.integers("input_sizes");
   Plan plan;
   const ShardSpec g = with_unsharded_dims(call.tensor(0).spec, whole);
-  const ShardSpec out = mapped_spec(g, sizes, from, true);
+  const ShardSpec out = mapped_spec(g, sizes, from, true, parts);
   plan.inputs = {g};
   plan.outputs = {{out, contiguous_strides(sizes)}};
   plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())}};
@@ -97,8 +97,15 @@ Plan unfold_backward(const OpCall& call) {
   const int n = static_cast<int>(call.integers("input_sizes").size());
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   auto from = identity(n);
-  from[d] = -1;
-  return with_input_sizes(call, from, {d, n});
+  const ShardSpec& g = call.tensor(0).spec;
+  const std::int64_t step = call.integer("step");
+  if (call.integer("size") > step || g.dims() != n + 1 || !g.is_sharded(d)) {
+    from[d] = -1;
+    return with_input_sizes(call, from, {d, n});
+  }
+  return with_input_sizes(
+      call, from, {n},
+      {{d, rows_of_windows(g.dim(d).partition, step, call.integers("input_sizes")[d])}});
 }
 
 Plan diagonal_backward(const OpCall& call) {

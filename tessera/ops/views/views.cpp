@@ -241,12 +241,57 @@ Plan diagonal(const OpCall& call) {
   return by_dims(call, from, {a, b});
 }
 
+// The boundaries moved to the nearest of `units` that begin every `rows` rows, the last ending with
+// the dim; in units. Of the ranks that have rows as many keep some as there are units. nullopt if
+// all of it would be on one rank.
+std::optional<Shape> in_whole_units(const Partition& parts, std::int64_t units, std::int64_t rows) {
+  const Shape given = parts.sizes();
+  std::int64_t behind = std::ranges::count_if(given, [](std::int64_t n) { return n > 0; });
+  if (std::min(units, behind) < 2) return std::nullopt;
+  const bool each = units >= behind;
+  Shape sizes;
+  std::int64_t last = 0, at = 0;
+  for (const std::int64_t n : given) {
+    at += n;
+    std::int64_t boundary = last;
+    if (n > 0) {
+      --behind;
+      const std::int64_t low = each && behind > 0 ? last + 1 : std::max(last, units - behind),
+                         high = each ? units - behind : last + 1;
+      boundary = std::clamp((at + rows / 2) / rows, low, std::max(low, high));
+    }
+    sizes.push_back(boundary - last);
+    last = boundary;
+  }
+  return sizes;
+}
+
+// Windows along a sharded dim lie on the rank of their rows. Where they do not overlap boundaries
+// are moved between them, if they are not there; windows that overlap are taken of all rows.
 Plan unfold(const OpCall& call) {
-  const int n = call.tensor(0).spec.dims();
-  const int d = static_cast<int>(normal_dim(call.integer("dimension"), n));
-  auto from = identity(n);
+  const ShardSpec& in = call.tensor(0).spec;
+  const int d = static_cast<int>(normal_dim(call.integer("dimension"), in.dims()));
+  auto from = identity(in.dims());
   from.push_back(-1);
-  return by_dims(call, from, {d});
+  const std::int64_t size = call.integer("size"), step = call.integer("step");
+  const Shape& shape = outputs_of(call)[0].shape;
+  std::optional<Shape> windows;
+  if (in.dims() > 0 && in.is_sharded(d) && size <= step)
+    windows = in_whole_units(in.dim(d).partition, shape[d], step);
+  if (!windows) return by_dims(call, from, {d});
+  const Partition of_windows{std::span<const std::int64_t>(*windows)};
+  Source source(call, with_parts(in, {{d, rows_of_windows(of_windows, step, in.shape()[d])}}), {});
+  const ShardSpec out = mapped_spec(source.spec, shape, from, true, {{d, of_windows}});
+  source.plan.outputs = {{out}};
+  if (out.local_shape()[d] == 0) {
+    source.plan.local = [size](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      const at::Tensor& t = arguments[0].toTensor();
+      Shape none = t.sizes().vec();
+      none.push_back(size);
+      return torch::jit::Stack{t.unsqueeze(-1).expand(none)};
+    };
+  }
+  return std::move(source.plan);
 }
 
 // view: groups of dims with the same number of elements on both sides. The sharding of a group's
@@ -291,15 +336,6 @@ int first_wide(const std::vector<int>& dims, const Shape& shape) {
     if (shape[d] != 1) return d;
   }
   return dims.empty() ? -1 : dims.front();
-}
-
-// The boundaries moved to the nearest rows that the result can be sharded between: `rows` of them
-// make a row of the result. nullopt if all of it would be on one rank.
-std::optional<Partition> between_rows(const Partition& parts, std::int64_t rows) {
-  const Partition moved = in_units(parts, rows);
-  const Shape sizes = moved.sizes();
-  if (std::ranges::count_if(sizes, [](std::int64_t n) { return n > 0; }) < 2) return std::nullopt;
-  return scaled(moved, rows);
 }
 
 // Dims of size 1. Where one is sharded, the ranks at one coordinate on its axes hold everything,
@@ -393,8 +429,14 @@ ShardSpec with_dims(const ShardSpec& spec, const std::vector<std::pair<int, DimS
 struct Reshaping {
   /// Dim `a`, the first of its group, with boundaries between `rows` of its rows.
   void move_boundaries(int a, std::int64_t rows) {
-    const auto moved = between_rows(spec.dim(a).partition, rows);
-    spec = moved ? with_parts(spec, {{a, *moved}}) : with_unsharded_dims(spec, {a});
+    const Partition& parts = spec.dim(a).partition;
+    const auto units = in_whole_units(parts, parts.extent() / rows, rows);
+    if (!units) {
+      spec = with_unsharded_dims(spec, {a});
+      return;
+    }
+    const Partition moved{std::span<const std::int64_t>(*units)};
+    spec = with_parts(spec, {{a, scaled(moved, rows)}});
   }
   /// Dim `d`, merged behind dim `a`: its axis shards `a`, if that has two elements or more.
   /// If these are fewer than the ranks some have none: less moves, and less is computed.
@@ -561,15 +603,67 @@ bool require_global_memory(torch::jit::Stack* stack, std::size_t count) {
   return false;
 }
 
+// For each dim of the result the sharded dim of the tensor that it is, or -1, if all others lie
+// within one dense row of the sharded ones: then each rank takes the view of its own rows. nullopt
+// if they do not.
+std::optional<std::vector<int>> within_rows(const TensorInfo& t, const Shape& size,
+                                            const Shape& stride, std::int64_t skipped) {
+  if (size.size() != stride.size() || skipped < 0 || t.spec.numel() == 0) return std::nullopt;
+  std::vector<int> of(size.size(), -1);
+  std::int64_t row = 1, last = skipped;
+  for (int d = 0; d < t.spec.dims(); ++d) row *= t.spec.is_sharded(d) ? 1 : t.spec.shape()[d];
+  for (int d = 0; d < t.spec.dims(); ++d) {
+    if (!t.spec.is_sharded(d)) {
+      if (t.spec.shape()[d] > 1 && t.strides[d] >= row) return std::nullopt;
+      continue;
+    }
+    std::size_t k = 0;
+    while (k < size.size() &&
+           (of[k] >= 0 || size[k] != t.spec.shape()[d] || stride[k] != t.strides[d]))
+      ++k;
+    if (k == size.size() || t.strides[d] < row) return std::nullopt;
+    of[k] = d;
+  }
+  for (std::size_t k = 0; k < size.size(); ++k) {
+    if (stride[k] < 0 || size[k] == 0) return std::nullopt;
+    if (of[k] < 0) last += (size[k] - 1) * stride[k];
+  }
+  return last < row ? std::optional(of) : std::nullopt;
+}
+
+Plan as_strided_within_rows(const TensorInfo& t, const std::vector<int>& of, const Shape& size,
+                            const Shape& stride, std::int64_t skipped) {
+  Plan plan;
+  const ShardSpec out = mapped_spec(t.spec, size, of, true);
+  plan.outputs = {{out, stride}};
+  plan.local = [=, shape = t.spec.shape(), strides = t.strides, sizes = out.local_shape()](
+                   const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    const at::Tensor& local = arguments[0].toTensor();
+    Shape own = stride;
+    for (std::size_t k = 0; k < of.size(); ++k)
+      if (of[k] >= 0) own[k] = local.stride(of[k]);
+    for (std::size_t d = 0; d < shape.size(); ++d) {
+      const bool sharded = std::ranges::find(of, static_cast<int>(d)) != of.end();
+      if (!sharded && shape[d] > 1 && local.numel() > 0 &&
+          local.stride(static_cast<std::int64_t>(d)) != strides[d])
+        throw ShardingError("as_strided: this rank's rows lie in another order: clone it first");
+    }
+    return torch::jit::Stack{local.as_strided(sizes, own, local.storage_offset() + skipped)};
+  };
+  return plan;
+}
+
 Plan as_strided(const OpCall& call) {
   const TensorInfo& t = call.tensor(0);
   const auto from =
       call.has("storage_offset") ? std::optional(call.integer("storage_offset")) : std::nullopt;
-  if (!same_elements(t.spec.shape(), t.strides, t.offset, call.integers("size"),
-                     call.integers("stride"), from)) {
-    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ",
-                               list(call.integers("size")), " and stride ",
-                               list(call.integers("stride")),
+  const Shape size = call.integers("size"), stride = call.integers("stride");
+  if (!same_elements(t.spec.shape(), t.strides, t.offset, size, stride, from)) {
+    const std::int64_t skipped = from.value_or(t.offset) - t.offset;
+    if (const auto of = within_rows(t, size, stride, skipped))
+      return as_strided_within_rows(t, *of, size, stride, skipped);
+    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ", list(size),
+                               " and stride ", list(stride),
                                ": strides have no meaning across ranks. Use slices, permute and "
                                "expand, or redistribute to Replicate first."));
   }

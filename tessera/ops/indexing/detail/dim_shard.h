@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/ops/rules/detail/labels.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail {
@@ -54,12 +55,17 @@ inline bool has_sums(at::ScalarType type) {
   return !at::isFloat8Type(type) && !at::isBarebonesUnsignedType(type);
 }
 
-/// `picked` where `mine` is true (it has the shape of the index, at dim `at` of the result), zero
-/// elsewhere.
+/// A summand of a rank that has nothing to give.
+inline at::Tensor nothing_like(const at::Tensor& t, at::IntArrayRef sizes) {
+  return t.new_full(sizes, no_summand(t.scalar_type()));
+}
+
+/// `picked` where `mine` is true (it has the shape of the index, at dim `at` of the result), a zero
+/// that changes no sum elsewhere.
 inline at::Tensor masked(const at::Tensor& picked, const at::Tensor& mine, std::int64_t at) {
   std::vector<std::int64_t> shape(picked.dim(), 1);
   for (std::int64_t i = 0; i < mine.dim(); ++i) shape[at + i] = mine.size(i);
-  return picked.masked_fill(mine.logical_not().view(shape), 0);
+  return picked.masked_fill(mine.logical_not().view(shape), no_summand(picked.scalar_type()));
 }
 
 /// Labels of the index' dims: dims in which the index is as large as the tensors may be sharded; in

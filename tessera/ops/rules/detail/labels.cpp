@@ -109,6 +109,20 @@ bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
   return found.first && !found.first->gathers_over(axis);
 }
 
+// Whether a parameter would be gathered over this axis so that another input can stay a summand:
+// that is reduced instead, which is due and holds for all its uses, if it moves less or the
+// parameter is computed with in shards.
+bool gathers_for_summand(const LabelProblem& p, const Choice& c, std::size_t i, int axis,
+                         double gather, int ranks) {
+  const TensorInfo& t = p.call.tensors()[i];
+  if (c.kind != Choice::Kind::partial || !t.parameter || gather == 0) return false;
+  if (computed_in_shards(p, t, axis)) return true;
+  if (c.input < 0) return false;
+  const TensorInfo& summand = p.call.tensors()[c.input];
+  return gather >= cost(summand.spec.placements()[axis], Shard(0),
+                        static_cast<double>(summand.spec.numel()), ranks);
+}
+
 Choice best(const LabelProblem& p, int axis, int ranks) {
   const auto& tensors = p.call.tensors();
   Choice chosen;
@@ -125,11 +139,9 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
       // the result must have the target's placement
       if (i == 0 && p.call.in_place() && !p.outputs.empty() && !(placed(p, c, 0) == to))
         possible = false;
-      // A Partial factor is reduced, which is due and holds for all its uses, rather than kept so.
-      if (c.kind == Choice::Kind::partial && from.is_shard() && to.is_replicate() &&
-          computed_in_shards(p, tensors[i], axis))
-        possible = false;
       const double gather = cost(from, to, static_cast<double>(tensors[i].spec.numel()), ranks);
+      if (from.is_shard() && to.is_replicate() && gathers_for_summand(p, c, i, axis, gather, ranks))
+        possible = false;
       moved += tensors[i].parameter ? std::min(gather, kGatherParameter) : gather;
     }
     if (!possible) continue;

@@ -41,6 +41,20 @@ inline Partition kept(const Partition& parts, std::int64_t start, std::int64_t s
   return Partition(std::span<const std::int64_t>(sizes));
 }
 
+/// The rows of a dim of `extent` of which windows are taken every `step` rows and none overlaps:
+/// each window's with it, and those behind the last one with that.
+inline Partition rows_of_windows(const Partition& windows, std::int64_t step, std::int64_t extent) {
+  std::vector<std::int64_t> sizes;
+  std::int64_t last = 0;
+  for (int i = 0; i < windows.parts(); ++i) {
+    const std::int64_t end = windows.interval(i).end;
+    const std::int64_t boundary = end == windows.extent() ? extent : end * step;
+    sizes.push_back(boundary - last);
+    last = boundary;
+  }
+  return Partition(std::span<const std::int64_t>(sizes));
+}
+
 /// A slice of this rank's local: where it begins, and its length.
 struct LocalSlice {
   std::int64_t start, length;

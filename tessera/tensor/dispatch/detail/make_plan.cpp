@@ -45,14 +45,21 @@ std::string describe_inputs(const OpCall& call) {
                            "(tessera::register_rule)."));
 }
 
-// True if `to` is `from` with some of its partial axes reduced.
-bool only_reduces(const ShardSpec& from, const ShardSpec& to) {
-  auto placements = from.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (placements[a].is_partial() && to.placements()[a].is_replicate())
-      placements[a] = Replicate();
+// True if `to` is `from` with some of its partial axes reduced; `scattered`: or reduced to shards.
+bool only_reduces(const ShardSpec& from, const ShardSpec& to, bool scattered) {
+  if (!scattered) {
+    auto placements = from.placements();
+    for (std::size_t a = 0; a < placements.size(); ++a) {
+      if (placements[a].is_partial() && to.placements()[a].is_replicate())
+        placements[a] = Replicate();
+    }
+    return from.with_placements(placements) == to;
   }
-  return from.with_placements(placements) == to;
+  for (std::size_t a = 0; a < from.placements().size(); ++a) {
+    const Placement& p = from.placements()[a];
+    if (!p.is_partial() && !(p == to.placements()[a])) return false;
+  }
+  return true;
 }
 
 void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
@@ -130,10 +137,26 @@ bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
                              ". Redistribute it first."));
 }
 
+// True if a parameter is gathered over an axis on which the other inputs are summands: where data
+// is sharded it was sharded to be gathered, there it was not.
+bool gathered_for_summands(const OpCall& call, const TensorInfo& t, const ShardSpec& to) {
+  for (std::size_t a = 0; a < to.placements().size(); ++a) {
+    if (!t.spec.placements()[a].is_shard() || to.placements()[a].is_shard()) continue;
+    bool shards = false, summands = false;
+    for (const TensorInfo& other : call.tensors()) {
+      if (&other == &t) continue;
+      shards |= other.spec.placements()[a].is_shard();
+      summands |= other.spec.placements()[a].is_partial();
+    }
+    if (summands && !shards) return true;
+  }
+  return false;
+}
+
 // Sharded parameters are, but not over the axis along which their layer's data are sharded: it is
 // the data that the layer gathers there.
 bool gathered_silently(const OpCall& call, const TensorInfo& t, const ShardSpec& to) {
-  if (!t.parameter) return false;
+  if (!t.parameter || gathered_for_summands(call, t, to)) return false;
   const c10::IValue& v = call.arguments()[t.argument];
   const ShardMeta* meta = t.element < 0 && v.isTensor() ? meta_of(v.toTensor()) : nullptr;
   if (!meta || !meta->layout->sequence) return true;
@@ -148,7 +171,9 @@ void plan_moves(const OpCall& call, const Plan& plan, ReadyPlan& ready) {
   for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
     const TensorInfo& t = call.tensor(i);
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
-    if (t.written && !only_reduces(t.spec, *plan.inputs[i]))
+    // What an operator on lists writes beside its first list is a gradient, or state of a step.
+    const bool beside = t.argument > 0 && t.element >= 0;
+    if (t.written && !only_reduces(t.spec, *plan.inputs[i], beside))
       throw_moves_target(call, t.spec, *plan.inputs[i]);
     const bool announced =
         !gathered_silently(call, t, *plan.inputs[i]) && moves_shards(t.spec, *plan.inputs[i]);

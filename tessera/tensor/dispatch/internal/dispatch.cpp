@@ -193,11 +193,26 @@ class Registrar final : public c10::OpRegistrationListener {
       fallback_above_->fallback(
           torch::CppFunction::makeFromBoxedFunction<&Registrar::above_fallback>());
     }
+    for (const c10::DispatchKey key :
+         {c10::DispatchKey::SparsePrivateUse2, c10::DispatchKey::SparseCsrPrivateUse2,
+          c10::DispatchKey::NestedTensorPrivateUse2, c10::DispatchKey::QuantizedPrivateUse2}) {
+      if (dispatcher.hasBackendFallbackForDispatchKey(key)) continue;
+      refused_.push_back(
+          std::make_unique<torch::Library>(torch::Library::IMPL, "_", key, __FILE__, __LINE__));
+      refused_.back()->fallback(
+          torch::CppFunction::makeFromBoxedFunction<&Registrar::refuse_layout>());
+    }
     // The listener reports every operator that exists, then those to come.
     listening_ = dispatcher.addRegistrationListener(std::make_unique<Forward>());
     ready_.store(true, std::memory_order_release);
   }
 
+  static void refuse_layout(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                            torch::jit::Stack*) {
+    throw ShardingError(concat(op.schema().name(),
+                               ": sparse, nested and quantized tensors cannot be made of sharded "
+                               "ones. Take their values first (tessera::full_tensor)."));
+  }
   static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet,
                              torch::jit::Stack* stack) {
     run_sharded(*instance().info_of(op), stack);
@@ -275,6 +290,7 @@ class Registrar final : public c10::OpRegistrationListener {
   std::atomic<bool> ready_ = false, pending_ = false;
   std::deque<c10::OperatorName> queue_;
   std::unique_ptr<torch::Library> fallback_below_, fallback_above_;
+  std::vector<std::unique_ptr<torch::Library>> refused_;
   std::map<std::string, Libraries> libraries_;
   std::unordered_map<c10::OperatorName, std::shared_ptr<const OpInfo>> by_name_;
   std::unordered_set<c10::OperatorName> registered_;

@@ -13,6 +13,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
@@ -48,13 +49,17 @@ std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
 // Compares a plain tensor over the ranks of a mesh; says what is wrong if their values differ.
 // Collective.
 std::optional<std::string> differs_by_rank(const at::Tensor& plain, const Group& all) {
-  Hash hash;
-  hash.number(static_cast<std::uint64_t>(plain.scalar_type()));
-  for (const auto n : plain.sizes()) hash.number(static_cast<std::uint64_t>(n));
   const WithoutHostLock released;
-  const at::Tensor values = plain.cpu().contiguous();
-  hash.bytes(values.const_data_ptr(), values.nbytes());
-  const auto hashes = all.all_gather_bytes(std::to_string(hash.value()), {.name = "promotion"});
+  const auto hashes = agree::all<std::uint64_t>(
+      all, "promotion",
+      [&] {
+        Hash hash;
+        hash.number(static_cast<std::uint64_t>(plain.scalar_type()));
+        for (const auto n : plain.sizes()) hash.number(static_cast<std::uint64_t>(n));
+        const at::Tensor values = plain.cpu().contiguous();
+        return hash.bytes(values.const_data_ptr(), values.nbytes()).value();
+      },
+      {.name = "promotion"});
   for (std::size_t r = 1; r < hashes.size(); ++r) {
     if (hashes[r] == hashes[0]) continue;
     return concat("a plain tensor of shape ", plain.sizes(), " meets sharded ones, but ranks ",
@@ -74,6 +79,19 @@ void require_equal(const at::Tensor& plain, const MeshContext& context) {
   if (const auto differs = differs_by_rank(plain, all)) throw MismatchError(*differs);
 }
 
+// True if the elements lie in memory that this thread may read: not those of a tensor of zeros
+// without memory, of a meta tensor, or of a wrapper (vmap, fake tensors).
+bool readable(const at::Tensor& t) {
+  if (t.layout() != c10::kStrided || t.is_quantized() || t.is_nested() || !t.has_storage())
+    return false;
+  return t.numel() == 0 || t.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+}
+
+// What the operator was given has no meaning: it writes to all elements.
+bool overwrites(const OpInfo& info) {
+  return info.out_variant || info.name == "aten::copy_" || info.name == "aten::_foreach_copy_";
+}
+
 // Policies::plain_values. The ranks agree on what has been compared: it follows from their calls.
 void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext& context) {
   RankState& state = *context.state;
@@ -82,19 +100,22 @@ void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext
     const std::lock_guard lock(state.mutex);
     policy = state.policies.plain_values;
   }
-  if (policy == Policy::allow || context.mesh.layout().size() < 2) return;
-  const Group all = context.mesh.all();
-  if (all.check_level() == CheckLevel::collective) return;  // every one is compared
-  if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) return;
-  const std::string what =
-      concat("plain ", info.name, " ", toString(plain.scalar_type()), " ", plain.sizes());
+  const std::vector<int>& ranks = context.mesh.layout().ranks();
+  if (policy == Policy::allow || ranks.size() < 2) return;
+  Hash what;
+  what.number(static_cast<std::uint64_t>(info.id) << 8 |
+              static_cast<std::uint64_t>(plain.scalar_type()));
+  for (const auto n : plain.sizes()) what.number(static_cast<std::uint64_t>(n));
   const std::uint64_t failures = failures_of(context.mesh);
-  if (state.agreed.contains(all.ranks(), failures, what)) return;
+  if (state.compared.contains(ranks, failures, what.value())) return;
+  if (policy == Policy::warn && state.compared.full(ranks, failures)) return;
+  const Group all = context.mesh.all();
+  if (all.check_level() == CheckLevel::collective || !readable(plain)) return;
   const LocalCallGuard guard;
   const auto differs = differs_by_rank(plain.detach().resolve_conj().resolve_neg(), all);
   if (differs && policy == Policy::error) throw MismatchError(concat(info.name, ": ", *differs));
-  state.agreed.add(all.ranks(), failures, what);
-  if (differs) TORCH_WARN(info.name, ": ", *differs);
+  state.compared.add(ranks, failures, what.value());
+  if (differs && all.rank() == 0) TORCH_WARN(info.name, ": ", *differs);
 }
 
 }  // namespace
@@ -359,7 +380,7 @@ PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
                             const at::Tensor& beside = {}) -> at::Tensor {
     if (!is_plain(t)) return t;
     apply_policy(info, context, t);
-    compare_once(info, t, *context);
+    if (!(written && overwrites(info))) compare_once(info, t, *context);
     if (written) {
       promote_target(t, context, info, above, written_value(info, arguments), beside, targets);
       return t;

@@ -139,11 +139,16 @@ at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
                      " tensor has no minimum or maximum, and cannot become partial by it"));
       }
     default:
-      return 0;
+      return no_summand(dtype);
   }
 }
 
 }  // namespace
+
+at::Scalar no_summand(at::ScalarType dtype) {
+  if (at::isComplexType(dtype)) return c10::complex<double>(-0.0, -0.0);
+  return at::isFloatingType(dtype) ? at::Scalar(-0.0) : at::Scalar(0);
+}
 
 Redistribution::Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to,
                                bool blocking)

@@ -13,6 +13,9 @@ namespace tessera::detail {
 
 struct RedistributionPlan;
 
+/// What changes no sum: -0.0 where there is one, since -0.0 + x is x for both zeros.
+at::Scalar no_summand(at::ScalarType dtype);
+
 /// A redistribution in progress on this rank: its first collective is started by the constructor,
 /// the others by finish().
 class Redistribution {

@@ -291,7 +291,17 @@ ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack*
       view_base_(info.view && stack_[first_].isTensor() ? stack_[first_].toTensor() : at::Tensor()),
       offloaded_(plan.on_device && any_in_host_memory(info, &stack_[first_])) {}
 
+// A view of a base that has changed since is taken again: which ones is known from the program's
+// calls, so that all ranks take the same.
+void ShardedCall::refresh_copies() const {
+  each_tensor(info_, &stack_[first_], [](const at::Tensor& t, bool) {
+    const ShardMeta* meta = meta_of(t);
+    if (meta && meta->copy && !meta->copy->fresh()) meta->copy->refresh();
+  });
+}
+
 void ShardedCall::run() {
+  if (context_.state->copies.any()) refresh_copies();
   if (plan_.moves_shards) check_policy();
   if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
   if (offloaded_) choose_memory();
@@ -611,6 +621,10 @@ void ShardedCall::run_on_aliases() {
 
 at::Tensor ShardedCall::wrap(at::Tensor local, bool view, std::size_t position) {
   if (!local.defined()) return local;
+  if (local.layout() != at::kStrided || local.is_nested())
+    throw ShardingError(concat(info_.name, " makes a ", local.toString(),
+                               " tensor of a sharded one: sparse, nested and mkldnn tensors cannot "
+                               "be sharded. Take its value first (tessera::full_tensor)."));
   // What a rule has made for a rank without elements.
   if (on_host_ && !elsewhere_ && !local.is_cpu()) local = to_host(local);
   return plan_.mode == ReadyPlan::Mode::replicated
@@ -693,7 +707,6 @@ bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
   const c10::IValue* arguments = stack->data() + first;
   const Copies copies = copies_among(info, arguments, true);
   if (copies.empty() && !in_two_memories(info, arguments)) return false;
-  for (const auto& copy : copies) copy->require_fresh(info.name);
   const bool on_lists = info.name.starts_with("aten::_foreach_") && arguments[0].isList();
   const std::size_t elements = on_lists ? arguments[0].toListRef().size() : 0;
   if (!on_lists || !lists_of(elements, info, arguments)) {
@@ -701,7 +714,6 @@ bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
     return false;
   }
   if (elements < 2) return false;
-  for (const auto& copy : copies_among(info, arguments, false)) copy->require_fresh(info.name);
   const torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
   stack->resize(first);
   for (std::size_t e = 0; e < elements; ++e) {

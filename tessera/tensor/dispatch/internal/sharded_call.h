@@ -48,6 +48,7 @@ class ShardedCall {
     at::Tensor below = {};
   };
 
+  void refresh_copies() const;
   void check_policy() const;
   void refuse_overlap() const;
   void choose_memory();

@@ -62,13 +62,17 @@ void ViewCopy::write_back() {
   if (to.copy) to.copy->write_back();
 }
 
+bool ViewCopy::fresh() const {
+  if (stale || (version.enabled() && version.current_version() - seen > written)) return false;
+  const ViewCopy* of_base = parent();
+  return !of_base || of_base->fresh();
+}
+
 void ViewCopy::require_fresh(const std::string& op) const {
-  if (stale || (version.enabled() && version.current_version() - seen > written)) {
+  if (!fresh())
     throw ShardingError(
         concat(op, " is given a view of ", meta_of(base)->spec(),
                " that had to be copied, and the base has changed since. Take the view again."));
-  }
-  if (const ViewCopy* of_base = parent()) of_base->require_fresh(op);
 }
 
 void ViewCopy::refresh() {

@@ -1,7 +1,7 @@
 #pragma once
 // ViewCopy: the memory of a view whose base had to be redistributed first. What is written to such
-// a view is written back to the base; once the base has changed in another way the view can no
-// longer be read.
+// a view is written back to the base; once the base has changed in another way an operator that
+// reads the view redistributes the base again.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -44,7 +44,9 @@ struct ViewCopy {
   /// what belongs to its shard, and nothing is sent unless a partial base has been reduced since;
   /// where shards were moved they are moved back. Collective.
   void write_back();
-  /// Throws ShardingError if the base has changed since.
+  /// False if the base has changed since. The same on all ranks, since it follows from their calls.
+  bool fresh() const;
+  /// Throws ShardingError unless fresh().
   void require_fresh(const std::string& op) const;
   /// Redistributes the base again. Collective.
   void refresh();

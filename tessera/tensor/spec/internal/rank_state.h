@@ -21,38 +21,43 @@
 
 namespace tessera::detail {
 
-/// Texts on which the ranks of a mesh are known to agree. Belongs to the rank and not to the
-/// context of a mesh, which lives only as long as this rank holds a tensor of it. Forgets the texts
-/// of a mesh once there are many, and those from before a failure (failures_of()), of which one
-/// rank may know more than another: all of its ranks at the same time, because they add the same
-/// ones, whatever other meshes they are in.
+/// What the ranks of a mesh are known to agree on, as hashes. Belongs to the rank and not to the
+/// context of a mesh, which lives only as long as this rank holds a tensor of it. Forgets what is
+/// known of a mesh once it is much, and what is from before a failure (failures_of()), of which one
+/// rank may know more than another: all of its ranks at the same time, because they add the same,
+/// whatever other meshes they are in.
 class Agreed {
  public:
-  static constexpr std::size_t kMost = 4096;
+  explicit Agreed(std::size_t most) : most_(most) {}
 
-  bool contains(const std::vector<int>& ranks, std::uint64_t failures, const std::string& what) {
+  bool contains(const std::vector<int>& ranks, std::uint64_t failures, std::uint64_t what) {
     const std::lock_guard lock(mutex_);
     return of(ranks, failures).contains(what);
   }
+  bool full(const std::vector<int>& ranks, std::uint64_t failures) {
+    const std::lock_guard lock(mutex_);
+    return of(ranks, failures).size() >= most_;
+  }
   /// `failures`: when the ranks began to compare it.
-  void add(const std::vector<int>& ranks, std::uint64_t failures, std::string what) {
+  void add(const std::vector<int>& ranks, std::uint64_t failures, std::uint64_t what) {
     const std::lock_guard lock(mutex_);
     auto& known = of(ranks, failures);
-    if (known.size() >= kMost) known.clear();
-    known.insert(std::move(what));
+    if (known.size() >= most_) known.clear();
+    known.insert(what);
   }
 
  private:
   struct Known {
     std::uint64_t failures = 0;
-    std::unordered_set<std::string> texts;
+    std::unordered_set<std::uint64_t> hashes;
   };
-  std::unordered_set<std::string>& of(const std::vector<int>& ranks, std::uint64_t failures) {
+  std::unordered_set<std::uint64_t>& of(const std::vector<int>& ranks, std::uint64_t failures) {
     Known& known = known_[ranks];
     if (known.failures != failures) known = {failures, {}};
-    return known.texts;
+    return known.hashes;
   }
 
+  const std::size_t most_;
   std::mutex mutex_;
   std::map<std::vector<int>, Known> known_;
 };
@@ -109,7 +114,8 @@ struct RankState {
   std::map<std::pair<std::uint64_t, std::uint64_t>, GeneratorMeetings> met_when_read;
   Policies policies;
   std::atomic<HaloPolicy> halo_policy = HaloPolicy{};
-  Agreed agreed;                 // by from_local() and Policies::plain_values
+  Agreed agreed{4096};           // by from_local()
+  Agreed compared{1024};         // by Policies::plain_values
   std::set<std::string> warned;  // warnings that were given once
   ViewCopies copies;
   ParameterSources sources;
