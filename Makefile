@@ -1,5 +1,6 @@
 # The few commands of a checkout. Everything they need and this machine lacks is fetched by scripts/bootstrap.
 #   make             configure and build (PRESET=debug, asan or tsan: another kind)
+#   make install PREFIX=folder   builds the libraries and programs alone, and installs them there
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make relief      the relief example on 1 to 4 ranks (fetches 28 MB); the report is build/relief/report.html
 #   make test        everything: Python's torch, build, all tests, lint
@@ -29,7 +30,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan fuzz clean help
 all: build
 
 help:
@@ -46,6 +47,12 @@ configure: bootstrap
 
 build: configure
 	@$(RUN) cmake --build --preset $(PRESET)
+
+install: configure
+	@test -n "$(PREFIX)" || { echo "say where to: make install PREFIX=$$HOME/tessera" >&2; exit 2; }
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_installed
+	@$(RUN) cmake --install $(BUILD) --prefix "$(PREFIX)" > /dev/null
+	@echo "Installed in $(PREFIX)"
 
 demo: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli tessera_doctor winds

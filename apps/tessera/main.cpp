@@ -1,11 +1,17 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <iostream>
+#include <numeric>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "commands.h"
 #include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/version.h"
 
 namespace {
 
@@ -19,18 +25,72 @@ void open_standard_descriptors() {
   }
 }
 
+// How many letters differ, are missing or are too many.
+std::size_t distance(const std::string& a, const std::string& b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t changed = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, diagonal + 1, row[j] + 1});
+    }
+  }
+  return row.back();
+}
+
+// Says which commands there are where the first argument is none. The parser would take it for an
+// argument of no command.
+bool is_no_command(const std::string& word, const std::vector<tessera::app::Command>& commands) {
+  std::vector<std::string> names;
+  for (const auto& command : commands) names.push_back(command.parser->get_name());
+  if (word.empty() || word[0] == '-' || std::find(names.begin(), names.end(), word) != names.end())
+    return false;
+  const auto nearest = std::min_element(
+      names.begin(), names.end(), [&](const std::string& a, const std::string& b) {
+        return distance(word, a) < distance(word, b);
+      });
+  std::cerr << tessera::concat("tessera: '", word.substr(0, 60),
+                               "' is no command; the nearest is '", *nearest, "'. There are ",
+                               tessera::list(names), "; tessera --help\n");
+  return true;
+}
+
+// mpirun's -np: the parser would read it as -n with the number "p".
+void accept_np(std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments[0] != "run") return;
+  for (std::string& argument : arguments) {
+    if (argument == "-n" || argument == "--" || argument.starts_with("--ranks") ||
+        argument.starts_with("--nproc"))
+      return;
+    if (argument == "-np") {
+      argument = "--np";
+      return;
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   open_standard_descriptors();
   CLI::App program("Tessera: distributed training for libtorch");
   program.name("tessera");
-  program.require_subcommand(1);
+  program.set_version_flag("--version", "tessera " TESSERA_VERSION);
   const std::vector<tessera::app::Command> commands{
       tessera::app::add_run(program), tessera::app::add_doctor(program),
       tessera::app::add_plan(program), tessera::app::add_bench(program)};
+  std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
+  if (arguments.empty()) {
+    std::cout << program.help();
+    return 0;
+  }
+  if (is_no_command(arguments[0], commands)) return 2;
+  accept_np(arguments);
+  std::reverse(arguments.begin(), arguments.end());  // as the parser takes them
   try {
-    program.parse(argc, argv);
+    program.parse(arguments);
   } catch (const CLI::ParseError& error) {
     return program.exit(error) == 0 ? 0 : 2;
   }

@@ -38,7 +38,9 @@ Command add_run(CLI::App& program) {
   parser->footer(
       "Example: tessera run -n 2 --timeout 60 -- ./train --epochs 3\nWhat stands behind \"--\" is "
       "the program and its own arguments.");
-  parser->add_option("-n,--ranks", run.ranks, "Number of ranks")
+  parser
+      ->add_option("-n,--ranks,--np,--nproc-per-node,--nproc_per_node", run.ranks,
+                   "Number of ranks (-np too)")
       ->required()
       ->check(CLI::Range(1, 100000));
   parser

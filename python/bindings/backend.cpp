@@ -238,7 +238,7 @@ class BackendMeeting : public torch::CustomClassHolder {
 
 }  // namespace
 
-void register_backend(torch::Library& library) {
+void register_backend(Library& library) {
   library.class_<BackendMeeting>("BackendMeeting")
       .def(torch::init<std::int64_t, std::int64_t, const std::string&,
                        const std::vector<std::int64_t>&, double, const std::string&>())

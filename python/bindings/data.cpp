@@ -199,7 +199,8 @@ LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& te
 /// The name of the field; axes and the dims that they shard; dims and the sizes of their shards;
 /// whether each rank has read the whole.
 using FieldShardings =
-    std::vector<std::tuple<std::string, Names, Numbers, Numbers, std::vector<Numbers>, bool>>;
+    std::vector<std::tuple<std::string, Names, Numbers, Numbers, std::vector<Numbers>,
+                           std::optional<bool>>>;
 std::vector<FieldSharding> field_shardings(const FieldShardings& fields) {
   std::vector<FieldSharding> all;
   for (const auto& [name, axes, dims, sized, sizes, whole] : fields) {
@@ -278,7 +279,7 @@ SourcePtr open_source(const std::string& kind, const std::string& path) {
 /// (variable, start, count, stride, decode) each.
 using FieldTexts = std::vector<std::tuple<std::string, Numbers, Numbers, Numbers, bool>>;
 
-void register_datasets(torch::Library& library) {
+void register_datasets(Library& library) {
   library.class_<PySource>("Source")
       .def("name", [](const SourcePtr& self) { return self->source->name(); })
       .def("variables", [](const SourcePtr& self) { return self->source->variables(); })
@@ -328,7 +329,7 @@ void register_datasets(torch::Library& library) {
   });
 }
 
-void register_orders(torch::Library& library) {
+void register_orders(Library& library) {
   library.class_<PyOrder>("Order").def(
       "describe", [](const OrderPtr& self) { return self->order->describe(); });
   library.def("fixed_order", [](std::int64_t samples, std::int64_t seed, bool shuffle,
@@ -375,7 +376,7 @@ void register_orders(torch::Library& library) {
 
 }  // namespace
 
-void register_data(torch::Library& library) {
+void register_data(Library& library) {
   register_datasets(library);
   register_orders(library);
   library.class_<PyLoader>("Loader")

@@ -214,7 +214,7 @@ struct PySharedMemory : torch::CustomClassHolder {
 };
 using SharedMemoryPtr = c10::intrusive_ptr<PySharedMemory>;
 
-void register_shared_memory(torch::Library& library) {
+void register_shared_memory(Library& library) {
   library.class_<PySharedMemory>("SharedMemory")
       .def("bytes", [](const SharedMemoryPtr& self) { return self->memory.bytes(); })
       .def("used", [](const SharedMemoryPtr& self) { return self->memory.used(); })
@@ -223,7 +223,7 @@ void register_shared_memory(torch::Library& library) {
       });
 }
 
-void register_group_class(torch::Library& library) {
+void register_group_class(Library& library) {
   library.class_<PyRequest>("Request")
       .def("done", [](const RequestPtr& self) { return self->done(); })
       .def("wait", [](const RequestPtr& self) { return self->wait(); });
@@ -267,7 +267,7 @@ void register_group_class(torch::Library& library) {
       .def("start", &collective<RequestPtr>);
 }
 
-void register_parallel_groups(torch::Library& library) {
+void register_parallel_groups(Library& library) {
   library.class_<PyGroupInfo>("GroupInfo")
       .def("group",
            [](const GroupInfoPtr& self) { return c10::make_intrusive<PyGroup>(self->info.group); })
@@ -315,7 +315,7 @@ MeshPtr derived(const MeshPtr& self, const Mesh& mesh) {
   return c10::make_intrusive<PyMesh>(self->mesh.manager().mesh(mesh));
 }
 
-void register_mesh_groups(torch::Library& library) {
+void register_mesh_groups(Library& library) {
   library.def("mesh_over", [](const std::vector<std::string>& names, const Numbers& sizes,
                               const Numbers& ranks) {
     return c10::make_intrusive<PyMesh>(here().mesh(Mesh(mesh_axes(names, sizes), to_ints(ranks))));
@@ -364,7 +364,7 @@ void register_mesh_groups(torch::Library& library) {
 
 }  // namespace
 
-void register_groups(torch::Library& library) {
+void register_groups(Library& library) {
   register_shared_memory(library);
   register_group_class(library);
   register_parallel_groups(library);

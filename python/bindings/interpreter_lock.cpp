@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include "errors.h"
 #include "tessera/base/host_lock.h"
 
 namespace tessera::python {
@@ -41,7 +42,7 @@ void* release() {
 }
 void acquire(void* thread) { interpreter().restore(thread); }
 
-constexpr HostLock kLock = {release, acquire};
+constexpr HostLock kLock = {release, acquire, raise_by_class};
 
 const bool registered = [] {
   const Interpreter& found = interpreter();

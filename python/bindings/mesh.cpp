@@ -134,7 +134,7 @@ DistributedManager here() {
   return *current();
 }
 
-void register_mesh(torch::Library& library) {
+void register_mesh(Library& library) {
   library.class_<PyMesh>("Mesh")
       .def(torch::init<const std::vector<std::string>&, const std::vector<std::int64_t>&>())
       .def("coordinate",

@@ -165,7 +165,7 @@ double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, do
 
 }  // namespace
 
-void register_nn(torch::Library& library) {
+void register_nn(Library& library) {
   library.class_<PyDataParallel>("DistributedDataParallel")
       .def(torch::init<const Names&, const std::vector<at::Tensor>&, std::int64_t, const GroupPtr&,
                        const std::string&, double, bool, const Names&, std::int64_t, std::int64_t,

@@ -9,6 +9,7 @@
 #include "tessera/checkpoint/file.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/nn/distribute_module.h"
+#include "tessera/nn/reduce_copies.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::python {
@@ -96,7 +97,7 @@ void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& te
 
 // Without a dispatch key each of these is taken as it is, below no autograd of the dispatcher's:
 // what is differentiable says so itself.
-void register_tensor(torch::Library& library) {
+void register_tensor(Library& library) {
   library.class_<PySpec>("Spec")
       .def("shape", [](const SpecPtr& self) { return self->spec.shape(); })
       .def("placements", [](const SpecPtr& self) { return texts(self->spec.placements()); })
@@ -147,6 +148,12 @@ void register_tensor(torch::Library& library) {
     return to_local(t, gradient ? std::optional(placements(*gradient)) : std::nullopt);
   });
   library.def("distribute_parameters", &distribute_parameters);
+  library.def("is_reduced", [](const at::Tensor& t) {
+    return is_sharded(t) && !gradient_syncs({t}).empty();
+  });
+  library.def("reduce_copies", [](const Texts& names, const std::vector<at::Tensor>& parameters) {
+    reduce_copies(named(names, parameters));
+  });
 }
 
 }  // namespace tessera::python

@@ -136,7 +136,7 @@ std::string launcher_file(const std::string& kind, const TopologyPtr& topology,
 #endif
 }
 
-void register_config(torch::Library& library) {
+void register_config(Library& library) {
   library.class_<PyGroupConfig>("ProcessGroupConfig")
       .def(torch::init([](const std::string& root) {
         return c10::make_intrusive<PyGroupConfig>(ProcessGroupConfig({.name = root}));
@@ -203,7 +203,7 @@ void register_config(torch::Library& library) {
 
 }  // namespace
 
-void register_trees(torch::Library& library) {
+void register_trees(Library& library) {
   library.class_<PyTopology>("Topology")
       .def(torch::init([](const Numbers& devices) {
         return c10::make_intrusive<PyTopology>(Topology::of_counts(to_ints(devices)));

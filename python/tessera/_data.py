@@ -22,12 +22,18 @@ def _tensors(sample):
     return [torch.as_tensor(value) for value in pytree.tree_leaves(sample)]
 
 
-def _stack(samples):
+def _stack(samples, indices):
     """The batch of samples that are nested alike, and how they are nested."""
     specs = [pytree.tree_structure(sample) for sample in samples]
     if any(spec != specs[0] for spec in specs):
         raise ValueError(f"samples of one dataset are nested alike; these are {specs[0]} and {next(spec for spec in specs if spec != specs[0])}")
-    return [torch.stack(column) for column in zip(*map(_tensors, samples))], specs[0]
+    columns = list(zip(*map(_tensors, samples)))
+    for column in columns:
+        kinds = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in column]
+        for index, kind in zip(indices, kinds):
+            if kind != kinds[0]:
+                raise ValueError(f"sample {index} has a tensor {kind}, that of sample {indices[0]} is {kinds[0]}: samples are of one shape, dtype and device")
+    return [torch.stack(column) for column in columns], specs[0]
 
 
 def _names(nested):
@@ -122,6 +128,8 @@ class Dataset:
             return samples
         if isinstance(samples, torch.Tensor):
             raise TypeError("a tensor is no dataset: TensorDataset(t) has its rows; a list of samples is Dataset.of(list)")
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+            raise TypeError(f"a dataset has len() and [index]; {samples!r:.60} has not. A list of samples is one dataset as Dataset.of(list)")
         errors, known = _Errors(), []
 
         def batch(indices):
@@ -130,7 +138,7 @@ class Dataset:
                 whole = collate(got)
                 made, nesting = _tensors(whole), pytree.tree_structure(whole)
             else:
-                made, nesting = _stack(got)
+                made, nesting = _stack(got, indices)
             known[:] = [nesting]
             return made if indices else [t[:0] for t in made]
 
@@ -310,7 +318,7 @@ class Loader:
 
     >>> order = ts.FixedOrder(len(data), 256, seed=1)
     >>> loader = ts.Loader(data, order, mesh, ["data"], workers=2)
-    >>> for batch in loader.epoch():
+    >>> for batch in loader:                           # one epoch, as loader.epoch()
     ...     x, y = batch.tensors                       # batch.real of batch.rows rows count
     >>> state = loader.state()                         # a short text; restore(state) goes on there, on any number of ranks
 
@@ -352,6 +360,8 @@ class Loader:
             if self.next_epoch() != now:
                 return
 
+    __iter__ = epoch
+
     def next_epoch(self):
         """The epoch of the batch that `next()` will give."""
         return self._handle.next_epoch()
@@ -375,15 +385,16 @@ class Loader:
 
 @dataclass(frozen=True)
 class FieldSharding:
-    """How one tensor of a batch is sharded over the axes that do not shard the batch: `FieldSharding({"domain": 2})`.
+    """How one tensor of a batch is sharded over the axes that do not shard the batch: `FieldSharding({"domain": 2}, whole=True)`.
 
     `dims`: axes and the dims that they shard, dim 0 being the batch. `sizes`: of their shards; without them those that the ranks have read are gathered.
-    `whole`: every rank has read the complete tensor in those dims, and keeps its shard.
+    `whole`: what each rank has read, which `shard_batch` must be told. True: the complete tensor in those dims, of which it keeps its shard (an image).
+    False: its own shard alone (a hyperslab). `scatter_batch` takes complete tensors and asks for nothing.
     """
 
     dims: dict
     sizes: dict | None = None
-    whole: bool = False
+    whole: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -429,8 +440,8 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
     `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes. Of a batch
     whose fields are a dictionary also a dictionary, by names ("inputs/wind") or the names of groups ("inputs"); what it does not name is replicated.
 
-    >>> x, y = ts.shard_batch(loader.next(), mesh, ["data"], [{"domain": 2}, None]).tensors
-    >>> wind = ts.shard_batch(loader.next(), mesh, ["data"], {"inputs": {"domain": 2}}).fields["inputs"]["wind"]
+    >>> x, y = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
+    >>> wind = ts.shard_batch(loader.next(), mesh, ["data"], {"inputs": ts.FieldSharding({"domain": 2}, whole=True)}).fields["inputs"]["wind"]
     """
     return _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
 

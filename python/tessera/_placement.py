@@ -34,8 +34,25 @@ class Partial:
         return f"Partial({self.op})"
 
 
+def _one(placement):
+    """As the library reads it. torch.distributed.tensor's placements are known by their names: that module is slow to import."""
+    kind = type(placement)
+    if kind.__module__.startswith("torch.distributed.tensor"):
+        if kind.__name__ == "Replicate":
+            return "Replicate"
+        if kind.__name__ == "Shard":
+            return f"Shard({placement.dim})"
+        if kind.__name__ == "Partial":
+            return f"Partial({placement.reduce_op})"
+        raise TypeError(f"{placement!r}: of torch's placements Replicate, Shard and Partial have their like here")
+    if not isinstance(placement, (Replicate, Shard, Partial, str)):
+        raise TypeError(f"{placement!r} is no placement: Replicate(), Shard(dim) or Partial(op), one for each axis of the mesh")
+    return str(placement)
+
+
 def to_text(placements):
-    return [str(p) for p in placements]
+    """`placements`: one for each axis of the mesh; of a mesh of one axis it may stand without a list."""
+    return [_one(p) for p in placements] if isinstance(placements, (list, tuple)) else [_one(placements)]
 
 
 def from_text(text):

@@ -3,10 +3,12 @@
 import copy as copy_module
 import copyreg
 import functools
+import weakref
 
 import torch
 
 from tessera import _api
+from tessera._draws import draw_alike, empty_beside
 from tessera._library import classes, ops
 from tessera._placement import Replicate
 
@@ -34,6 +36,37 @@ def _refuse(what, way_out):
     return answer
 
 
+class _Copies:
+    """Copies of parameters whose gradients are reduced: so are theirs. To begin with that is collective, which copy.deepcopy() is not: it happens at the
+    end of the first backward that reaches one of them."""
+
+    def __init__(self):
+        self._copies, self._hooks, self._queued = [], [], False
+
+    def add(self, copy):
+        self._copies.append(weakref.ref(copy))
+        self._hooks.append(copy.register_post_accumulate_grad_hook(self._reached))
+
+    def _reached(self, _):
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._begin)
+
+    def _begin(self):
+        for hook in self._hooks:
+            hook.remove()
+        copies = [copy for copy in (ref() for ref in self._copies) if copy is not None]
+        ops.reduce_copies([f"copy {i}" for i in range(len(copies))], copies)
+        for copy in copies:
+            if copy.grad is not None and ops.is_sharded(copy.grad):
+                copy.grad = ops.redistribute(copy.grad, *_placed(copy))
+
+
+def _placed(tensor):
+    spec = ops.spec(tensor)
+    return spec.placements(), spec.sizes()
+
+
 def _deepcopy(tensor, memo):
     if id(tensor) not in memo:
         if tensor.grad_fn is not None:
@@ -45,6 +78,8 @@ def _deepcopy(tensor, memo):
             copy.requires_grad_(tensor.requires_grad)
             if tensor.grad is not None:
                 copy.grad = copy_module.deepcopy(tensor.grad, memo)
+        if copy.requires_grad and ops.is_reduced(tensor):
+            memo.setdefault(id(_Copies), _Copies()).add(copy)
         memo[id(tensor)] = copy
     return memo[id(tensor)]
 
@@ -103,6 +138,20 @@ def _restore_with_generator():
         module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
 
 
+def _storage(tensor):
+    if torch.compiler.is_compiling():  # dynamo, which asks for it first, then breaks the graph here and runs the rest as it is
+        raise torch._dynamo.exc.Unsupported(f"a ShardTensor in a compiled graph: operators on it run uncompiled, and torch.export cannot have it ({_api.summary(tensor)})")
+    return _refuse("untyped_storage() of", "tessera.to_local(t) has memory of its own")(tensor)
+
+
+def _new(tensor, *args, **options):
+    """Of sizes: a sharded tensor, so that what is drawn into it agrees on all ranks. Of data: a plain one."""
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+    if sizes and not options and all(isinstance(n, int) for n in sizes):
+        return empty_beside(tensor, sizes, tensor.dtype)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).new(*args, **options)
+
+
 _WHOLE = "tessera.full_tensor(t) gives the global value on every rank (collective), tessera.to_local(t) this rank's shard"
 
 _instead("__repr__", lambda t, **_: f"<{_api.summary(t)}>")
@@ -114,7 +163,8 @@ _instead("numpy", _refuse("numpy() of", _WHOLE))
 _instead("__array__", _refuse("numpy() of", _WHOLE))
 _instead("tolist", _tolist)
 _instead("data_ptr", _refuse("data_ptr() of", "tessera.to_local(t) has memory of its own"))
-_instead("untyped_storage", _refuse("untyped_storage() of", "tessera.to_local(t) has memory of its own"))
+_instead("untyped_storage", _storage)
 _instead("new_tensor", lambda t, data, **options: torch.empty(0, dtype=t.dtype, device=t.device).new_tensor(data, **options))
-_instead("new", lambda t, *args: torch.empty(0, dtype=t.dtype, device=t.device).new(*args))
+_instead("new", _new)
+draw_alike()
 _restore_with_generator()

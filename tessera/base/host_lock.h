@@ -2,9 +2,11 @@
 // HostLock: the lock of an interpreter that the program runs in. An operator on sharded tensors
 // waits for other ranks, and so does the destructor of what was started. If these are threads of
 // one process and the caller holds the interpreter's lock, they could not run: the lock is released
-// meanwhile.
+// meanwhile. And errors that an interpreter is to get by their class.
 
 #include <atomic>
+
+#include "tessera/base/error.h"
 
 namespace tessera {
 
@@ -13,6 +15,8 @@ struct HostLock {
   /// not.
   void* (*release)();
   void (*acquire)(void*);
+  /// Throws the same error as a class that the interpreter knows too; returns where it knows none.
+  void (*raise)(const Error&);
 };
 
 /// Sets the lock of the whole process, which is its interpreter's. `lock` must outlive every use of
@@ -39,6 +43,17 @@ class WithoutHostLock {
   const HostLock* const lock_;
   void* const held_;
 };
+
+/// Runs `body`, whose errors the interpreter gets by their class.
+template <class Body>
+void raising(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (const HostLock* lock = host_lock().load(std::memory_order_acquire)) lock->raise(error);
+    throw;
+  }
+}
 
 }  // namespace detail
 

@@ -7,6 +7,7 @@
 #include "tessera/base/file.h"
 #include "tessera/base/text.h"
 #include "tessera/data/detail/buffer_pool.h"
+#include "tessera/data/detail/read_batch.h"
 
 namespace tessera {
 
@@ -15,31 +16,23 @@ IterableDataset::~IterableDataset() = default;
 SampleError::~SampleError() = default;
 
 std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indices) const {
-  std::vector<std::vector<at::Tensor>> columns;
-  for (std::size_t i = 0; i < indices.size(); ++i) {
+  std::vector<Sample> samples;
+  for (const std::uint64_t index : indices) {
     try {
-      const Sample sample = get(indices[i]);
-      if (i == 0) columns.resize(sample.size());
-      if (sample.size() != columns.size())
-        throw InvalidArgument(concat("it has ", sample.size(), " tensors, sample ", indices[0],
-                                     " has ", columns.size()));
-      for (std::size_t t = 0; t < sample.size(); ++t) {
-        if (i > 0 && sample[t].sizes() != columns[t][0].sizes())
-          throw InvalidArgument(concat("its tensor ", t, " has shape ", sample[t].sizes(),
-                                       ", that of sample ", indices[0], " has ",
-                                       columns[t][0].sizes(),
-                                       "; give samples of one shape, or override get_batch"));
-        columns[t].push_back(sample[t]);
-      }
+      samples.push_back(get(index));
+      detail::require_alike(samples.back(), samples.front(), concat("sample ", indices[0]));
     } catch (const SampleError&) {
       throw;
     } catch (const std::exception& e) {
-      std::throw_with_nested(
-          SampleError(concat("sample ", indices[i], ": ", e.what()), indices[i]));
+      std::throw_with_nested(SampleError(concat("sample ", index, ": ", e.what()), index));
     }
   }
   std::vector<at::Tensor> batch;
-  for (const auto& column : columns) batch.push_back(at::stack(column));
+  for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {
+    std::vector<at::Tensor> column;
+    for (const Sample& sample : samples) column.push_back(sample[t]);
+    batch.push_back(at::stack(column));
+  }
   return batch;
 }
 

@@ -93,6 +93,20 @@ void require_fields(const std::vector<FieldSharding>& fields, std::size_t tensor
   }
 }
 
+/// Complete tensors that are taken for shards would lie one over the other.
+void require_whole(const std::vector<FieldSharding>& fields) {
+  for (const FieldSharding& field : fields) {
+    if (field.dims.empty() || field.whole) continue;
+    const auto& [axis, dim] = *field.dims.begin();
+    throw InvalidArgument(concat(
+        "shard_batch: axis '", axis, "' shards dim ", dim,
+        field.field.empty() ? std::string(" of a field") : concat(" of the field '", field.field, "'"),
+        ", and it is not said what each rank has read: give whole = true where it has read the "
+        "complete tensor, of which it keeps its shard, or whole = false where it has read its own "
+        "shard alone"));
+  }
+}
+
 /// One placement for each of `over`, axes of the mesh.
 std::vector<Placement> field_placements(const FieldSharding& field, const Mesh& mesh,
                                         const std::vector<int>& over, int dims) {
@@ -199,6 +213,7 @@ ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
   require_names(batch);
   const auto fields = by_place(field_shardings, batch.names);
   require_fields(fields, batch.tensors.size(), layout, axes);
+  require_whole(fields);
   require_mine(batch, my_coordinate(mesh, axes), axes);
   ShardedBatch sharded{.step = batch.step,
                        .epoch = batch.epoch,
@@ -210,7 +225,7 @@ ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
     at::Tensor local = batch.tensors[i];
     const auto placements = batch_placements(field, layout, axes, static_cast<int>(local.dim()));
     ShardSizes sizes = field.sizes;
-    if (field.whole) {
+    if (field.whole.value_or(false)) {
       sizes = sizes_of_whole(local, field, layout, axes);
       auto shape = local.sizes().vec();
       shape[0] = batch.global_rows;

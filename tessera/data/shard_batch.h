@@ -1,15 +1,17 @@
 #pragma once
 // From what a loader reads to sharded tensors, in one call.
 //
-//   // data 2 x domain 2; each rank reads its rows of the batch, and its rows of every field
+//   // data 2 x domain 2; each rank reads its rows of the batch, with complete fields, and keeps its
+//   // shard of them; .whole = false where it reads its own shard of every field alone
 //   for (auto& loaded : loader.epoch()) {
-//     const auto batch = shard_batch(loaded, mesh, {"data"}, {{.dims = {{"domain", 2}}}, {}});
+//     const auto batch =
+//         shard_batch(loaded, mesh, {"data"}, {{.dims = {{"domain", 2}}, .whole = true}, {}});
 //     torch::mse_loss(net(batch.tensors[0]), batch.tensors[1]).backward();
 //   }
 //
 //   // the same with names, which a dataset gives; a group's name stands for all of its fields
 //   const auto batch = shard_batch(loaded, mesh, {"data"},
-//                                  {{.field = "inputs", .dims = {{"domain", 2}}}});
+//                                  {{.field = "inputs", .dims = {{"domain", 2}}, .whole = true}});
 //   net(batch.field("inputs/wind"), batch.field("inputs/heights"))
 //
 //   // one rank of each domain group reads whole samples, the others get their shards of them
@@ -42,8 +44,10 @@ struct FieldSharding {
   /// gathers those that the ranks have read; scatter_batch(), and shard_batch() of a tensor that
   /// has been read whole, shard evenly.
   ShardSizes sizes = {};
-  /// Every rank has read the tensor whole in those dims, and keeps its shard.
-  bool whole = false;
+  /// What each rank has read, which shard_batch() must be told where there are dims. True: the
+  /// complete tensor in those dims, of which it keeps its shard. False: its own shard alone.
+  /// scatter_batch() takes complete tensors and asks for nothing.
+  std::optional<bool> whole = {};
 };
 
 /// A global batch as sharded tensors.
@@ -68,8 +72,8 @@ struct ShardedBatch {
 /// being replicated. `batch_axes` are those of the loader's mapping.
 /// Communicates where sizes are gathered, and as from_local() does. Throws InvalidArgument for axes
 /// that the mesh lacks or that stand in another order than its own, for a batch that was loaded for
-/// other axes or for several devices, for names that the batch lacks or that two entries share, and
-/// where numbers or dims do not fit.
+/// other axes or for several devices, for names that the batch lacks or that two entries share, for
+/// dims without `whole`, and where numbers or dims do not fit.
 ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
                          const std::vector<std::string>& batch_axes,
                          const std::vector<FieldSharding>& fields = {});

@@ -13,6 +13,7 @@
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/data/detail/loader_state.h"
+#include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"
 #include "tessera/data/loader.h"  // StalledError
 
@@ -74,6 +75,10 @@ struct StreamLoader::Engine {
         slot.failed_at = slot.first + i;
         slot.samples[i] = options.transform(std::move(slot.samples[i]));
       }
+      for (std::size_t i = 1; i < slot.samples.size(); ++i) {
+        slot.failed_at = slot.first + i;
+        detail::require_alike(slot.samples[i], slot.samples.front(), "the first of the batch");
+      }
       slot.failed_at = slot.first + slot.taken;
       if (!options.names.empty() && !slot.samples.empty() &&
           slot.samples.front().size() != options.names.size())
@@ -82,13 +87,7 @@ struct StreamLoader::Engine {
                                      " names for them: ", list(options.names)));
       for (std::size_t t = 0; !slot.samples.empty() && t < slot.samples.front().size(); ++t) {
         std::vector<at::Tensor> column;
-        for (const Sample& s : slot.samples) {
-          if (s.size() != slot.samples.front().size() ||
-              s[t].sizes() != slot.samples.front()[t].sizes())
-            throw InvalidArgument(
-                "the samples of a batch differ in their number of tensors or in a shape");
-          column.push_back(s[t]);
-        }
+        for (const Sample& s : slot.samples) column.push_back(s[t]);
         slot.stacked.push_back(at::stack(column));
       }
     });

@@ -412,8 +412,17 @@ class Runner {
       if (result_.exit_status == 0 && forwarded_) result_.exit_status = 128 + forwarded_;
     }
     if (reader_gone_noted_) say("the reader of the output went away; the ranks were ended");
-    if (killed_ && !start_error_)
-      say(concat("ranks that did not end within ", run_.grace, " s were killed"));
+    // One may have ended by itself while the others were about to be killed.
+    std::vector<int> killed;
+    for (int r = 0; killed_ && !start_error_ && r < static_cast<int>(ranks_.size()); ++r)
+      if (const int status = ranks_[r].status; WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)
+        killed.push_back(r);
+    if (killed.empty()) return;
+    const std::string which = concat(killed.size() == 1 ? "rank " : "ranks ",
+                                     killed.size() == 1 ? std::to_string(killed[0]) : list(killed));
+    say(at_once_ ? concat(which, killed.size() == 1 ? " was" : " were", " killed")
+                 : concat(which, " did not end within ", run_.grace, " s and ",
+                          killed.size() == 1 ? "was" : "were", " killed"));
   }
 
   void finish_output() {

@@ -11,7 +11,9 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <numeric>
+#include <string>
 #include <thread>
 
 #include "mpi_support.h"
@@ -273,6 +275,31 @@ TEST(MpiInterop, WrongCommunicatorsAreRefused) {
   MPI_Intercomm_create(split.comm, split.size - 1, MPI_COMM_WORLD, 1 - split.colour, 1, &inter);
   EXPECT_THROW(mpi_world(inter), InvalidArgument);
   MPI_Comm_free(&inter);
+}
+
+// Each of its programs would be a job of one rank, and all would write the same files.
+TEST(MpiInterop, AWorldOfOneUnderALauncherOfSeveralIsRefused) {
+  const std::map<std::string, std::string> launcher = {
+      {"TESSERA_RANK", "1"},       {"TESSERA_WORLD_SIZE", "2"}, {"TESSERA_LOCAL_RANK", "1"},
+      {"TESSERA_LOCAL_SIZE", "2"}, {"TESSERA_NODE_RANK", "0"},  {"TESSERA_ADDRESS", "127.0.0.1"},
+      {"TESSERA_PORT", "29500"}};
+  ManagerOptions options;
+  options.mpi = mpi_world(MPI_COMM_SELF);
+  for (const auto& [name, value] : launcher) ::setenv(name.c_str(), value.c_str(), 1);
+  try {
+    (void)DistributedManager::initialize(options);
+    ADD_FAILURE() << "two jobs of one rank";
+  } catch (const ConfigurationError& error) {
+    EXPECT_NE(std::string(error.what()).find("Start it with mpirun"), std::string::npos)
+        << error.what();
+  }
+  ::setenv("TESSERA_WORLD_SIZE", "1", 1);
+  ::setenv("TESSERA_RANK", "0", 1);
+  ::setenv("TESSERA_LOCAL_RANK", "0", 1);
+  ::setenv("TESSERA_LOCAL_SIZE", "1", 1);
+  EXPECT_EQ(DistributedManager::initialize(options).world_size(), 1);
+  for (const auto& [name, value] : launcher) ::unsetenv(name.c_str());
+  EXPECT_EQ(DistributedManager::initialize(options).world_size(), 1);
 }
 
 }  // namespace tessera::test

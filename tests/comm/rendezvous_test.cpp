@@ -101,6 +101,16 @@ TEST(Rendezvous, NamesTheMissingRanksOnEveryRank) {
   }
 }
 
+TEST(Rendezvous, SaysForWhomItWaitsLongBeforeItsLimit) {
+  auto all = launches(3, free_port());
+  all.erase(all.begin() + 1);
+  ::testing::internal::CaptureStderr();
+  meet(all, 6s);
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("waits on port"), std::string::npos) << said;
+  EXPECT_NE(said.find("for ranks [1] of 3"), std::string::npos) << said;
+}
+
 TEST(Rendezvous, RefusesTwoRanksOfOneNumber) {
   for (const int twice : {0, 1, 2}) {
     auto all = launches(4, free_port());

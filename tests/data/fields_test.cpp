@@ -267,10 +267,11 @@ TEST(Fields, AreShardedByName) {
       }
       // Another group, none of that name, two for one field, and half of them named.
       const std::vector<std::vector<FieldSharding>> wrong = {
-          {{.field = "input", .dims = {{"domain", 1}}}},
-          {{.field = "wind", .dims = {{"domain", 1}}}},
-          {{.field = "inputs", .whole = true}, {.field = "inputs/wind", .dims = {{"domain", 1}}}},
-          {{.field = "target", .dims = {{"domain", 1}}}, {}}};
+          {{.field = "input", .dims = {{"domain", 1}}, .whole = true}},
+          {{.field = "wind", .dims = {{"domain", 1}}, .whole = true}},
+          {{.field = "inputs", .whole = true},
+           {.field = "inputs/wind", .dims = {{"domain", 1}}, .whole = true}},
+          {{.field = "target", .dims = {{"domain", 1}}, .whole = true}, {}}};
       for (const auto& fields : wrong) {
         EXPECT_THROW(sharded(fields), InvalidArgument);
         manager.world().barrier();

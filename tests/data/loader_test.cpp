@@ -387,6 +387,28 @@ TEST(Loader, StatesOfOtherOrdersAndOptionsOutOfRangeAreRefused) {
   EXPECT_THROW(TokenBudgetOrder({3, 9}, {8}, 1), InvalidArgument);
 }
 
+// Stacked, one integer among floating-point samples would change the dtype of its batch, and one
+// without data would take the data of all.
+TEST(Loader, ASampleOfAnotherDtypeOrDeviceIsRefusedByItsIndex) {
+  const at::Tensor others[] = {torch::zeros({2}, torch::kLong),
+                               torch::zeros({2}, torch::TensorOptions(torch::kMeta))};
+  for (const at::Tensor& other : others) {
+    const auto of = [&](std::uint64_t at) {
+      return std::make_shared<FunctionDataset>(
+          4, [=](std::uint64_t i) { return Sample{i == at ? other : torch::zeros({2})}; });
+    };
+    auto order = std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 4, .shuffle = false},
+                                              BatchSchedule(4));
+    try {
+      Loader({of(2)}, order, BatchMapping({1}, {0}, {}), 0).next();
+      ADD_FAILURE() << other.options();
+    } catch (const SampleError& e) {
+      EXPECT_EQ(e.index(), 2u);
+      EXPECT_NE(std::string(e.what()).find("dtype and device"), std::string::npos) << e.what();
+    }
+  }
+}
+
 TEST(Loader, SamplesOfOtherShapesAreRefusedOrCollated) {
   auto ragged = std::make_shared<FunctionDataset>(
       4, [](std::uint64_t i) { return Sample{torch::arange(static_cast<std::int64_t>(i) + 1)}; });

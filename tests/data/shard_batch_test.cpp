@@ -116,6 +116,31 @@ TEST(ShardBatch, OneRankReadsForThoseThatShareItsRows) {
   }
 }
 
+// Complete samples that are taken for shards would lie one over the other, and nobody would notice.
+TEST(ShardBatch, AsksWhetherRanksHaveReadCompleteTensorsOrTheirShards) {
+  run_threads(2, [&](DistributedManager& manager) {
+    const DeviceMesh mesh = manager.mesh({{"data", 1}, {"domain", 2}});
+    Loader loader({std::make_shared<TensorDataset>(
+                      std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},
+                  shuffled(4), batch_mapping(mesh.layout(), {"data"}), manager.rank());
+    const LoadedBatch batch = loader.next();
+    try {
+      shard_batch(batch, mesh, {"data"}, {{.dims = {{"domain", 2}}}, {}});
+      ADD_FAILURE() << "a batch was sharded by a guess";
+    } catch (const InvalidArgument& e) {
+      EXPECT_NE(std::string(e.what()).find("whole = true"), std::string::npos) << e.what();
+      EXPECT_NE(std::string(e.what()).find("whole = false"), std::string::npos) << e.what();
+      EXPECT_NE(std::string(e.what()).find("'domain'"), std::string::npos) << e.what();
+    }
+    const auto kept =
+        shard_batch(batch, mesh, {"data"}, {{.dims = {{"domain", 2}}, .whole = true}, {}});
+    EXPECT_EQ(kept.tensors[0].sizes(), batch.tensors[0].sizes());
+    const auto joined =
+        shard_batch(batch, mesh, {"data"}, {{.dims = {{"domain", 2}}, .whole = false}, {}});
+    EXPECT_EQ(joined.tensors[0].size(2), 2 * batch.tensors[0].size(2));
+  });
+}
+
 TEST(ShardBatch, RefusesWhatDoesNotFit) {
   run_threads(4, [&](DistributedManager& manager) {
     const DeviceMesh mesh = manager.mesh({{"data", 2}, {"domain", 2}});
@@ -123,9 +148,9 @@ TEST(ShardBatch, RefusesWhatDoesNotFit) {
                       std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},
                   shuffled(4), batch_mapping(mesh.layout(), {"data"}), manager.rank());
     const LoadedBatch batch = loader.next();
-    const std::vector<FieldSharding> of_batch_axis = {{.dims = {{"data", 1}}}, {}};
-    const std::vector<FieldSharding> batch_dim = {{.dims = {{"domain", 0}}}, {}};
-    const std::vector<FieldSharding> beyond = {{.dims = {{"domain", 3}}}, {}};
+    const std::vector<FieldSharding> of_batch_axis = {{.dims = {{"data", 1}}, .whole = true}, {}};
+    const std::vector<FieldSharding> batch_dim = {{.dims = {{"domain", 0}}, .whole = true}, {}};
+    const std::vector<FieldSharding> beyond = {{.dims = {{"domain", 3}}, .whole = true}, {}};
     const std::vector<FieldSharding> too_many(3);
     const auto both = std::vector<std::string>{"domain", "data"};
     EXPECT_THROW(shard_batch(batch, mesh, {"data"}, of_batch_axis), InvalidArgument);

@@ -214,6 +214,20 @@ TEST(StreamLoader, AFailingTransformNamesItsSample) {
   }
 }
 
+TEST(StreamLoader, ASampleOfAnotherDtypeIsRefusedByItsIndex) {
+  StreamLoader loader(std::make_shared<Counter>(0, 4), 4, Group(), {.transform = [](Sample sample) {
+                        if (sample[0].item<double>() == 2) return Sample{sample[0].to(at::kLong)};
+                        return sample;
+                      }});
+  try {
+    loader.next();
+    ADD_FAILURE();
+  } catch (const SampleError& e) {
+    EXPECT_EQ(e.index(), 2u);
+    EXPECT_NE(std::string(e.what()).find("dtype and device"), std::string::npos) << e.what();
+  }
+}
+
 // A stream that waits to be released.
 struct Gated : Counter {
   using Counter::Counter;

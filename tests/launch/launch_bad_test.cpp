@@ -219,6 +219,10 @@ TEST_F(EachFamily, Contradictions) {
     expect_refused(torchrun, with(test::torchrun, {{"MASTER_PORT", port}}),
                    {concat("MASTER_PORT='", port, "'")});
 
+  // What is there is said, too.
+  expect_refused({"plain", {}, {}}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}},
+                 {"MASTER_ADDR", "MASTER_PORT", "RANK='1'", "WORLD_SIZE='2'"});
+
   const Family open_mpi{"open_mpi", test::open_mpi, {}};
   expect_refused(open_mpi,
                  with(test::open_mpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"MASTER_ADDR", "a"}}),

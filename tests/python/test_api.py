@@ -90,7 +90,7 @@ def assert_same_parameters(node, function, name):
 def test_stubs_are_those_of_the_code():
     assert (FOLDER / "py.typed").exists()
     tree = ast.parse((FOLDER / "__init__.pyi").read_text())
-    stubs = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    stubs = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")}
     assert sorted(stubs) == sorted(ts.__all__)
     for name, node in stubs.items():
         thing = getattr(ts, name)

@@ -145,6 +145,28 @@ def test_fields_are_sharded_by_name():
     on_ranks(4, body)
 
 
+def test_a_loop_over_a_loader_is_an_epoch():
+    def body(rank):
+        mesh = ts.Mesh({"x": 1})
+        loader = ts.Loader(ts.TensorDataset(FIELD), ts.FixedOrder(7, 3, last="keep"), mesh, ["x"])
+        for epoch in range(2):
+            assert [(batch.epoch, batch.rows) for batch in loader] == [(epoch, 3), (epoch, 3), (epoch, 1)]
+        with pytest.raises(TypeError, match=r"Dataset.of\(list\)"):
+            ts.Loader([1, 2], ts.FixedOrder(2, 1), mesh, ["x"])
+
+    on_ranks(1, body)
+
+
+def test_samples_of_other_dtypes_are_refused_by_their_index():
+    def body(rank):
+        samples = ts.Dataset.of([torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64)])
+        loader = ts.Loader(samples, ts.FixedOrder(3, 3, shuffle=False), ts.Mesh({"x": 1}), ["x"])
+        with pytest.raises(ts.SampleError, match="sample 2 has a tensor torch.int64"):
+            loader.next()
+
+    on_ranks(1, body)
+
+
 class Damaged(Samples):
     def __getitem__(self, index):
         if index == 4:
@@ -230,7 +252,7 @@ def test_a_loader_may_go_within_the_read_of_a_sample():
 def test_a_batch_as_sharded_tensors_in_one_call(axes, batch_axes):
     order = ts.FixedOrder(7, 3, seed=3, last="pad")
     expected = alone(order, 4)
-    fields = [{"domain": 1}, None] if "domain" in axes else []
+    fields = [ts.FieldSharding({"domain": 1}, whole=False), None] if "domain" in axes else []
 
     def body(rank):
         mesh = ts.Mesh(axes)
@@ -249,8 +271,11 @@ def test_a_batch_as_sharded_tensors_in_one_call(axes, batch_axes):
                 if fields:
                     assert ts.spec(got.tensors[0]).sizes[1] == [3, 2] and ts.spec(got.tensors[1]).placements.count(ts.Replicate()) == 1
         wrong = ([{"domain": 0}], "dim 0 is the batch") if fields else ([{"data": 1}], "shards the batch")
-        with pytest.raises(RuntimeError, match=wrong[1]):
+        with pytest.raises(ts.InvalidArgument, match=wrong[1]):
             ts.shard_batch(loader.next(), mesh, batch_axes, wrong[0])
+        if fields:  # complete images that were taken for shards would lie one over the other
+            with pytest.raises(ts.InvalidArgument, match="whole = true .* or whole = false"):
+                ts.shard_batch(loader.next(), mesh, batch_axes, [{"domain": 1}, None])
 
     on_ranks(4, body)
 

@@ -437,11 +437,14 @@ def test_states_are_taken_while_another_rank_collects():
         gc.set_threshold(*thresholds)
 
 
-def test_new_tensors_are_plain():
+def test_new_tensors_of_data_are_plain():
     def body(rank):
         x = ts.distribute_tensor(X, ts.Mesh({"x": 2}), [ts.Shard(0)])
         assert torch.equal(x.new_tensor([1, 2]), X.new_tensor([1, 2])) and x.new_tensor(1.0, dtype=torch.int32).dtype is torch.int32
-        assert x.new(2, 3).shape == (2, 3) and x.new(2).dtype is torch.float64
+        assert x.new(2, 3).shape == (2, 3) and x.new(2).dtype is torch.float64 and not ts.is_sharded(x.new([1.0, 2.0]))
+        # What is drawn into new memory agrees, and lies as the tensor does.
+        drawn = x.new(x.shape).uniform_()
+        assert ts.spec(drawn).placements == (ts.Shard(0),) and ts.spec(x.new(2).normal_()).placements == (ts.Replicate(),)
 
     on_ranks(2, body)
 

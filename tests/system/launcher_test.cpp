@@ -320,9 +320,34 @@ TEST(LauncherArguments, WhatFollowsTheDashesBelongsToTheProgram) {
   EXPECT_EQ(run.out(), "[0] run|-n|--help|--|x|\n");
 }
 
+TEST(LauncherArguments, HabitsOfOtherLaunchersWork) {
+  for (const Words& ranks : {Words{"-np", "2"}, Words{"--np", "2"}, Words{"--nproc-per-node", "2"},
+                             Words{"--nproc-per-node=2"}, Words{"--nproc_per_node", "2"}}) {
+    Words all{TESSERA_PROGRAM, "run"};
+    all.insert(all.end(), ranks.begin(), ranks.end());
+    all.insert(all.end(), {"--", "sh", "-c", "echo $TESSERA_WORLD_SIZE $1", "sh", "-np"});
+    Process run(all);
+    ASSERT_EQ(run.finish(), 0) << ranks[0] << ": " << run.err();
+    EXPECT_NE(run.out().find("[1] 2 -np"), std::string::npos) << run.out();
+  }
+}
+
+TEST(LauncherArguments, TheProgramSaysWhatItIsAndKnows) {
+  Process version({TESSERA_PROGRAM, "--version"});
+  EXPECT_EQ(version.finish(), 0);
+  EXPECT_EQ(version.out().rfind("tessera 0.", 0), 0u) << version.out();
+  Process alone({TESSERA_PROGRAM});
+  EXPECT_EQ(alone.finish(), 0);
+  EXPECT_NE(alone.out().find("doctor"), std::string::npos) << alone.out();
+  Process wrong({TESSERA_PROGRAM, "rum", "-n", "2"});
+  EXPECT_EQ(wrong.finish(), 2);
+  EXPECT_NE(wrong.err().find("'rum' is no command; the nearest is 'run'"), std::string::npos)
+      << wrong.err();
+}
+
 TEST(LauncherArguments, MistakesAreRefusedWithStatus2) {
   for (const Words& words :
-       {Words{}, Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"},
+       {Words{"run"}, Words{"run", "-n", "2"}, Words{"run", "-n", "0", "--", "true"},
         Words{"run", "-n", "-1", "--", "true"}, Words{"run", "-n", "x", "--", "true"},
         Words{"run", "-n", "2", "--timeout", "-1", "--", "true"},
         Words{"run", "-n", "2", "--bind", "sockets", "--", "true"},

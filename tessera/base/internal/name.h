@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// `text` with every control character as \xNN, truncated after `limit` bytes with "...".
+/// `text` with control characters in hexadecimal, truncated after `limit` bytes with "...".
 inline std::string printable(std::string_view text, std::size_t limit = 200) {
   static constexpr char digits[] = "0123456789abcdef";
   std::string shown;

@@ -67,8 +67,28 @@ c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int 
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
+namespace {
+
+// To MPI each program that another launcher has started is a world of its own: N jobs of one rank
+// would run side by side and write the same files.
+void require_mpi_launcher(const MpiWorld& mpi) {
+  const Environment environment = Environment::of_process();
+  if (mpi.size() > 1 ||
+      !(environment.has("TESSERA_RANK") || environment.has("TORCHELASTIC_RUN_ID")))
+    return;
+  const Launch around = detect_launch(environment);
+  if (around.world_size > 1)
+    throw ConfigurationError(
+        concat("the manager was given ranks of MPI, which says that this process is alone, and ",
+               around.launcher, " has started ", around.world_size,
+               " of them: that launcher starts no ranks of MPI. Start it with mpirun (or srun)"));
+}
+
+}  // namespace
+
 DistributedManager DistributedManager::initialize(const ManagerOptions& options) {
   detail::ManagerBase base;
+  if (options.mpi && !options.launch) require_mpi_launcher(*options.mpi);
   base.options = options;
   base.launch = options.launch ? *options.launch
                 : options.mpi  ? options.mpi->launch()

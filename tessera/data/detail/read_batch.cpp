@@ -33,7 +33,25 @@ std::vector<at::Tensor> without_rows(std::vector<at::Tensor> batch) {
   return batch;
 }
 
+std::string described(const at::Tensor& t) {
+  return t.defined() ? concat(t.scalar_type(), ' ', t.sizes(), " on ", t.device()) : "undefined";
+}
+
 }  // namespace
+
+void require_alike(const Sample& sample, const Sample& first, const std::string& first_name) {
+  if (sample.size() != first.size())
+    throw InvalidArgument(
+        concat("it has ", sample.size(), " tensors, ", first_name, " has ", first.size()));
+  for (std::size_t t = 0; t < sample.size(); ++t) {
+    const std::string own = described(sample[t]), expected = described(first[t]);
+    if (own == expected) continue;
+    throw InvalidArgument(concat("its tensor ", t, " is ", own, ", that of ", first_name, " is ",
+                                 expected,
+                                 "; give samples of one shape, dtype and device, or override "
+                                 "get_batch"));
+  }
+}
 
 void BatchReader::check(const std::vector<SampleRef>& refs) const {
   std::vector<std::uint64_t> sizes;
@@ -138,11 +156,12 @@ std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) co
                                    " tensors, those of others ", batch.size()));
     for (std::size_t t = 0; t < part.size(); ++t) {
       if (part[t].sizes().slice(1) != batch[t].sizes().slice(1) ||
-          part[t].scalar_type() != batch[t].scalar_type())
+          part[t].scalar_type() != batch[t].scalar_type() || part[t].device() != batch[t].device())
         throw InvalidArgument(concat(
             "tensor ", t, " of dataset ", d, " has shape ", part[t].sizes().slice(1), " and dtype ",
-            part[t].scalar_type(), ", that of others ", batch[t].sizes().slice(1), " and ",
-            batch[t].scalar_type(), "; a mixture needs samples of one shape and dtype"));
+            part[t].scalar_type(), " on ", part[t].device(), ", that of others ",
+            batch[t].sizes().slice(1), " and ", batch[t].scalar_type(), " on ", batch[t].device(),
+            "; a mixture needs samples of one shape, dtype and device"));
       batch[t].index_copy_(0, at::tensor(places), part[t]);
     }
   }
@@ -194,6 +213,12 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
                 concat("sample ", ref.index, " has a tensor of shape ", sample[t].sizes(),
                        ", the order was told ", packed.length, " tokens"),
                 ref.index);
+          if (const at::Tensor& all = out.tensors[t]; sample[t].scalar_type() != all.scalar_type() ||
+                                                      sample[t].device() != all.device())
+            throw SampleError(concat("sample ", ref.index, " has a tensor ", described(sample[t]),
+                                     ", those of others are ", all.scalar_type(), " on ",
+                                     all.device()),
+                              ref.index);
           out.tensors[t][row].narrow(0, at, n).copy_(sample[t]);
         }
         out.tensors.back()[row].narrow(0, at, n).fill_(++number);

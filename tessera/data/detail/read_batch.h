@@ -35,4 +35,8 @@ struct BatchReader {
   void name(LoadedBatch& out, bool packed) const;
 };
 
+/// Throws InvalidArgument unless a sample can stand in one batch with the first one, `first_name`:
+/// as many tensors, each of the same shape and dtype and on the same device.
+void require_alike(const Sample& sample, const Sample& first, const std::string& first_name);
+
 }  // namespace tessera::detail

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <utility>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
@@ -240,7 +241,8 @@ void GradientReducer::State::begin() {
   };
   auto end = std::make_shared<End>(weak_from_this());
   backward = end.get();
-  torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end] { detail::raising([&] { (*end)(); }); });
 }
 
 // Buckets that have started are completed, as on the other ranks, so that groups stay in step and

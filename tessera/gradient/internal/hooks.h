@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/gradient/sync.h"
 
 namespace tessera::detail {
@@ -15,7 +16,7 @@ namespace tessera::detail {
 struct ChainedHook : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& leaf) final {
     if (before) (*before)(leaf);
-    accumulated(leaf);
+    raising([&] { accumulated(leaf); });
   }
   virtual void accumulated(const at::Tensor&) {}
 

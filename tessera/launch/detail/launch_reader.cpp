@@ -1,5 +1,6 @@
 #include "tessera/launch/detail/launch_reader.h"
 
+#include <algorithm>
 #include <climits>
 
 #include "tessera/base/error.h"
@@ -29,6 +30,12 @@ void LaunchReader::require(const std::vector<std::string>& names) const {
   for (const auto& name : names)
     (has(name) ? set : missing).push_back(has(name) ? shown(name) : name);
   if (missing.empty()) return;
+  // Among them the variables that have been read already.
+  for (const auto& [field, origin] : launch_.origin) {
+    const std::string name = origin.substr(0, origin.find('='));
+    if (has(name) && std::find(names.begin(), names.end(), name) == names.end())
+      set.push_back(shown(name));
+  }
   fail(concat("the environment is incomplete: not set are ", list(missing), ", while set are ",
               list(set),
               ". Unset these too if this process was not started by that launcher, or give rank "

@@ -1,5 +1,7 @@
 // StoreServer: which connections are admitted to the meeting of the ranks.
 
+#include <cstdio>
+
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/store_server.h"
 
@@ -18,11 +20,28 @@ void StoreServer::fail_meeting(const std::string& text, const std::vector<int>& 
     if (Client* client = of_rank(rank)) refuse(*client, text, ranks);
 }
 
+std::vector<int> StoreServer::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < world_size_; ++rank)
+    if (fd_of_rank_[rank] < 0) ranks.push_back(rank);
+  return ranks;
+}
+
+void StoreServer::tell_missing() {
+  if (tell_ == Deadline::max()) return;
+  const bool waits = !complete_ && failure_.empty() && !stop_;
+  if (waits && Clock::now() < tell_) return;
+  tell_ = Deadline::max();
+  if (waits)
+    std::fprintf(stderr, "%s\n",
+                 concat("tessera: rank 0 waits on port ", port_, " for ranks ", list(missing()),
+                        " of ", world_size_)
+                     .c_str());
+}
+
 void StoreServer::check_deadline() {
   if (complete_ || !failure_.empty() || Clock::now() < deadline_) return;
-  std::vector<int> missing;
-  for (int rank = 0; rank < world_size_; ++rank)
-    if (fd_of_rank_[rank] < 0) missing.push_back(rank);
+  const std::vector<int> missing = this->missing();
   std::string more;
   if (no_descriptors_)
     more += concat("; rank 0 ran out of file descriptors (limit ", allow_descriptors(0),

@@ -22,6 +22,7 @@ namespace {
 
 // A rank answers the challenge at once. One on a busy host may need longer: it tries again.
 constexpr std::chrono::seconds kStrangerLimit{5};
+constexpr std::chrono::seconds kTellAfter{5};
 // If there are too many of them, those go first that have had this long.
 constexpr std::chrono::seconds kYoung{1};
 constexpr std::size_t kMostStrangers = 256, kFewestStrangers = 16;
@@ -69,6 +70,7 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secre
     if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0)
       throw_no_room("cannot watch its sockets", errno);
   }
+  tell_ = deadline_after(kTellAfter);
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
@@ -104,7 +106,7 @@ bool StoreServer::turn() {
     const bool present = complete_ && gone_ < world_size_;
     if (Clock::now() >= end_ || (!present && !unsent)) return false;
   }
-  Deadline next = std::min({end_, deadline_, listen_again_});
+  Deadline next = std::min({end_, deadline_, listen_again_, tell_});
   if (!strangers_.empty())
     next = std::min(next, clients_.at(strangers_.begin()->second)->since + kStrangerLimit);
   epoll_event events[64];
@@ -118,6 +120,7 @@ bool StoreServer::turn() {
   }
   watch_strangers();
   check_deadline();
+  tell_missing();
   return true;
 }
 

@@ -95,6 +95,8 @@ class StoreServer {
   void refuse(Client& client, const std::string& text, const std::vector<int>& ranks = {});
   void fail_meeting(const std::string& text, const std::vector<int>& ranks);
   void check_deadline();
+  std::vector<int> missing() const;
+  void tell_missing();
 
   // store_calls.cpp: keys, and news of groups
   void serve(Client& client, Reader& in);
@@ -137,6 +139,8 @@ class StoreServer {
   std::vector<int> failure_ranks_;
   Deadline deadline_ = Deadline::max();  // of the meeting: the earliest that any rank asked for
   std::chrono::milliseconds shortest_{0};
+  // When somebody who looks at the job is told for whom it waits.
+  Deadline tell_ = Deadline::max();
   // ordered, so that the keys of a prefix are adjacent
   std::map<std::string, std::string, std::less<>> values_;
   // keyed by the first key that is missing

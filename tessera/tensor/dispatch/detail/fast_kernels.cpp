@@ -392,7 +392,7 @@ struct Kernels<Op, Result(Arguments...)> {
           if (tensors[before->argument]->is_same(t) && before->to == move.to)
             local = gathered[before->argument];
         }
-        if (!local.defined()) local = gather(t, move.to);
+        if (!local.defined()) raising([&] { local = gather(t, move.to); });
       }
     }
     const at::Tensor* locals[kTensors] = {};

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <set>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/fast_kernels.h"
 #include "tessera/tensor/dispatch/detail/view_replay.h"
@@ -88,12 +89,14 @@ struct Above final : c10::OperatorKernel {
   }
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    ParameterCasts casts;
-    const PromotedTargets promoted = prepare_above(*info, stack, casts);
-    after_promotion(promoted, [&] {
-      if (!instead || !instead(stack)) onward(op, keys, stack);
+    raising([&] {
+      ParameterCasts casts;
+      const PromotedTargets promoted = prepare_above(*info, stack, casts);
+      after_promotion(promoted, [&] {
+        if (!instead || !instead(stack)) onward(op, keys, stack);
+      });
+      cast_result(*info, stack, casts);
     });
-    cast_result(*info, stack, casts);
   }
   void onward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
               torch::jit::Stack* stack) const {
@@ -219,14 +222,16 @@ class Registrar final : public c10::OpRegistrationListener {
   }
   static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                              torch::jit::Stack* stack) {
-    ParameterCasts casts;
-    const auto info = instance().info_of(op);
-    const PromotedTargets promoted = prepare_above(*info, stack, casts);
-    after_promotion(promoted, [&] {
-      op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
-                         stack);
+    raising([&] {
+      ParameterCasts casts;
+      const auto info = instance().info_of(op);
+      const PromotedTargets promoted = prepare_above(*info, stack, casts);
+      after_promotion(promoted, [&] {
+        op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
+                           stack);
+      });
+      cast_result(*info, stack, casts);
     });
-    cast_result(*info, stack, casts);
   }
 
   void add(const c10::OperatorName& name) {

@@ -89,7 +89,9 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
   if (first) TORCH_WARN(text);
 }
 
-void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
+namespace {
+
+void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size();
   const WithoutHostLock released;
   if (info.writes_many && run_one_by_one(info, stack)) return;
@@ -149,6 +151,12 @@ void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
   } else {
     ShardedCall(info, plan, stack, scan).run();
   }
+}
+
+}  // namespace
+
+void run_sharded(const OpInfo& info, torch::jit::Stack* stack) {
+  raising([&] { run_by_plan(info, stack); });
 }
 
 }  // namespace tessera::detail

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -16,6 +17,7 @@ void tell_ranks(const std::string& op, const MeshContext& context, const std::st
 
 void rethrow_to_all(const std::string& op, const MeshContext& context) {
   try {
+    raising([] { throw; });
     throw;
   } catch (const CommError&) {
     throw;

@@ -1,0 +1,23 @@
+#include "tessera/nn/reduce_copies.h"
+
+#include <algorithm>
+
+#include "tessera/nn/detail/parameter_gradient.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera {
+
+void reduce_copies(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                   const ReducerOptions& options) {
+  std::vector<std::pair<DeviceMesh, std::vector<detail::UnitParameter>>> by_mesh;
+  for (const auto& [name, parameter] : parameters) {
+    const DeviceMesh mesh = spec(parameter).mesh();
+    auto at = std::find_if(by_mesh.begin(), by_mesh.end(),
+                           [&](const auto& of) { return of.first == mesh; });
+    if (at == by_mesh.end()) at = by_mesh.insert(at, {mesh, {}});
+    at->second.push_back({name, parameter});
+  }
+  for (const auto& [mesh, of] : by_mesh) detail::reduce_parameters(of, mesh, options);
+}
+
+}  // namespace tessera
