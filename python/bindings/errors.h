@@ -2,6 +2,8 @@
 // Errors of the library as the classes that the package `tessera` has for them. What is raised is
 // an error of the same class of C++, too, so that whoever catches it on its way sees no difference.
 
+#include <c10/util/intrusive_ptr.h>
+
 #include <string>
 #include <vector>
 
@@ -37,6 +39,12 @@ template <class R, class... Arguments>
 auto by_class(R (*f)(Arguments...)) {
   return by_class([f](Arguments... arguments) -> R {
     return f(std::forward<Arguments>(arguments)...);
+  });
+}
+template <class R, class C, class... Arguments>
+auto by_class(R (C::*f)(Arguments...)) {
+  return by_class([f](const c10::intrusive_ptr<C>& self, Arguments... arguments) -> R {
+    return ((*self).*f)(std::forward<Arguments>(arguments)...);
   });
 }
 

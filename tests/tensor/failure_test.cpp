@@ -281,15 +281,16 @@ TEST_P(Failure, LeavesReadStatesOfRandomNumbersInStep) {
 
 // Ranks that compared something once have perhaps not all heard the answer.
 TEST(AfterAFailure, WhatWasAgreedOnIsComparedAnew) {
-  detail::Agreed agreed;
-  agreed.add({0, 1}, 0, "a");
-  agreed.add({0, 2}, 0, "a");
-  EXPECT_TRUE(agreed.contains({0, 1}, 0, "a"));
-  EXPECT_FALSE(agreed.contains({0, 1}, 1, "a"));
-  agreed.add({0, 1}, 1, "b");
-  EXPECT_TRUE(agreed.contains({0, 1}, 1, "b"));
-  EXPECT_FALSE(agreed.contains({0, 1}, 1, "a"));
-  EXPECT_TRUE(agreed.contains({0, 2}, 0, "a"));
+  constexpr std::uint64_t kA = 1, kB = 2;
+  detail::Agreed agreed(8);
+  agreed.add({0, 1}, 0, kA);
+  agreed.add({0, 2}, 0, kA);
+  EXPECT_TRUE(agreed.contains({0, 1}, 0, kA));
+  EXPECT_FALSE(agreed.contains({0, 1}, 1, kA));
+  agreed.add({0, 1}, 1, kB);
+  EXPECT_TRUE(agreed.contains({0, 1}, 1, kB));
+  EXPECT_FALSE(agreed.contains({0, 1}, 1, kA));
+  EXPECT_TRUE(agreed.contains({0, 2}, 0, kA));
   // And locals whose spec was asked for before.
   on_threads(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});

@@ -361,8 +361,11 @@ OwnBackend::WorkPtr OwnBackend::allgather_coalesced(TensorLists& outputs, Tensor
       start += size;
     }
   };
-  return checked_all_gather(all, mine, same_for_all(mine.numel()),
-                            {OpType::ALLGATHER_COALESCED, limit_of(options), results, arrived});
+  OwnCall call = call_on(OpType::ALLGATHER_COALESCED, limit_of(options), all, mine,
+                         same_for_all(mine.numel()));
+  call.results = results;
+  call.finish = arrived;
+  return checked_all_gather(std::move(call));
 }
 
 OwnBackend::WorkPtr OwnBackend::gather(TensorLists& outputs, Tensors& inputs,
