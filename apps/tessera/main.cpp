@@ -47,8 +47,8 @@ bool is_no_command(const std::string& word, const std::vector<tessera::app::Comm
   for (const auto& command : commands) names.push_back(command.parser->get_name());
   if (word.empty() || word[0] == '-' || std::find(names.begin(), names.end(), word) != names.end())
     return false;
-  const auto nearest = std::min_element(
-      names.begin(), names.end(), [&](const std::string& a, const std::string& b) {
+  const auto nearest =
+      std::min_element(names.begin(), names.end(), [&](const std::string& a, const std::string& b) {
         return distance(word, a) < distance(word, b);
       });
   std::cerr << tessera::concat("tessera: '", word.substr(0, 60),

@@ -198,9 +198,8 @@ LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& te
 
 /// The name of the field; axes and the dims that they shard; dims and the sizes of their shards;
 /// whether each rank has read the whole.
-using FieldShardings =
-    std::vector<std::tuple<std::string, Names, Numbers, Numbers, std::vector<Numbers>,
-                           std::optional<bool>>>;
+using FieldShardings = std::vector<
+    std::tuple<std::string, Names, Numbers, Numbers, std::vector<Numbers>, std::optional<bool>>>;
 std::vector<FieldSharding> field_shardings(const FieldShardings& fields) {
   std::vector<FieldSharding> all;
   for (const auto& [name, axes, dims, sized, sizes, whole] : fields) {

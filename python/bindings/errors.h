@@ -37,9 +37,8 @@ auto by_class(F f) {
 }
 template <class R, class... Arguments>
 auto by_class(R (*f)(Arguments...)) {
-  return by_class([f](Arguments... arguments) -> R {
-    return f(std::forward<Arguments>(arguments)...);
-  });
+  return by_class(
+      [f](Arguments... arguments) -> R { return f(std::forward<Arguments>(arguments)...); });
 }
 template <class R, class C, class... Arguments>
 auto by_class(R (C::*f)(Arguments...)) {

@@ -148,9 +148,8 @@ void register_tensor(Library& library) {
     return to_local(t, gradient ? std::optional(placements(*gradient)) : std::nullopt);
   });
   library.def("distribute_parameters", &distribute_parameters);
-  library.def("is_reduced", [](const at::Tensor& t) {
-    return is_sharded(t) && !gradient_syncs({t}).empty();
-  });
+  library.def("is_reduced",
+              [](const at::Tensor& t) { return is_sharded(t) && !gradient_syncs({t}).empty(); });
   library.def("reduce_copies", [](const Texts& names, const std::vector<at::Tensor>& parameters) {
     reduce_copies(named(names, parameters));
   });

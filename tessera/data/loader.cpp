@@ -420,8 +420,7 @@ void Loader::require_agreement(const Group& group) const {
     held.number(static_cast<std::uint64_t>(process));
     for (const int c : r.mapping.held_by(process)) held.number(static_cast<std::uint64_t>(c));
   }
-  agree::same(group, "what the loader reads",
-                             concat(text, "who reads what: ", held.value(), "\n"));
+  agree::same(group, "what the loader reads", concat(text, "who reads what: ", held.value(), "\n"));
 }
 
 std::uint64_t Loader::next_epoch() {

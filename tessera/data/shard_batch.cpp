@@ -100,7 +100,8 @@ void require_whole(const std::vector<FieldSharding>& fields) {
     const auto& [axis, dim] = *field.dims.begin();
     throw InvalidArgument(concat(
         "shard_batch: axis '", axis, "' shards dim ", dim,
-        field.field.empty() ? std::string(" of a field") : concat(" of the field '", field.field, "'"),
+        field.field.empty() ? std::string(" of a field")
+                            : concat(" of the field '", field.field, "'"),
         ", and it is not said what each rank has read: give whole = true where it has read the "
         "complete tensor, of which it keeps its shard, or whole = false where it has read its own "
         "shard alone"));

@@ -1,8 +1,8 @@
 #pragma once
 // From what a loader reads to sharded tensors, in one call.
 //
-//   // data 2 x domain 2; each rank reads its rows of the batch, with complete fields, and keeps its
-//   // shard of them; .whole = false where it reads its own shard of every field alone
+//   // data 2 x domain 2; each rank reads its rows of the batch, with complete fields, and keeps
+//   // its shard of them; .whole = false where it reads its own shard of every field alone
 //   for (auto& loaded : loader.epoch()) {
 //     const auto batch =
 //         shard_batch(loaded, mesh, {"data"}, {{.dims = {{"domain", 2}}, .whole = true}, {}});

@@ -189,10 +189,10 @@ Result spread_any(const How<Result>& how, const char* name, Blocks blocks, const
   require_data(input, blocks.size(core.rank()), "the input");
   if (reader < 0 || reader == core.rank()) require_data(output, blocks.total(), "the output");
   if (blocks.largest() >= detail::pull_bytes(core, false))
-    return how.template make<PullSpread>(name, std::move(blocks), bytes(input),
-                                                       bytes(output), reader);
-  return how.template make<Spread>(name, std::move(blocks), bytes(input), bytes(output),
-                                         reader, false);
+    return how.template make<PullSpread>(name, std::move(blocks), bytes(input), bytes(output),
+                                         reader);
+  return how.template make<Spread>(name, std::move(blocks), bytes(input), bytes(output), reader,
+                                   false);
 }
 
 template <class Result>
@@ -203,10 +203,10 @@ Result deal_any(const How<Result>& how, const char* name, Blocks blocks, const v
   if (source < 0 || source == core.rank()) require_data(input, blocks.total(), "the input");
   require_data(output, blocks.size(core.rank()), "the output");
   if (blocks.largest() >= detail::pull_bytes(core, reducer.has_value()))
-    return how.template make<PullDeal>(name, std::move(blocks), bytes(input),
-                                                     bytes(output), source, reducer, reduction);
-  return how.template make<Deal>(name, std::move(blocks), bytes(input), bytes(output),
-                                       source, reducer, reduction);
+    return how.template make<PullDeal>(name, std::move(blocks), bytes(input), bytes(output), source,
+                                       reducer, reduction);
+  return how.template make<Deal>(name, std::move(blocks), bytes(input), bytes(output), source,
+                                 reducer, reduction);
 }
 
 std::vector<std::size_t> in_bytes(std::vector<std::size_t> counts, Element element) {
@@ -305,8 +305,7 @@ Result Calls<Result>::reduce_scatter(const void* input, void* output,
 template <class Result>
 Result Calls<Result>::reduce_scatter(const void* input, void* output, std::size_t count_each,
                                      Element element, Reduction reduction, Call call) const {
-  if (count_each == 0 && reduces(element, reduction.kind) && state_->core->whole())
-    return Result();
+  if (count_each == 0 && reduces(element, reduction.kind) && state_->core->whole()) return Result();
   return deal_any(how_to<Result>(*state_, call), "reduce_scatter",
                   Blocks::equal(size(), count_each * size_of(element)), input, output, -1,
                   Reducer(element, reduction.kind), reduction);

@@ -32,7 +32,7 @@ constexpr std::size_t kTrialBytes = 32768;
 constexpr int kWarmTrials = static_cast<int>(kFrames), kTrials = 4;
 /// Others than plain stores have to need less than this share of the time.
 constexpr double kClearlyFaster = 0.8;
-/// How long a rank that finds no rank 0 looks for the reason, which was left before the door closed.
+/// How long a rank that finds no rank 0 looks for the reason, left before the door closed.
 constexpr std::chrono::milliseconds kRecently(200);
 constexpr std::size_t kMostArena = std::size_t{1} << 40;
 
@@ -317,8 +317,7 @@ class Meeting {
   /// Goes to rank 0 and says who this is.
   Descriptor enter(const std::string& address) {
     rethrow_failure(address);
-    if (address.size() <= 16)
-      throw SetupError(Cause::disagreement, "shm: rank 0 left no address");
+    if (address.size() <= 16) throw SetupError(Cause::disagreement, "shm: rank 0 left no address");
     secret_ = address.substr(address.size() - 16);
     Descriptor socket = connect(address.substr(0, address.size() - 16));
     if (const uid_t leader = user_of(socket); leader != ::geteuid())
@@ -491,8 +490,8 @@ std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options
   std::vector<std::shared_ptr<Core>> cores;
   for (int rank = 0; rank < size; ++rank)
     cores.push_back(std::make_shared<Core>(
-        CoreOptions{options.name, rank, size, layout, crowded, barriers, options.kept_bytes}, memory,
-        Identity(1), Liveness()));
+        CoreOptions{options.name, rank, size, layout, crowded, barriers, options.kept_bytes},
+        memory, Identity(1), Liveness()));
   for (const auto& core : cores) {
     core->allow_single_copy(options.single_copy);
     core->write_by(chosen_stores(options).value_or(ChosenStores{}));

@@ -6,13 +6,13 @@
 //   TensorBoard  events.out.tfevents....   scalars
 //
 // A run that goes on from a checkpoint appends: what an earlier one has logged of later steps is
-// removed (TensorBoard is told to pass it over). A run that begins anew moves a log of an earlier one
-// aside, to metrics.csv.1 or the first number that is free. What only evaluates appends. Nothing is
-// replaced under a job that is writing: its lines stay in the file that it has open.
+// removed (TensorBoard is told to pass it over). A run that begins anew moves a log of an earlier
+// one aside, to metrics.csv.1 or the first number that is free. What only evaluates appends.
+// Nothing is replaced under a job that is writing: its lines stay in the file that it has open.
 //
-// flush() writes complete lines, as 64 KiB of them do and the end of a run: a process that is killed
-// loses what it has not written, and leaves at most its last line truncated, which is removed when
-// the run goes on.
+// flush() writes complete lines, as 64 KiB of them do and the end of a run: a process that is
+// killed loses what it has not written, and leaves at most its last line truncated, which is
+// removed when the run goes on.
 
 #include <cstdint>
 #include <map>

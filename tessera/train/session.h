@@ -108,8 +108,8 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  /// Throws InvalidArgument if a living session trains by this strategy: two would undo each other's
-  /// setup(). Not collective.
+  /// Throws InvalidArgument if a living session trains by this strategy: two would undo each
+  /// other's setup(). Not collective.
   static void require_free(const Strategy& strategy);
   /// This session evaluates from now on, at most: another one may set the strategy up. Or it trains
   /// again.
@@ -131,8 +131,8 @@ class Session {
   /// the loss, detached. Throws what forward throws.
   at::Tensor micro_batch(const std::function<at::Tensor()>& forward, double weight,
                          bool last = true);
-  /// Floating-point tensors of a batch to float32 or float64, complex ones to the same width, if the
-  /// precision is one of them and the strategy moves modules.
+  /// Floating-point tensors of a batch to float32 or float64, complex ones to the same width, if
+  /// the precision is one of them and the strategy moves modules.
   void convert(MicroBatch& batch) const;
   /// The two halves of micro_batch(), for manual optimisation.
   AutocastScope autocast() const;
@@ -159,9 +159,9 @@ class Session {
 
   /// Divides, unscales and clips the gradients, and steps these optimizers (none named: all). All
   /// gradients are cleared then. `before`: called with the final gradients, before the optimizers,
-  /// unless the step is left out; what it throws leaves the parameters as they are. Throws InvalidArgument on every rank for a weight that was
-  /// negative, not finite, or zero on all; GradientError where what reduces a parameter's
-  /// gradients does not say how.
+  /// unless the step is left out; what it throws leaves the parameters as they are. Throws
+  /// InvalidArgument on every rank for a weight that was negative, not finite, or zero on all;
+  /// GradientError where what reduces a parameter's gradients does not say how;
   /// NonFiniteGradient as the options say; NotAvailable for an optimizer that calls the loss again
   /// (LBFGS).
   StepResult step(const std::vector<std::size_t>& which = {},

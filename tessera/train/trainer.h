@@ -161,7 +161,8 @@ class Trainer {
 
  private:
   struct Running;
-  /// Throws InvalidArgument inside a run, unless that is of `task`, and where the strategy is in use.
+  /// Throws InvalidArgument inside a run, unless that is of `task`, and where the strategy is in
+  /// use.
   void require_free(const Task* task, const char* what);
   /// Together with all ranks; an exception ends the session, if `body` is no part of another run.
   /// `fits`: the last whole state is saved, if that was asked for.
@@ -267,7 +268,7 @@ class Trainer {
     CheckpointState state;
     std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   };
-  /// The last one, and the one before it if no step lies between: a rank may be one ahead of others.
+  /// The last one, and the one before it if no step lies between: a rank may be one ahead.
   std::unique_ptr<WholeState> whole_, whole_before_;
   std::int64_t kept_ = 0;
 };

@@ -1,5 +1,5 @@
-// What happens in the folder beside the saves: who only looks changes nothing, damage is told, locks
-// are respected, and what is to stay stays. And what is saved where ranks hold other values.
+// What happens in the folder beside the saves: who only looks changes nothing, damage is told,
+// locks are respected, and what is to stay stays. And what is saved where ranks hold other values.
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>

@@ -58,23 +58,23 @@ Case own(const char* name, const std::type_info& type = typeid(E),
 }
 
 std::vector<Case> cases() {
-  return {own<InvalidArgument>("argument"),
-          own<ConfigurationError>("configuration"),
-          own<FileError>("file"),
-          own<NotAvailable>("absent"),
-          own<NamedError>("named"),
-          own<NarrowerError>("derived from a named one", typeid(NamedError)),
-          own<WrongSize>("derived", typeid(InvalidArgument)),
-          own<UnnamedError>("unnamed", typeid(Error)),
-          own<std::out_of_range>("of the standard library", typeid(Error)),
-          own<InvalidArgument>("without text", typeid(InvalidArgument), ""),
-          own<FileError>("long", typeid(FileError), std::string(100000, 'x')),
-          {"no memory", [] { throw std::bad_alloc(); }, &typeid(Error), std::bad_alloc().what()},
-          {"no exception", [] { throw 7; }, &typeid(Error),
-           "something was thrown that is no std::exception"},
-          {"of libtorch", [] { TORCH_CHECK(false, "of torch"); }, &typeid(Error), "of torch"},
-          {"of libtorch, derived", [] { TORCH_CHECK_INDEX(false, "index"); }, &typeid(Error),
-           "index"}};
+  return {
+      own<InvalidArgument>("argument"),
+      own<ConfigurationError>("configuration"),
+      own<FileError>("file"),
+      own<NotAvailable>("absent"),
+      own<NamedError>("named"),
+      own<NarrowerError>("derived from a named one", typeid(NamedError)),
+      own<WrongSize>("derived", typeid(InvalidArgument)),
+      own<UnnamedError>("unnamed", typeid(Error)),
+      own<std::out_of_range>("of the standard library", typeid(Error)),
+      own<InvalidArgument>("without text", typeid(InvalidArgument), ""),
+      own<FileError>("long", typeid(FileError), std::string(100000, 'x')),
+      {"no memory", [] { throw std::bad_alloc(); }, &typeid(Error), std::bad_alloc().what()},
+      {"no exception", [] { throw 7; }, &typeid(Error),
+       "something was thrown that is no std::exception"},
+      {"of libtorch", [] { TORCH_CHECK(false, "of torch"); }, &typeid(Error), "of torch"},
+      {"of libtorch, derived", [] { TORCH_CHECK_INDEX(false, "index"); }, &typeid(Error), "index"}};
 }
 
 /// One of the calls, of which this rank's part is `body`.
@@ -143,8 +143,7 @@ void check_all(const Group& group) {
       for (int failing = 0; failing < (call.only_first ? 1 : group.size()); ++failing)
         for (const bool and_behind : {false, true}) {
           const std::string of = concat(call.name, ", ", error.name, ", rank ", failing);
-          const bool fails =
-              group.rank() == failing || (and_behind && group.rank() > failing);
+          const bool fails = group.rank() == failing || (and_behind && group.rank() > failing);
           try {
             call.run(group, [&] {
               if (fails) error.raise();
@@ -349,7 +348,7 @@ TEST_P(Agreement, CostsWhatItSays) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, Agreement,
                          ::testing::Combine(::testing::Values("gloo", "shm"),
-                                          ::testing::Values(1, 2, 3)),
+                                            ::testing::Values(1, 2, 3)),
                          [](const auto& info) {
                            return std::get<0>(info.param) + std::to_string(std::get<1>(info.param));
                          });

@@ -37,16 +37,16 @@ double sum_of_sums(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Te
                    int depth, const std::function<void(int)>& begun) {
   const bool late = group->getRank() == group->getSize() - 1;
   if (late) begun(depth);
-  const auto last = started(group, tensor)
-                        ->getFuture()
-                        ->then(
-                            [&, depth](c10::ivalue::Future& done) {
-                              const auto sum = done.value().toTensorVector()[0].clone();
-                              return c10::IValue(depth == 0
-                                                     ? sum[0].item<double>()
-                                                     : sum_of_sums(group, sum, depth - 1, begun));
-                            },
-                            c10::FloatType::get());
+  const auto last =
+      started(group, tensor)
+          ->getFuture()
+          ->then(
+              [&, depth](c10::ivalue::Future& done) {
+                const auto sum = done.value().toTensorVector()[0].clone();
+                return c10::IValue(depth == 0 ? sum[0].item<double>()
+                                              : sum_of_sums(group, sum, depth - 1, begun));
+              },
+              c10::FloatType::get());
   if (!late) begun(depth);
   last->waitAndThrow();
   return last->value().toDouble();
@@ -69,7 +69,8 @@ TEST_P(Futures, ACallbackWaitsForTheFutureOfAnotherCall) {
           if (launch.rank < ranks - 1)
             store->set(concat("rank ", launch.rank, " at ", depth), std::vector<std::uint8_t>{1});
           else
-            for (int r = 0; r < ranks - 1; ++r) store->wait({concat("rank ", r, " at ", depth)}, 50s);
+            for (int r = 0; r < ranks - 1; ++r)
+              store->wait({concat("rank ", r, " at ", depth)}, 50s);
         };
         const double sum = sum_of_sums(group, torch::ones({1000}), 3, begun);
         return concat(manager.world().backend(), " ", sum);
@@ -82,7 +83,8 @@ TEST_P(Futures, ACallbackWaitsForTheFutureOfAnotherCall) {
 
 INSTANTIATE_TEST_SUITE_P(Hosts, Futures,
                          ::testing::Values(std::vector<int>{0, 0}, std::vector<int>{0, 0, 0},
-                                         std::vector<int>{0, 0, 1}, std::vector<int>{0, 1, 1, 1}));
+                                           std::vector<int>{0, 0, 1},
+                                           std::vector<int>{0, 1, 1, 1}));
 
 }  // namespace
 }  // namespace tessera

@@ -197,8 +197,8 @@ std::string started(Group& group, int number) {
       for (std::size_t i = 0; i < count; ++i) sums.back()[i] += values[i];
     }
     auto& buffer = buffers.back();
-    requests.push_back(
-        group.start().all_reduce(buffer.data(), buffer.data(), buffer.size(), Element::float64, {}));
+    requests.push_back(group.start().all_reduce(buffer.data(), buffer.data(), buffer.size(),
+                                                Element::float64, {}));
     if (k == 5) {
       int token = me, got = -1;
       Request send = group.start().send(&token, sizeof token, (me + 1) % ranks, 9);

@@ -128,8 +128,8 @@ TEST(Meeting, StrangersCannotLeaveDescriptors) {
 TEST(Meeting, LateRanksHearWhyRankZeroGaveUp) {
   const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
     if (rank == 1) directory.get("over", milliseconds(10000));
-    std::string end = outcome(
-        [&] { Group::meet(rank, 2, directory, brief("late", rank == 0 ? 300 : 10000)); });
+    std::string end =
+        outcome([&] { Group::meet(rank, 2, directory, brief("late", rank == 0 ? 300 : 10000)); });
     if (rank == 0) directory.put("over", "");
     return end;
   });

@@ -41,8 +41,8 @@ TEST(Processes, AnotherProcessOfItsNumberIsNotRead) {
         });
       }
       void* data = map();
-      Request request = message ? group.start().send(data, kBytes, 0)
-                                : group.start().broadcast(data, kBytes, 1);
+      Request request =
+          message ? group.start().send(data, kBytes, 0) : group.start().broadcast(data, kBytes, 1);
       ::kill(::getpid(), SIGKILL);
       return "";
     };
@@ -159,8 +159,10 @@ TEST(Processes, AForkedChildCannotEndItsParentsGroup) {
       }
       directory.get("forked", milliseconds(15000));
       const std::string end = outcome([&] {
-        if (request) request->wait();
-        else group->barrier();
+        if (request)
+          request->wait();
+        else
+          group->barrier();
         int value = 1;
         group->all_reduce(&value, &value, 1, Element::int32, {});
       });

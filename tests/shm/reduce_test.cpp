@@ -297,7 +297,8 @@ std::string bits(Group& group, Arena* shared) {
     if (std::memcmp(data, expected.data(), count * 4) != 0)
       return concat(count, " floats on ", ranks, " ranks");
     std::memcpy(data, values[static_cast<std::size_t>(me)].data(), count * 4);
-    Request started = group.start().all_reduce(data, data, count, Element::float32, {Kind::average});
+    Request started =
+        group.start().all_reduce(data, data, count, Element::float32, {Kind::average});
     // One rank's data are elsewhere: all go the other way.
     std::vector<float> plain = values[static_cast<std::size_t>(me)];
     float* mixed = me == 0 ? plain.data() : data;

@@ -20,7 +20,7 @@ struct NamedParameter {
   std::size_t group = 0;
 };
 
-/// Group by group; a tied parameter, which the optimizer lists under each of its names, once. Throws
+/// Group by group; a tied parameter, listed under each of its names, comes once. Throws
 /// InvalidArgument for a parameter that is not the module's.
 std::vector<NamedParameter> named_parameters_of(const torch::optim::Optimizer& optimizer,
                                                 const torch::nn::Module& module);

@@ -110,10 +110,10 @@ DeviceMesh mesh_of(const DistributedManager& manager, const ParallelOptions& opt
                                   " ranks: ", error.what()));
   }
   agree::same(Group(manager.state()->meeting_place()), "model and pipeline parallelism",
-                    concat("model ", options.model, "\npipeline ", options.pipeline,
-                           "\nmodel groups: ", words(options.model_group),
-                           "\npipeline groups: ", words(options.pipeline_group),
-                           "\ndata groups: ", words(options.data_group), "\n"));
+              concat("model ", options.model, "\npipeline ", options.pipeline,
+                     "\nmodel groups: ", words(options.model_group),
+                     "\npipeline groups: ", words(options.pipeline_group),
+                     "\ndata groups: ", words(options.data_group), "\n"));
   AxisGroupOptions given;
   for (const auto& [axis, of] : {std::pair("dp", &options.data_group),
                                  {"pp", &options.pipeline_group},

@@ -213,12 +213,12 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
                 concat("sample ", ref.index, " has a tensor of shape ", sample[t].sizes(),
                        ", the order was told ", packed.length, " tokens"),
                 ref.index);
-          if (const at::Tensor& all = out.tensors[t]; sample[t].scalar_type() != all.scalar_type() ||
-                                                      sample[t].device() != all.device())
-            throw SampleError(concat("sample ", ref.index, " has a tensor ", described(sample[t]),
-                                     ", those of others are ", all.scalar_type(), " on ",
-                                     all.device()),
-                              ref.index);
+          if (const at::Tensor& all = out.tensors[t];
+              sample[t].scalar_type() != all.scalar_type() || sample[t].device() != all.device())
+            throw SampleError(
+                concat("sample ", ref.index, " has a tensor ", described(sample[t]),
+                       ", those of others are ", all.scalar_type(), " on ", all.device()),
+                ref.index);
           out.tensors[t][row].narrow(0, at, n).copy_(sample[t]);
         }
         out.tensors.back()[row].narrow(0, at, n).fill_(++number);

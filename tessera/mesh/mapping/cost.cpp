@@ -73,8 +73,8 @@ Collective collective_from(const std::string& name) {
     if (text == name) return known;
     names.push_back(text);
   }
-  throw GroupConfigError(
-      concat("there is no collective '", printable(name), "' in the cost model; it knows ", list(names)));
+  throw GroupConfigError(concat("there is no collective '", printable(name),
+                                "' in the cost model; it knows ", list(names)));
 }
 
 /// Loads of one round, and which of them must be cleared after it.

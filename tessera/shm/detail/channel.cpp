@@ -200,11 +200,11 @@ bool Messages::take_kept(Incoming& receive) {
 void Messages::keep(int from, Stream& stream, std::uint64_t tag) {
   const std::uint64_t limit = core_.options().kept_bytes;
   if (stream.bytes > limit - kept_bytes_)
-    throw MismatchError(concat(
-        "shm group '", core_.options().name, "': rank ", from, " sends ", stream.bytes,
-        " bytes that rank ", core_.rank(), " does not await yet, which keeps ", kept_bytes_,
-        " bytes of such messages already, of at most ", limit,
-        " (Options::kept_bytes): receive messages in the order in which they are sent"));
+    throw MismatchError(
+        concat("shm group '", core_.options().name, "': rank ", from, " sends ", stream.bytes,
+               " bytes that rank ", core_.rank(), " does not await yet, which keeps ", kept_bytes_,
+               " bytes of such messages already, of at most ", limit,
+               " (Options::kept_bytes): receive messages in the order in which they are sent"));
   kept_.push_back({from, tag, stream.bytes, {}, false});
   kept_bytes_ += stream.bytes;
   stream.kept = std::prev(kept_.end());

@@ -11,8 +11,8 @@
 //   rank 0 sends "yes", or why there is no group
 //   they test whether they can read each other's memory
 //
-// A rank that fails leaves its reason in the place of what the others wait for: of "address", "met",
-// or a message; rank 0 for those who come later as "failure".
+// A rank that fails leaves its reason in the place of what the others wait for: of "address",
+// "met", or a message; rank 0 for those who come later as "failure".
 // If one rank throws, all throw.
 
 #include <memory>

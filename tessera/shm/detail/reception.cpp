@@ -80,7 +80,8 @@ void Reception::run() {
   while (!complete() && time_left(deadline_).count() > 0) {
     std::vector<pollfd> polls{{listener_.socket.get(), POLLIN, 0}};
     for (const auto& visitor : visitors_) polls.push_back({visitor.socket.get(), POLLIN, 0});
-    ::poll(polls.data(), polls.size(), poll_milliseconds(std::min(deadline_, deadline_after(kLookAround))));
+    ::poll(polls.data(), polls.size(),
+           poll_milliseconds(std::min(deadline_, deadline_after(kLookAround))));
     std::erase_if(visitors_, [&](Hello& visitor) { return !read(visitor); });
     accept_all();
   }

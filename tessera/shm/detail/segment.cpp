@@ -77,7 +77,7 @@ std::uint64_t available_memory() {
                                  std::strerror(error), "; ", what_to_do));
 }
 
-/// Pages of such a file have no limit of their own: claiming more than there is would end processes.
+/// Such pages have no limit of their own: claiming more than there is would end processes.
 void require_available(std::size_t bytes) {
   if (const std::uint64_t available = available_memory(); bytes > available)
     throw SetupError(

@@ -69,8 +69,9 @@ ShmBackend::WorkPtr ShmBackend::all_to_all_counts(OwnCall how) {
   auto call = call_of("all_to_all", how);
   const void* from = readable(call, how.input);
   void* to = target_of(call, how.output);
-  return run_messages(std::move(call), how.limit, signature(how.input.scalar_type()),
-                      [&](shm::Call o) { return group().start().all_to_all(from, in, to, out, o); });
+  return run_messages(
+      std::move(call), how.limit, signature(how.input.scalar_type()),
+      [&](shm::Call o) { return group().start().all_to_all(from, in, to, out, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::all_to_all_each(const Tensors& inputs, OwnCall how) {

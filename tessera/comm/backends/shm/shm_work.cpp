@@ -53,8 +53,7 @@ void ShmLink::follow(const c10::intrusive_ptr<ShmWork>& work) {
     if (known->over()) ended.push_back(std::move(known));
   std::erase(followed_, nullptr);
   followed_.push_back(work);
-  if (!thread_.joinable())
-    thread_ = std::thread([link = shared_from_this()] { link->move_on(); });
+  if (!thread_.joinable()) thread_ = std::thread([link = shared_from_this()] { link->move_on(); });
   if (idle_) changed_.notify_one();
 }
 
