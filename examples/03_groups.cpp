@@ -59,7 +59,7 @@ int main() {
   const auto loader_of = [&](const at::Tensor& t, const std::vector<std::string>& batch_axes) {
     auto dataset = std::make_shared<TensorDataset>(std::vector<at::Tensor>{t.contiguous()});
     return std::make_unique<Loader>(std::vector<std::shared_ptr<const Dataset>>{dataset}, order,
-                                    batch_mapping(world.layout(), batch_axes), manager.rank());
+                                    batch_mapping(world.mesh(), batch_axes), manager.rank());
   };
   const auto tiles = loader_of(tile, {"data"}), samples = loader_of(fields, {});
   tiles->require_agreement(manager.world());
@@ -82,7 +82,7 @@ int main() {
     apart = std::max(apart, std::abs(mean.item<double>() - last));
   }
   if (manager.rank() == 0)
-    std::printf("%s: loss %.6f, apart from one process by %.0e\n",
-                world.layout().to_string().c_str(), last, apart);
+    std::printf("%s: loss %.6f, apart from one process by %.0e\n", world.mesh().to_string().c_str(),
+                last, apart);
   return apart < 1e-12 ? 0 : 1;
 }

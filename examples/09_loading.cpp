@@ -22,7 +22,7 @@ int main() {
   // The order is a function of seed and step alone, so that it is the same on any number of ranks.
   auto order =
       std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 20, .seed = 1}, BatchSchedule(5));
-  Loader loader({dataset}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank());
+  Loader loader({dataset}, order, batch_mapping(mesh.mesh(), {"data"}), manager.rank());
 
   double seen = 0;
   for (auto& batch : loader.epoch()) {

@@ -66,5 +66,5 @@ int main() {
   const auto sums = torch::zeros({replicas.size()});
   replicas.all_gather(sums, weight.sum().view({1}));
   const bool same = (sums - sums[0]).abs().max().item<double>() == 0;
-  return same && last < first && net->mesh.layout().size() == domain ? 0 : 1;
+  return same && last < first && net->mesh.mesh().size() == domain ? 0 : 1;
 }

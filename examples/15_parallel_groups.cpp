@@ -31,7 +31,7 @@ int main() {
   const int model = ranks % 2 == 0 ? 2 : 1, pipeline = ranks % 4 == 0 ? 2 : 1;
   const tessera::ParallelGroups groups(manager, {.model = model, .pipeline = pipeline});
   const bool first = groups.pp.rank == 0, last = groups.pp.rank == pipeline - 1;
-  const auto layers = manager.mesh(groups.mesh.layout().submesh({"mp"}, manager.rank()));
+  const auto layers = manager.mesh(groups.mesh.mesh().submesh({"mp"}, manager.rank()));
 
   // The first layer by columns, the second by rows: in a stage only the sum at the end is sent.
   auto alone = network(), whole = network();

@@ -40,7 +40,7 @@ int main() {
   };
   std::unique_ptr<Loader> loader;  // of one rank of each domain group
   if (reads_for_others(mesh, {"data"}))
-    loader = loader_of(batch_mapping(mesh.layout(), {"data"}), manager.rank());
+    loader = loader_of(batch_mapping(mesh.mesh(), {"data"}), manager.rank());
   const auto whole = loader_of(BatchMapping({1}, {0}, {0}), 0);
 
   double apart = 0;
@@ -73,7 +73,7 @@ int main() {
   compare(mine.square().sum(0), field.square().sum(0));
   if (manager.rank() == 0)
     std::printf("data %d x domain %d, rows [%d, ...]: as on one process: %s\n",
-                mesh.layout().size("data"), domain, static_cast<int>(rows.front()),
+                mesh.mesh().size("data"), domain, static_cast<int>(rows.front()),
                 apart < 1e-12 ? "yes" : "no");
   return apart < 1e-12 ? 0 : 1;
 }

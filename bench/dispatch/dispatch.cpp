@@ -106,7 +106,7 @@ struct Case {
 };
 
 at::Tensor sharded(const at::Tensor& t, const tessera::DeviceMesh& mesh) {
-  std::vector<tessera::Placement> placements(mesh.layout().dims());
+  std::vector<tessera::Placement> placements(mesh.mesh().dims());
   placements[0] = tessera::Shard(0);
   return tessera::distribute_tensor(t, mesh, placements);
 }

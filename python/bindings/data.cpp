@@ -235,7 +235,7 @@ struct PyLoader : torch::CustomClassHolder {
     options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
     options.pin_memory = pin_memory;
     if (!device.empty()) options.device = c10::Device(device);
-    loader.emplace(std::move(all), order->order, batch_mapping(on->mesh.layout(), batch_axes),
+    loader.emplace(std::move(all), order->order, batch_mapping(on->mesh.mesh(), batch_axes),
                    on->mesh.manager().rank(), std::move(options));
   }
   Loader& open() {

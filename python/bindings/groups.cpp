@@ -153,7 +153,7 @@ Answer collective(const GroupPtr& self, const std::string& name, const MaybeTens
     DroppedElsewhere::here()->let_go(false);
     call<void>(self->group, c);
   } else {
-    return c10::make_intrusive<PyRequest>(call<Request>(self->group.start(), c));
+    return c10::make_intrusive<PyRequest>(call<Request>(self->group.started(), c));
   }
 }
 
@@ -271,21 +271,22 @@ void register_parallel_groups(Library& library) {
   library.class_<PyGroupInfo>("GroupInfo")
       .def("group",
            [](const GroupInfoPtr& self) { return c10::make_intrusive<PyGroup>(self->info.group); })
-      .def("reduce", [](const GroupInfoPtr& self, const at::Tensor& tensor, const std::string& op,
-                        double factor) { self->info.reduce(tensor, reduce_op(op, factor)); })
-      .def("start_reduce",
+      .def("all_reduce",
+           [](const GroupInfoPtr& self, const at::Tensor& tensor, const std::string& op,
+              double factor) { self->info.all_reduce(tensor, reduce_op(op, factor)); })
+      .def("start_all_reduce",
            [](const GroupInfoPtr& self, const at::Tensor& tensor, const std::string& op,
               double factor) {
              return c10::make_intrusive<PyRequest>(
-                 self->info.start_reduce(tensor, reduce_op(op, factor)));
+                 self->info.start_all_reduce(tensor, reduce_op(op, factor)));
            })
       .def("split", [](const GroupInfoPtr& self, const at::Tensor& tensor,
                        std::int64_t dim) { return self->info.split(tensor, dim); })
-      .def("gather", [](const GroupInfoPtr& self, const at::Tensor& tensor,
-                        std::int64_t dim) { return self->info.gather(tensor, dim); })
-      .def("start_gather",
+      .def("all_gather", [](const GroupInfoPtr& self, const at::Tensor& tensor,
+                            std::int64_t dim) { return self->info.all_gather(tensor, dim); })
+      .def("start_all_gather",
            [](const GroupInfoPtr& self, const at::Tensor& tensor, std::int64_t dim) {
-             return c10::make_intrusive<PyRequest>(self->info.start_gather(tensor, dim));
+             return c10::make_intrusive<PyRequest>(self->info.start_all_gather(tensor, dim));
            })
       .def("gather_to",
            [](const GroupInfoPtr& self, std::int64_t root, const at::Tensor& tensor,
@@ -324,41 +325,41 @@ void register_mesh_groups(Library& library) {
     return c10::make_intrusive<PyMesh>(here().mesh(name));
   });
   library.def("add_mesh", [](const std::string& name, const MeshPtr& mesh) {
-    here().add_mesh(name, mesh->mesh.layout());
+    here().add_mesh(name, mesh->mesh.mesh());
   });
   library.def("mesh_group", [](const MeshPtr& self, const std::vector<std::string>& axes) {
-    return c10::make_intrusive<PyGroup>(self->mesh.group(self->mesh.layout().indices(axes)));
+    return c10::make_intrusive<PyGroup>(self->mesh.group(self->mesh.mesh().indices(axes)));
   });
   library.def("mesh_ranks",
-              [](const MeshPtr& self) { return from_ints(self->mesh.layout().ranks()); });
+              [](const MeshPtr& self) { return from_ints(self->mesh.mesh().ranks()); });
   library.def("mesh_contains_me", [](const MeshPtr& self) { return self->mesh.contains_me(); });
-  library.def("mesh_text", [](const MeshPtr& self) { return self->mesh.layout().to_string(); });
+  library.def("mesh_text", [](const MeshPtr& self) { return self->mesh.mesh().to_string(); });
   library.def("mesh_groups", [](const MeshPtr& self, const std::vector<std::string>& axes) {
     std::vector<Numbers> all;
-    for (const auto& ranks : self->mesh.layout().groups(axes).lists())
+    for (const auto& ranks : self->mesh.mesh().groups(axes).lists())
       all.push_back(from_ints(ranks));
     return all;
   });
   library.def("mesh_rank_at", [](const MeshPtr& self, const Numbers& at) -> std::int64_t {
-    return self->mesh.layout().rank_at(to_ints(at));
+    return self->mesh.mesh().rank_at(to_ints(at));
   });
   library.def("mesh_slice", [](const MeshPtr& self, const std::string& axis, std::int64_t begin,
                                std::optional<std::int64_t> end) {
-    const Mesh& all = self->mesh.layout();
+    const Mesh& all = self->mesh.mesh();
     const int from = static_cast<int>(begin);
     return derived(self,
                    end ? all.slice(axis, from, static_cast<int>(*end)) : all.slice(axis, from));
   });
   library.def("mesh_submesh", [](const MeshPtr& self, const std::vector<std::string>& axes) {
-    return derived(self, self->mesh.layout().submesh(axes, self->mesh.manager().rank()));
+    return derived(self, self->mesh.mesh().submesh(axes, self->mesh.manager().rank()));
   });
   library.def("mesh_flatten", [](const MeshPtr& self, const std::vector<std::string>& axes,
                                  const std::string& name) {
-    return derived(self, self->mesh.layout().flatten(axes, name));
+    return derived(self, self->mesh.mesh().flatten(axes, name));
   });
   library.def("mesh_view",
               [](const MeshPtr& self, const std::vector<std::string>& names, const Numbers& sizes) {
-                return derived(self, self->mesh.layout().view(mesh_axes(names, sizes)));
+                return derived(self, self->mesh.mesh().view(mesh_axes(names, sizes)));
               });
 }
 

@@ -145,20 +145,20 @@ void register_mesh(Library& library) {
       .def("names",
            [](const MeshPtr& self) {
              std::vector<std::string> names;
-             for (const Axis& axis : self->mesh.layout().axes()) names.push_back(axis.name);
+             for (const Axis& axis : self->mesh.mesh().axes()) names.push_back(axis.name);
              return names;
            })
       .def("sizes",
            [](const MeshPtr& self) {
              std::vector<std::int64_t> sizes;
-             for (const Axis& axis : self->mesh.layout().axes()) sizes.push_back(axis.size);
+             for (const Axis& axis : self->mesh.mesh().axes()) sizes.push_back(axis.size);
              return sizes;
            })
       .def("same",
            [](const MeshPtr& self, const MeshPtr& other) { return self->mesh == other->mesh; })
       .def("barrier", [](const MeshPtr& self) { self->mesh.all().barrier(); })
       .def("fail", [](const MeshPtr& self, const std::string& reason) {
-        self->mesh.manager().fail_groups_within(self->mesh.layout(), reason);
+        self->mesh.manager().fail_groups_within(self->mesh.mesh(), reason);
       });
   library.class_<HostGenerator>("HostGenerator")
       .def(torch::init<>())

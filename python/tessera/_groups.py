@@ -275,22 +275,22 @@ class GroupInfo:
     def size(self):
         return self.group.size
 
-    def reduce(self, tensor, op="sum", *, factor=1, start=False):
+    def all_reduce(self, tensor, op="sum", *, factor=1, start=False):
         """All-reduce in place. Refused for a tensor of a graph: `ts.functional.all_reduce` is recorded."""
         if start:
-            return Request(self._handle.start_reduce(tensor, op, float(factor)), tensor)
-        self._handle.reduce(tensor, op, float(factor))
+            return Request(self._handle.start_all_reduce(tensor, op, float(factor)), tensor)
+        self._handle.all_reduce(tensor, op, float(factor))
         return tensor
 
     def split(self, tensor, dim=0):
         """This rank's slice of a tensor that all ranks hold; the first ranks get one row more where it does not divide. Its gradient is gathered."""
         return self._handle.split(tensor, dim)
 
-    def gather(self, tensor, dim=0, *, start=False):
+    def all_gather(self, tensor, dim=0, *, start=False):
         """The ranks' slices joined along `dim`, any sizes. Inverse of `split`, both ways: its gradient is split."""
         if start:
-            return Request(self._handle.start_gather(tensor, dim))
-        return self._handle.gather(tensor, dim)
+            return Request(self._handle.start_all_gather(tensor, dim))
+        return self._handle.all_gather(tensor, dim)
 
     def gather_to(self, root, tensor, dim=0, *, start=False):
         """The same for one rank of the group alone; the others get None. Refused for a tensor of a graph."""

@@ -75,7 +75,7 @@ struct Training : tessera::Task {
         network->parameters(),
         torch::optim::AdamWOptions(options.learning_rate).weight_decay(0.1))};
   }
-  std::vector<tessera::Schedule> schedules() override {
+  std::vector<tessera::LearningRateSchedule> schedules() override {
     return {{tessera::warmup_cosine(std::min<std::int64_t>(20, options.steps / 10 + 1),
                                     options.steps, 0.1)}};
   }
@@ -155,7 +155,7 @@ struct StagedTraining : Training {
     tessera::PipelineBatch one;
     one.inputs = {{tokens}};
     const std::vector<tessera::Placement> everywhere(
-        static_cast<std::size_t>(strategy->stages()->layout().dims()), tessera::Replicate());
+        static_cast<std::size_t>(strategy->stages()->mesh().dims()), tessera::Replicate());
     one = tessera::shard_batch(std::move(one), *strategy->stages(), everywhere,
                                along.rank() == first, false);
     const auto seen = pipeline->evaluate(one);
@@ -269,7 +269,7 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
   }
   torch::manual_seed(options.seed);
   std::unique_ptr<Training> owned;
-  const bool staged = mesh && mesh->layout().has_axis("pipe");
+  const bool staged = mesh && mesh->mesh().has_axis("pipe");
 
   tessera::TrainerOptions trainer;
   if (mesh) {
@@ -279,7 +279,7 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
       tessera::TensorParallelOptions how;
       // Gathered block by block, ahead of use. Stages share the embedding, whose shards must be the
       // same in both: there each operator gathers what it takes.
-      const bool shards = on.layout().size("sharded") > 1;
+      const bool shards = on.mesh().size("sharded") > 1;
       if (shards && staged) how.sharded_axis = "sharded";
       if (options.sequence) how.sequence_dim = 1;
       result.plan = tensor_parallel(module, on, layers_of(owned->network), how).to_string();
@@ -321,7 +321,7 @@ Result train(const std::optional<tessera::DeviceMesh>& mesh, const Options& opti
 
   // Ranks with one position on the axes "data" and "sharded" read the same samples.
   const tessera::Mesh layout =
-      mesh ? mesh->layout() : tessera::Mesh({{"data", 1}, {"sharded", 1}, {"tensor", 1}});
+      mesh ? mesh->mesh() : tessera::Mesh({{"data", 1}, {"sharded", 1}, {"tensor", 1}});
   const int rank = mesh ? mesh->manager().rank() : 0;
   const auto loader = [&](const std::shared_ptr<tessera::TensorDataset>& data) {
     auto order = std::make_shared<tessera::FixedOrder>(

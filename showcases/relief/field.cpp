@@ -22,7 +22,7 @@ Field::Field(const tessera::Source& source, const std::string& variable,
         variable, " of ", source.name(), " has shape ", tessera::list(shape), "; a multiple of ",
         factor, " and one more rows, and a multiple of ", factor, " columns are meant"));
   tessera::Sizes sizes =
-      tessera::Partition::even((shape[0] - 1) / factor + 1, mesh.layout().size("domain")).sizes();
+      tessera::Partition::even((shape[0] - 1) / factor + 1, mesh.mesh().size("domain")).sizes();
   std::int64_t left = shape[0];
   for (std::int64_t& rows : sizes) {
     rows = std::min(factor * rows, left);

@@ -202,8 +202,8 @@ void run(const Settings& settings) {
   write_report(
       {.facts = {{"ranks", tessera::concat(world.size(), ", started by ", manager.launch().launcher,
                                            ", ", at::get_num_threads(), " thread(s) each")},
-                 {"mesh", tessera::concat("data ", mesh.layout().size("data"), " × domain ",
-                                          mesh.layout().size("domain"))},
+                 {"mesh", tessera::concat("data ", mesh.mesh().size("data"), " × domain ",
+                                          mesh.mesh().size("domain"))},
                  {"backend", tessera::concat(world.backend(), " on ", manager.device().str())},
                  {"libtorch", TORCH_VERSION},
                  {"network", tessera::concat(t.network.layers, " convolutions of 3 × 3, ",

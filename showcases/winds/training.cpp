@@ -27,7 +27,7 @@ class Training : public tessera::Task {
       : network_(std::move(network)),
         options_(options),
         steps_(options.epochs * data.steps_per_epoch()) {
-    const std::vector<tessera::Placement> replicated(data.mesh().layout().dims());
+    const std::vector<tessera::Placement> replicated(data.mesh().mesh().dims());
     sigma_ = tessera::distribute_tensor(data.statistics().sigma.to(data.dtype()), data.mesh(),
                                         replicated);
   }
@@ -37,7 +37,7 @@ class Training : public tessera::Task {
         network_->parameters(),
         torch::optim::AdamWOptions(options_.learning_rate).weight_decay(options_.weight_decay))};
   }
-  std::vector<tessera::Schedule> schedules() override {
+  std::vector<tessera::LearningRateSchedule> schedules() override {
     return {{[all = static_cast<double>(steps_)](std::int64_t step, std::int64_t) {
       const double done = static_cast<double>(step) / all;
       return std::min(1.0, static_cast<double>(step + 1) / 10) * 0.5 *

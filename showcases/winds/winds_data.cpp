@@ -56,7 +56,7 @@ WindsData::WindsData(const tessera::Source& source, const tessera::DeviceMesh& m
       strata_(strata),
       dtype_(dtype),
       rows_({0}),
-      data_(mesh.coordinate()[mesh.layout().index("data")]) {
+      data_(mesh.coordinate()[mesh.mesh().index("data")]) {
   const auto& shape = source.info(variable_names[0]).shape;
   if (train_months % months_a_year != 0 || train_months < 2 * months_a_year || shape.size() != 3 ||
       shape[0] < train_months)
@@ -69,7 +69,7 @@ WindsData::WindsData(const tessera::Source& source, const tessera::DeviceMesh& m
                                                    train_months - 1, " to train on"));
   latitude_ = source.read(source.info(variable_names[0]).dims[1], {}, {.dtype = at::kDouble});
   longitude_ = source.read(source.info(variable_names[0]).dims[2], {}, {.dtype = at::kDouble});
-  rows_ = tessera::Partition::even(shape[1], mesh.layout().size("domain"));
+  rows_ = tessera::Partition::even(shape[1], mesh.mesh().size("domain"));
   const Owned mine = owned();
   own_rows_ = mine.rows;
 
@@ -142,7 +142,7 @@ WindsData::WindsData(const tessera::Source& source, const tessera::DeviceMesh& m
 }
 
 Owned WindsData::owned_by(int rank) const {
-  const tessera::Mesh& layout = mesh_.layout();
+  const tessera::Mesh& layout = mesh_.mesh();
   const auto at = layout.coordinate(rank);
   // as the loader cuts the rows of a batch
   const Months strata = part_of({0, strata_}, at[layout.index("data")], layout.size("data"));
@@ -155,8 +155,8 @@ Owned WindsData::owned_by(int rank) const {
 // A 1-2-1 mean in both directions, `times` over: circular in longitude, the pole rows repeated.
 // Each time over, rows of neighbours are needed.
 at::Tensor WindsData::smoothed(const at::Tensor& own, int times) const {
-  std::vector<tessera::Placement> placements(mesh_.layout().dims(), tessera::Replicate());
-  placements[mesh_.layout().index("domain")] = tessera::Shard(1);
+  std::vector<tessera::Placement> placements(mesh_.mesh().dims(), tessera::Replicate());
+  placements[mesh_.mesh().index("domain")] = tessera::Shard(1);
   const tessera::ShardSpec spec(mesh_, {own.size(0), latitude_.size(0), own.size(2)}, placements,
                                 {{1, rows_.sizes()}});
   const auto mean = [](const at::Tensor& t, int dim) {
@@ -176,7 +176,7 @@ at::Tensor WindsData::smoothed(const at::Tensor& own, int times) const {
 // Own samples and latitudes as parts of a whole: `rows` samples are cut over `data`, of which those
 // from `real` on are left out.
 at::Tensor WindsData::sharded(const at::Tensor& own, std::int64_t rows, std::int64_t real) const {
-  const tessera::Mesh& layout = mesh_.layout();
+  const tessera::Mesh& layout = mesh_.mesh();
   tessera::Sizes samples;
   for (int d = 0; d < layout.size("data"); ++d) {
     const Months part = part_of({0, rows}, d, layout.size("data"));
@@ -222,7 +222,7 @@ std::unique_ptr<tessera::Loader> WindsData::loader(std::uint64_t seed) const {
   auto order = std::make_shared<RunsOrder>(train_months_ - 1, strata_, seed);
   return std::make_unique<tessera::Loader>(
       std::vector<std::shared_ptr<const tessera::Dataset>>{own_}, order,
-      tessera::batch_mapping(mesh_.layout(), {"data"}), mesh_.manager().rank(),
+      tessera::batch_mapping(mesh_.mesh(), {"data"}), mesh_.manager().rank(),
       tessera::LoaderOptions{.workers = 1});
 }
 

@@ -105,7 +105,7 @@ class WindsData {
   /// Samples to forecast, for months after the training.
   Samples forecast_input(Months months) const;
   /// This rank's part of `months`: over `data`, as part_of() cuts.
-  Months own(Months months) const { return part_of(months, data_, mesh_.layout().size("data")); }
+  Months own(Months months) const { return part_of(months, data_, mesh_.mesh().size("data")); }
   /// The whole of [months, 2, lat, lon], on every rank, from each rank's own months and latitudes.
   /// Collective.
   at::Tensor whole(const at::Tensor& own, Months months) const;

@@ -22,6 +22,7 @@
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/checkpoint/storage/detail/shard_file.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/comm/group/internal/any_thread.h"
 #include "tessera/comm/job/internal/tagged_group.h"
 #include "tessera/files/internal/checksum.h"
 #include "tessera/files/json.h"
@@ -101,7 +102,7 @@ struct Checkpointer::Impl {
         },
         call);
     writers = tagged_group(manager, ranks, {.timeout = options.timeout}, tag);
-    in_background = group.size() == 1 || writers.backend() != "mpi";
+    in_background = any_thread_may_call(writers);
   }
 
   ~Impl() {

@@ -10,7 +10,7 @@
 namespace tessera {
 
 SavedLayout saved_layout(const ShardSpec& spec) {
-  SavedLayout layout{spec.mesh().layout().axes(), spec.placements(), spec.sizes()};
+  SavedLayout layout{spec.mesh().mesh().axes(), spec.placements(), spec.sizes()};
   for (Placement& p : layout.placements)
     if (p.is_partial()) p = Replicate();
   return layout;
@@ -62,7 +62,7 @@ ShardSpec fit_layout(const SavedLayout& layout, const DeviceMesh& mesh,
     if (!misfits) throw InvalidArgument(what);
     misfits->push_back(what);
   };
-  const Mesh& to = mesh.layout();
+  const Mesh& to = mesh.mesh();
   std::vector<Placement> placements(to.axes().size());
   // Dims whose axes are the same, in the same order and of the same sizes: they keep their sizes.
   std::map<int, std::vector<Axis>> before, now;

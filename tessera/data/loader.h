@@ -4,7 +4,7 @@
 //
 //   auto order = std::make_shared<FixedOrder>(
 //       SampleOrderOptions{.samples = data->size(), .seed = 1}, BatchSchedule(256));
-//   Loader loader({data}, order, batch_mapping(mesh.layout(), {"data"}), manager.rank(),
+//   Loader loader({data}, order, batch_mapping(mesh.mesh(), {"data"}), manager.rank(),
 //                 {.workers = 2});
 //   // rows of this process; batch.real of them count
 //   for (auto& batch : loader.epoch()) { ... batch.tensors[0] or batch.field("image") ... }

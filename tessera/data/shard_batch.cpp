@@ -40,7 +40,7 @@ BatchAxes batch_axes_of(const Mesh& mesh, const std::vector<std::string>& names)
 int my_coordinate(const DeviceMesh& mesh, const BatchAxes& axes) {
   const std::vector<int> at = mesh.coordinate();
   int coordinate = 0;
-  for (const int axis : axes.batch) coordinate = coordinate * mesh.layout().size(axis) + at[axis];
+  for (const int axis : axes.batch) coordinate = coordinate * mesh.mesh().size(axis) + at[axis];
   return coordinate;
 }
 
@@ -209,7 +209,7 @@ void require_names(const LoadedBatch& batch) {
 ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
                          const std::vector<std::string>& batch_axes,
                          const std::vector<FieldSharding>& field_shardings) {
-  const Mesh& layout = mesh.layout();
+  const Mesh& layout = mesh.mesh();
   const BatchAxes axes = batch_axes_of(layout, batch_axes);
   require_names(batch);
   const auto fields = by_place(field_shardings, batch.names);
@@ -244,7 +244,7 @@ ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
 }
 
 bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& batch_axes) {
-  const BatchAxes axes = batch_axes_of(mesh.layout(), batch_axes);
+  const BatchAxes axes = batch_axes_of(mesh.mesh(), batch_axes);
   const std::vector<int> at = mesh.coordinate();
   return std::all_of(axes.others.begin(), axes.others.end(), [&](int axis) { return !at[axis]; });
 }
@@ -252,7 +252,7 @@ bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& ba
 ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const DeviceMesh& mesh,
                            const std::vector<std::string>& batch_axes,
                            const std::vector<FieldSharding>& field_shardings) {
-  const Mesh& layout = mesh.layout();
+  const Mesh& layout = mesh.mesh();
   const BatchAxes axes = batch_axes_of(layout, batch_axes);
   if (axes.others.empty() && batch) return shard_batch(*batch, mesh, batch_axes, field_shardings);
   const DeviceMesh sharing =

@@ -111,7 +111,7 @@ std::vector<Placement> placements_of(const at::Tensor& input, std::size_t i, con
                                      const CheckOptions& options) {
   if (!options.placements.empty())
     return options.placements.size() == 1 ? options.placements[0] : options.placements[i];
-  std::vector<Placement> first(mesh.layout().axes().size());
+  std::vector<Placement> first(mesh.mesh().axes().size());
   if (input.dim() > 0) first[0] = Shard(0);
   return first;
 }

@@ -79,7 +79,7 @@ void require_sequence(const NamedTensor& entry, const Target& target) {
 Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleRule& rule) {
   const auto given = rule ? rule(entry.name, entry.tensor) : std::nullopt;
   const ParameterPlacement where =
-      given ? *given : ParameterPlacement{std::vector<Placement>(mesh.layout().dims())};
+      given ? *given : ParameterPlacement{std::vector<Placement>(mesh.mesh().dims())};
   try {
     Target target{ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
                   where.sequence, where.stays};

@@ -116,7 +116,7 @@ void DataParallelEngine::require_replicas() const {
   const auto check = [&](const std::string& name, const at::Tensor& t) {
     if (!is_sharded(t) || !reduces(name)) return;
     const ShardSpec where = spec(t);
-    const Mesh& mesh = where.mesh().layout();
+    const Mesh& mesh = where.mesh().mesh();
     const int me = group_.ranks()[group_.rank()];
     for (int axis = 0; axis < where.mesh_dims(); ++axis) {
       const bool spread = !where.placements()[axis].is_replicate();

@@ -72,7 +72,7 @@ void OptimizerShards::State::add_chunk(const std::vector<at::Tensor>& parameters
   Chunk chunk;
   std::vector<FlatRows> rows;
   for (const at::Tensor& p : parameters) rows.push_back({p.size(0), p.numel() / p.size(0)});
-  chunk.plan = plan_flat(rows, context->mesh.layout().size());
+  chunk.plan = plan_flat(rows, context->mesh.mesh().size());
   const std::vector<Placement> placements(context->sizes.size(), Shard(0));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& p = parameters[i];
@@ -160,7 +160,7 @@ void OptimizerShards::State::gather() {
       now.sent.narrow(0, at, rows.numel()).copy_(rows.reshape({-1}));
     }
     now.request =
-        ranks.start().all_gather(now.flat, now.sent, sizes, {.name = "updated parameters"});
+        ranks.started().all_gather(now.flat, now.sent, sizes, {.name = "updated parameters"});
     if (before) arrive(*before);
     before = std::move(now);
   }

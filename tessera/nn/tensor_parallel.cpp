@@ -123,8 +123,8 @@ LayerSharding sharded(int dim, std::int64_t units) { return {Kind::sharded, unit
 TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
                                        const LayerShardings& layers,
                                        const TensorParallelOptions& options)
-    : axes_(mesh.layout().names()), sequence_dim_(options.sequence_dim) {
-  const Mesh& layout = mesh.layout();
+    : axes_(mesh.mesh().names()), sequence_dim_(options.sequence_dim) {
+  const Mesh& layout = mesh.mesh();
   if (sequence_dim_ && *sequence_dim_ < 0)
     throw InvalidArgument(concat("tensor_parallel: sequence_dim is ", *sequence_dim_,
                                  "; count from the first dim of the data"));

@@ -21,7 +21,7 @@ namespace tessera {
 PipelineError::~PipelineError() = default;
 
 DeviceMesh stage_mesh(const DeviceMesh& mesh, const std::string& axis) {
-  const Mesh& all = mesh.layout();
+  const Mesh& all = mesh.mesh();
   const int at = all.index(axis);
   std::vector<std::string> names = all.names();
   names.erase(names.begin() + at);
@@ -34,9 +34,9 @@ DeviceMesh stage_mesh(const DeviceMesh& mesh, const std::string& axis) {
 
 PipelineBatch shard_batch(PipelineBatch batch, const DeviceMesh& stage,
                           const std::vector<Placement>& placements, bool first, bool last) {
-  if (static_cast<int>(placements.size()) != stage.layout().dims())
+  if (static_cast<int>(placements.size()) != stage.mesh().dims())
     throw InvalidArgument(concat("shard_batch: ", placements.size(), " placements for ",
-                                 stage.layout().dims(), " axes of the stage's mesh"));
+                                 stage.mesh().dims(), " axes of the stage's mesh"));
   const auto distribute = [&](std::vector<std::vector<at::Tensor>>& lists, bool used) {
     for (auto& list : lists) {
       for (at::Tensor& t : list) {
@@ -111,7 +111,7 @@ std::string own_problem(const detail::PipelinePlan& plan,
   }
   if (plan.options.sample_axes) {
     for (const std::string& name : *plan.options.sample_axes) {
-      if (!plan.mesh.layout().has_axis(name) || name == plan.axis)
+      if (!plan.mesh.mesh().has_axis(name) || name == plan.axis)
         return concat("sample axis '", name, "' is not one of the mesh's other axes");
     }
   }

@@ -89,7 +89,7 @@ std::vector<Group> Group::threads(int size, const Options& options) {
   return groups;
 }
 
-Calls<Request> Group::start() const { return Calls<Request>(state_); }
+Calls<Request> Group::started() const { return Calls<Request>(state_); }
 Arena& Group::arena() { return state_->arena; }
 
 std::shared_ptr<Arena> Group::share(std::size_t bytes, const Directory& directory, Call call) {

@@ -4,7 +4,7 @@
 //
 //   shm::Group group = shm::Group::meet(rank, 4, directory, {.name = "world"});  // all 4 call
 //   group.all_reduce(values, values, 100, shm::Element::float32, {});             // in place
-//   shm::Request r = group.start().all_reduce(a, a, n, shm::Element::float64, {});
+//   shm::Request r = group.started().all_reduce(a, a, n, shm::Element::float64, {});
 //   while (computing) r.test();                                                    // advances it
 //   r.wait();
 //
@@ -95,7 +95,7 @@ struct Message {
 };
 
 /// The calls of a group, each declared once: Result is void where they block, and Request where
-/// they are started (Group::start()).
+/// they are started (Group::started()).
 template <class Result>
 class Calls {
  public:
@@ -161,8 +161,8 @@ class Group : public Calls<void> {
   /// As meet(), for ranks that are threads of this process: element r is rank r's.
   static std::vector<Group> threads(int size, const Options& options);
 
-  /// The same calls, which return at once: `group.start().barrier()` is a Request.
-  Calls<Request> start() const;
+  /// The same calls, which return at once: `group.started().barrier()` is a Request.
+  Calls<Request> started() const;
 
   /// Ends the calls of all ranks: pending and later calls of all ranks throw PeerLostError
   /// with this reason. From any thread, also while another waits.

@@ -85,8 +85,8 @@ at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
 at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh& from,
                 const DeviceMesh& to, std::vector<DimSharding> dims, const Group& both) {
   const int me = from.manager().rank();
-  const Sharding a(source.shape, axis_sizes(from.layout()), source.dims, from.layout().ranks());
-  const Sharding b(source.shape, axis_sizes(to.layout()), std::move(dims), to.layout().ranks());
+  const Sharding a(source.shape, axis_sizes(from.mesh()), source.dims, from.mesh().ranks());
+  const Sharding b(source.shape, axis_sizes(to.mesh()), std::move(dims), to.mesh().ranks());
   const TransferPlan plan = transfer_plan(a, b, me);
   const auto peer = [&](int rank) {
     return static_cast<int>(std::find(both.ranks().begin(), both.ranks().end(), rank) -
@@ -115,7 +115,7 @@ at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh&
     messages.push_back({Message::Kind::receive, buffer, peer(p.rank)});
   }
   Request request =
-      messages.empty() ? Request() : both.start().exchange(messages, {.name = "redistribute"});
+      messages.empty() ? Request() : both.started().exchange(messages, {.name = "redistribute"});
   for (const Box& box : plan.copies) slice(result, wanted, box).copy_(slice(local, held, box));
   request.wait();
   for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
@@ -129,8 +129,8 @@ Source describe(const at::Tensor& t) {
 }
 
 std::vector<int> all_ranks(const DeviceMesh& from, const DeviceMesh& to) {
-  std::vector<int> ranks = from.layout().ranks();
-  ranks.insert(ranks.end(), to.layout().ranks().begin(), to.layout().ranks().end());
+  std::vector<int> ranks = from.mesh().ranks();
+  ranks.insert(ranks.end(), to.mesh().ranks().begin(), to.mesh().ranks().end());
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   return ranks;
@@ -185,7 +185,7 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
                                  " is in neither mesh; only the ranks of one of them call this"));
   }
   const bool same_ranks =
-      ranks.size() == from.layout().ranks().size() && ranks.size() == to.layout().ranks().size();
+      ranks.size() == from.mesh().ranks().size() && ranks.size() == to.mesh().ranks().size();
   const Group both = from.manager().group(ranks);
   // A rank that finds a mistake reports it before any rank waits for its data.
   at::Tensor t = tensor;
@@ -218,12 +218,12 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   if (source.requires_grad && !same_ranks) {
     throw ShardingError(
         concat("redistribute: a tensor that requires grad cannot go from ranks ",
-               list(from.layout().ranks()), " to ranks ", list(to.layout().ranks()),
+               list(from.mesh().ranks()), " to ranks ", list(to.mesh().ranks()),
                ": backward would miss ranks. Detach it, or use meshes of the same ranks."));
   }
   if (same_ranks) return ToMesh::apply(t, ShardSpec(to, source.shape, placements, sizes));
   auto normal = placements;
-  const auto dims = detail::shard_dims(to.layout(), source.shape, normal, sizes);
+  const auto dims = detail::shard_dims(to.mesh(), source.shape, normal, sizes);
   const at::Tensor local = move(t.defined() ? detail::meta_or_throw(t).local : at::Tensor(), source,
                                 from, to, dims, both);
   if (!to.contains_me()) return {};

@@ -117,7 +117,7 @@ std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, co
   const auto plan = detail::context_of(from)->redistributions->of(from, to);
   const auto names = [&](const std::vector<int>& axes) {
     std::vector<std::string> all;
-    for (const int a : axes) all.push_back(from.mesh().layout().axes()[a].name);
+    for (const int a : axes) all.push_back(from.mesh().mesh().axes()[a].name);
     return all;
   };
   for (const auto& r : plan->reductions)

@@ -105,7 +105,7 @@ std::vector<int> ranks_along(const ShardSpec& spec, bool replicated) {
     if (spec.placements()[axis].is_replicate() == replicated && context->sizes[axis] > 1)
       axes.push_back(axis);
   }
-  const Mesh& layout = context->mesh.layout();
+  const Mesh& layout = context->mesh.mesh();
   return axes.empty() ? std::vector<int>() : layout.group(axes, layout.ranks()[context->position]);
 }
 
@@ -409,7 +409,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                       const std::vector<Placement>& placements, const ShardSizes& sizes) {
   detail::ensure_registered();
   detail::Agreed& agreed = detail::MeshContext::of(mesh)->state->agreed;
-  const std::vector<int>& ranks = mesh.layout().ranks();
+  const std::vector<int>& ranks = mesh.mesh().ranks();
   const std::uint64_t failures = failures_of(mesh);
   std::string kind;
   const auto key = [&](const ShardSpec& spec) {
@@ -419,7 +419,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   // The other ranks may be asking this one for its shape: they are told.
   std::exception_ptr wrong;
   try {
-    detail::require_one_per_axis(mesh.layout(), placements);
+    detail::require_one_per_axis(mesh.mesh(), placements);
     require_plain(local, "from_local");
     kind = concat(toString(local.scalar_type()),
                   local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");

@@ -99,7 +99,7 @@ bool CheckpointCallback::needed(const std::string& checkpoint) const {
 }
 
 void CheckpointCallback::on_validation_end(Trainer& trainer, bool complete) {
-  if (!complete || options_.monitor.empty() || trainer.stage() != Stage::train) return;
+  if (!complete || options_.monitor.empty() || trainer.stage() != RunStage::train) return;
   const double value = monitored(trainer, options_.monitor, "CheckpointCallback");
   if (std::isnan(value)) return;
   const auto worse = std::find_if(best_.begin(), best_.end(), [&](const auto& b) {
@@ -202,7 +202,7 @@ EarlyStopping::EarlyStopping(std::string monitor, EarlyStoppingOptions options)
 void EarlyStopping::on_setup(Trainer&) { patience_.reset(); }
 
 void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
-  if (!complete || trainer.stage() != Stage::train) return;
+  if (!complete || trainer.stage() != RunStage::train) return;
   const double value = patience_.value(trainer, "EarlyStopping");
   if (!std::isfinite(value))
     trainer.request_stop(concat(patience_.monitor(), " is ", value));
@@ -228,7 +228,7 @@ ReduceOnPlateau::ReduceOnPlateau(std::string monitor, double factor, EarlyStoppi
 void ReduceOnPlateau::on_setup(Trainer&) { patience_.reset(); }
 
 void ReduceOnPlateau::on_validation_end(Trainer& trainer, bool complete) {
-  if (!complete || trainer.stage() != Stage::train) return;
+  if (!complete || trainer.stage() != RunStage::train) return;
   if (!patience_.waits(patience_.value(trainer, "ReduceOnPlateau"))) return;
   patience_.again();
   trainer.scale_learning_rate(factor_);

@@ -15,7 +15,7 @@ PipelineStrategy::PipelineStrategy(const DeviceMesh& mesh, std::string axis,
       axis_(std::move(axis)),
       parallelise_(std::move(parallelise)),
       batch_(std::move(batch)) {
-  const Mesh& layout = mesh_.layout();
+  const Mesh& layout = mesh_.mesh();
   sharing_ = layout.size(axis_);
   const int others = layout.dims() - 1;
   if (others == 0 && parallelise_)
@@ -33,7 +33,7 @@ PipelineStrategy::PipelineStrategy(const DeviceMesh& mesh, std::string axis,
     if (batch_[a].is_partial() || (batch_[a].is_shard() && batch_[a].dim < 0))
       throw InvalidArgument(concat("PipelineStrategy: a batch that lies as ", batch_[a],
                                    "; give Replicate or Shard of a dim counted from the first"));
-    if (!batch_[a].is_shard(0)) sharing_ *= stages_->layout().size(a);
+    if (!batch_[a].is_shard(0)) sharing_ *= stages_->mesh().size(a);
   }
 }
 

@@ -115,7 +115,7 @@ MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
       mesh_(mesh),
       parallelise_(std::move(parallelise)),
       batch_(std::move(batch)) {
-  const auto& axes = mesh_.layout().axes();
+  const auto& axes = mesh_.mesh().axes();
   if (batch_.size() != axes.size())
     throw InvalidArgument(concat("MeshStrategy: ", batch_.size(), " placements of a batch for ",
                                  axes.size(), " axes of the mesh"));

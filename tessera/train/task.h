@@ -33,7 +33,7 @@ using Optimizers = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
 
 /// The learning rate of an optimizer's groups as a factor of what they were made with. A function
 /// of counters alone, so that a resumed run goes on where it was.
-struct Schedule {
+struct LearningRateSchedule {
   /// (optimizer steps so far, epoch) to factor.
   std::function<double(std::int64_t step, std::int64_t epoch)> factor;
   std::size_t optimizer = 0;
@@ -45,12 +45,12 @@ std::function<double(std::int64_t, std::int64_t)> warmup_cosine(std::int64_t war
 /// `gamma` to the number of `every` epochs that are over.
 std::function<double(std::int64_t, std::int64_t)> step_decay(std::int64_t every, double gamma);
 
-enum class Stage : unsigned char { train, validate, test, predict };
+enum class RunStage : unsigned char { train, validate, test, predict };
 
 /// Where in a run a call is made, and what it may report.
 class Step {
  public:
-  Step(Session& session, Metrics& metrics, Stage stage, std::int64_t step, std::int64_t epoch,
+  Step(Session& session, Metrics& metrics, RunStage stage, std::int64_t step, std::int64_t epoch,
        double weight, bool last)
       : session_(session),
         metrics_(metrics),
@@ -59,7 +59,7 @@ class Step {
         epoch_(epoch),
         weight_(weight),
         last_(last) {}
-  Stage stage() const { return stage_; }
+  RunStage stage() const { return stage_; }
   /// Optimizer steps so far.
   std::int64_t step() const { return step_; }
   std::int64_t epoch() const { return epoch_; }
@@ -79,7 +79,7 @@ class Step {
  private:
   Session& session_;
   Metrics& metrics_;
-  Stage stage_;
+  RunStage stage_;
   std::int64_t step_, epoch_;
   double weight_;
   bool last_;
@@ -97,7 +97,7 @@ class Task {
   /// Called once, after the strategy has prepared the modules. All of them step together unless
   /// automatic() is false.
   virtual Optimizers optimizers() = 0;
-  virtual std::vector<Schedule> schedules() { return {}; }
+  virtual std::vector<LearningRateSchedule> schedules() { return {}; }
   /// The mean loss over the batch's samples, 0-dim. Or an undefined tensor, after
   /// step.session().add_gradients() has made the gradients (a pipeline: run_pipeline()). With
   /// automatic() false: does everything through step.session(), and returns the loss for the log,

@@ -148,7 +148,7 @@ std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task, bool fits
 
 void Trainer::begin(Task& task, const CheckpointReader* from) {
   task_ = &task;
-  stage_ = Stage::train;
+  stage_ = RunStage::train;
   epoch_ = step_ = previous_step_ = 0;
   rate_scale_ = 1;
   rates_scaled_ = false;
@@ -174,7 +174,7 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
       base_rates_.back().push_back(group.options().get_lr());
   }
   schedules_ = task.schedules();
-  for (const Schedule& s : schedules_) {
+  for (const LearningRateSchedule& s : schedules_) {
     if (s.optimizer >= base_rates_.size() || !s.factor)
       throw InvalidArgument(concat("a schedule for optimizer ", s.optimizer, " of ",
                                    base_rates_.size(), ", or without a function"));
@@ -311,7 +311,7 @@ void Trainer::train_micro_batch(MicroBatch& batch, bool last) {
   strategy().place(batch);
   session_->convert(batch);
   Metrics own;
-  Step step(*session_, own, Stage::train, step_, epoch_, weight, last);
+  Step step(*session_, own, RunStage::train, step_, epoch_, weight, last);
   if (task_->automatic()) {
     strategy().before_forward(last);
     at::Tensor loss;
@@ -339,7 +339,7 @@ void Trainer::set_learning_rates(bool back) {
   for (std::size_t i = 0; i < base_rates_.size() && i < session_->optimizers().size(); ++i) {
     double factor = rate_scale_;
     bool scheduled = rates_scaled_;
-    for (const Schedule& s : schedules_) {
+    for (const LearningRateSchedule& s : schedules_) {
       if (s.optimizer != i) continue;
       if (!back) factor *= s.factor(step_, epoch_);
       scheduled = true;

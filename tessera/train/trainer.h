@@ -119,7 +119,7 @@ class Trainer {
   /// Of the task being run; throws Error where there is none.
   Session& session() const;
   Task& task() const { return *task_; }
-  Stage stage() const { return stage_; }
+  RunStage stage() const { return stage_; }
   std::int64_t epoch() const { return epoch_; }
   /// Optimizer steps so far.
   std::int64_t step() const { return step_; }
@@ -183,10 +183,10 @@ class Trainer {
   void end_epoch();
   /// False: a signal ended it.
   bool validate_now();
-  bool evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
+  bool evaluate(AgreedBatches& batches, RunStage stage, Metrics& metrics,
                 const std::function<void(const MicroBatch&, Step&)>& call);
   std::map<std::string, double> evaluate_alone(Task& task, std::shared_ptr<BatchSource> batches,
-                                               Stage stage);
+                                               RunStage stage);
   void prepare(Task& task);
   /// Over all ranks, as "train/loss_epoch" is of "loss". Collective.
   std::map<std::string, double> reduced(const Metrics& metrics, const std::string& prefix,
@@ -227,7 +227,7 @@ class Trainer {
   Task* task_ = nullptr;
   std::unique_ptr<Session> session_;
   std::vector<std::vector<double>> base_rates_;
-  std::vector<Schedule> schedules_;
+  std::vector<LearningRateSchedule> schedules_;
   /// For the checkpoints of a strategy of one rank that has no manager.
   std::shared_ptr<Strategy> alone_;
   std::unique_ptr<Checkpointer> checkpointer_;
@@ -236,7 +236,7 @@ class Trainer {
   std::shared_ptr<AgreedBatches> training_, validation_;
   Metrics window_metrics_, epoch_metrics_;
   std::map<std::string, double> metrics_;
-  Stage stage_ = Stage::train;
+  RunStage stage_ = RunStage::train;
   std::int64_t epoch_ = 0, step_ = 0, previous_step_ = 0;
   double rate_scale_ = 1;
   /// It was scaled, and so the optimizers' rates are not what they began with, even where it is 1.

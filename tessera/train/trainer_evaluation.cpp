@@ -33,14 +33,14 @@ class EvaluationScope {
 // A stage while it lives; inside a run that of the run comes back.
 class StageScope {
  public:
-  StageScope(Stage& of, Stage now) : of_(of), before_(of) { of_ = now; }
+  StageScope(RunStage& of, RunStage now) : of_(of), before_(of) { of_ = now; }
   ~StageScope() { of_ = before_; }
   StageScope(const StageScope&) = delete;
   StageScope& operator=(const StageScope&) = delete;
 
  private:
-  Stage& of_;
-  const Stage before_;
+  RunStage& of_;
+  const RunStage before_;
 };
 
 }  // namespace
@@ -48,11 +48,11 @@ class StageScope {
 // ---- evaluation ----
 
 bool Trainer::validate_now() {
-  const Stage before = stage_;
-  stage_ = Stage::validate;
+  const RunStage before = stage_;
+  stage_ = RunStage::validate;
   each([&](Callback& c) { c.on_validation_start(*this); });
   Metrics own;
-  const bool ended = evaluate(*validation_, Stage::validate, own,
+  const bool ended = evaluate(*validation_, RunStage::validate, own,
                               [&](const MicroBatch& b, Step& s) { task_->validation_step(b, s); });
   stage_ = before;
   if (ended) {
@@ -65,7 +65,7 @@ bool Trainer::validate_now() {
   return true;
 }
 
-bool Trainer::evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
+bool Trainer::evaluate(AgreedBatches& batches, RunStage stage, Metrics& metrics,
                        const std::function<void(const MicroBatch&, Step&)>& call) {
   const at::NoGradGuard no_grad;
   const EvaluationScope evaluating(session_->modules());
@@ -73,7 +73,7 @@ bool Trainer::evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
   PeriodicVote vote(strategy());
   bool ended = true;
   for (std::int64_t n = 0; options_.validation_batches < 0 || n < options_.validation_batches ||
-                           stage == Stage::predict;
+                           stage == RunStage::predict;
        ++n) {
     if (vote.poll(session_->wanted() >= Stop::usr1)) {
       stop_ = std::max(stop_, session_->vote());
@@ -93,17 +93,17 @@ bool Trainer::evaluate(AgreedBatches& batches, Stage stage, Metrics& metrics,
 }
 
 std::map<std::string, double> Trainer::validate(Task& task, std::shared_ptr<BatchSource> batches) {
-  return evaluate_alone(task, std::move(batches), Stage::validate);
+  return evaluate_alone(task, std::move(batches), RunStage::validate);
 }
 
 std::map<std::string, double> Trainer::test(Task& task, std::shared_ptr<BatchSource> batches) {
-  return evaluate_alone(task, std::move(batches), Stage::test);
+  return evaluate_alone(task, std::move(batches), RunStage::test);
 }
 
 std::map<std::string, double> Trainer::evaluate_alone(Task& task,
                                                       std::shared_ptr<BatchSource> batches,
-                                                      Stage stage) {
-  const bool testing = stage == Stage::test;
+                                                      RunStage stage) {
+  const bool testing = stage == RunStage::test;
   require_free(&task, testing ? "test()" : "validate()");
   std::map<std::string, double> values;
   run_together(/*fits=*/false, [&] {
@@ -131,10 +131,10 @@ std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
   run_together(/*fits=*/false, [&] {
     prepare(task);
     AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
-    const StageScope scope(stage_, Stage::predict);
+    const StageScope scope(stage_, RunStage::predict);
     each([&](Callback& c) { c.on_predict_start(*this); });
     Metrics own;
-    evaluate(agreed, Stage::predict, own, [&](const MicroBatch& b, Step& s) {
+    evaluate(agreed, RunStage::predict, own, [&](const MicroBatch& b, Step& s) {
       auto made = task.predict_step(b, s);
       if (b.real > 0) all.push_back(std::move(made));
     });

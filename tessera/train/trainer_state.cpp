@@ -43,20 +43,23 @@ std::vector<int> Trainer::ranks() const {
   return strategy().manager() ? strategy().global_ranks() : std::vector<int>{0};
 }
 
-// One that is damaged may be the latest: neither an older one nor none takes its place unasked.
+// Where the first rank saves alone, it tells the others what it found, by the strategy's own calls.
 std::string Trainer::latest() {
-  std::vector<std::string> problems;
+  const bool alone = !saves_on_all_ranks();
   std::string found = "+";
-  if (checkpointer_) found += checkpointer_->latest(&problems).value_or("");
-  if (!problems.empty())
-    found = concat("-the latest checkpoint may be one that is damaged: ", problems.front(),
-                   ". The latest that is whole is '", found.substr(1),
-                   "'; name the one to go on from (TrainerCheckpoints::from), or move the damaged "
-                   "one out of '",
-                   options_.checkpoint.folder, "'");
-  if (!saves_on_all_ranks()) found = strategy().broadcast(found, 0);
-  if (found[0] == '-') throw FileError(found.substr(1));
-  return found.substr(1);
+  try {
+    if (checkpointer_) found += checkpointer_->to_resume().value_or("");
+  } catch (const CheckpointDamaged& e) {
+    found = concat('-', e.what(), " (TrainerCheckpoints::from)");
+  } catch (const FileError& e) {
+    if (!alone) throw;
+    found = concat('!', e.what());
+  }
+  if (alone) found = strategy().broadcast(found, 0);
+  const std::string said = found.substr(1);
+  if (found[0] == '-') throw CheckpointDamaged(said);
+  if (found[0] == '!') throw FileError(said);
+  return said;
 }
 
 CheckpointState Trainer::state(bool copies) {

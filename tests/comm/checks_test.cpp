@@ -178,7 +178,7 @@ std::vector<Ends> messages_that_do_not_fit() {
     return [=](const Group& g) {
       const int peer = 1 - g.rank();
       auto a =
-          g.start().exchange({{kind, torch::ones(first), peer}, {kind, torch::ones({5}), peer}});
+          g.started().exchange({{kind, torch::ones(first), peer}, {kind, torch::ones({5}), peer}});
       a.wait();
     };
   };
@@ -253,10 +253,10 @@ TEST_P(Checks, ComparedMessagesTravelInAnyOrderOfWaits) {
           const int me = world.rank(), next = (me + 1) % n, before = (me + n - 1) % n;
           for (int round = 0; round < 20; ++round) {
             auto got = torch::zeros({1 << 15}, torch::kDouble), more = torch::zeros({0, 3});
-            auto sent =
-                world.start().send(torch::full({1 << 15}, me + 10.0 * round, torch::kDouble), next);
-            auto second = world.start().send(torch::full({7}, me, torch::kFloat), next);
-            auto received = world.start().receive(got, before);
+            auto sent = world.started().send(
+                torch::full({1 << 15}, me + 10.0 * round, torch::kDouble), next);
+            auto second = world.started().send(torch::full({7}, me, torch::kFloat), next);
+            auto received = world.started().receive(got, before);
             sent.wait();
             world.barrier();
             auto small = torch::zeros({7});
@@ -327,7 +327,7 @@ TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
                          },
                          [](const Group& g) {
                            auto t = torch::ones({1 << 16});
-                           g.start().all_reduce(t).wait();
+                           g.started().all_reduce(t).wait();
                          }}) {
     const auto begin = std::chrono::steady_clock::now();
     std::atomic<int> told{0};

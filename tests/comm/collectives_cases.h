@@ -137,7 +137,7 @@ class Checker {
   void broadcast() {
     for (int root = 0; root < n_; ++root) {
       auto t = lay(input_of(me_, {3, 5}, c_.dtype, c_.seed));
-      run([&] { return g_.start().broadcast(t, root); }, [&] { g_.broadcast(t, root); });
+      run([&] { return g_.started().broadcast(t, root); }, [&] { g_.broadcast(t, root); });
       expect_equal(t, input_of(root, {3, 5}, c_.dtype, c_.seed), at("broadcast"));
     }
   }
@@ -147,12 +147,12 @@ class Checker {
     for (const auto kind : kinds()) {
       const auto want = reference(inputs, kind);
       auto t = lay(inputs[me_]);
-      run([&] { return g_.start().all_reduce(t, op_of(kind, me_)); },
+      run([&] { return g_.started().all_reduce(t, op_of(kind, me_)); },
           [&] { g_.all_reduce(t, op_of(kind, me_)); });
       expect_equal(t, want, at("all_reduce " + to_string(kind)));
       const int root = static_cast<int>(c_.seed % n_);
       auto u = lay(inputs[me_]);
-      run([&] { return g_.start().reduce(u, root, op_of(kind, me_)); },
+      run([&] { return g_.started().reduce(u, root, op_of(kind, me_)); },
           [&] { g_.reduce(u, root, op_of(kind, me_)); });
       expect_equal(u, me_ == root ? want : inputs[me_], at("reduce " + to_string(kind)));
     }
@@ -162,7 +162,7 @@ class Checker {
     const auto parts = everybody_rows();
     auto out = lay(torch::zeros({total_, 3}, c_.dtype));
     const auto mine = lay(parts[me_]);
-    run([&] { return g_.start().all_gather(out, mine, c_.sizes); },
+    run([&] { return g_.started().all_gather(out, mine, c_.sizes); },
         [&] { g_.all_gather(out, mine, c_.sizes); });
     expect_equal(out, torch::cat(parts), at("all_gather"));
     expect_equal(mine, parts[me_], at("all_gather leaves its input"));
@@ -174,7 +174,7 @@ class Checker {
     for (const auto kind : kinds()) {
       auto out = lay(torch::zeros({rows_[me_], 3}, c_.dtype));
       const auto mine = lay(inputs[me_]);
-      run([&] { return g_.start().reduce_scatter(out, mine, op_of(kind, me_), c_.sizes); },
+      run([&] { return g_.started().reduce_scatter(out, mine, op_of(kind, me_), c_.sizes); },
           [&] { g_.reduce_scatter(out, mine, op_of(kind, me_), c_.sizes); });
       expect_equal(out, reference(inputs, kind).narrow(0, begin, rows_[me_]),
                    at("reduce_scatter " + to_string(kind)));
@@ -205,7 +205,7 @@ class Checker {
     auto out = lay(torch::zeros_like(expected));
     const auto mine = lay(input(me_));
     if (c_.sizes.empty()) out_sizes = in_sizes = {};
-    run([&] { return g_.start().all_to_all(out, mine, out_sizes, in_sizes); },
+    run([&] { return g_.started().all_to_all(out, mine, out_sizes, in_sizes); },
         [&] { g_.all_to_all(out, mine, out_sizes, in_sizes); });
     expect_equal(out, expected, at("all_to_all"));
   }
@@ -217,12 +217,12 @@ class Checker {
       Tensor out;
       if (me_ == root) out = lay(torch::zeros({total_, 3}, c_.dtype));
       const auto mine = lay(parts[me_]);
-      run([&] { return g_.start().gather(out, mine, root, c_.sizes); },
+      run([&] { return g_.started().gather(out, mine, root, c_.sizes); },
           [&] { g_.gather(out, mine, root, c_.sizes); });
       if (me_ == root) expect_equal(out, whole, at("gather"));
       auto back = lay(torch::zeros({rows_[me_], 3}, c_.dtype));
       const auto source = me_ == root ? lay(whole) : Tensor();
-      run([&] { return g_.start().scatter(back, source, root, c_.sizes); },
+      run([&] { return g_.started().scatter(back, source, root, c_.sizes); },
           [&] { g_.scatter(back, source, root, c_.sizes); });
       expect_equal(back, parts[me_], at("scatter"));
     }
@@ -235,7 +235,7 @@ class Checker {
       const auto mine = lay(input_of(me_, {2, 3}, c_.dtype, c_.seed));
       auto got = lay(torch::zeros({2, 3}, c_.dtype));
       if (c_.requests) {
-        auto a = g_.start().send(mine, next), b = g_.start().receive(got, before);
+        auto a = g_.started().send(mine, next), b = g_.started().receive(got, before);
         b.wait();
         a.wait();
       } else if (me_ == 0) {
@@ -258,7 +258,7 @@ class Checker {
         got.push_back(lay(torch::zeros({1 + round, rows_[peer]}, c_.dtype)));
         batch.push_back({Message::Kind::receive, got.back(), peer});
       }
-    run([&] { return g_.start().exchange(batch); }, [&] { g_.exchange(batch); });
+    run([&] { return g_.started().exchange(batch); }, [&] { g_.exchange(batch); });
     for (int round = 0; round < 2; ++round)
       for (int peer = 0; peer < n_; ++peer)
         expect_equal(got[round * n_ + peer],

@@ -159,7 +159,7 @@ TEST_P(Collectives, ManyRequestsAtOnceWaitedForInAnyOrder) {
     for (int i = 0; i < 20; ++i) {
       tensors.push_back(torch::full({i + 1}, world.rank() + i, torch::kDouble));
       requests.push_back(
-          world.start().all_reduce(tensors.back(), i % 2 ? ReduceOp::max : ReduceOp::sum));
+          world.started().all_reduce(tensors.back(), i % 2 ? ReduceOp::max : ReduceOp::sum));
     }
     const int n = world.size();
     for (int i = 19; i >= 0; --i) {
@@ -179,7 +179,7 @@ TEST_P(Collectives, ARequestThatIsPolledBecomesDone) {
     auto t = torch::full({2}, world.rank() * 1.0), u = torch::zeros({2});
     const int next = (world.rank() + 1) % world.size(),
               before = (world.rank() + world.size() - 1) % world.size();
-    auto sent = world.start().send(t, next), received = world.start().receive(u, before);
+    auto sent = world.started().send(t, next), received = world.started().receive(u, before);
     while (!sent.done() || !received.done()) std::this_thread::yield();
     sent.wait();
     received.wait();

@@ -93,11 +93,11 @@ std::vector<Difference> differences() {
       {"started",
        [](const Group& g) {
          auto t = torch::ones({5000});
-         g.start().all_reduce(t).wait();
+         g.started().all_reduce(t).wait();
        },
        [](const Group& g) {
          auto t = torch::ones({50});
-         g.start().all_reduce(t).wait();
+         g.started().all_reduce(t).wait();
        }},
   };
 }

@@ -37,37 +37,37 @@ struct Operation {
 const std::vector<Operation>& operations() {
   static const std::vector<Operation> all = {
       {"broadcast",
-       [](const Group& g, int victim) { return g.start().broadcast(rows(kRows), victim); }},
-      {"all_reduce", [](const Group& g, int) { return g.start().all_reduce(rows(kRows)); }},
+       [](const Group& g, int victim) { return g.started().broadcast(rows(kRows), victim); }},
+      {"all_reduce", [](const Group& g, int) { return g.started().all_reduce(rows(kRows)); }},
       {"reduce", [](const Group& g,
-                    int victim) { return g.start().reduce(rows(kRows), (victim + 1) % kWorld); }},
-      {"all_gather",
-       [](const Group& g, int) { return g.start().all_gather(rows(kRows * kWorld), rows(kRows)); }},
+                    int victim) { return g.started().reduce(rows(kRows), (victim + 1) % kWorld); }},
+      {"all_gather", [](const Group& g,
+                        int) { return g.started().all_gather(rows(kRows * kWorld), rows(kRows)); }},
       {"all_gather",
        [](const Group& g, int) {
          const Sizes sizes{kRows, 0, 7};
-         return g.start().all_gather(rows(kRows + 7), rows(sizes[g.rank()]), sizes);
+         return g.started().all_gather(rows(kRows + 7), rows(sizes[g.rank()]), sizes);
        }},
       {"reduce_scatter",
        [](const Group& g, int) {
-         return g.start().reduce_scatter(rows(kRows), rows(kRows * kWorld));
+         return g.started().reduce_scatter(rows(kRows), rows(kRows * kWorld));
        }},
       {"all_to_all",
        [](const Group& g, int) {
-         return g.start().all_to_all(rows(kRows * kWorld), rows(kRows * kWorld));
+         return g.started().all_to_all(rows(kRows * kWorld), rows(kRows * kWorld));
        }},
       {"gather",
        [](const Group& g, int victim) {
-         return g.start().gather(rows(kRows * kWorld), rows(kRows), (victim + 1) % kWorld);
+         return g.started().gather(rows(kRows * kWorld), rows(kRows), (victim + 1) % kWorld);
        }},
       {"scatter",
        [](const Group& g, int victim) {
-         return g.start().scatter(rows(kRows), rows(kRows * kWorld), victim);
+         return g.started().scatter(rows(kRows), rows(kRows * kWorld), victim);
        }},
       {"receive",
        [](const Group& g, int victim) {
-         return g.rank() == victim ? g.start().send(rows(kRows), (victim + 1) % kWorld)
-                                   : g.start().receive(rows(kRows), victim);
+         return g.rank() == victim ? g.started().send(rows(kRows), (victim + 1) % kWorld)
+                                   : g.started().receive(rows(kRows), victim);
        }},
       {"exchange",
        [](const Group& g, int) {
@@ -77,9 +77,9 @@ const std::vector<Operation>& operations() {
            messages.push_back({Message::Kind::receive, rows(kRows), peer});
            messages.push_back({Message::Kind::send, rows(kRows), peer});
          }
-         return g.start().exchange(messages);
+         return g.started().exchange(messages);
        }},
-      {"barrier", [](const Group& g, int) { return g.start().barrier(); }},
+      {"barrier", [](const Group& g, int) { return g.started().barrier(); }},
   };
   return all;
 }

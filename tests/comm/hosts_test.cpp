@@ -362,11 +362,11 @@ TEST_P(OnHosts, RequestsGoOnBesideEachOther) {
         if (peer == me) continue;
         received.push_back(torch::zeros({100 + i}));
         sent.push_back(torch::full({100 + i}, 10.0 * me + i));
-        requests.push_back(world.start().receive(received.back(), peer));
-        requests.push_back(world.start().send(sent.back(), peer));
+        requests.push_back(world.started().receive(received.back(), peer));
+        requests.push_back(world.started().send(sent.back(), peer));
       }
       sums.push_back(torch::full({1000 * (i + 1)}, me + i, torch::kDouble));
-      requests.push_back(world.start().all_reduce(sums.back()));
+      requests.push_back(world.started().all_reduce(sums.back()));
     }
     if (me % 2 == 0) std::reverse(requests.begin(), requests.end());
     for (auto& request : requests) request.wait();

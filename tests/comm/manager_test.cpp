@@ -303,7 +303,7 @@ TEST(ProcessManager, NodesOfATreeHaveTheirRanksBackendsAndLimits) {
     const std::vector<int> table = {3, 1, 0, 2};
     manager.create_process_groups(config, table);
     const auto plan = GroupPlan::of_config(config, table);
-    require(manager.mesh("world").layout().ranks() == table, "the table");
+    require(manager.mesh("world").mesh().ranks() == table, "the table");
     for (const auto& [name, backend, limit] : {std::tuple("mp", "shm", 54321ms),
                                                {"not_mp", "shm", 54321ms},
                                                {"shard", "gloo", 43210ms}}) {
@@ -322,8 +322,8 @@ TEST(ProcessManager, NodesOfATreeHaveTheirRanksBackendsAndLimits) {
     require(groups.dp.group.backend() == "gloo" && groups.dp.group.timeout() == 8s, "data");
     const at::Tensor mine = at::full({manager.rank() + 1}, manager.rank(), at::kLong);
     const int near = manager.rank() / 2 * 2, far = manager.rank() % 2;
-    require(groups.mp.gather(mine).size(0) == 2 * near + 3, "rows of the two model ranks");
-    groups.dp.reduce(mine.narrow(0, 0, 1));
+    require(groups.mp.all_gather(mine).size(0) == 2 * near + 3, "rows of the two model ranks");
+    groups.dp.all_reduce(mine.narrow(0, 0, 1));
     require(mine[0].item<std::int64_t>() == 2 * far + 2, "the sum over the data ranks");
   });
 }
@@ -348,7 +348,7 @@ TEST(ThreadManager, TreeOnATopologyRunsItsTrafficInsideAHost) {
         config, topology, {{.axes = {"far"}, .bytes = 1e9}, {.axes = {"near"}, .bytes = 1e3}});
     require(mapping.seconds < mapping.naive_seconds && mapping.slot_of.size() == 4,
             "the mapping that was chosen");
-    require(manager.mesh("world").layout().ranks() == mapping.slot_of, "the mesh of the mapping");
+    require(manager.mesh("world").mesh().ranks() == mapping.slot_of, "the mesh of the mapping");
     const Group far = manager.group("far"), near = manager.group("near");
     require(topology.host_of(far.ranks()[0]) == topology.host_of(far.ranks()[1]),
             concat("far over hosts: ", list(far.ranks())));
@@ -374,16 +374,16 @@ TEST(ThreadManager, MeshesByName) {
     manager.create_process_groups(config);
     const DeviceMesh dp = manager.mesh("dp"), mp = manager.mesh("mp"),
                      world = manager.mesh("world");
-    require(dp.layout().dims() == 2 && dp.layout().size() == 4 && dp.contains_me(), "two leaves");
-    require(dp.layout().ranks() == manager.group("dp").ranks(), "the node's ranks");
-    require(world.layout() == config.mesh(8), "the root is the whole tree");
+    require(dp.mesh().dims() == 2 && dp.mesh().size() == 4 && dp.contains_me(), "two leaves");
+    require(dp.mesh().ranks() == manager.group("dp").ranks(), "the node's ranks");
+    require(world.mesh() == config.mesh(8), "the root is the whole tree");
     // The tree's own groups, with their options, made once.
     require(dp.group("shard").state() == manager.group("shard").state(), "shard was made twice");
     require(dp.group("shard").timeout() == 54321ms, "the leaf's limit");
     require(dp.all().state() == manager.group("dp").state(), "dp was made twice");
     require(dp.all().timeout() == 65432ms, "the node's limit");
     require(world.group("shard").state() == dp.group("shard").state(), "shard was made twice");
-    require(mp.layout().dims() == 1 && mp.all().state() == manager.group("mp").state(), "a leaf");
+    require(mp.mesh().dims() == 1 && mp.all().state() == manager.group("mp").state(), "a leaf");
     require(dp.group("replicate").timeout() == manager.group("replicate").timeout(), "no option");
     require_group(manager, dp.group("replicate"), manager.group("replicate").ranks());
     // A mesh of one's own, by any rank table.
@@ -437,8 +437,8 @@ TEST(ThreadManager, ModelsSayWhatGroupsTheyNeed) {
     manager.create_process_groups<Encoder>({{"columns", 1}});
     manager.create_process_groups<Decoder>();
     const DeviceMesh encoder = manager.mesh("encoder");
-    require(encoder.layout().names() == std::vector<std::string>{"columns", "rows"}, "two leaves");
-    require(encoder.layout().size() == 2 && manager.group_size("encoders") == 4, "its replicas");
+    require(encoder.mesh().names() == std::vector<std::string>{"columns", "rows"}, "two leaves");
+    require(encoder.mesh().size() == 2 && manager.group_size("encoders") == 4, "its replicas");
     require(manager.group_size("tensor") == 4 && manager.group_size("decoders") == 2, "the other");
     require_group(manager, manager.group("encoders"),
                   {manager.rank() % 2, manager.rank() % 2 + 2, manager.rank() % 2 + 4,

@@ -121,8 +121,8 @@ void run(const MpiWorld& world, const std::string& fault) {
     const auto manager = tessera::DistributedManager::initialize({.mpi = world});
     auto all = manager.world();
     if (world.rank() == last) stay_away();
-    auto request = all.start().all_reduce(t[0], tessera::ReduceOp::sum,
-                                          {.timeout = fault == "started_late" ? 500ms : 30000ms});
+    auto request = all.started().all_reduce(t[0], tessera::ReduceOp::sum,
+                                            {.timeout = fault == "started_late" ? 500ms : 30000ms});
     std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
       if (fault == "started_aborted") all.abort("the pump stands still");

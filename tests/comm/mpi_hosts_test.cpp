@@ -67,7 +67,7 @@ TEST(MpiHosts, GroupsGoOnBesideEachOther) {
   for (int i = 0; i < 10; ++i) {
     for (const auto* group : {&one, &two}) {
       sums.push_back(at::full({1000 * (i + 1)}, world->rank() + i, at::kDouble));
-      requests.push_back(group->start().all_reduce(sums.back()));
+      requests.push_back(group->started().all_reduce(sums.back()));
     }
   }
   if (world->rank() % 2 == 0) std::reverse(requests.begin(), requests.end());

@@ -91,9 +91,9 @@ TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
       const int next = (split.rank + 1) % split.size,
                 before = (split.rank + split.size - 1) % split.size;
       Request request =
-          messages ? manager.world().start().exchange({{Message::Kind::send, mine, next},
-                                                       {Message::Kind::receive, other, before}})
-                   : manager.world().start().all_reduce(mine);
+          messages ? manager.world().started().exchange({{Message::Kind::send, mine, next},
+                                                         {Message::Kind::receive, other, before}})
+                   : manager.world().started().all_reduce(mine);
       request.wait();
       EXPECT_EQ((messages ? other : mine)[1].item<double>(),
                 messages ? before : split.size * (split.size - 1) / 2.0);
@@ -154,10 +154,10 @@ TEST(MpiInterop, BothEndsOfAMessageThatDoesNotFitThrow) {
       const Group group = manager.group({0, last}, {.timeout = std::chrono::milliseconds(20000)});
       try {
         if (me == 0) {
-          started ? group.start().send(test.sent, 1, {.name = test.sent_as}).wait()
+          started ? group.started().send(test.sent, 1, {.name = test.sent_as}).wait()
                   : group.send(test.sent, 1, {.name = test.sent_as});
         } else {
-          started ? group.start().receive(test.received, 0, {.name = test.received_as}).wait()
+          started ? group.started().receive(test.received, 0, {.name = test.received_as}).wait()
                   : group.receive(test.received, 0, {.name = test.received_as});
         }
         ADD_FAILURE() << "no error for " << test.words[0] << " and " << test.words[1];
@@ -183,9 +183,9 @@ TEST(MpiInterop, ComparedMessagesTravelInAnyOrderOfWaits) {
   for (int round = 0; round < 20; ++round) {
     const at::Tensor got = at::zeros({1 << 15}, at::kDouble), small = at::zeros({7}),
                      none = at::zeros({0, 3});
-    auto sent = world.start().send(at::full({1 << 15}, me + 10.0 * round, at::kDouble), next);
-    auto second = world.start().send(at::full({7}, static_cast<double>(me)), next);
-    auto received = world.start().receive(got, before);
+    auto sent = world.started().send(at::full({1 << 15}, me + 10.0 * round, at::kDouble), next);
+    auto second = world.started().send(at::full({7}, static_cast<double>(me)), next);
+    auto received = world.started().receive(got, before);
     sent.wait();
     world.barrier();
     world.receive(small, before);
@@ -205,7 +205,7 @@ TEST(MpiInterop, ComparedMessagesTravelWhileOneIsOnlyAskedFor) {
   if (world.size() == 1 || world.rank() > 1) return;
   const at::Tensor given = at::full({5}, 3.0), got = at::zeros({5});
   if (world.rank() == 0) {
-    auto sent = world.start().send(given, 1), received = world.start().receive(got, 1);
+    auto sent = world.started().send(given, 1), received = world.started().receive(got, 1);
     while (!received.done()) {
     }
     received.wait();

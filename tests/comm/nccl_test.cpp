@@ -111,7 +111,7 @@ void run(const Group& group, at::Device device) {
       group.all_reduce(t, op);
       expect(t, reduced(inputs, op.kind), concat("all_reduce ", to_string(op.kind), where));
       t = place(inputs[mine].t()).t();
-      auto request = group.start().all_reduce(t, op);
+      auto request = group.started().all_reduce(t, op);
       request.wait();
       expect(t, reduced(inputs, op.kind), concat("started all_reduce ", to_string(op.kind), where));
       at::Tensor u = place(inputs[mine]);
@@ -229,8 +229,8 @@ int rank_main(int rank, int size, const std::string& path) {
     // Both kinds under way at once in one group.
     if (size > 1) {
       at::Tensor on_gpu = at::ones({1000}, at::TensorOptions(device)), on_cpu = at::ones({1000});
-      auto a = group.start().all_reduce(on_gpu);
-      auto b = group.start().all_reduce(on_cpu);
+      auto a = group.started().all_reduce(on_gpu);
+      auto b = group.started().all_reduce(on_cpu);
       b.wait();
       a.wait();
       expect(on_gpu, at::full({1000}, static_cast<float>(size)), "CUDA beside CPU");
@@ -243,8 +243,8 @@ int rank_main(int rank, int size, const std::string& path) {
       const bool sends = rank == 0;
       at::Tensor first = sends ? at::full({1000}, 1.0, options) : at::zeros({1000}, options);
       at::Tensor second = sends ? at::full({1000}, 2.0, options) : at::zeros({1000}, options);
-      auto a = sends ? group.start().send(first, 1) : group.start().receive(first, 0);
-      auto b = sends ? group.start().send(second, 1) : group.start().receive(second, 0);
+      auto a = sends ? group.started().send(first, 1) : group.started().receive(first, 0);
+      auto b = sends ? group.started().send(second, 1) : group.started().receive(second, 0);
       if (sends) {
         a.wait();
         b.wait();

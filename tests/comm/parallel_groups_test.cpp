@@ -49,7 +49,7 @@ TEST(ParallelGroups, EightRanksByTwoAndTwo) {
       }
       require(found == 1, "each rank is in one group of each kind");
       const at::Tensor sum = at::full({1}, me, at::kLong);
-      info->reduce(sum);
+      info->all_reduce(sum);
       require(sum.item<std::int64_t>() == info->global_ranks[0] + info->global_ranks[1], "sum");
     }
     require(groups.world.world_size == 8 && groups.world.rank == me, "default group");
@@ -67,7 +67,7 @@ TEST(ParallelGroups, AnySizesThatDivideTheWorld) {
                            "sizes");
                    for (const GroupInfo* info : {&groups.mp, &groups.pp, &groups.dp}) {
                      const at::Tensor count = at::ones({1}, at::kLong);
-                     Request request = info->start_reduce(count);
+                     Request request = info->start_all_reduce(count);
                      request.wait();
                      require(count.item<std::int64_t>() == info->world_size, "a started reduce");
                    }
@@ -106,7 +106,7 @@ TEST(ParallelGroups, WrongSizesAreErrors) {
 TEST(ParallelGroups, AreTheManagersGroupsAndItsMesh) {
   run_threads(8, [](DistributedManager& manager) {
     const ParallelGroups groups(manager, {.model = 2, .pipeline = 2});
-    require(groups.mesh.layout().names() == std::vector<std::string>{"dp", "pp", "mp"}, "axes");
+    require(groups.mesh.mesh().names() == std::vector<std::string>{"dp", "pp", "mp"}, "axes");
     require(groups.mesh.group("mp").state() == groups.mp.group.state(), "made twice");
     require(manager.group(groups.pp.global_ranks).state() == groups.pp.group.state(), "made twice");
     require(groups.mesh.all().state() == groups.world.group.state(), "the world was made twice");
@@ -152,17 +152,17 @@ TEST(ParallelGroups, ReduceRefusesATensorOfAGraph) {
     for (const at::Tensor& tensor : {weight, weight * 2}) {
       std::string what;
       try {
-        groups.mp.reduce(tensor);
+        groups.mp.all_reduce(tensor);
       } catch (const InvalidArgument& error) {
         what = error.what();
       }
       require(what.find("functional::all_reduce") != std::string::npos, what);
     }
     const at::Tensor detached = weight.detach().clone();
-    groups.mp.reduce(detached);
+    groups.mp.all_reduce(detached);
     require(detached.equal(at::full({3}, 2.)), "a detached tensor");
     const at::NoGradGuard no_grad;
-    groups.mp.reduce(weight);
+    groups.mp.all_reduce(weight);
   });
 }
 
@@ -197,10 +197,10 @@ TEST(ParallelGroups, GatherIsTheInverseOfSplitForAnySize) {
           whole = whole.transpose(0, 1).contiguous().transpose(0, 1);
         const at::Tensor mine = groups.mp.split(whole, dim);
         require(mine.equal(whole.tensor_split(ranks, dim)[groups.mp.rank]), "split");
-        require(groups.mp.gather(mine, dim).equal(whole),
+        require(groups.mp.all_gather(mine, dim).equal(whole),
                 concat("gather of ", list(shape), " along ", dim));
         Pending<at::Tensor> pending =
-            groups.mp.start_gather(mine, dim - static_cast<std::int64_t>(shape.size()));
+            groups.mp.start_all_gather(mine, dim - static_cast<std::int64_t>(shape.size()));
         require(pending.wait().equal(whole), "a started gather");
         require(pending.done() && pending.wait().equal(whole), "waited for again");
       }
@@ -219,7 +219,7 @@ TEST(ParallelGroups, GatherTakesAnySizes) {
   run_parallel(3, 3, 1, [](DistributedManager&, const ParallelGroups& groups) {
     const std::vector<std::int64_t> sizes{0, 5, 2};
     const at::Tensor all =
-        groups.mp.gather(at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat), 1);
+        groups.mp.all_gather(at::full({2, sizes[groups.mp.rank]}, groups.mp.rank, at::kFloat), 1);
     require(all.equal(at::tensor({1., 1., 1., 1., 1., 2., 2.}).to(at::kFloat).expand({2, 7})),
             "uneven gather");
   });
@@ -234,7 +234,7 @@ TEST(ParallelGroups, SplitAndGatherAreDifferentiable) {
       const at::Tensor weights = at::arange(14, at::kDouble).view({7, 2}).sin();
       auto run = [&](bool parallel) {
         at::Tensor x = values.clone().requires_grad_();
-        at::Tensor y = parallel ? groups.mp.gather(groups.mp.split(x).pow(3)) : x.pow(3);
+        at::Tensor y = parallel ? groups.mp.all_gather(groups.mp.split(x).pow(3)) : x.pow(3);
         at::Tensor loss = (y * weights).sum();
         loss.backward();
         return std::pair(loss.detach(), x.grad());
@@ -246,7 +246,7 @@ TEST(ParallelGroups, SplitAndGatherAreDifferentiable) {
               "gradient");
       // Along the other dim, and started.
       at::Tensor x = values.clone().requires_grad_();
-      Pending<at::Tensor> pending = groups.mp.start_gather(groups.mp.split(x, 1).exp(), 1);
+      Pending<at::Tensor> pending = groups.mp.start_all_gather(groups.mp.split(x, 1).exp(), 1);
       (pending.wait() * weights).sum().backward();
       require(at::allclose(x.grad(), values.exp() * weights, 1e-14, 1e-14), "gradient along dim 1");
     });

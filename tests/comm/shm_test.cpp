@@ -86,8 +86,8 @@ TEST(Shm, StartedCallsGoOnWhileNobodyWaitsForThem) {
           const auto sum = torch::full({n}, 1.0 + world.rank());
           const auto moved = torch::zeros({n});
           if (world.rank() == 0) {
-            auto reduce = world.start().all_reduce(sum);
-            auto send = world.start().send(torch::ones({n}), 1);
+            auto reduce = world.started().all_reduce(sum);
+            auto send = world.started().send(torch::ones({n}), 1);
             other.barrier();
             send.wait();
             reduce.wait();
@@ -243,7 +243,7 @@ TEST(Shm, SharedMemoryIsReducedWhereItLies) {
               for (const auto op : {ReduceOp::sum, ReduceOp::product}) {
                 t.copy_(mine);
                 elsewhere.copy_(mine);
-                auto request = world.start().all_reduce(t, op);
+                auto request = world.started().all_reduce(t, op);
                 world.all_reduce(elsewhere, op);
                 request.wait();
                 EXPECT_TRUE(torch::equal(t, elsewhere)) << c10::toString(dtype) << size;

@@ -122,7 +122,7 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
     manager.create_process_groups(
         GroupPlan::of_mesh(Mesh({{concat("axis ", n % 3), launch.world_size}})), true);
     if (n % 3 == 1) manager.group(world.ranks(), {"", 5s}).barrier();
-    manager.group(beside, {"shm", 5s}).start().all_reduce(x).wait();
+    manager.group(beside, {"shm", 5s}).started().all_reduce(x).wait();
     for (int i = 0; i < 3; ++i) knock(launch, stranger);
     world.barrier();
     manager.shutdown();

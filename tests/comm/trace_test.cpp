@@ -23,7 +23,7 @@ TEST(Trace, CountsCallsAndBytesOfOperationsAndGroups) {
     auto all = torch::empty({4}, torch::kDouble);
     const auto reversed = manager.group({1, 0});  // made while the trace is on
     reversed.all_gather(all, torch::ones({2}, torch::kDouble), {}, {.name = "corners"});
-    auto request = before.start().all_reduce(torch::ones({2}), ReduceOp::max);
+    auto request = before.started().all_reduce(torch::ones({2}), ReduceOp::max);
     request.wait();
     before.rank() == 0 ? before.send(torch::ones({7}), 1) : before.receive(torch::ones({7}), 0);
 

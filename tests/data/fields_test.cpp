@@ -246,7 +246,7 @@ TEST(Fields, AreShardedByName) {
   for (const bool scattered : {false, true}) {
     run_threads(4, [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh({{"data", 2}, {"domain", 2}});
-      Loader loader({named_dataset(all)}, named_order(3), batch_mapping(mesh.layout(), {"data"}),
+      Loader loader({named_dataset(all)}, named_order(3), batch_mapping(mesh.mesh(), {"data"}),
                     manager.rank());
       std::optional<LoadedBatch> read;
       if (!scattered || reads_for_others(mesh, {"data"})) read = loader.next();
@@ -291,7 +291,7 @@ TEST(Fields, RanksWithOtherNamesAllGetTheError) {
     const Fields mine =
         manager.rank() == 0 ? Fields{{"a", torch::zeros({5})}} : Fields{{"b", torch::zeros({5})}};
     const DeviceMesh mesh = manager.mesh({{"data", 2}});
-    Loader loader({named_dataset(mine)}, named_order(2), batch_mapping(mesh.layout(), {"data"}),
+    Loader loader({named_dataset(mine)}, named_order(2), batch_mapping(mesh.mesh(), {"data"}),
                   manager.rank());
     EXPECT_THROW(loader.require_agreement(manager.world()), MismatchError);
   });

@@ -71,9 +71,9 @@ TEST(ShardBatch, IsTheGlobalBatchOnEveryMesh) {
     const auto expected = alone(c.batch, 6);
     run_threads(Mesh(c.mesh).size(), [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh(c.mesh);
-      const auto mapping = batch_mapping(mesh.layout(), c.batch_axes);
-      const int domain = mesh.layout().size("domain");
-      const int at = mesh.coordinate()[mesh.layout().index("domain")];
+      const auto mapping = batch_mapping(mesh.mesh(), c.batch_axes);
+      const int domain = mesh.mesh().size("domain");
+      const int at = mesh.coordinate()[mesh.mesh().index("domain")];
       const auto rows = Partition::even(5, domain).interval(at);
       // Each rank has read its rows of the field alone, or all of them.
       for (const bool whole : {false, true}) {
@@ -87,7 +87,7 @@ TEST(ShardBatch, IsTheGlobalBatchOnEveryMesh) {
           const ShardedBatch got = shard_batch(loader.next(), mesh, c.batch_axes, fields);
           expect_whole(got, one);
           EXPECT_EQ(spec(got.tensors[0]).local_shape()[1], rows.size());
-          EXPECT_EQ(spec(got.tensors[0]).placements()[mesh.layout().index("domain")], Shard(1));
+          EXPECT_EQ(spec(got.tensors[0]).placements()[mesh.mesh().index("domain")], Shard(1));
         }
       }
     });
@@ -104,13 +104,13 @@ TEST(ShardBatch, OneRankReadsForThoseThatShareItsRows) {
         loader = std::make_unique<Loader>(
             std::vector<std::shared_ptr<const Dataset>>{std::make_shared<TensorDataset>(
                 std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},
-            shuffled(c.batch), batch_mapping(mesh.layout(), c.batch_axes), manager.rank());
+            shuffled(c.batch), batch_mapping(mesh.mesh(), c.batch_axes), manager.rank());
       for (const LoadedBatch& one : expected) {
         const ShardedBatch got =
             scatter_batch(loader ? std::optional(loader->next()) : std::nullopt, mesh, c.batch_axes,
                           {{.dims = {{"domain", 2}}}, {}});
         expect_whole(got, one);
-        EXPECT_EQ(spec(got.tensors[0]).placements()[mesh.layout().index("domain")], Shard(2));
+        EXPECT_EQ(spec(got.tensors[0]).placements()[mesh.mesh().index("domain")], Shard(2));
       }
     });
   }
@@ -122,7 +122,7 @@ TEST(ShardBatch, AsksWhetherRanksHaveReadCompleteTensorsOrTheirShards) {
     const DeviceMesh mesh = manager.mesh({{"data", 1}, {"domain", 2}});
     Loader loader({std::make_shared<TensorDataset>(
                       std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},
-                  shuffled(4), batch_mapping(mesh.layout(), {"data"}), manager.rank());
+                  shuffled(4), batch_mapping(mesh.mesh(), {"data"}), manager.rank());
     const LoadedBatch batch = loader.next();
     try {
       shard_batch(batch, mesh, {"data"}, {{.dims = {{"domain", 2}}}, {}});
@@ -146,7 +146,7 @@ TEST(ShardBatch, RefusesWhatDoesNotFit) {
     const DeviceMesh mesh = manager.mesh({{"data", 2}, {"domain", 2}});
     Loader loader({std::make_shared<TensorDataset>(
                       std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},
-                  shuffled(4), batch_mapping(mesh.layout(), {"data"}), manager.rank());
+                  shuffled(4), batch_mapping(mesh.mesh(), {"data"}), manager.rank());
     const LoadedBatch batch = loader.next();
     const std::vector<FieldSharding> of_batch_axis = {{.dims = {{"data", 1}}, .whole = true}, {}};
     const std::vector<FieldSharding> batch_dim = {{.dims = {{"domain", 0}}, .whole = true}, {}};

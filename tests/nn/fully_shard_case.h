@@ -134,10 +134,10 @@ inline std::map<std::string, std::pair<int, std::int64_t>> calls_of(const CommTr
 
 // Samples sharded over all axes, in sizes drawn.
 inline at::Tensor sharded(Draw& draw, const at::Tensor& x, const DeviceMesh& mesh) {
-  const int axes = mesh.layout().dims();
+  const int axes = mesh.mesh().dims();
   return leaf(x,
               ShardSpec(mesh, x.sizes().vec(), std::vector<Placement>(axes, Shard(0)),
-                        {{0, draw.sizes(x.size(0), mesh.layout().size())}}),
+                        {{0, draw.sizes(x.size(0), mesh.mesh().size())}}),
               false);
 }
 

@@ -28,10 +28,10 @@ at::Tensor run(Net& net, const at::Tensor& x, bool recompute) {
 
 // Fails on one rank alone; the others go on without a word.
 void look_up(const DeviceMesh& mesh, int bad) {
-  const int ranks = mesh.layout().size();
+  const int ranks = mesh.mesh().size();
   at::Tensor index = at::zeros({ranks, 1}, at::kLong);
   index[bad][0] = 7;
-  const std::vector<Placement> rows(mesh.layout().dims(), Shard(0));
+  const std::vector<Placement> rows(mesh.mesh().dims(), Shard(0));
   at::gather(distribute_tensor(at::ones({ranks, 3}, at::kDouble), mesh, rows), 1,
              distribute_tensor(index, mesh, rows));
 }
@@ -88,8 +88,8 @@ TEST_P(FullyShardFailure, OfOneRankLeavesStepsAsInOneProcess) {
     seed(0);
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh(c.axes);
-    const std::vector<Placement> rows(mesh.layout().dims(), Shard(0));
-    const int ranks = mesh.layout().size();
+    const std::vector<Placement> rows(mesh.mesh().dims(), Shard(0));
+    const int ranks = mesh.mesh().size();
     for (const int learnt : {0, 1}) {
       Net net = net_of({}), expected = net_of({});
       fully_shard(*net, mesh, c.options);

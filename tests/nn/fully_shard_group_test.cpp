@@ -54,7 +54,7 @@ TEST(FullyShardSmallerGroup, TrainsLikeOneProcess) {
         fully_shard(*net, mesh, options);
         for (int step = 0; step < 4; ++step) {
           const std::string text =
-              concat("round ", round, " on ", mesh.layout().to_string(), " step ", step);
+              concat("round ", round, " on ", mesh.mesh().to_string(), " step ", step);
           net->twice = expected->twice = draw.chance(25) ? 0 : -1;
           net->skip = expected->skip = draw.chance(20) ? draw.below(shape.blocks) : -1;
           net->zero_grad();

@@ -65,7 +65,7 @@ inline void train_offloaded(Draw& draw, int rounds, c10::Device device,
     FullyShardOptions options{.prefetch = draw.below(3)};
     options.offload = {.to_host = true, .device = device};
     if (draw.chance(40)) options.units = {"blocks.*", "first"};
-    const auto& axes = mesh.layout().axes();
+    const auto& axes = mesh.mesh().axes();
     if (draw.chance(40)) options.axes = {axes.back().name};
     if (draw.chance(30)) {
       options.reshard_after_forward = false;
@@ -79,7 +79,7 @@ inline void train_offloaded(Draw& draw, int rounds, c10::Device device,
     torch::optim::AdamW opt(once(*net), adam), expected_opt(once(*expected), adam);
     for (int step = 0; step < 4; ++step) {
       const std::string where =
-          concat("round ", round, " on ", mesh.layout().to_string(), " step ", step);
+          concat("round ", round, " on ", mesh.mesh().to_string(), " step ", step);
       net->twice = expected->twice = draw.chance(25) ? 0 : -1;
       net->skip = expected->skip = draw.chance(20) ? draw.below(shape.blocks) : -1;
       const bool penalty = draw.chance(25);

@@ -77,7 +77,7 @@ TEST(FullyShardProcesses, TrainsLikeOneProcess) {
     torch::optim::AdamW opt(once(*net), adam), expected_opt(once(*expected), adam);
     for (int step = 0; step < 4; ++step) {
       const std::string where =
-          concat("round ", round, " on ", mesh.layout().to_string(), " step ", step);
+          concat("round ", round, " on ", mesh.mesh().to_string(), " step ", step);
       net->twice = expected->twice = draw.chance(25) ? 0 : -1;
       net->skip = expected->skip = draw.chance(20) ? draw.below(shape.blocks) : -1;
       const bool recompute = draw.chance(30);

@@ -64,7 +64,7 @@ TensorParallelPlan make_tensor_parallel(Scorer& net, const DeviceMesh& mesh, boo
 at::Tensor samples_of(Draw& draw, const at::Tensor& words, const DeviceMesh& mesh) {
   std::vector<Placement> placements;
   int ranks = 1;
-  for (const Axis& a : mesh.layout().axes()) {
+  for (const Axis& a : mesh.mesh().axes()) {
     const bool tensor = a.name == "tensor";
     placements.push_back(tensor ? Placement(Replicate()) : Placement(Shard(0)));
     if (!tensor) ranks *= a.size;

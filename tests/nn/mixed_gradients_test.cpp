@@ -257,7 +257,7 @@ TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
       on_threads(4, [&](DistributedManager& manager) {
         const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
         const int replica = mesh.coordinate()[0];
-        const DeviceMesh own(mesh.layout().submesh({"shard"}, manager.rank()), manager);
+        const DeviceMesh own(mesh.mesh().submesh({"shard"}, manager.rank()), manager);
         TwoParts net, expected;
         // `out` alone sees sharded data if mixed, and is used last: backward meets it first.
         const NamedPlacements where{{"*1.weight", {{Shard(1)}, {{1, rows}}}}};

@@ -79,7 +79,7 @@ TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
       // Nothing but parameters may move by itself.
       set_policies(manager, {.redistribution = Policy::error});
       const auto mesh = manager.mesh(axes);
-      const int axis = mesh.layout().index("x"), parts = axes[axis].size;
+      const int axis = mesh.mesh().index("x"), parts = axes[axis].size;
       Draw draw(3);
       for (int round = 0; round < 6; ++round) {
         const auto make = [] {
@@ -216,7 +216,7 @@ TEST(FullySharded, UnderDistributedDataParallel) {
     const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
     const int replica = manager.rank() / 2;
     // this replica's ranks
-    const DeviceMesh own(mesh.layout().submesh({"shard"}, manager.rank()), manager);
+    const DeviceMesh own(mesh.mesh().submesh({"shard"}, manager.rank()), manager);
     auto net = prepared(deep(2, 6), 7 + 100 * replica), expected = prepared(deep(2, 6));
     distribute_module(*net, own, {{"0.weight", {{Shard(0)}, {{0, {5, 1}}}}}});
     // parameters are broadcast from the first replica

@@ -420,7 +420,7 @@ class Backend final : public c10d::Backend, public detail::UnevenBackend {
 
 /// Lets all groups over axes of the mesh serve the device.
 inline void serve(const DeviceMesh& mesh) {
-  const int axes = mesh.layout().dims();
+  const int axes = mesh.mesh().dims();
   for (unsigned subset = 0; subset < 1U << axes; ++subset) {
     std::vector<int> over_axes;
     for (int a = 0; a < axes; ++a) {

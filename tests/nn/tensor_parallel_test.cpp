@@ -150,7 +150,7 @@ Batch batch_of(const Shape& s, std::int64_t rows = 4) {
 
 Batch on_mesh(const Batch& b, const DeviceMesh& mesh) {
   std::vector<Placement> lies;
-  for (const Axis& axis : mesh.layout().axes())
+  for (const Axis& axis : mesh.mesh().axes())
     lies.push_back(axis.name == "tensor" ? Replicate() : Shard(0));
   return {distribute_tensor(b.tokens, mesh, lies), distribute_tensor(b.next, mesh, lies)};
 }
@@ -182,7 +182,7 @@ void expect_as_one_process(DistributedManager& manager, const std::vector<Axis>&
   alone.backward();
   TensorParallelOptions options;
   options.sequence_dim = sequence;
-  if (mesh.layout().has_axis("sharded")) options.sharded_axis = "sharded";
+  if (mesh.mesh().has_axis("sharded")) options.sharded_axis = "sharded";
   tensor_parallel(*net, mesh, layers_of(s), options);
   for (int step = 0; step < 2; ++step) {
     for (auto& p : net->parameters()) p.mutable_grad().reset();
@@ -235,7 +235,7 @@ TEST(TensorParallel, TrainsAsOneProcessWithUnevenHeadsFeaturesAndEmptyShards) {
 
 TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
   on_threads(2, [](DistributedManager& manager) {
-    set_policies(manager, {.redistribution = Policy::error});
+    set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
     const auto mesh = manager.mesh({{"tensor", 2}});
     for (const bool fused : {true, false}) {
       for (const bool sequence : {false, true}) {
@@ -284,7 +284,7 @@ TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
 // Without a norm the residual is Partial in front of the head, and so is its gradient behind it.
 TEST(TensorParallel, CallsNoMoreCollectivesWithoutANormBeforeTheHead) {
   on_threads(2, [](DistributedManager& manager) {
-    set_policies(manager, {.redistribution = Policy::error});
+    set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
     const auto mesh = manager.mesh({{"tensor", 2}});
     for (const bool bias : {true, false}) {
       Shape s;

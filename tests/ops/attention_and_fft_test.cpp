@@ -60,7 +60,7 @@ TEST(RingAttention, EqualsOneProcess) {
           plain.push_back(values[j].clone());
           if (at::isFloatingType(values[j].scalar_type())) plain.back().requires_grad_(true);
           // Half of the time along the sequence on one axis, as it is meant; else anyhow.
-          if (draw.chance(50) && j < 3 && mesh.layout().dims() == 1) {
+          if (draw.chance(50) && j < 3 && mesh.mesh().dims() == 1) {
             x.push_back(leaf(values[j], ShardSpec(mesh, values[j].sizes().vec(), {Shard(2)},
                                                   j == 0 ? uneven : uneven_keys)));
           } else if (j == 3 && draw.chance(30)) {

@@ -104,7 +104,7 @@ inline ShardSpec field_spec(Draw& draw, const DeviceMesh& mesh, const Shape& sha
   std::vector<Placement> placements;
   std::map<int, int> parts;
   const int n = static_cast<int>(shape.size());
-  for (const Axis& axis : mesh.layout().axes()) {
+  for (const Axis& axis : mesh.mesh().axes()) {
     const int d = draw.chance(85) ? n - 1 - draw.below(spatial) : draw.below(n);
     if (draw.chance(8)) {
       placements.push_back(Partial());

@@ -427,8 +427,8 @@ TEST_P(Networks, Decoder) {
 // Every parameter sharded unevenly over the first axis, be it one of the field or of the data:
 // gathered where it is used.
 ModuleRule fully_sharded(const DeviceMesh& mesh) {
-  const int parts = mesh.layout().axes()[0].size;
-  return [axes = mesh.layout().axes().size(), parts](
+  const int parts = mesh.mesh().axes()[0].size;
+  return [axes = mesh.mesh().axes().size(), parts](
              const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {
     if (t.dim() == 0) return std::nullopt;
     std::vector<Placement> placements(axes);
@@ -479,7 +479,7 @@ TEST(ReplicatedDomains, TrainLikeOneProcessUnderDistributedDataParallel) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"data", 2}, {"domain", 2}});
     const int replica = mesh.coordinate()[0];
-    const DeviceMesh domain(mesh.layout().submesh({"domain"}, manager.rank()), manager);
+    const DeviceMesh domain(mesh.mesh().submesh({"domain"}, manager.rank()), manager);
     ConvNext net, expected;
     for (auto* one : {&net, &expected}) {
       (*one)->to(at::kDouble);

@@ -102,7 +102,7 @@ TEST(Placements, JoinsAlongShardedDims) {
     const auto mesh = manager.mesh({{"x", 3}});
     const at::Tensor value = randn({7, 4}, at::kDouble), token = randn({1, 4}, at::kDouble);
     const at::Tensor x = distribute_tensor(value, mesh, {Shard(0)}, {{0, {4, 0, 3}}});
-    set_policies(manager, {.redistribution = Policy::error});
+    set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
     const CommTraceScope trace(manager);
     const at::Tensor y = at::cat({token, x, token, token}, 0);
     EXPECT_EQ(trace->events().size(), 0u) << "a class token moves nothing";

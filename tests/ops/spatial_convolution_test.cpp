@@ -70,7 +70,7 @@ ShardSpec field_spec(Draw& draw, const DeviceMesh& mesh, const Shape& shape) {
   if (draw.chance(25)) return draw.spec(mesh, shape, false);
   std::vector<Placement> placements;
   std::map<int, int> parts;
-  for (const Axis& axis : mesh.layout().axes()) {
+  for (const Axis& axis : mesh.mesh().axes()) {
     const int d =
         draw.chance(85) ? 2 + draw.below(static_cast<int>(shape.size()) - 2) : draw.below(2);
     placements.push_back(Shard(d));

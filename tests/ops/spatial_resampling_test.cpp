@@ -277,7 +277,7 @@ Case sampling(Draw& draw) {
     c.others = [grid, inner](Draw& d, const ShardSpec& of_field, std::size_t) {
       std::vector<Placement> placements;
       std::map<int, int> parts;
-      const auto& axes = of_field.mesh().layout().axes();
+      const auto& axes = of_field.mesh().mesh().axes();
       for (std::size_t a = 0; a < axes.size(); ++a) {
         const Placement p = of_field.placements()[a];
         placements.push_back(p.is_shard(0)               ? Shard(0)

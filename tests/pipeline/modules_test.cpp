@@ -210,7 +210,7 @@ TEST(PipelineModules, ATiedTableMayHaveSparseGradients) {
 TEST(PipelineModules, ALossOfShardedTensorsCountsOnce) {
   test::on_threads(4, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}, {"pipe", 2}});
-    const auto domain = manager.mesh(mesh.layout().submesh({"domain"}, manager.rank()));
+    const auto domain = manager.mesh(mesh.mesh().submesh({"domain"}, manager.rank()));
     torch::nn::Linear net(3, 3);
     net->to(torch::kDouble);
     test::fill(*net, 8);

@@ -310,12 +310,12 @@ def test_parallel_groups():
         assert groups.mp.group.timeout == 9 and "model 2" in groups.summary() and groups.world.size == 4
         full = draw(7, 2)
         mine = groups.mp.split(full)
-        assert len(mine) == [4, 3][rank % 2] and torch.equal(groups.mp.gather(mine), full)
+        assert len(mine) == [4, 3][rank % 2] and torch.equal(groups.mp.all_gather(mine), full)
         there = groups.mp.gather_to(1, mine)
         assert torch.equal(there, full) if groups.mp.rank == 1 else there is None
-        assert groups.dp.reduce(torch.ones(1)).item() == 2 and groups.dp.reduce(torch.ones(1), start=True).wait().item() == 2
+        assert groups.dp.all_reduce(torch.ones(1)).item() == 2 and groups.dp.all_reduce(torch.ones(1), start=True).wait().item() == 2
         with pytest.raises(RuntimeError, match="functional::all_reduce"):
-            groups.dp.reduce(torch.ones(1, requires_grad=True) * 1)
+            groups.dp.all_reduce(torch.ones(1, requires_grad=True) * 1)
         with pytest.raises(ValueError, match="no kind"):
             ts.ParallelGroups(backends={"tp": "gloo"})
         # Layers over the model ranks, samples over the data ranks: the same groups.

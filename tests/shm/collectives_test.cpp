@@ -197,11 +197,11 @@ std::string started(Group& group, int number) {
       for (std::size_t i = 0; i < count; ++i) sums.back()[i] += values[i];
     }
     auto& buffer = buffers.back();
-    requests.push_back(group.start().all_reduce(buffer.data(), buffer.data(), buffer.size(),
-                                                Element::float64, {}));
+    requests.push_back(group.started().all_reduce(buffer.data(), buffer.data(), buffer.size(),
+                                                  Element::float64, {}));
     if (k == 5) {
       int token = me, got = -1;
-      Request send = group.start().send(&token, sizeof token, (me + 1) % ranks, 9);
+      Request send = group.started().send(&token, sizeof token, (me + 1) % ranks, 9);
       group.receive(&got, sizeof got, Message::kAnySource, 9);
       if (got != (me + ranks - 1) % ranks) return "a message between started calls";
       send.wait();
@@ -339,9 +339,9 @@ TEST(Collectives, LargeWhereRanksShareACore) {
         data.push_back(rank == root ? drawn_bytes(root, root, 300001) : Bytes(300001));
       for (int root = 0; root < ranks; ++root)
         requests.push_back(
-            group.start().broadcast(data[static_cast<std::size_t>(root)].data(), 300001, root));
+            group.started().broadcast(data[static_cast<std::size_t>(root)].data(), 300001, root));
       requests.push_back(
-          group.start().all_reduce(out.data(), out.data(), count, Element::float64, {}));
+          group.started().all_reduce(out.data(), out.data(), count, Element::float64, {}));
       for (auto& request : requests) request.wait();
       for (int root = 0; root < ranks; ++root)
         if (data[static_cast<std::size_t>(root)] != drawn_bytes(root, root, 300001))

@@ -73,9 +73,9 @@ TEST(Faults, KilledBehindStartedCalls) {
       if (rank == 1) ::kill(::getpid(), SIGKILL);
       const auto begin = Clock::now();
       double value = 1;
-      Request first = group.start().all_reduce(&value, &value, 1, Element::float64, {});
+      Request first = group.started().all_reduce(&value, &value, 1, Element::float64, {});
       const std::string end = outcome([&] {
-        Request second = group.start().barrier();
+        Request second = group.started().barrier();
         if (waits) second.wait();
         while (!second.test())
           if (Clock::now() - begin > milliseconds(3000)) throw Error("nobody says so");
@@ -168,7 +168,7 @@ TEST(Faults, StoppedBehindStartedCallsIsLate) {
           std::vector<double> values(static_cast<std::size_t>(calls));
           std::vector<Request> requests;
           for (double& value : values)
-            requests.push_back(group.start().all_reduce(&value, &value, 1, Element::float64, {}));
+            requests.push_back(group.started().all_reduce(&value, &value, 1, Element::float64, {}));
           // So that the limit finds rank 2 alone missing.
           directory.put(concat("calls ", rank), "");
           directory.get(concat("calls ", 1 - rank), milliseconds(10000));
@@ -260,7 +260,7 @@ TEST(Faults, LimitsOfAllLengths) {
   const auto body = [](Group& group) -> std::string {
     double value = 1;
     group.all_reduce(&value, &value, 1, Element::float64, {}, {milliseconds::max()});
-    Request request = group.start().barrier({milliseconds::max()});
+    Request request = group.started().barrier({milliseconds::max()});
     request.wait(milliseconds::max());
     if (group.rank() == 1) return "";
     const auto begin = Clock::now();
@@ -328,7 +328,7 @@ TEST(Faults, MessagesThatNobodyAwaitsAreLimited) {
       const auto pass = [&](int count) {
         std::vector<Request> requests;
         for (int i = 0; i < count && group.rank() == 0; ++i)
-          requests.push_back(group.start().send(data.data(), bytes, 1, 1));
+          requests.push_back(group.started().send(data.data(), bytes, 1, 1));
         if (group.rank() == 0) return group.send(data.data(), 8, 1, 2);
         group.receive(data.data(), 8, 0, 2);
         for (int i = 0; i < count; ++i) group.receive(data.data(), bytes, 0, 1);
@@ -394,7 +394,7 @@ TEST(Faults, GroupsOfOneNameDoNotCollide) {
     Group a = Group::meet(rank, 2, directory, brief("same")),
           b = Group::meet(rank, 2, second, brief("same"));
     double x = rank + 1, y = 10 * (rank + 1);
-    Request first = a.start().all_reduce(&x, &x, 1, Element::float64, {});
+    Request first = a.started().all_reduce(&x, &x, 1, Element::float64, {});
     b.all_reduce(&y, &y, 1, Element::float64, {});
     first.wait();
     b.barrier();

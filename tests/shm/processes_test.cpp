@@ -41,8 +41,8 @@ TEST(Processes, AnotherProcessOfItsNumberIsNotRead) {
         });
       }
       void* data = map();
-      Request request =
-          message ? group.start().send(data, kBytes, 0) : group.start().broadcast(data, kBytes, 1);
+      Request request = message ? group.started().send(data, kBytes, 0)
+                                : group.started().broadcast(data, kBytes, 1);
       ::kill(::getpid(), SIGKILL);
       return "";
     };
@@ -145,7 +145,7 @@ TEST(Processes, AForkedChildCannotEndItsParentsGroup) {
       auto group = std::make_unique<Group>(Group::meet(rank, 2, directory, brief("forked")));
       std::optional<Request> request;
       if (rank == 1) {
-        request = group->start().barrier();
+        request = group->started().barrier();
         Child child = fork_child([&] {
           if (kind == 0) group->abort("child");
           if (kind == 1) group->interrupt("child");

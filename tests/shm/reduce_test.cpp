@@ -298,7 +298,7 @@ std::string bits(Group& group, Arena* shared) {
       return concat(count, " floats on ", ranks, " ranks");
     std::memcpy(data, values[static_cast<std::size_t>(me)].data(), count * 4);
     Request started =
-        group.start().all_reduce(data, data, count, Element::float32, {Kind::average});
+        group.started().all_reduce(data, data, count, Element::float32, {Kind::average});
     // One rank's data are elsewhere: all go the other way.
     std::vector<float> plain = values[static_cast<std::size_t>(me)];
     float* mixed = me == 0 ? plain.data() : data;

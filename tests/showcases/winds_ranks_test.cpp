@@ -88,7 +88,7 @@ std::int64_t over_ranks(std::int64_t mine) {
 }
 
 void compare(const tessera::DeviceMesh& mesh, std::int64_t strata, std::int64_t epochs) {
-  SCOPED_TRACE(mesh.layout().to_string());
+  SCOPED_TRACE(mesh.mesh().to_string());
   const tessera::NetcdfSource file(WINDS_DATA);
   const Watched watched(file);
   const WindsData mine(watched, mesh, 36, strata, at::kDouble),
@@ -106,15 +106,15 @@ void compare(const tessera::DeviceMesh& mesh, std::int64_t strata, std::int64_t 
 
   // Every sample of every latitude is somebody's, and nobody reads another's latitudes.
   EXPECT_EQ(over_ranks(owned.samples.count() * owned.rows.size()), 35 * 73);
-  EXPECT_EQ(owned.rows.size(), 73 / mesh.layout().size("domain") +
-                                   (mesh.coordinate()[1] < 73 % mesh.layout().size("domain")));
+  EXPECT_EQ(owned.rows.size(), 73 / mesh.mesh().size("domain") +
+                                   (mesh.coordinate()[1] < 73 % mesh.mesh().size("domain")));
   if (watched.winds > 0) {
     EXPECT_EQ(watched.south, owned.rows.begin);
     EXPECT_EQ(watched.north, owned.rows.end);
   }
   EXPECT_EQ(watched.winds, mine.values_read());
   EXPECT_LE(watched.winds, 2 * 36 * 144 * owned.rows.size());
-  if (mesh.layout().size("data") > 1) {
+  if (mesh.mesh().size("data") > 1) {
     EXPECT_LT(watched.winds, 2 * 36 * 144 * owned.rows.size());
   }
 

@@ -377,7 +377,7 @@ class Fuzzer {
   }
 
   std::vector<Placement> mesh_shards() const {
-    std::vector<Placement> all(mesh_.layout().axes().size());
+    std::vector<Placement> all(mesh_.mesh().axes().size());
     all[0] = Shard(0);
     return all;
   }

@@ -189,7 +189,7 @@ TEST(AfterAFailure, TrainingGoesOn) {
 
 // A rank alone fails, and the others make `draws` draws before they hear of it.
 void fail_and_draw(const DeviceMesh& mesh, int bad, const std::function<void()>& draws) {
-  const int ranks = mesh.layout().size();
+  const int ranks = mesh.mesh().size();
   at::Tensor index = at::zeros({ranks, 1}, at::kLong);
   index[bad][0] = 7;
   EXPECT_ANY_THROW({

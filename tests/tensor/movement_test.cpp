@@ -169,9 +169,9 @@ Counted count(DistributedManager& manager, const DeviceMesh& mesh, const at::Ten
               const ShardSpec& to) {
   const ShardSpec from = spec(x);
   std::map<std::string, int> sizes;
-  for (int set = 1; set < 1 << mesh.layout().dims(); ++set) {
+  for (int set = 1; set < 1 << mesh.mesh().dims(); ++set) {
     std::vector<int> some;
-    for (int a = 0; a < mesh.layout().dims(); ++a) {
+    for (int a = 0; a < mesh.mesh().dims(); ++a) {
       if (set & 1 << a) some.push_back(a);
     }
     const Group g = mesh.group(some);
@@ -273,7 +273,7 @@ TEST(Movement, EveryKindOfReductionKeepsTheValue) {
         const ShardSpec from = with_kinds(draw, draw.spec(mesh, s), false, integers),
                         to = with_kinds(draw, draw.spec(mesh, s), false, integers);
         const at::Tensor x = redistribute(
-            distribute_tensor(value, mesh, std::vector<Placement>(mesh.layout().dims())), from);
+            distribute_tensor(value, mesh, std::vector<Placement>(mesh.mesh().dims())), from);
         ASSERT_EQ(spec(x), from);
         ASSERT_LT(difference(redistribute(x, to), value), 1e-13) << from << " to " << to;
       }

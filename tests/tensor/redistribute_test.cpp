@@ -31,7 +31,7 @@ TEST(Spec, LocalShardsTileTheGlobalTensor) {
         mesh.all().all_reduce(count);
         double copies = 1;
         for (int a = 0; a < spec.mesh_dims(); ++a)
-          copies *= spec.placements()[a].is_replicate() ? mesh.layout().size(a) : 1;
+          copies *= spec.placements()[a].is_replicate() ? mesh.mesh().size(a) : 1;
         EXPECT_TRUE(count.eq(copies).all().item<bool>()) << spec;
       }
     });

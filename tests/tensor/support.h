@@ -98,7 +98,7 @@ class Draw {
                  bool partial = true, bool complex = false) {
     std::vector<Placement> placements;
     std::map<int, int> parts;
-    for (const Axis& axis : mesh.layout().axes()) {
+    for (const Axis& axis : mesh.mesh().axes()) {
       const int kind = below(partial ? 5 : 4);
       if (kind == 4) {
         // Mostly sums, which operators make; the others only users make.

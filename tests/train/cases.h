@@ -21,7 +21,7 @@ inline TrainerOptions with(std::shared_ptr<Strategy> strategy, int accumulate) {
 // Parameters sharded unevenly, with empty shards.
 inline Parallelise fully_sharded() {
   return [](const std::string&, torch::nn::Module& module, const DeviceMesh& mesh) {
-    const int n = mesh.layout().size();
+    const int n = mesh.mesh().size();
     distribute_module(
         module, mesh,
         [n](const std::string&, const at::Tensor& t) -> std::optional<ParameterPlacement> {

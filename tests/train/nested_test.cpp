@@ -66,7 +66,7 @@ TEST(Nested, TheSameTaskIsEvaluatedAndAStrategyOfItsOwnTrains) {
       const auto source = ragged_batches(manager.rank(), 3);
       EXPECT_EQ(outer.validate(outer.task(), source).at("val/loss"),
                 outer.test(outer.task(), source).at("test/loss"));
-      EXPECT_EQ(outer.stage(), Stage::train);
+      EXPECT_EQ(outer.stage(), RunStage::train);
       Regression other;
       Trainer(with(std::make_shared<DDPStrategy>(manager), 1)).fit(other, source);
     });

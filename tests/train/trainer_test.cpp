@@ -299,7 +299,7 @@ TEST(Trainer, SchedulesAndSeveralOptimizersStepTogether) {
     at::Tensor training_step(const MicroBatch& batch, Step&) override {
       return (right->forward(left->forward(batch.tensors[0])) - batch.tensors[0]).square().mean();
     }
-    std::vector<Schedule> schedules() override {
+    std::vector<LearningRateSchedule> schedules() override {
       return {{[](std::int64_t step, std::int64_t) { return 1.0 / (1.0 + step); }, 0},
               {step_decay(1, 0.5), 1}};
     }

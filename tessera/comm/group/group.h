@@ -3,7 +3,7 @@
 //
 //   Group g = manager.world();                    // 4 ranks
 //   g.all_reduce(t, ReduceOp::sum);               // blocks until t is reduced
-//   Request r = g.start().all_reduce(t, ReduceOp::sum);
+//   Request r = g.started().all_reduce(t, ReduceOp::sum);
 //   ...computation that does not touch t...
 //   r.wait();
 //
@@ -53,7 +53,7 @@ struct Message {
 };
 
 /// The calls of a group, each declared once: Group is Collectives<void>, whose calls return when
-/// they are complete; group.start() is Collectives<Request>, whose calls return a Request at once.
+/// they are complete; group.started() is Collectives<Request>, whose calls return a Request at once.
 template <class Result>
 class Collectives {
  public:
@@ -131,7 +131,7 @@ class Group : public Collectives<void> {
   void set_timeout(std::chrono::milliseconds limit);
 
   /// The same calls, started: each returns at once with a Request to wait for.
-  Collectives<Request> start() const { return Collectives<Request>(state_); }
+  Collectives<Request> started() const { return Collectives<Request>(state_); }
 
   // ---- small control messages ----
   std::vector<std::string> all_gather_bytes(const std::string& mine,

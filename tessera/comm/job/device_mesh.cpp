@@ -34,7 +34,7 @@ DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager, AxisGroupOptions o
                                    " ranks; give ranks 0 to ", world - 1));
 }
 
-const Mesh& DeviceMesh::layout() const { return state_->mesh; }
+const Mesh& DeviceMesh::mesh() const { return state_->mesh; }
 
 const DistributedManager& DeviceMesh::manager() const { return state_->manager; }
 

@@ -30,7 +30,8 @@ class DeviceMesh {
   /// Throws InvalidArgument if the mesh names ranks outside the manager's world, or the options
   /// name an axis that the mesh does not have.
   DeviceMesh(Mesh mesh, DistributedManager manager, AxisGroupOptions options = {});
-  const Mesh& layout() const;
+  /// Its axes and ranks.
+  const Mesh& mesh() const;
   const DistributedManager& manager() const;
   /// True if this rank is in the mesh. Other ranks may hold the object, but have no coordinate and
   /// no groups.

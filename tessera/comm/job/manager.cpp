@@ -205,7 +205,7 @@ DeviceMesh DistributedManager::named_mesh(const std::string& name) const {
 
 void DistributedManager::add_mesh(const std::string& name, const Mesh& mesh) const {
   const DeviceMesh checked(mesh, *this);
-  state_->add_mesh(name, checked.layout());
+  state_->add_mesh(name, checked.mesh());
 }
 
 void DistributedManager::create_process_groups(const GroupPlan& plan, bool eager) const {

@@ -49,7 +49,7 @@ class Gather : public torch::autograd::Function<Gather> {
     auto shape = rows.sizes().vec();
     shape[0] = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
     const at::Tensor all = at::empty(shape, rows.options());
-    *request = group.start().all_gather(all, rows, sizes, {.name = "gather"});
+    *request = group.started().all_gather(all, rows, sizes, {.name = "gather"});
     return all.movedim(0, dim);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -124,14 +124,14 @@ DeviceMesh mesh_of(const DistributedManager& manager, const ParallelOptions& opt
 
 }  // namespace
 
-void GroupInfo::reduce(const at::Tensor& tensor, ReduceOp op) const {
-  require_no_graph("reduce", tensor, "use functional::all_reduce, which is");
-  group.all_reduce(tensor, op, {.name = "reduce"});
+void GroupInfo::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
+  require_no_graph("all_reduce", tensor, "use functional::all_reduce, which is");
+  group.all_reduce(tensor, op, {.name = "all_reduce"});
 }
 
-Request GroupInfo::start_reduce(const at::Tensor& tensor, ReduceOp op) const {
-  require_no_graph("reduce", tensor, "use functional::all_reduce, which is");
-  return group.start().all_reduce(tensor, op, {.name = "reduce"});
+Request GroupInfo::start_all_reduce(const at::Tensor& tensor, ReduceOp op) const {
+  require_no_graph("all_reduce", tensor, "use functional::all_reduce, which is");
+  return group.started().all_reduce(tensor, op, {.name = "all_reduce"});
 }
 
 at::Tensor GroupInfo::split(const at::Tensor& tensor, std::int64_t dim) const {
@@ -142,12 +142,12 @@ at::Tensor GroupInfo::split(const at::Tensor& tensor, std::int64_t dim) const {
       .movedim(0, dim);
 }
 
-at::Tensor GroupInfo::gather(const at::Tensor& tensor, std::int64_t dim) const {
-  return start_gather(tensor, dim).wait();
+at::Tensor GroupInfo::all_gather(const at::Tensor& tensor, std::int64_t dim) const {
+  return start_all_gather(tensor, dim).wait();
 }
 
-Pending<at::Tensor> GroupInfo::start_gather(const at::Tensor& tensor, std::int64_t dim) const {
-  dim = checked_dim("gather", tensor, dim);
+Pending<at::Tensor> GroupInfo::start_all_gather(const at::Tensor& tensor, std::int64_t dim) const {
+  dim = checked_dim("all_gather", tensor, dim);
   if (world_size == 1) return Pending<at::Tensor>(tensor);
   Request request;
   const at::Tensor all = Gather::apply(tensor, group, dim, &request);
@@ -161,7 +161,7 @@ at::Tensor GroupInfo::gather_to(int root, const at::Tensor& tensor, std::int64_t
 Pending<at::Tensor> GroupInfo::start_gather_to(int root, const at::Tensor& tensor,
                                                std::int64_t dim) const {
   dim = checked_dim("gather_to", tensor, dim);
-  require_no_graph("gather_to", tensor, "use gather, which is");
+  require_no_graph("gather_to", tensor, "use all_gather, which is");
   if (root < 0 || root >= world_size)
     throw InvalidArgument(concat("gather_to rank ", root, " of a group of ", world_size,
                                  " ranks; give 0 to ", world_size - 1));
@@ -175,7 +175,7 @@ Pending<at::Tensor> GroupInfo::start_gather_to(int root, const at::Tensor& tenso
     all = at::empty(shape, rows.options());
     gathered = all.movedim(0, dim);
   }
-  return when_done(group.start().gather(all, rows, root, sizes, {.name = "gather to one rank"}),
+  return when_done(group.started().gather(all, rows, root, sizes, {.name = "gather to one rank"}),
                    gathered);
 }
 

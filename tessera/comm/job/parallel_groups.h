@@ -5,7 +5,7 @@
 //   std::cout << groups.summary() << "\n";
 //   groups.mp.group.ranks()                          // rank 5: {4, 5};  .pp: {5, 7};  .dp: {1, 5}
 //   at::Tensor mine = groups.mp.split(weights, 0);   // this rank's rows
-//   at::Tensor all = groups.mp.gather(mine, 0);      // the rows of all ranks again
+//   at::Tensor all = groups.mp.all_gather(mine, 0);   // the rows of all ranks again
 //   groups.mesh.group("mp")                          // the same group, as an axis of a mesh
 //
 // On 8 ranks, model 2 and pipeline 2: model [0,1] [2,3] [4,5] [6,7], pipeline [0,2] [1,3] [4,6]
@@ -40,8 +40,8 @@ struct GroupInfo {
 
   /// All-reduce in place. Not recorded by autograd, and therefore refused (InvalidArgument) for a
   /// tensor that is part of a graph: use functional::all_reduce there.
-  void reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
-  Request start_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  Request start_all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
   /// This rank's slice of a tensor that all ranks hold, as a copy: the first n mod world_size ranks
   /// get one row more than the others. [7, 2] along dim 0 over 3 ranks: 3, 2, 2 rows. The gradient
   /// is gathered: every rank's backward must run.
@@ -49,10 +49,10 @@ struct GroupInfo {
   /// The ranks' slices joined along `dim` in group order, of any sizes: the inverse of split, in
   /// forward and backward. All ranks must use the result alike, so that they hold the same gradient
   /// of it. The sizes are exchanged first (one small call, which blocks).
-  at::Tensor gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
-  Pending<at::Tensor> start_gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
-  /// As gather(), on one rank of the group alone; the others get an undefined tensor. Throws
-  /// InvalidArgument, as reduce() does, for a tensor that is part of a graph.
+  at::Tensor all_gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
+  Pending<at::Tensor> start_all_gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
+  /// As all_gather(), on one rank of the group alone; the others get an undefined tensor. Throws
+  /// InvalidArgument, as all_reduce() does, for a tensor that is part of a graph.
   at::Tensor gather_to(int root, const at::Tensor& tensor, std::int64_t dim = 0) const;
   Pending<at::Tensor> start_gather_to(int root, const at::Tensor& tensor,
                                       std::int64_t dim = 0) const;

@@ -103,9 +103,9 @@ void BucketMessage::pack_scattered() {
 }
 
 void BucketMessage::start() {
-  request_ = scatters_
-                 ? scatter_.start().reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
-                 : group_.start().all_reduce(flat_, op_, {.name = "gradients"});
+  request_ =
+      scatters_ ? scatter_.started().reduce_scatter(kept_, flat_, op_, rows_, {.name = "gradients"})
+                : group_.started().all_reduce(flat_, op_, {.name = "gradients"});
 }
 
 void BucketMessage::next() {
@@ -113,8 +113,8 @@ void BucketMessage::next() {
   request_.wait();
   flat_.reset();
   second_ = true;
-  request_ =
-      group_.size() > 1 ? group_.start().all_reduce(kept_, op_, {.name = "gradients"}) : Request();
+  request_ = group_.size() > 1 ? group_.started().all_reduce(kept_, op_, {.name = "gradients"})
+                               : Request();
 }
 
 void BucketMessage::wait() {

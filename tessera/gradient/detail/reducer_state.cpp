@@ -379,7 +379,7 @@ void GradientReducer::State::start(Bucket& bucket) {
   }
   bucket.flat.narrow(0, bucket.numel, slots).copy_(at::tensor(used));
   bucket.started = true;
-  bucket.request = bucket.group.start().all_reduce(bucket.flat, bucket.op, {.name = "gradients"});
+  bucket.request = bucket.group.started().all_reduce(bucket.flat, bucket.op, {.name = "gradients"});
 }
 
 void GradientReducer::State::write_back(Bucket& bucket) {

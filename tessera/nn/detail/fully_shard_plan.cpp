@@ -110,7 +110,7 @@ void FullyShardPlan::take_buffers(const torch::nn::Module& module) {
 
 ParameterPlacement FullyShardPlan::placement(const std::string& name) const {
   const auto at = rows_.find(name);
-  std::vector<Placement> placements(mesh_.layout().dims());
+  std::vector<Placement> placements(mesh_.mesh().dims());
   if (at != rows_.end()) {
     for (const int axis : axes) placements[axis] = Shard(0);
   }
@@ -186,7 +186,7 @@ int FullyShardPlan::dim_to_cut(const at::Tensor& p) {
 
 std::vector<int> FullyShardPlan::find(const std::vector<std::string>& names,
                                       std::string_view use) const {
-  const Mesh& layout = mesh_.layout();
+  const Mesh& layout = mesh_.mesh();
   const auto& known = layout.axes();
   std::vector<int> found;
   for (const std::string& name : names) {
@@ -201,7 +201,7 @@ std::vector<int> FullyShardPlan::find(const std::vector<std::string>& names,
 }
 
 void FullyShardPlan::find_axes() {
-  const Mesh& layout = mesh_.layout();
+  const Mesh& layout = mesh_.mesh();
   axes = find(options_.axes, "to shard over");
   for (int a = 0; options_.axes.empty() && a < layout.dims(); ++a) axes.push_back(a);
   find_kept_axes();
@@ -244,7 +244,7 @@ void FullyShardPlan::find_kept_axes() {
         "reshard_after_forward, which is false, that they do not: give one of the two");
   for (const int axis : kept_axes) {
     if (std::find(axes.begin(), axes.end(), axis) == axes.end())
-      throw InvalidArgument(concat("fully_shard: '", mesh_.layout().axes()[axis].name,
+      throw InvalidArgument(concat("fully_shard: '", mesh_.mesh().axes()[axis].name,
                                    "' is among reshard_axes, and not among the axes that "
                                    "parameters are sharded over"));
   }
@@ -283,7 +283,7 @@ void FullyShardPlan::add(const std::string& unit, const NamedTensor& p) {
 
 void FullyShardPlan::cut() {
   int ranks = 1;
-  for (const int axis : axes) ranks *= mesh_.layout().axes()[axis].size;
+  for (const int axis : axes) ranks *= mesh_.mesh().axes()[axis].size;
   // Nothing is gathered of one rank's parameters, unless they are to be copied to the device.
   if (ranks == 1 && !device) flats.clear();
   divide(ranks);

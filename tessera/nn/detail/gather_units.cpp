@@ -63,7 +63,7 @@ GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> 
     : context_(std::move(context)),
       axes_(std::move(axes)),
       options_(std::move(options)),
-      ranks_(context_->mesh.layout().group(axes_, context_->mesh.manager().rank())),
+      ranks_(context_->mesh.mesh().group(axes_, context_->mesh.manager().rank())),
       failures_(failures_of(context_->mesh.manager(), ranks_)) {
   if (options_.device) uploads_.emplace(*options_.device);
 }
@@ -550,7 +550,7 @@ void GatherUnits::start_message(const std::vector<std::size_t>& all) {
     const std::string label = concat("gather of units '", units_[all.front()].name, "' to '",
                                      units_[all.back()].name, "'");
     message->request =
-        ranks.start().all_gather(message->received, message->sent, sizes, {.name = label});
+        ranks.started().all_gather(message->received, message->sent, sizes, {.name = label});
   } catch (...) {
     for (const std::size_t u : all) release(u);
     throw;
@@ -602,8 +602,8 @@ void GatherUnits::start(std::size_t u) {
     for (Buffer& buffer : unit.buffers) {
       if (unit.kept) {
         buffer.full = at::empty({buffer.numel}, buffer.kept.options());
-        buffer.request = ranks.start().all_gather(buffer.full, buffer.kept,
-                                                  kept_sizes(buffer.numel), {.name = unit.label});
+        buffer.request = ranks.started().all_gather(buffer.full, buffer.kept,
+                                                    kept_sizes(buffer.numel), {.name = unit.label});
         continue;
       }
       if (buffer.low.defined()) at::Tensor(buffer.low).copy_(buffer.shard);
@@ -616,7 +616,7 @@ void GatherUnits::start(std::size_t u) {
       }
       buffer.full = at::empty({buffer.numel}, sent.options());
       buffer.request =
-          ranks.start().all_gather(buffer.full, sent, buffer.sizes, {.name = unit.label});
+          ranks.started().all_gather(buffer.full, sent, buffer.sizes, {.name = unit.label});
     }
     if (uploads_) unit.copies = uploads_->end();
   } catch (...) {

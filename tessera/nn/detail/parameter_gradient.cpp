@@ -38,7 +38,7 @@ bool make_partial(const at::Tensor& value, const ShardSpec& partial) {
   }
   // What each rank holds must lie within its part of the partial sum. Checked for all ranks, so
   // that all come to the same answer.
-  for (int position = 0; position < context->mesh.layout().size(); ++position) {
+  for (int position = 0; position < context->mesh.mesh().size(); ++position) {
     const Box held = have.sharding().box(position), within = partial.sharding().box(position);
     for (std::size_t d = 0; d < held.size(); ++d) {
       if (held[d].size() > 0 && (held[d].begin < within[d].begin || held[d].end > within[d].end))

@@ -43,7 +43,7 @@ Plan non_finite_check_and_unscale(const OpCall& call) {
   Plan plan;
   plan.inputs = like_parameters(call);
   std::vector<int> axes;
-  for (std::size_t a = 0; a < call.mesh().layout().axes().size(); ++a) {
+  for (std::size_t a = 0; a < call.mesh().mesh().axes().size(); ++a) {
     for (const auto& spec : plan.inputs) {
       if (!spec->placements()[a].is_shard()) continue;
       axes.push_back(static_cast<int>(a));

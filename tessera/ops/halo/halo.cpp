@@ -172,16 +172,16 @@ std::vector<std::int64_t> shape_of(const Box& box) {
 Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
   if (!state.travels) return {};
   if (state.method == HaloMethod::all_to_all) {
-    return back
-               ? state.group().start().all_to_all(buffers.sent, buffers.received, state.send_counts,
-                                                  state.receive_counts, {.name = "halo_sum"})
-               : state.group().start().all_to_all(buffers.received, buffers.sent,
-                                                  state.receive_counts, state.send_counts,
-                                                  {.name = "halo"});
+    return back ? state.group().started().all_to_all(buffers.sent, buffers.received,
+                                                     state.send_counts, state.receive_counts,
+                                                     {.name = "halo_sum"})
+                : state.group().started().all_to_all(buffers.received, buffers.sent,
+                                                     state.receive_counts, state.send_counts,
+                                                     {.name = "halo"});
   }
   const auto& messages = back ? buffers.back : buffers.messages;
   if (messages.empty()) return {};
-  return state.group().start().exchange(messages, {.name = back ? "halo_sum" : "halo"});
+  return state.group().started().exchange(messages, {.name = back ? "halo_sum" : "halo"});
 }
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {

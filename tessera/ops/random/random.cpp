@@ -39,7 +39,7 @@ using Words = std::array<std::uint32_t, 4>;
 // A draw that one rank alone has made shifts its numbers for ever. With CheckLevel::collective the
 // ranks' positions are compared.
 void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64_t stream) {
-  if (context.mesh.layout().size() < 2) return;
+  if (context.mesh.mesh().size() < 2) return;
   const Group all = context.mesh.all();
   if (all.check_level() != CheckLevel::collective) return;
   const auto stands = agree::all<std::string>(
@@ -59,7 +59,7 @@ void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64
 void meet_after_failures(const MeshContext& context) {
   const std::uint64_t failures = failures_of(context.mesh);
   if (failures == 0) return;
-  const std::vector<int>& ranks = context.mesh.layout().ranks();
+  const std::vector<int>& ranks = context.mesh.mesh().ranks();
   RankState& state = *context.state;
   std::pair<std::uint64_t, std::uint64_t> furthest;  // stream and seed
   {

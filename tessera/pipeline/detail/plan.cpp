@@ -74,7 +74,7 @@ std::uint64_t signature_of(const std::vector<at::Tensor>& inputs) {
 
 // The ranks with this rank's stages that have other samples, and this one.
 std::vector<int> sample_ranks(const PipelinePlan& plan) {
-  const Mesh& layout = plan.mesh.layout();
+  const Mesh& layout = plan.mesh.mesh();
   const int me = plan.mesh.manager().rank();
   const std::vector<int> axes = plan.sample_axes();
   if (axes.empty()) return {me};
@@ -249,7 +249,7 @@ std::string disagreement(const Group& group, const std::vector<Greeting>& all, c
 Beside add_up(const PipelinePlan& plan, Beside here, std::uint64_t& step) {
   here.phase = static_cast<double>(step % 256);
   here.phase_squares = here.phase * here.phase;
-  if (plan.mesh.layout().size() == plan.group().size()) return here;
+  if (plan.mesh.mesh().size() == plan.group().size()) return here;
   const Group beside = plan.mesh.group(plan.other_axes());
   const at::Tensor travelling = at::empty({sizeof here / sizeof(double)}, at::kDouble);
   std::memcpy(travelling.mutable_data_ptr(), &here, sizeof here);
@@ -296,9 +296,9 @@ double loss_scale(const Beside& all, std::optional<double> divisor) {
 }  // namespace
 
 std::vector<int> PipelinePlan::other_axes() const {
-  const int mine = mesh.layout().index(axis);
+  const int mine = mesh.mesh().index(axis);
   std::vector<int> others;
-  for (int a = 0; a < mesh.layout().dims(); ++a) {
+  for (int a = 0; a < mesh.mesh().dims(); ++a) {
     if (a != mine) others.push_back(a);
   }
   return others;
@@ -307,7 +307,7 @@ std::vector<int> PipelinePlan::other_axes() const {
 std::vector<int> PipelinePlan::sample_axes() const {
   if (!options.sample_axes) return other_axes();
   std::vector<int> axes;
-  for (const std::string& name : *options.sample_axes) axes.push_back(mesh.layout().index(name));
+  for (const std::string& name : *options.sample_axes) axes.push_back(mesh.mesh().index(name));
   return axes;
 }
 
@@ -335,7 +335,7 @@ c10::Device PipelinePlan::device() const {
 }
 
 void tell_failure(const PipelinePlan& plan, const std::string& what) {
-  const Mesh& ranks = plan.mesh.layout();
+  const Mesh& ranks = plan.mesh.mesh();
   if (ranks.size() > 1) plan.mesh.manager().fail_groups_within(ranks, what);
 }
 

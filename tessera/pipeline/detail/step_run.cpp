@@ -429,9 +429,9 @@ void StepRun::send_activation(int s, int k) {
   if (!told) {
     const std::vector<std::int64_t> numbers = encode(f.outgoing_spec);
     const at::Tensor length = at::tensor({static_cast<std::int64_t>(numbers.size())}, at::kLong);
-    keep_sending(group_.start().send(length, to, {.name = "pipeline shapes"}));
+    keep_sending(group_.started().send(length, to, {.name = "pipeline shapes"}));
     keep_sending(
-        group_.start().send(at::tensor(numbers, at::kLong), to, {.name = "pipeline shapes"}));
+        group_.started().send(at::tensor(numbers, at::kLong), to, {.name = "pipeline shapes"}));
     known[signature] = f.outgoing_spec;
   }
   std::vector<Message> messages;
@@ -439,7 +439,7 @@ void StepRun::send_activation(int s, int k) {
     messages.push_back({Message::Kind::send, to_wire(f.outgoing[i].value, f.outgoing_spec[i]), to});
   f.outgoing.clear();
   if (messages.empty()) return;
-  Request request = group_.start().exchange(messages, {.name = "pipeline activations"});
+  Request request = group_.started().exchange(messages, {.name = "pipeline activations"});
   if (facts_.training)
     f.sent = std::move(request);
   else
@@ -472,7 +472,7 @@ void StepRun::receive_activation(int s, int k) {
     messages.push_back({Message::Kind::receive, wire, from});
   }
   if (!messages.empty())
-    f.arriving = group_.start().exchange(messages, {.name = "pipeline activations"});
+    f.arriving = group_.started().exchange(messages, {.name = "pipeline activations"});
 }
 
 void StepRun::send_gradient(int s, int k) {
@@ -490,7 +490,7 @@ void StepRun::send_gradient(int s, int k) {
   }
   f.incoming_gradients.clear();
   if (!messages.empty())
-    keep_sending(group_.start().exchange(messages, {.name = "pipeline gradients"}));
+    keep_sending(group_.started().exchange(messages, {.name = "pipeline gradients"}));
 }
 
 void StepRun::receive_gradient(int s, int k) {
@@ -504,7 +504,7 @@ void StepRun::receive_gradient(int s, int k) {
     messages.push_back({Message::Kind::receive, wire, peer(s + 1)});
   }
   if (!messages.empty())
-    f.arriving_gradient = group_.start().exchange(messages, {.name = "pipeline gradients"});
+    f.arriving_gradient = group_.started().exchange(messages, {.name = "pipeline gradients"});
 }
 
 void StepRun::keep_sending(Request request) {

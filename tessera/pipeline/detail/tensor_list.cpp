@@ -58,8 +58,8 @@ ListSpec spec_of(const std::vector<Carried>& list, const DeviceMesh& mesh,
 }
 
 ShardLayout layout_of(const ShardSpec& spec, const DeviceMesh& mesh, const std::string& axis) {
-  const Mesh& own = spec.mesh().layout();
-  const Mesh& all = mesh.layout();
+  const Mesh& own = spec.mesh().mesh();
+  const Mesh& all = mesh.mesh();
   const std::vector<std::string> names = own.names();
   const bool known = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
     return name != axis && all.has_axis(name);
@@ -76,10 +76,10 @@ ShardLayout layout_of(const ShardSpec& spec, const DeviceMesh& mesh, const std::
 
 ShardSpec spec_of(const ShardLayout& layout, const DeviceMesh& mesh) {
   std::vector<std::string> names;
-  for (const int a : layout.axes) names.push_back(mesh.layout().axes().at(a).name);
+  for (const int a : layout.axes) names.push_back(mesh.mesh().axes().at(a).name);
   const DistributedManager& manager = mesh.manager();
-  return {manager.mesh(mesh.layout().submesh(names, manager.rank())), layout.shape,
-          layout.placements, layout.sizes};
+  return {manager.mesh(mesh.mesh().submesh(names, manager.rank())), layout.shape, layout.placements,
+          layout.sizes};
 }
 
 std::string to_string(const ListSpec& list) {

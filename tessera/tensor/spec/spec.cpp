@@ -82,7 +82,7 @@ std::int64_t number_of_elements(const std::vector<std::int64_t>& shape) {
 std::vector<int> own_coordinate(const DeviceMesh& mesh) {
   if (!mesh.contains_me()) {
     throw InvalidArgument(concat("rank ", mesh.manager().rank(), " is not in the mesh of ranks ",
-                                 list(mesh.layout().ranks()),
+                                 list(mesh.mesh().ranks()),
                                  ": only ranks of a mesh can hold its tensors"));
   }
   return mesh.coordinate();
@@ -92,7 +92,7 @@ std::vector<int> own_coordinate(const DeviceMesh& mesh) {
 
 MeshContext::MeshContext(const DeviceMesh& m)
     : mesh(m),
-      sizes(axis_sizes(m.layout())),
+      sizes(axis_sizes(m.mesh())),
       coordinate(own_coordinate(m)),
       redistributions(std::make_shared<RedistributionPlans>()) {
   for (std::size_t i = 0; i < sizes.size(); ++i) position = position * sizes[i] + coordinate[i];
@@ -105,7 +105,7 @@ std::shared_ptr<MeshContext> MeshContext::of(const DeviceMesh& mesh) {
   std::erase_if(all.contexts, [&](const auto& weak) {
     const auto context = weak.lock();
     if (context && context->mesh.manager().state() == mesh.manager().state() &&
-        context->mesh.layout() == mesh.layout())
+        context->mesh.mesh() == mesh.mesh())
       found = context;
     return !context;
   });
@@ -248,12 +248,12 @@ ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& sh
   }
   const auto context = detail::MeshContext::of(mesh);
   std::vector<Placement> normal = placements;
-  auto dims = detail::shard_dims(mesh.layout(), shape, normal, sizes);
+  auto dims = detail::shard_dims(mesh.mesh(), shape, normal, sizes);
   data_ = detail::make_spec(context, shape, std::move(normal), std::move(dims)).data_;
 }
 
 ShardSpec ShardSpec::replicated(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape) {
-  return ShardSpec(mesh, shape, std::vector<Placement>(mesh.layout().dims()));
+  return ShardSpec(mesh, shape, std::vector<Placement>(mesh.mesh().dims()));
 }
 
 namespace {
@@ -300,7 +300,7 @@ ShardSizes ShardSpec::sizes() const {
 
 ShardSpec ShardSpec::with_placements(const std::vector<Placement>& placements) const {
   std::vector<Placement> normal = placements;
-  detail::normalize(mesh().layout(), shape(), normal);
+  detail::normalize(mesh().mesh(), shape(), normal);
   std::vector<const DimSharding*> parts;
   for (int d = 0; d < dims(); ++d) parts.push_back(&dim(d));
   return detail::make_spec(data_->context, shape(), std::move(normal), parts);
@@ -317,7 +317,7 @@ ShardSpec ShardSpec::with_placement(int axis, Placement placement) const {
 std::string ShardSpec::to_string() const {
   if (!data_) return "(no spec)";
   std::string text = list(shape());
-  const auto& axes = mesh().layout().axes();
+  const auto& axes = mesh().mesh().axes();
   for (std::size_t i = 0; i < axes.size(); ++i) {
     const Placement& p = placements()[i];
     text += concat(" ", axes[i].name, "=", p);

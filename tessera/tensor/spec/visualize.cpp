@@ -51,7 +51,7 @@ Picture picture(const ShardSpec& spec) {
   p.row_parts = parts_of(spec, p.rows);
   p.column_parts = parts_of(spec, p.columns);
   p.ranks.assign(p.row_parts.size(), std::vector<std::vector<int>>(p.column_parts.size()));
-  const auto& ranks = spec.mesh().layout().ranks();
+  const auto& ranks = spec.mesh().mesh().ranks();
   for (int position = 0; position < spec.sharding().positions(); ++position) {
     const Box box = spec.sharding().box(position);
     if (volume(box) == 0) {
@@ -80,7 +80,7 @@ std::string ranks_text(const std::vector<int>& ranks) {
 
 std::string notes(const ShardSpec& spec, const Picture& p) {
   std::string text;
-  const auto& axes = spec.mesh().layout().axes();
+  const auto& axes = spec.mesh().mesh().axes();
   for (int a = 0; a < spec.mesh_dims(); ++a) {
     if (spec.placements()[a].is_partial())
       text += concat("ranks along ", axes[a].name, " hold values to reduce: ", spec.placements()[a],

@@ -58,7 +58,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast_one(OwnCall how) {
   return run(
       std::move(call), how.limit, signature(tensor.scalar_type()),
       [&](shm::Call o) { group().broadcast(data, tensor.nbytes(), root, o); },
-      [&](shm::Call o) { return group().start().broadcast(data, tensor.nbytes(), root, o); });
+      [&](shm::Call o) { return group().started().broadcast(data, tensor.nbytes(), root, o); });
 }
 
 std::shared_ptr<shm::Arena> ShmBackend::share(std::size_t bytes,
@@ -79,7 +79,7 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
   return run(
       call_of("barrier", OpType::BARRIER), limit_of(options), signature(c10::ScalarType::Undefined),
       [&](shm::Call o) { group().barrier(o); },
-      [&](shm::Call o) { return group().start().barrier(o); });
+      [&](shm::Call o) { return group().started().barrier(o); });
 }
 
 }  // namespace tessera::detail

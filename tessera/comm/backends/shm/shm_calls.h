@@ -123,7 +123,7 @@ ShmBackend::WorkPtr ShmBackend::run_messages(ShmCall call, CallLimit limit, std:
   return run_all(std::move(call), limit, sign,
                  [&](std::vector<shm::Request>& requests, shm::Call o) {
                    requests.push_back(start(o));
-                   requests.push_back(group().start().barrier(o, name));
+                   requests.push_back(group().started().barrier(o, name));
                  });
 }
 

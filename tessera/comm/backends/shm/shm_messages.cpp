@@ -27,7 +27,7 @@ ShmBackend::WorkPtr ShmBackend::exchange_all(ShmCall call,
   const char* name = call.name;
   return run(
       std::move(call), limit, 0, [&](shm::Call o) { group().exchange(messages, o, name); },
-      [&](shm::Call o) { return group().start().exchange(messages, o, name); });
+      [&](shm::Call o) { return group().started().exchange(messages, o, name); });
 }
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {

@@ -19,7 +19,7 @@ ShmBackend::WorkPtr ShmBackend::all_gather_counts(OwnCall how) {
   return run(
       std::move(call), how.limit, signature(how.input.scalar_type()),
       [&](shm::Call o) { group().all_gather(from, to, sizes, o); },
-      [&](shm::Call o) { return group().start().all_gather(from, to, sizes, o); });
+      [&](shm::Call o) { return group().started().all_gather(from, to, sizes, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::all_gather_each(const Tensors& inputs, OwnCall how) {
@@ -33,7 +33,7 @@ ShmBackend::WorkPtr ShmBackend::all_gather_each(const Tensors& inputs, OwnCall h
   return run_all(std::move(call), how.limit, signature(c10::ScalarType::Undefined),
                  [&](std::vector<shm::Request>& requests, shm::Call o) {
                    for (std::size_t i = 0; i < parts.size(); ++i)
-                     requests.push_back(group().start().all_gather(
+                     requests.push_back(group().started().all_gather(
                          parts[i].first, parts[i].second,
                          sizes_in(inputs[i].element_size(), same_for_all(inputs[i].numel())), o));
                  });
@@ -48,7 +48,7 @@ ShmBackend::WorkPtr ShmBackend::gather_counts(OwnCall how) {
   return run(
       std::move(call), how.limit, signature(how.input.scalar_type()),
       [&](shm::Call o) { group().gather(from, to, sizes, root, o); },
-      [&](shm::Call o) { return group().start().gather(from, to, sizes, root, o); });
+      [&](shm::Call o) { return group().started().gather(from, to, sizes, root, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter_counts(OwnCall how) {
@@ -60,7 +60,7 @@ ShmBackend::WorkPtr ShmBackend::scatter_counts(OwnCall how) {
   return run(
       std::move(call), how.limit, signature(how.output.scalar_type()),
       [&](shm::Call o) { group().scatter(from, to, sizes, root, o); },
-      [&](shm::Call o) { return group().start().scatter(from, to, sizes, root, o); });
+      [&](shm::Call o) { return group().started().scatter(from, to, sizes, root, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::all_to_all_counts(OwnCall how) {
@@ -71,7 +71,7 @@ ShmBackend::WorkPtr ShmBackend::all_to_all_counts(OwnCall how) {
   void* to = target_of(call, how.output);
   return run_messages(
       std::move(call), how.limit, signature(how.input.scalar_type()),
-      [&](shm::Call o) { return group().start().all_to_all(from, in, to, out, o); });
+      [&](shm::Call o) { return group().started().all_to_all(from, in, to, out, o); });
 }
 
 ShmBackend::WorkPtr ShmBackend::all_to_all_each(const Tensors& inputs, OwnCall how) {
@@ -88,7 +88,7 @@ ShmBackend::WorkPtr ShmBackend::all_to_all_each(const Tensors& inputs, OwnCall h
   outputs[me].copy_(inputs[me].view(outputs[me].sizes()));
   const char* name = call.name;
   return run_messages(std::move(call), how.limit, signature(c10::ScalarType::Undefined),
-                      [&](shm::Call o) { return group().start().exchange(messages, o, name); });
+                      [&](shm::Call o) { return group().started().exchange(messages, o, name); });
 }
 
 }  // namespace tessera::detail

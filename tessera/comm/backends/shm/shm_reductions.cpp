@@ -16,7 +16,7 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_one(OwnCall how) {
         group().all_reduce(data, data, count, e, r, o);
       },
       [&, e = element, r = reduction](shm::Call o) {
-        return group().start().all_reduce(data, data, count, e, r, o);
+        return group().started().all_reduce(data, data, count, e, r, o);
       });
 }
 
@@ -32,7 +32,7 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_each(OwnCall how) {
                  [&](std::vector<shm::Request>& requests, shm::Call o) {
                    for (std::size_t i = 0; i < parts.size(); ++i) {
                      const auto& [data, reduces] = parts[i];
-                     requests.push_back(group().start().all_reduce(
+                     requests.push_back(group().started().all_reduce(
                          data, data, static_cast<std::size_t>(tensors[i].numel()), reduces.element,
                          reduces.reduction, o));
                    }
@@ -57,7 +57,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_one(OwnCall how) {
         group().reduce(input, output, count, e, r, root, o);
       },
       [&, e = element, r = reduction](shm::Call o) {
-        return group().start().reduce(input, output, count, e, r, root, o);
+        return group().started().reduce(input, output, count, e, r, root, o);
       });
 }
 
@@ -73,7 +73,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_counts(OwnCall how) {
         group().reduce_scatter(from, to, sizes, e, r, o);
       },
       [&, e = element, r = reduction](shm::Call o) {
-        return group().start().reduce_scatter(from, to, sizes, e, r, o);
+        return group().started().reduce_scatter(from, to, sizes, e, r, o);
       });
 }
 
@@ -91,7 +91,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_each(const Tensors& inputs, OwnCa
       std::move(call), how.limit, signature(c10::ScalarType::Undefined),
       [&](std::vector<shm::Request>& requests, shm::Call o) {
         for (std::size_t i = 0; i < parts.size(); ++i)
-          requests.push_back(group().start().reduce_scatter(
+          requests.push_back(group().started().reduce_scatter(
               parts[i].first, parts[i].second, sizes_in(1, same_for_all(outputs[i].numel())),
               reduces[i].element, reduces[i].reduction, o));
       });

@@ -10,7 +10,7 @@ std::uint64_t failures_of(const DistributedManager& manager, const std::vector<i
 }
 
 std::uint64_t failures_of(const DeviceMesh& mesh) {
-  return failures_of(mesh.manager(), mesh.layout().ranks());
+  return failures_of(mesh.manager(), mesh.mesh().ranks());
 }
 
 bool has_ended(const Group& group) { return group.state()->watch().poison() != nullptr; }

@@ -91,7 +91,7 @@ Request Round::pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>
     messages.push_back({Message::Kind::send, t.contiguous(), (me + ranks - 1) % ranks});
     messages.push_back({Message::Kind::receive, next.back(), (me + 1) % ranks});
   }
-  return group.start().exchange(messages, {.name = "ring attention"});
+  return group.started().exchange(messages, {.name = "ring attention"});
 }
 
 std::vector<at::Tensor> Round::exchanged(const std::vector<at::Tensor>& mine,
@@ -107,7 +107,7 @@ std::vector<at::Tensor> Round::exchanged(const std::vector<at::Tensor>& mine,
         {Message::Kind::send, t.narrow(-2, first, t.size(-2) - first).contiguous(), mirror});
     messages.push_back({Message::Kind::receive, theirs.back(), mirror});
   }
-  group.start().exchange(messages, {.name = "ring attention, halves"}).wait();
+  group.started().exchange(messages, {.name = "ring attention, halves"}).wait();
   for (std::size_t i = 0; i < mine.size(); ++i)
     all.push_back(at::cat({mine[i].narrow(-2, 0, first), theirs[i]}, -2));
   return all;

@@ -298,7 +298,7 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
     return ready;
   }
   // Each rank's own generator would draw other numbers: the rule knows whether any are drawn.
-  const bool draws = info.random && context_of(scan.first->spec())->mesh.layout().size() > 1;
+  const bool draws = info.random && context_of(scan.first->spec())->mesh.mesh().size() > 1;
   const auto rule = info.rule();
   if (scan.replicated && !(rule && (rule->options.for_replicated || draws))) {
     if (draws) throw_no_draw(call);

@@ -10,7 +10,7 @@
 namespace tessera::detail {
 
 void tell_ranks(const std::string& op, const MeshContext& context, const std::string& what) {
-  const Mesh& mesh = context.mesh.layout();
+  const Mesh& mesh = context.mesh.mesh();
   if (mesh.size() < 2) return;
   context.mesh.manager().fail_groups_within(mesh, concat(op, ": ", what));
 }

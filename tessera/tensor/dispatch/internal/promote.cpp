@@ -73,7 +73,7 @@ std::optional<std::string> differs_by_rank(const at::Tensor& plain, const Group&
 // A plain tensor stands for the same value on every rank. With CheckLevel::collective this is
 // compared.
 void require_equal(const at::Tensor& plain, const MeshContext& context) {
-  if (context.mesh.layout().size() < 2) return;
+  if (context.mesh.mesh().size() < 2) return;
   const Group all = context.mesh.all();
   if (all.check_level() != CheckLevel::collective) return;
   if (const auto differs = differs_by_rank(plain, all)) throw MismatchError(*differs);
@@ -100,7 +100,7 @@ void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext
     const std::lock_guard lock(state.mutex);
     policy = state.policies.plain_values;
   }
-  const std::vector<int>& ranks = context.mesh.layout().ranks();
+  const std::vector<int>& ranks = context.mesh.mesh().ranks();
   if (policy == Policy::allow || ranks.size() < 2) return;
   Hash what;
   what.number(static_cast<std::uint64_t>(info.id) << 8 |
@@ -147,7 +147,7 @@ struct Promote : torch::autograd::Function<Promote> {
   }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
     if (const ShardMeta* meta = gradients[0].defined() ? meta_of(gradients[0]) : nullptr)
-      announce_gradient(GradientForm::complete, context_of(meta->spec())->mesh.layout().ranks(),
+      announce_gradient(GradientForm::complete, context_of(meta->spec())->mesh.mesh().ranks(),
                         from_sharded);
     return {gradients[0].defined() && meta_of(gradients[0]) ? demote(gradients[0]) : gradients[0],
             at::Tensor()};

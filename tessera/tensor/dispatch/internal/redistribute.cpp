@@ -198,7 +198,7 @@ void Redistribution::launch_reduction() {
     if (blocking_) {
       ranks.all_reduce(part, op, kCall);
     } else {
-      request_ = ranks.start().all_reduce(part, op, kCall);
+      request_ = ranks.started().all_reduce(part, op, kCall);
     }
     complete_ = [part, dtype] { return part.to(dtype); };
     return;
@@ -208,7 +208,7 @@ void Redistribution::launch_reduction() {
   if (blocking_) {
     ranks.reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
   } else {
-    request_ = ranks.start().reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
+    request_ = ranks.started().reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
   }
   complete_ = [mine, dtype, shape = shape_of(r.pieces[r.rank])] {
     return mine.view(shape).to(dtype);
@@ -238,7 +238,7 @@ void Redistribution::launch_move() {
       if (blocking_) {
         ranks.all_gather(all, mine, volumes(move.pieces), kCall);
       } else {
-        request_ = ranks.start().all_gather(all, mine, volumes(move.pieces), kCall);
+        request_ = ranks.started().all_gather(all, mine, volumes(move.pieces), kCall);
       }
       complete_ = [all, &move] {
         if (in_memory_order(move.pieces, move.after)) return all.view(shape_of(move.after));
@@ -257,7 +257,7 @@ void Redistribution::launch_move() {
       if (blocking_) {
         ranks.broadcast(all, move.root, kCall);
       } else {
-        request_ = ranks.start().broadcast(all, move.root, kCall);
+        request_ = ranks.started().broadcast(all, move.root, kCall);
       }
       complete_ = [all] { return all; };
       return;
@@ -286,7 +286,7 @@ void Redistribution::launch_move() {
           in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n)
                    : at::empty({n}, packed.options());
       if (!blocking_)
-        request_ = ranks.start().all_to_all(received, packed, arriving, volumes(out), kCall);
+        request_ = ranks.started().all_to_all(received, packed, arriving, volumes(out), kCall);
       if (!along && volume(own) > 0) slice(result, move.after, own).copy_(slice(local_, held, own));
       if (blocking_) ranks.all_to_all(received, packed, arriving, volumes(out), kCall);
       complete_ = [result, received, in_place, in = std::move(in), &move] {
@@ -309,7 +309,7 @@ void Redistribution::launch_move() {
         if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
         messages.push_back({Message::Kind::receive, buffer, p.rank});
       }
-      if (!messages.empty()) request_ = group(move.axes).start().exchange(messages, kCall);
+      if (!messages.empty()) request_ = group(move.axes).started().exchange(messages, kCall);
       for (const Box& box : move.transfer.copies)
         slice(result, move.after, box).copy_(slice(local_, held, box));
       complete_ = [result, arrivals = std::move(arrivals)] {
