@@ -9,11 +9,13 @@
 #include "tessera/comm/job/parallel_groups.h"
 #include "tessera/comm/store/store.h"
 #include "tessera/data/dataset.h"
+#include "tessera/data/errors.h"
 #include "tessera/data/loader.h"
 #include "tessera/data/stream_loader.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/pipeline/pipeline.h"
+#include "tessera/schedule/action.h"
 #include "tessera/schedule/validate.h"
 #include "tessera/tensor/errors.h"
 #ifdef TESSERA_PYTHON_HAS_CONFIG
@@ -77,7 +79,10 @@ constexpr ErrorClass kClasses[] = {
     TESSERA_ERROR(ParallelismError),
     TESSERA_ERROR(ConfigurationError),
     TESSERA_ERROR(RangeError),
+    TESSERA_ERROR(VariableError),
+    TESSERA_ERROR(ScheduleSyntaxError),
     TESSERA_ERROR(InvalidArgument),
+    TESSERA_ERROR(CheckpointDamaged),
     TESSERA_ERROR(FileError),
     TESSERA_ERROR(NotAvailable),
     TESSERA_ERROR(RendezvousError),
@@ -97,6 +102,7 @@ constexpr ErrorClass kClasses[] = {
     TESSERA_ERROR(ScheduleError),
     TESSERA_ERROR(PipelineError),
     TESSERA_ERROR(CheckpointBusy),
+    TESSERA_ERROR(CheckpointLocked),
     TESSERA_ERROR(Error),
 #undef TESSERA_ERROR
 };

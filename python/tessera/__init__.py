@@ -61,6 +61,8 @@ from tessera._data import (
 )
 from tessera._errors import (
     CheckpointBusy,
+    CheckpointDamaged,
+    CheckpointLocked,
     CommError,
     ConfigFileError,
     ConfigurationError,
@@ -86,12 +88,14 @@ from tessera._errors import (
     RuleError,
     SampleError,
     ScheduleError,
+    ScheduleSyntaxError,
     ShardingError,
     StalledError,
     TimeoutError,
     UnevenDataError,
     UnknownName,
     UnsetSize,
+    VariableError,
     ViewMismatch,
     WorldSizeMismatch,
 )
@@ -161,6 +165,8 @@ from tessera import _c10d as _c10d  # torch.distributed's backend "tessera"
 
 __all__ = [
     "CheckpointBusy",
+    "CheckpointDamaged",
+    "CheckpointLocked",
     "CommError",
     "CommTrace",
     "ConfigFileError",
@@ -209,6 +215,7 @@ __all__ = [
     "SafetensorsSource",
     "SampleError",
     "ScheduleError",
+    "ScheduleSyntaxError",
     "Shard",
     "ShardedBatch",
     "ShardingError",
@@ -230,6 +237,7 @@ __all__ = [
     "UnevenDataError",
     "UnknownName",
     "UnsetSize",
+    "VariableError",
     "ViewMismatch",
     "WeightedOrder",
     "WorldSizeMismatch",

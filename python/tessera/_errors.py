@@ -17,6 +17,14 @@ class RangeError(InvalidArgument):
     """An index beyond the end of a dataset or a file."""
 
 
+class VariableError(InvalidArgument):
+    """A variable or an attribute that a source of data does not have; names those that it has."""
+
+
+class ScheduleSyntaxError(InvalidArgument):
+    """The text of a pipeline schedule that cannot be read; says where."""
+
+
 class ConfigurationError(Error):
     """A configuration (environment, file, tree of groups) that is incomplete or contradicts itself."""
 
@@ -67,6 +75,10 @@ class ParallelismError(ConfigurationError):
 
 class FileError(Error):
     """A file that is absent, unreadable, of another format, or damaged."""
+
+
+class CheckpointDamaged(FileError):
+    """The checkpoint to go on from cannot be read."""
 
 
 class NotAvailable(Error):
@@ -138,7 +150,11 @@ class PipelineError(Error):
 
 
 class CheckpointBusy(Error):
-    """Another process writes to the checkpoint."""
+    """An earlier save is still being written, and the options say to refuse."""
+
+
+class CheckpointLocked(Error):
+    """Another job saves or removes a checkpoint in the folder at this moment."""
 
 
 NAMES = list(ops.error_names())
