@@ -39,7 +39,7 @@ class Page {
  public:
   Page(DistributedManager& manager, Policy policy = Policy::error)
       : manager_(manager), mesh_(manager.mesh({{"x", 3}})) {
-    set_policies(manager, {.redistribution = policy});
+    set_policies(manager, {.redistribution = policy, .plain_values = Policy::allow});
   }
   const DeviceMesh& mesh() const { return mesh_; }
 

@@ -697,6 +697,7 @@ TEST(Placements, ProductsByLettersKeepEveryDim) {
     const auto mesh = manager.mesh({{"x", 3}});
     const at::Tensor value = randn({2, 3, 7, 4}, at::kDouble), w = randn({5, 3}, at::kDouble);
     const at::Tensor x = distribute_tensor(value, mesh, {Shard(2)}, {{2, {4, 0, 3}}});
+    set_policies(manager, {.plain_values = Policy::allow});
     const CommTraceScope trace(manager);
     const at::Tensor y = at::einsum("bchw,oc->bohw", {x, w}), z = at::tensordot(x, w, {1}, {1});
     EXPECT_EQ(trace->events().size(), 0u) << trace->table();
@@ -719,7 +720,7 @@ TEST(Placements, TransformsAndSelectionsAlongOtherDimsGoBackWhereTheyLie) {
   on_threads(3, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     const ShardSpec lies(mesh, {2, 5, 4}, {Shard(1)}, {{1, {3, 0, 2}}});
-    set_policies(manager, {.redistribution = Policy::error});
+    set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
     for (std::size_t i = 0; i < functions.size(); ++i) {
       const at::Tensor value = randn({2, 5, 4}, at::kDouble);
       const at::Tensor plain = value.clone().requires_grad_(true), x = leaf(value, lies);
@@ -811,7 +812,7 @@ TEST(Placements, GradientsOfSlicesLieAsEvenShardsDo) {
 TEST(Placements, ClassesPlacesAndComparisonsOfShards) {
   for (const int ranks : {1, 2, 3, 4}) {
     on_threads(ranks, [&](DistributedManager& manager) {
-      set_policies(manager, {.redistribution = Policy::error});
+      set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
       Draw draw(280 + ranks);
       for (int i = 0; i < 40; ++i) {
         const auto mesh = manager.mesh(draw.axes(ranks));

@@ -106,14 +106,13 @@ TEST(Writes, InInferenceModeAreCounted) {
       row.add_(1);
       EXPECT_EQ(whole(row + 1)[0].item<float>(), 3) << "its own write";
       x.add_(1);
-      EXPECT_THROW(row + 1, ShardingError);
+      EXPECT_EQ(whole(row + 1)[0].item<float>(), 4);
       EXPECT_EQ(whole(x)[1][0].item<float>(), 3);
     }
     {
       const at::Tensor x = fresh(), a = x[0], b = x[1];
       a.add_(1);
-      EXPECT_THROW(b.add_(2), ShardingError);
-      x[1].add_(2);
+      b.add_(2);
       EXPECT_EQ(whole(x)[0][0].item<float>(), 2);
       EXPECT_EQ(whole(x)[1][0].item<float>(), 3);
     }
@@ -122,12 +121,12 @@ TEST(Writes, InInferenceModeAreCounted) {
       x.t();  // the next one finds its plan
       const at::Tensor alias = turn ? x.t() : x.narrow(0, 1, 2), row = x[1];
       alias.mul_(2);
-      EXPECT_THROW(row + 1, ShardingError) << "written through a view taken before";
+      EXPECT_EQ(whole(row + 1)[2].item<float>(), 3) << "written through a view taken before";
     }
     {
       const at::Tensor x = fresh(), row = x[1];
       at::_foreach_add_({x}, 1);
-      EXPECT_THROW(row + 1, ShardingError);
+      EXPECT_EQ(whole(row + 1)[0].item<float>(), 3);
       at::_foreach_add_({x[0], x[1]}, 1);
       EXPECT_EQ(whole(x)[0][0].item<float>(), 3);
       EXPECT_EQ(whole(x)[1][0].item<float>(), 3);

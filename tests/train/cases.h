@@ -61,7 +61,8 @@ class Mine : public Strategy {
   }
   void reduce_gradients() override {
     for (const NamedModule& m : modules())
-      for (at::Tensor& p : m.module->parameters()) group_.all_reduce(p.mutable_grad());
+      for (at::Tensor& p : m.module->parameters())
+        if (p.grad().defined()) group_.all_reduce(p.mutable_grad());
   }
   double clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) override {
     return clip_gradients(parameters, group_, options);

@@ -27,7 +27,12 @@ TEST(OnException, TheLastWholeStateIsSavedAndTheRunGoesOn) {
       on_threads(ranks, [&](DistributedManager& manager) {
         const auto names = Checkpointer(manager, folder.path()).names();
         const bool third = where == "validation" || where == "epoch";
-        EXPECT_EQ(names, std::vector<std::string>{third ? "step-3" : "step-4"}) << where;
+        // The other ranks have begun the step in front of which one of them threw: nothing is
+        // whole, and the run begins anew.
+        if (where == "before" && ranks > 1)
+          EXPECT_EQ(names, std::vector<std::string>{});
+        else
+          EXPECT_EQ(names, std::vector<std::string>{third ? "step-3" : "step-4"}) << where;
         expect_equal(run(manager, folder.path(), ""), expected[manager.rank()], where);
       });
     }

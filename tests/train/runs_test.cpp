@@ -128,8 +128,9 @@ TEST(Runs, WhatEvaluatesAppendsToTheLogOfTheTraining) {
           << "step " << step << "\n"
           << log;
   }
-  const std::string before = contents(csv);
+  const std::string trained = contents(csv);
   for (const bool resume : {false, true}) {
+    const std::string before = contents(csv);
     Regression other;
     Trainer(options(resume)).predict(other, ragged_batches(0, 2));
     EXPECT_EQ(contents(csv), before) << "a prediction logs nothing";
@@ -141,11 +142,11 @@ TEST(Runs, WhatEvaluatesAppendsToTheLogOfTheTraining) {
   // What begins anew moves it aside.
   Regression fresh;
   Trainer(options(false)).fit(fresh, ragged_batches(0, 3));
-  EXPECT_TRUE(contents(csv + ".1").starts_with(before));
+  EXPECT_TRUE(contents(csv + ".1").starts_with(trained));
   EXPECT_EQ(contents(csv).find("\n4,"), std::string::npos);
   Regression third;
   Trainer(options(false)).fit(third, ragged_batches(0, 3));
-  EXPECT_TRUE(contents(csv + ".1").starts_with(before)) << "nothing is overwritten";
+  EXPECT_TRUE(contents(csv + ".1").starts_with(trained)) << "nothing is overwritten";
   EXPECT_TRUE(std::filesystem::exists(csv + ".2"));
 }
 
