@@ -195,14 +195,20 @@ Recipe recipe_of(bool (*native)(c10::ScalarType, ReduceOp::Kind), c10::ScalarTyp
 
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
                      ReduceOp::Kind op) {
+  const auto wide = accumulation_type(output.scalar_type());
   // A sum of complex numbers is one of each component; libtorch's multiplies by a factor first,
   // which loses the sign of zeros.
   if (output.is_complex() && (op == ReduceOp::Kind::sum || op == ReduceOp::Kind::avg)) {
+    const at::Tensor sum = wide == output.scalar_type()
+                               ? output
+                               : at::empty(output.sizes(), output.options().dtype(wide));
     std::vector<at::Tensor> components;
-    for (const at::Tensor& part : parts) components.push_back(at::view_as_real(part));
-    return reduce_in_order(at::view_as_real(output), components, op);
+    for (const at::Tensor& part : parts) components.push_back(at::view_as_real(part.to(wide)));
+    reduce_in_order(at::view_as_real(sum), components, ReduceOp::Kind::sum);
+    if (op == ReduceOp::Kind::avg) sum.div_(static_cast<double>(parts.size()));
+    if (!sum.is_same(output)) output.copy_(sum);
+    return;
   }
-  const auto wide = accumulation_type(output.scalar_type());
   // Computed in the output itself, unless it is narrower or holds values that are still needed.
   const bool in_place =
       wide == output.scalar_type() &&
