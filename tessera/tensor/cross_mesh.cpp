@@ -143,7 +143,7 @@ struct ToMesh : torch::autograd::Function<ToMesh> {
     detail::carry(ctx, from);
     ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     const Group both = from.mesh().manager().group(all_ranks(from.mesh(), to.mesh()));
-    at::Tensor local = move(detail::meta_or_throw(t).local, describe(t), from.mesh(), to.mesh(),
+    at::Tensor local = move(detail::fresh_meta(t).local, describe(t), from.mesh(), to.mesh(),
                             to.sharding().dims(), both);
     const auto layout = detail::make_layout(to, local.scalar_type(), local.device());
     return detail::wrap_fresh(std::move(local), layout);
@@ -224,7 +224,7 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   if (same_ranks) return ToMesh::apply(t, ShardSpec(to, source.shape, placements, sizes));
   auto normal = placements;
   const auto dims = detail::shard_dims(to.mesh(), source.shape, normal, sizes);
-  const at::Tensor local = move(t.defined() ? detail::meta_or_throw(t).local : at::Tensor(), source,
+  const at::Tensor local = move(t.defined() ? detail::fresh_meta(t).local : at::Tensor(), source,
                                 from, to, dims, both);
   if (!to.contains_me()) return {};
   return from_local(local, ShardSpec(to, source.shape, placements, sizes));

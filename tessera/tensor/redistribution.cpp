@@ -22,7 +22,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& to,
                             const ShardSpec& gradient,
                             const std::shared_ptr<detail::Redistribution>& run) {
-    const ShardMeta& meta = detail::meta_or_throw(t);
+    const ShardMeta& meta = detail::fresh_meta(t);
     detail::carry(ctx, gradient);
     ctx->set_materialize_grads(false);  // without a gradient there is nothing to move
     auto layout = detail::make_layout(to, t.strides(), meta.layout->offset, meta.layout->dtype,
@@ -62,7 +62,7 @@ ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& place
 class Started final : public detail::Unfinished<at::Tensor> {
  public:
   Started(at::Tensor tensor, const ShardSpec& to) : tensor_(std::move(tensor)), to_(to) {
-    const ShardMeta& meta = detail::meta_or_throw(tensor_);
+    const ShardMeta& meta = detail::fresh_meta(tensor_);
     run_ =
         std::make_shared<detail::Redistribution>(detail::on_device(meta), meta.spec(), to, false);
   }

@@ -42,8 +42,13 @@ const ShardMeta& meta_or_throw(const at::Tensor& t) {
             ? concat("a plain tensor of shape ", t.sizes(),
                      " where a sharded one is needed: use tessera::distribute_tensor or from_local")
             : "an undefined tensor where a sharded one is needed");
-  if (meta->copy) meta->copy->require_fresh("this call");
   return *meta;
+}
+
+const ShardMeta& fresh_meta(const at::Tensor& t) {
+  const ShardMeta& meta = meta_or_throw(t);
+  if (meta.copy && !meta.copy->fresh()) meta.copy->refresh();
+  return meta;
 }
 
 namespace {
@@ -210,6 +215,8 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
 struct ToLocal : torch::autograd::Function<ToLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& gradient) {
     const ShardMeta& meta = meta_or_throw(t);
+    // No other rank takes part here, so that it cannot be taken again.
+    if (meta.copy) meta.copy->require_fresh("to_local");
     carry(ctx, gradient);
     if (detail::in_host_memory(meta)) ctx->saved_data["device"] = meta.layout->device;
     const LocalCallGuard guard;
@@ -234,7 +241,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
 struct FullTensor : torch::autograd::Function<FullTensor> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, const ShardSpec& whole,
                             const ShardSpec& gradient) {
-    const ShardMeta& meta = meta_or_throw(t);
+    const ShardMeta& meta = detail::fresh_meta(t);
     carry(ctx, gradient);
     carry(ctx, gradient_spec(meta.spec()), "own");
     const at::Tensor local =

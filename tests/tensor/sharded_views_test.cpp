@@ -128,6 +128,10 @@ TEST(Rule06ViewsThatMove, AreTakenAgainOnceTheBaseHasChanged) {
     x.mul_(2);
     EXPECT_TRUE(full_tensor(row).equal(at::full({3}, 8.0))) << "not through an operator";
     x.mul_(0.5);
+    EXPECT_THROW(to_local(row), ShardingError) << "no other rank takes part in it";
+    EXPECT_EQ(spec(row).shape(), std::vector<std::int64_t>{3});
+    EXPECT_TRUE(full_tensor(redistribute(row, {Shard(0)})).equal(at::full({3}, 4.0)));
+    EXPECT_NO_THROW(to_local(row));
     EXPECT_EQ(whole(alias)[0][0].item<float>(), 4) << "a view that shares memory follows its base";
   });
 }

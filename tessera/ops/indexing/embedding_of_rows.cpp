@@ -197,7 +197,7 @@ struct GradientOfTable : torch::autograd::Function<GradientOfTable> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& g,
                             const std::shared_ptr<const Exchange>& e) {
     hold(ctx, e);
-    const ShardMeta& meta = meta_or_throw(g);
+    const ShardMeta& meta = fresh_meta(g);
     return on_locals(gradient_of_table(*e), g.scalar_type(), g.device(),
                      [&] { return gradient_of_rows(*e, meta.local); });
   }
@@ -208,7 +208,7 @@ struct Lookup : torch::autograd::Function<Lookup> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& table,
                             const std::shared_ptr<const Exchange>& e) {
     hold(ctx, e);
-    const ShardMeta& meta = meta_or_throw(table);
+    const ShardMeta& meta = fresh_meta(table);
     return on_locals(e->result, table.scalar_type(), table.device(),
                      [&] { return look_up(*e, meta.local); });
   }

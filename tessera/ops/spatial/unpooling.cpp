@@ -239,7 +239,7 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
   }
   const ShardSpec y = mapped_spec(x, shape, all_labels(n), false, parts);
   const at::Tensor places = laid_out(name, "indices", given.detach(), x);
-  auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, meta_or_throw(places).local,
+  auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, fresh_meta(places).local,
                                                suggested_strides(field, x.shape()),
                                                suggested_strides(field, shape));
   return apply(name, field,

@@ -28,7 +28,7 @@ struct Apply : torch::autograd::Function<Apply> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& field, const MapPtr& map,
                             const char* name) {
     ctx->saved_data["map"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedMap>(map, name));
-    const ShardMeta& meta = meta_or_throw(field);
+    const ShardMeta& meta = fresh_meta(field);
     at::Tensor local;
     try {
       const LocalCallGuard guard;

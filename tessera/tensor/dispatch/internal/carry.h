@@ -10,6 +10,9 @@ namespace tessera::detail {
 
 /// The meta of a sharded tensor. Throws InvalidArgument for a plain or undefined tensor.
 const ShardMeta& meta_or_throw(const at::Tensor& t);
+/// The same, for those that read its local: a view that had to be copied, of a base that has
+/// changed since, is taken again. Collective: which views are is known from the program's calls.
+const ShardMeta& fresh_meta(const at::Tensor& t);
 
 /// Stores `spec` in the autograd context, so that backward finds it there.
 void carry(torch::autograd::AutogradContext* ctx, const ShardSpec& spec, const char* name = "spec");
