@@ -10,12 +10,12 @@ namespace tessera {
 namespace {
 
 using detail::GhostDirectory;
+using detail::IdsByRank;
 using detail::IdTable;
-using detail::RankLists;
 
 // What each rank sends to each, as what each has received.
-std::vector<RankLists> carried(const std::vector<RankLists>& sent) {
-  std::vector<RankLists> received(sent.size());
+std::vector<IdsByRank> carried(const std::vector<IdsByRank>& sent) {
+  std::vector<IdsByRank> received(sent.size());
   for (std::size_t from = 0; from < sent.size(); ++from) {
     auto next = sent[from].values.begin();
     for (std::size_t to = 0; to < sent.size(); ++to) {
@@ -70,7 +70,7 @@ std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> ow
   }
   // One round: what each rank sends, as it arrives.
   const auto round = [&](const auto& step) {
-    std::vector<RankLists> sent;
+    std::vector<IdsByRank> sent;
     for (int r = 0; r < ranks; ++r) sent.push_back(step(r));
     return carried(sent);
   };

@@ -32,9 +32,9 @@ int home_of(std::int64_t id, int ranks) {
 
 // `values[i]` to rank `ranks_of(i)`, in order of i for each rank; `order`: the i of each, if asked.
 template <class RankOf, class ValueOf>
-RankLists lists_by_rank(int ranks, std::size_t n, const RankOf& rank_of, const ValueOf& value_of,
+IdsByRank lists_by_rank(int ranks, std::size_t n, const RankOf& rank_of, const ValueOf& value_of,
                         std::vector<std::int64_t>* order = nullptr) {
-  RankLists lists{std::vector<std::int64_t>(static_cast<std::size_t>(ranks), 0), {}};
+  IdsByRank lists{std::vector<std::int64_t>(static_cast<std::size_t>(ranks), 0), {}};
   for (std::size_t i = 0; i < n; ++i) ++lists.counts[rank_of(i)];
   std::vector<std::int64_t> next(lists.counts.size(), 0);
   std::exclusive_scan(lists.counts.begin(), lists.counts.end(), next.begin(), std::int64_t{0});
@@ -48,7 +48,7 @@ RankLists lists_by_rank(int ranks, std::size_t n, const RankOf& rank_of, const V
   return lists;
 }
 
-RankLists to_homes(int ranks, std::span<const std::int64_t> ids,
+IdsByRank to_homes(int ranks, std::span<const std::int64_t> ids,
                    std::vector<std::int64_t>* order = nullptr) {
   return lists_by_rank(
       ranks, ids.size(), [&](std::size_t i) { return home_of(ids[i], ranks); },
@@ -98,10 +98,10 @@ GhostDirectory::GhostDirectory(int rank, std::span<const int> names,
   rows_.ghosts = static_cast<std::int64_t>(needed.size());
 }
 
-RankLists GhostDirectory::claims() const { return to_homes(rows_.ranks, owned_); }
-RankLists GhostDirectory::questions() { return to_homes(rows_.ranks, needed_, &asked_); }
+IdsByRank GhostDirectory::claims() const { return to_homes(rows_.ranks, owned_); }
+IdsByRank GhostDirectory::questions() { return to_homes(rows_.ranks, needed_, &asked_); }
 
-RankLists GhostDirectory::answers(const RankLists& claimed, const RankLists& asked,
+IdsByRank GhostDirectory::answers(const IdsByRank& claimed, const IdsByRank& asked,
                                   std::string& problems) const {
   IdTable owner(claimed.values.size());
   Problems twice, nobody;
@@ -114,7 +114,7 @@ RankLists GhostDirectory::answers(const RankLists& claimed, const RankLists& ask
                   names_[r], ")");
     }
   }
-  RankLists owners{asked.counts, {}};
+  IdsByRank owners{asked.counts, {}};
   owners.values.reserve(asked.values.size());
   for (std::size_t r = 0; r < asked.counts.size(); ++r) {
     for (std::int64_t k = 0; k < asked.counts[r]; ++k) {
@@ -128,18 +128,18 @@ RankLists GhostDirectory::answers(const RankLists& claimed, const RankLists& ask
   return owners;
 }
 
-RankLists GhostDirectory::requests(const RankLists& answered) {
+IdsByRank GhostDirectory::requests(const IdsByRank& answered) {
   std::vector<int> owner_of(needed_.size());
   for (std::size_t i = 0; i < asked_.size(); ++i)
     owner_of[static_cast<std::size_t>(asked_[i])] = static_cast<int>(answered.values[i]);
-  RankLists wanted = lists_by_rank(
+  IdsByRank wanted = lists_by_rank(
       rows_.ranks, needed_.size(), [&](std::size_t g) { return owner_of[g]; },
       [&](std::size_t g) { return needed_[g]; }, &rows_.received);
   rows_.receives = peers_of(wanted.counts);
   return wanted;
 }
 
-GhostRows GhostDirectory::rows(const RankLists& requested) {
+GhostRows GhostDirectory::rows(const IdsByRank& requested) {
   rows_.sends = peers_of(requested.counts);
   rows_.sent.clear();
   rows_.sent.reserve(requested.values.size());

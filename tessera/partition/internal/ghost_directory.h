@@ -19,7 +19,7 @@
 namespace tessera::detail {
 
 /// Numbers to or from each rank of the group, one rank's after the other's.
-struct RankLists {
+struct IdsByRank {
   std::vector<std::int64_t> counts;
   std::vector<std::int64_t> values;
 };
@@ -33,14 +33,14 @@ class GhostDirectory {
                  std::span<const std::int64_t> needed);
 
   /// The owned ids, and the needed ones, to their homes.
-  RankLists claims() const;
-  RankLists questions();
+  IdsByRank claims() const;
+  IdsByRank questions();
   /// At the home: the owner of each id that was asked for, -1 where there is none. What is wrong is
   /// appended to `problems`, with ids and ranks: ids of two owners, and of none.
-  RankLists answers(const RankLists& claimed, const RankLists& asked, std::string& problems) const;
+  IdsByRank answers(const IdsByRank& claimed, const IdsByRank& asked, std::string& problems) const;
   /// The needed ids, to their owners.
-  RankLists requests(const RankLists& answered);
-  GhostRows rows(const RankLists& requested);
+  IdsByRank requests(const IdsByRank& answered);
+  GhostRows rows(const IdsByRank& requested);
 
  private:
   std::span<const int> names_;
