@@ -184,7 +184,7 @@ class Ghosts : public ::testing::TestWithParam<int> {};
 TEST_P(Ghosts, AreTheRowsOfOneProcessInValueAndTwoDerivatives) {
   const int ranks = GetParam();
   on_ranks(ranks, [&](DistributedManager& manager) {
-    for (std::uint64_t n = 0; n < (process() ? 15 : 120); ++n) {
+    for (std::uint64_t n = 0; n < (process() ? 15 : 80); ++n) {
       Draw draw(n * 211 + static_cast<std::uint64_t>(ranks));
       const Cut cut(draw, ranks);
       check_exchange(manager.mesh(draw.axes(ranks)), cut, draw_row(draw), n);
@@ -196,7 +196,7 @@ TEST_P(Ghosts, AreTheRowsOfOneProcessInValueAndTwoDerivatives) {
 TEST_P(Ghosts, AreReducedIntoTheirOwnersInValueAndTwoDerivatives) {
   const int ranks = GetParam();
   on_ranks(ranks, [&](DistributedManager& manager) {
-    for (std::uint64_t n = 0; n < (process() ? 9 : 60); ++n) {
+    for (std::uint64_t n = 0; n < (process() ? 9 : 40); ++n) {
       Draw draw(n * 307 + static_cast<std::uint64_t>(ranks));
       const Cut cut(draw, ranks);
       const auto mesh = manager.mesh(draw.axes(ranks));
@@ -400,7 +400,7 @@ void check_network(const DeviceMesh& mesh, Draw& draw, std::uint64_t n) {
 TEST_P(Ghosts, CarryANetworkWhoseForcesAreTrained) {
   const int ranks = GetParam();
   on_ranks(ranks, [&](DistributedManager& manager) {
-    for (std::uint64_t n = 0; n < (process() ? 6 : 40); ++n) {
+    for (std::uint64_t n = 0; n < (process() ? 6 : 30); ++n) {
       Draw draw(n * 97 + static_cast<std::uint64_t>(ranks));
       check_network(manager.mesh(draw.axes(ranks)), draw, n);
       if (::testing::Test::HasFailure()) return;
@@ -500,6 +500,8 @@ TEST(GhostPlans, WrongPartitionsAreRefusedOnEveryRank) {
 
 TEST(GhostPlans, WrongRowsOnOneRankAreLearntByAll) {
   on_ranks(3, [](DistributedManager& manager) {
+    // A rank that fails leaves messages, with which MPI cannot be finalised (docs/errors.md).
+    if (manager.world().backend() == "mpi") GTEST_SKIP() << "over MPI the job would end with 1";
     const auto mesh = manager.mesh({{"domain", 3}});
     const int me = manager.rank();
     const GhostPlan plan(mesh, Ids{me, me + 10}, Ids{(me + 1) % 3});
