@@ -11,6 +11,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, torch_library) {
   tessera::python::register_trees(library);
   tessera::python::register_tensor(library);
   tessera::python::register_nn(library);
+  tessera::python::register_ghosts(library);
   tessera::python::register_data(library);
   tessera::python::register_backend(library);
   library.def("error_names", &tessera::python::error_names);

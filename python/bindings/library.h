@@ -57,6 +57,7 @@ class Library {
 
 void register_backend(Library& library);
 void register_data(Library& library);
+void register_ghosts(Library& library);
 void register_groups(Library& library);
 void register_mesh(Library& library);
 void register_nn(Library& library);

@@ -99,6 +99,12 @@ from tessera._errors import (
     ViewMismatch,
     WorldSizeMismatch,
 )
+from tessera._ghost import (
+    GhostPlan,
+    ghost_exchange,
+    ghost_reduce,
+    ghosts_of,
+)
 from tessera._groups import (
     Group,
     GroupInfo,
@@ -177,6 +183,7 @@ __all__ = [
     "FieldSharding",
     "FileError",
     "FixedOrder",
+    "GhostPlan",
     "GradientError",
     "Group",
     "GroupConfigError",
@@ -254,6 +261,9 @@ __all__ = [
     "full",
     "full_tensor",
     "functional",
+    "ghost_exchange",
+    "ghost_reduce",
+    "ghosts_of",
     "given_mapping",
     "group",
     "group_names",
