@@ -27,7 +27,6 @@
 #include "tessera/nn/sharded_optimizer.h"
 #include "tessera/nn/tensor_parallel.h"
 #include "tessera/ops/attention/neighborhood.h"
-#include "tessera/ops/ghosts/ghost_plan.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/index_rule.h"
 #include "tessera/partition/partition.h"
