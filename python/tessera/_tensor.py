@@ -19,14 +19,14 @@ def _sharded(tensor):
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and torch._C._dispatch_keys(tensor).has(_KEY)
 
 
-def _instead(name, answer):
-    plain = getattr(torch.Tensor, name)
+def _instead(name, answer, of=torch.Tensor):
+    plain = getattr(of, name)
 
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
         return answer(self, *args, **kwargs) if _sharded(self) else plain(self, *args, **kwargs)
 
-    setattr(torch.Tensor, name, method)
+    setattr(of, name, method)
 
 
 def _refuse(what, way_out):
@@ -44,6 +44,7 @@ class _Copies:
         self._copies, self._hooks, self._queued = [], [], False
 
     def add(self, copy):
+        copy._reduced_later = True  # a copy of this copy is reduced too
         self._copies.append(weakref.ref(copy))
         self._hooks.append(copy.register_post_accumulate_grad_hook(self._reached))
 
@@ -78,7 +79,7 @@ def _deepcopy(tensor, memo):
             copy.requires_grad_(tensor.requires_grad)
             if tensor.grad is not None:
                 copy.grad = copy_module.deepcopy(tensor.grad, memo)
-        if copy.requires_grad and ops.is_reduced(tensor):
+        if copy.requires_grad and (ops.is_reduced(tensor) or getattr(tensor, "_reduced_later", False)):
             memo.setdefault(id(_Copies), _Copies()).add(copy)
         memo[id(tensor)] = copy
     return memo[id(tensor)]
@@ -158,6 +159,7 @@ _instead("__repr__", lambda t, **_: f"<{_api.summary(t)}>")
 _instead("__format__", _format)
 _instead("__reduce_ex__", _refuse("cannot pickle or torch.save", f"Save plain tensors: {_WHOLE}"))
 _instead("__deepcopy__", _deepcopy)
+_instead("__deepcopy__", _deepcopy, torch.nn.Parameter)  # which has one of its own
 torch.Tensor.__copy__ = _copy
 _instead("numpy", _refuse("numpy() of", _WHOLE))
 _instead("__array__", _refuse("numpy() of", _WHOLE))

