@@ -86,25 +86,6 @@ namespace {
 
 using MeshPtr = c10::intrusive_ptr<PyMesh>;
 using Numbers = std::vector<std::int64_t>;
-using MaybeTensor = std::optional<at::Tensor>;
-
-/// What was started: a call, or a gather that gives a tensor.
-struct PyRequest : torch::CustomClassHolder {
-  explicit PyRequest(Request r) : request(std::move(r)) {}
-  explicit PyRequest(Pending<at::Tensor> v) : value(std::move(v)) {}
-  bool done() const { return value ? value->done() : request->done(); }
-  MaybeTensor wait() {
-    if (!value) {
-      request->wait();
-      return std::nullopt;
-    }
-    at::Tensor arrived = value->wait();
-    return arrived.defined() ? MaybeTensor(arrived) : std::nullopt;
-  }
-  std::optional<Started<void>> request;
-  std::optional<Started<at::Tensor>> value;
-};
-using RequestPtr = c10::intrusive_ptr<PyRequest>;
 
 /// The arguments of any collective, in the order of Python's.
 struct CollectiveCall {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -70,6 +71,26 @@ class Started {
   bool waited_ = false;
   std::shared_ptr<DroppedElsewhere> by_;
 };
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+/// What was started: a call, or one that gives a tensor.
+struct PyRequest : torch::CustomClassHolder {
+  explicit PyRequest(Request r) : request(std::move(r)) {}
+  explicit PyRequest(Pending<at::Tensor> v) : value(std::move(v)) {}
+  bool done() const { return value ? value->done() : request->done(); }
+  MaybeTensor wait() {
+    if (!value) {
+      request->wait();
+      return std::nullopt;
+    }
+    at::Tensor arrived = value->wait();
+    return arrived.defined() ? MaybeTensor(arrived) : std::nullopt;
+  }
+  std::optional<Started<void>> request;
+  std::optional<Started<at::Tensor>> value;
+};
+using RequestPtr = c10::intrusive_ptr<PyRequest>;
 
 /// "sum", "avg", "product", "min", "max", or "premultiplied" by `factor`. Throws InvalidArgument.
 ReduceOp reduce_op(const std::string& name, double factor = 1);

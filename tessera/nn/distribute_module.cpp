@@ -7,9 +7,11 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/agree/agree.h"
 #include "tessera/gradient/internal/coalesced.h"
+#include "tessera/nn/deferred.h"
+#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/nn/detail/parameter_gradient.h"
+#include "tessera/nn/detail/tape.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera {
@@ -42,7 +44,8 @@ void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh&
   const Group ranks = mesh.all();
   if (ranks.size() == 1) return;
   std::vector<at::Tensor> state;
-  for (const NamedTensor& entry : all) state.push_back(entry.tensor.detach());
+  for (const NamedTensor& entry : all)
+    if (!is_deferred(entry.tensor)) state.push_back(entry.tensor.detach());
   const at::NoGradGuard no_grad;
   broadcast_coalesced(state, ranks, 0);
 }
@@ -112,6 +115,10 @@ std::vector<NamedTensor> collected(const std::vector<NamedTensor>& tensors) {
       throw ShardingError(concat("distribute_module: ", name,
                                  " has a gradient or a graph: call it before the first backward, "
                                  "or zero_grad() with set_to_none"));
+    if (t.is_meta() && !is_deferred(t))
+      throw ShardingError(concat("distribute_module: ", name,
+                                 " is on the meta device and nothing says what its values are: "
+                                 "make the module in tessera::deferred()"));
     if (t.numel() > 0) {
       const auto [at, fresh] = memory.emplace(t.storage().unsafeGetStorageImpl(), name);
       if (!fresh)
@@ -133,11 +140,12 @@ struct Targets {
 // Where each tensor goes. What one rank refuses is refused on all, before anything has changed;
 // `refused`: what this rank refuses already.
 Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
-                       const ModuleRule& rule, std::exception_ptr refused) {
+                       const ModuleRule& rule, const std::exception_ptr& refused) {
   Targets targets;
-  std::string text;
-  try {
+  detail::agree_on_plan(mesh, "the module to distribute", [&] {
+    std::string text;
     if (refused) std::rethrow_exception(refused);
+    detail::require_no_scope("distribute_module");
     targets.tensors = collected(tensors);
     for (const NamedTensor& entry : targets.tensors) {
       const Target& target = targets.of.emplace_back(target_of(entry, mesh, rule));
@@ -148,15 +156,12 @@ Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh
         text += dim < 0 ? concat(", computed in shards over axis ", axis)
                         : concat(", data sharded along dim ", dim, " over axis ", axis);
       if (target.stays) text += ", stays";
+      if (const detail::Recorded* is = detail::recorded(entry.tensor))
+        text += concat(", deferred ", is->tape->hash(is->value));
       text += "\n";
     }
-  } catch (const std::exception& e) {
-    refused = std::current_exception();
-    text = e.what();
-  }
-  if (const Group ranks = mesh.all(); ranks.size() > 1)
-    agree::same(ranks, "the module to distribute", text);
-  if (refused) std::rethrow_exception(refused);
+    return text;
+  });
   return targets;
 }
 
@@ -170,8 +175,11 @@ std::vector<NamedTensor> place_unless(const std::exception_ptr& refused,
   for (std::size_t i = 0; i < all.size(); ++i) {
     const NamedTensor& entry = all[i];
     const at::NoGradGuard no_grad;
-    at::Tensor sharded = distribute_tensor(entry.tensor.detach(), targets[i].spec);
-    if (spec(sharded).has_shard())
+    const detail::Recorded* deferred = detail::recorded(entry.tensor);
+    at::Tensor sharded =
+        deferred ? deferred->tape->placed(deferred->value, targets[i].spec, mesh.manager().device())
+                 : distribute_tensor(entry.tensor.detach(), targets[i].spec);
+    if (!deferred && spec(sharded).has_shard())
       sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
@@ -181,7 +189,12 @@ std::vector<NamedTensor> place_unless(const std::exception_ptr& refused,
     }
     changes.emplace_back(entry.tensor, sharded);
   }
-  for (auto& [tensor, sharded] : changes) tensor.set_data(sharded);
+  for (auto& [tensor, sharded] : changes) {
+    if (is_deferred(tensor))
+      detail::fill_in(tensor, sharded);
+    else
+      tensor.set_data(sharded);
+  }
   return all;
 }
 

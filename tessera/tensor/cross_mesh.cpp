@@ -224,8 +224,8 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   if (same_ranks) return ToMesh::apply(t, ShardSpec(to, source.shape, placements, sizes));
   auto normal = placements;
   const auto dims = detail::shard_dims(to.mesh(), source.shape, normal, sizes);
-  const at::Tensor local = move(t.defined() ? detail::fresh_meta(t).local : at::Tensor(), source,
-                                from, to, dims, both);
+  const at::Tensor local =
+      move(t.defined() ? detail::fresh_meta(t).local : at::Tensor(), source, from, to, dims, both);
   if (!to.contains_me()) return {};
   return from_local(local, ShardSpec(to, source.shape, placements, sizes));
 }

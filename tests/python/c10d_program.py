@@ -53,7 +53,8 @@ def train(module, parameters, dtype=torch.float32):
 
 def ddp(name, compressed=False):
     net = network()
-    model = DistributedDataParallel(net, process_group=groups[name], bucket_cap_mb=0.01)
+    # Callbacks that make calls need one bucket: of several they come between the calls of the backward pass where each rank's threads let them.
+    model = DistributedDataParallel(net, process_group=groups[name], bucket_cap_mb=25 if compressed else 0.01)
     if compressed:  # callbacks of its futures wait for the futures of other calls
         model.register_comm_hook(PowerSGDState(groups[name], start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
     return train(model, model.parameters()) + [p.detach().clone() for p in net.parameters()] + [b.clone() for b in net.buffers()]

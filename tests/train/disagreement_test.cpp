@@ -66,7 +66,8 @@ TEST(Hostile, ACheckpointOfSomethingElseIsRefusedBeforeAnythingChanges) {
   };
   refused([&] { return std::make_shared<Custom>(smaller(), 1, 2); }, "another model");
   refused([] { return std::make_shared<Custom>(small_net(), 2, 2); }, "has 1 optimizers");
-  refused([] { return std::make_shared<Custom>(small_net(), 1, 1); }, "in group 1 there and in group 0 here");
+  refused([] { return std::make_shared<Custom>(small_net(), 1, 1); },
+          "in group 1 there and in group 0 here");
   refused([] { return std::make_shared<Custom>(small_net(), 1, 1, true); }, "is Adam, this one is");
   // A network that has grown.
   refused(

@@ -1,6 +1,7 @@
 #include "tessera/comm/agree/agree.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -18,6 +19,11 @@ namespace {
 // kind have the number behind the last.
 constexpr char kGood = 0;
 
+// What travels has memory, inside a DeferredScope of the caller too.
+class InMemory {
+  const c10::impl::ExcludeDispatchKeyGuard deferred_{c10::DispatchKey::DeferredInit};
+};
+
 std::string blamed(const Group& group, const std::string& what, std::size_t rank) {
   return concat(what, ": ", group.size() > 1 ? concat("rank ", group.ranks()[rank], ": ") : "");
 }
@@ -25,6 +31,7 @@ std::string blamed(const Group& group, const std::string& what, std::size_t rank
 // Rows of one size: whether a rank failed, then its bytes.
 std::vector<std::string> exchange_rows(const Group& group, const std::string& mine,
                                        std::size_t size, bool failed, const CallOptions& options) {
+  const InMemory real;
   const auto row = static_cast<std::int64_t>(size + 1);
   const c10::Device device = detail::control_device(group);
   at::Tensor sent = at::zeros({row}, at::kByte);
@@ -51,6 +58,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 /// The ranks' texts, or an empty list if all are equal. Goes through the store if the group has no
 /// other connection (ManagerState::meeting_place()), else through the group's own calls.
 std::vector<std::string> texts_that_differ(const Group& group, const std::string& text) {
+  const InMemory real;
   constexpr auto kCall = "agreement";
   const std::uint64_t value = Hash().text(text).value();
   detail::GroupState& state = *group.state();

@@ -53,7 +53,7 @@ struct Message {
 };
 
 /// The calls of a group, each declared once: Group is Collectives<void>, whose calls return when
-/// they are complete; group.started() is Collectives<Request>, whose calls return a Request at once.
+/// they are complete; group.started() is Collectives<Request>: its calls return a Request at once.
 template <class Result>
 class Collectives {
  public:

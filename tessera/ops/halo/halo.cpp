@@ -3,10 +3,10 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <mutex>
 #include <set>
 
 #include "tessera/base/text.h"
+#include "tessera/ops/halo/detail/peer_exchange.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -15,15 +15,6 @@
 namespace tessera {
 
 namespace detail {
-
-// One message per peer, sent from and received into flat memory. The same memory serves the
-// adjoint, in which what is received is sent back.
-struct HaloBuffers {
-  at::Tensor sent, received;  // flat, by peer
-  // views of them, one per piece of the plan, with the source box's shape
-  std::vector<at::Tensor> send_pieces, receive_pieces;
-  std::vector<Message> messages, back;
-};
 
 struct HaloState {
   ShardSpec field;
@@ -36,78 +27,23 @@ struct HaloState {
   std::vector<int> axes;  // those that shard the dims along which values are sent
   // for each mesh position its rank in the group, or -1
   std::vector<int> group_rank;
-  Sizes send_counts, receive_counts;               // elements, by rank of the group
-  std::mutex mutex;                                // backward may run on another thread
-  std::vector<std::unique_ptr<HaloBuffers>> idle;  // buffers that no request uses
+  Sizes send_counts, receive_counts;    // elements, by rank of the group
+  std::shared_ptr<PeerExchange> peers;  // where values are sent
 
   // Looked up at each use: a plan that is kept must not keep a group that has ended.
   Group group() const { return context->mesh.group(axes); }
-  std::unique_ptr<HaloBuffers> take(const at::Tensor& like) {
-    {
-      const std::lock_guard lock(mutex);
-      for (auto it = idle.begin(); it != idle.end(); ++it) {
-        if ((*it)->sent.scalar_type() != like.scalar_type() ||
-            (*it)->sent.device() != like.device())
-          continue;
-        auto found = std::move(*it);
-        idle.erase(it);
-        return found;
-      }
-    }
-    return make(like);
-  }
-  void give(std::unique_ptr<HaloBuffers> buffers) {
-    const std::lock_guard lock(mutex);
-    if (idle.size() < 8) idle.push_back(std::move(buffers));
-  }
-
- private:
-  std::unique_ptr<HaloBuffers> make(const at::Tensor& like) const {
-    // the buffers outlive this call and are written again in other modes
-    const c10::InferenceMode off(false);
-    auto buffers = std::make_unique<HaloBuffers>();
-    const auto options = like.options().requires_grad(false).memory_format(std::nullopt);
-    const auto lay_out = [&](const std::vector<HaloPiece>& pieces, at::Tensor& flat,
-                             std::vector<at::Tensor>& views, Message::Kind kind) {
-      std::int64_t total = 0;
-      for (const HaloPiece& piece : pieces) total += volume(piece.source);
-      flat = at::empty({total}, options);
-      std::int64_t at = 0;
-      for (std::size_t i = 0; i < pieces.size();) {
-        const std::int64_t first = at;
-        const int peer = pieces[i].rank;
-        for (; i < pieces.size() && pieces[i].rank == peer; ++i) {
-          std::vector<std::int64_t> shape;
-          for (const Interval& s : pieces[i].source) shape.push_back(s.size());
-          const std::int64_t n = volume(pieces[i].source);
-          views.push_back(flat.narrow(0, at, n).view(shape));
-          at += n;
-        }
-        const at::Tensor all = flat.narrow(0, first, at - first);
-        const auto other =
-            kind == Message::Kind::send ? Message::Kind::receive : Message::Kind::send;
-        buffers->messages.push_back({kind, all, group_rank[peer]});
-        buffers->back.push_back({other, all, group_rank[peer]});
-      }
-    };
-    lay_out(plan.sends, buffers->sent, buffers->send_pieces, Message::Kind::send);
-    lay_out(plan.receives, buffers->received, buffers->receive_pieces, Message::Kind::receive);
-    // A message whose receiver is ready needs no intermediate memory, and with Gloo one transfer
-    // less.
-    for (auto* all : {&buffers->messages, &buffers->back})
-      std::stable_partition(all->begin(), all->end(),
-                            [](const Message& m) { return m.kind == Message::Kind::receive; });
-    return buffers;
-  }
 };
 
 }  // namespace detail
 
 namespace {
 
-using detail::HaloBuffers;
 using detail::HaloState;
 using detail::LocalCallGuard;
+using detail::PeerBuffers;
+using detail::PeerExchange;
+using detail::PeerPiece;
+using detail::PeerTransfer;
 
 // The box `box` of a tensor whose own box is `of`.
 at::Tensor view_of(const at::Tensor& t, const Box& of, const Box& box) {
@@ -169,7 +105,7 @@ std::vector<std::int64_t> shape_of(const Box& box) {
   return shape;
 }
 
-Request launch(const HaloState& state, HaloBuffers& buffers, bool back) {
+Request launch(const HaloState& state, const PeerBuffers& buffers, bool back) {
   if (!state.travels) return {};
   if (state.method == HaloMethod::all_to_all) {
     return back ? state.group().started().all_to_all(buffers.sent, buffers.received,
@@ -293,6 +229,13 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
     s.send_counts[s.group_rank[piece.rank]] += volume(piece.source);
   for (const HaloPiece& piece : s.plan.receives)
     s.receive_counts[s.group_rank[piece.rank]] += volume(piece.source);
+  const auto pieces = [&](const std::vector<HaloPiece>& all) {
+    std::vector<PeerPiece> of_peers;
+    for (const HaloPiece& piece : all)
+      of_peers.push_back({s.group_rank[piece.rank], shape_of(piece.source)});
+    return of_peers;
+  };
+  s.peers = std::make_shared<PeerExchange>(pieces(s.plan.sends), pieces(s.plan.receives));
 }
 
 namespace {
@@ -312,42 +255,32 @@ Group Halo::group() const { return made(state_)->group(); }
 
 namespace {
 
-// Buffers whose messages are on the way.
-struct Travelling {
-  std::shared_ptr<HaloState> state;
-  std::unique_ptr<HaloBuffers> buffers;
-  Request request;
-
-  ~Travelling() {
-    request = {};  // waits
-    if (buffers) state->give(std::move(buffers));
-  }
-};
-
 class Sum final : public detail::Unfinished<at::Tensor> {
  public:
-  Sum(std::shared_ptr<HaloState> state, const at::Tensor& gradient) : gradient_(gradient) {
-    HaloState& s = *state;
-    travelling_.state = std::move(state);
+  Sum(std::shared_ptr<HaloState> state, const at::Tensor& gradient)
+      : gradient_(gradient), state_(std::move(state)), transfer_{state_->peers, {}, {}} {
+    const HaloState& s = *state_;
     if (!s.travels) return;
-    HaloBuffers& buffers = *(travelling_.buffers = s.take(gradient));
+    PeerBuffers& buffers = *(transfer_.buffers = s.peers->take(gradient));
     for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
       buffers.receive_pieces[i].copy_(folded(gradient, s.plan.needed, s.plan.receives[i]));
-    travelling_.request = launch(s, buffers, true);
+    transfer_.request = launch(s, buffers, true);
   }
-  bool done() override { return travelling_.request.done(); }
+  bool done() override { return transfer_.request.done(); }
   at::Tensor finish() override;
 
  private:
   const at::Tensor gradient_;
-  Travelling travelling_;
+  const std::shared_ptr<HaloState> state_;
+  PeerTransfer transfer_;
 };
 
 }  // namespace
 
 struct HaloValues::State {
   at::Tensor local;
-  Travelling travelling;
+  std::shared_ptr<HaloState> halo;
+  PeerTransfer transfer;
 };
 
 HaloValues::HaloValues() = default;
@@ -361,28 +294,29 @@ HaloValues Halo::start_exchange(const at::Tensor& local) const {
   HaloValues values;
   values.state_ = std::make_unique<HaloValues::State>();
   values.state_->local = local;
-  auto& travelling = values.state_->travelling;
-  travelling.state = state_;
+  values.state_->halo = state_;
+  PeerTransfer& transfer = values.state_->transfer;
+  transfer.exchange = state_->peers;
   if (state_->travels) {
-    travelling.buffers = state_->take(local);
+    transfer.buffers = state_->peers->take(local);
     for (std::size_t i = 0; i < state_->plan.sends.size(); ++i)
-      travelling.buffers->send_pieces[i].copy_(
+      transfer.buffers->send_pieces[i].copy_(
           view_of(local, state_->owned, state_->plan.sends[i].source));
-    travelling.request = launch(*state_, *travelling.buffers, false);
+    transfer.request = launch(*state_, *transfer.buffers, false);
   }
   return values;
 }
 
 Request& HaloValues::arrival() {
   if (!state_) throw InvalidArgument("a halo whose exchange was never started: start_exchange()");
-  return state_->travelling.request;
+  return state_->transfer.request;
 }
 
 at::Tensor HaloValues::assemble(const Box& box) {
   Request& request = arrival();
   const LocalCallGuard guard;
   State& f = *state_;
-  const HaloState& s = *f.travelling.state;
+  const HaloState& s = *f.halo;
   if (box.size() != s.owned.size())
     throw InvalidArgument(
         concat("a box of ", box.size(), " dims of a field with ", s.owned.size()));
@@ -415,7 +349,7 @@ at::Tensor HaloValues::assemble(const Box& box) {
     if (piece.target != piece.source) add(piece, f.local, s.owned);
   }
   for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
-    add(s.plan.receives[i], f.travelling.buffers->receive_pieces[i], s.plan.receives[i].source);
+    add(s.plan.receives[i], f.transfer.buffers->receive_pieces[i], s.plan.receives[i].source);
 
   const auto values = [&](const Part& part) {
     return part.piece == &kOwn ? view_of(*part.from, *part.of, part.at)
@@ -458,7 +392,7 @@ Pending<at::Tensor> Halo::start_sum(const at::Tensor& gradient) const {
 
 at::Tensor Sum::finish() {
   const LocalCallGuard guard;
-  const HaloState& s = *travelling_.state;
+  const HaloState& s = *state_;
   const auto& copies = s.plan.copies;
   // Usually one copy of everything that is owned comes first.
   const auto whole = std::find_if(copies.begin(), copies.end(), [&](const HaloPiece& p) {
@@ -475,9 +409,9 @@ at::Tensor Sum::finish() {
     if (it != whole)
       view_of(result, s.owned, it->source).add_(folded(gradient_, s.plan.needed, *it));
   }
-  travelling_.request.wait();
+  transfer_.request.wait();
   for (std::size_t i = 0; i < s.plan.sends.size(); ++i)
-    view_of(result, s.owned, s.plan.sends[i].source).add_(travelling_.buffers->send_pieces[i]);
+    view_of(result, s.owned, s.plan.sends[i].source).add_(transfer_.buffers->send_pieces[i]);
   return result;
 }
 

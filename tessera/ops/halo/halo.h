@@ -53,7 +53,6 @@ using NeededBox = std::function<Box(int position)>;
 class HaloValues;
 namespace detail {
 struct HaloState;
-struct HaloBuffers;
 }  // namespace detail
 
 /// The exchange that gives each rank its needed box of a field, prepared once: plan, group, and

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "tessera/base/host_lock.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/detail/view_replay.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
@@ -359,7 +360,9 @@ struct Kernels<Op, Result(Arguments...)> {
         at::Tensor made = same_dims(local.strides(), layout->local_strides)
                               ? wrap_checked(std::move(local), layout)
                               : wrap_fresh(std::move(local), layout);
-        if (layout->spec.data()->partial) meta_of(made)->intermediate = true;
+        const bool partial = layout->spec.data()->partial;
+        if (partial) meta_of(made)->intermediate = true;
+        if (partial || !plan.moves.empty()) count(builder);
         return made;
       }
       if (!same_dims(local.strides(), layout->strides) || local.storage_offset() != layout->offset)
@@ -373,8 +376,14 @@ struct Kernels<Op, Result(Arguments...)> {
                                    at::Tensor local) {
     const LayoutPtr& layout = plan.outputs[0].layout;
     at::Tensor made = guarded(plan, builder, [&] { return wrap_fresh(std::move(local), layout); });
+    count(builder);
     if (layout->spec.has_partial()) meta_of(made)->intermediate = true;
     return made;
+  }
+
+  // As ShardedCall does, for what moves or sums over ranks.
+  static void count(const KeyBuilder& builder) {
+    context_of(builder.first->spec())->operators->add_one();
   }
 
   // To gather may fail, or wait for other ranks, which learn of a failure by themselves.
@@ -385,6 +394,7 @@ struct Kernels<Op, Result(Arguments...)> {
     std::array<at::Tensor, sizeof...(Arguments)> gathered;
     {
       const WithoutHostLock released;
+      const OriginScope scope(plan.origin, context_of(builder.first->spec())->operators);
       for (const ReadyPlan::Move& move : plan.moves) {
         const at::Tensor& t = *tensors[move.argument];
         at::Tensor& local = gathered[move.argument];

@@ -19,6 +19,8 @@
 
 namespace tessera::detail {
 
+class CallOrigin;
+
 // What a key contains beside pointers and numbers: small values that no pointer equals.
 enum Mark : std::uint64_t {
   kNone = 1,
@@ -102,6 +104,8 @@ struct ReadyPlan {
   // memory (host_memory.h).
   bool on_device = false;
   bool once = false;  // not kept: the operator was refused within a RefusalScope
+  // What the plan's collectives are for; null: it has none.
+  std::shared_ptr<const CallOrigin> origin;
 };
 
 /// What one pass over the arguments finds.

@@ -1,0 +1,75 @@
+#pragma once
+// Deferred construction: a model that fits on no rank is made on no rank.
+//
+//   auto net = tessera::deferred([] { return Gpt(options); });   // no parameter has memory
+//   tessera::fully_shard(*net, mesh);                            // each rank fills its shards
+//
+// Operators of the constructor, initialisation included, are recorded instead of computed. Whatever
+// places the module (distribute_module(), fully_shard(), tensor_parallel()) then runs, parameter by
+// parameter, what was recorded of it, on a tensor that is sharded from the start. So a rank never
+// holds more than its shards and what one parameter's initialisation needs beside it, and every
+// kind of initialisation that libtorch's operators can express is covered, whoever wrote it. (The
+// recording is an idea of torchdistx, https://pytorch.org/torchdistx.)
+//
+// Random numbers come from the stream of sharded tensors (manual_seed()), which does not depend on
+// placements: values equal, bit for bit, those of the same program on one rank.
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+namespace detail {
+class Tape;
+}
+
+/// Defers the values of tensors that are made while it lives, by this thread, on the default
+/// device. They are on the meta device, and what is done with them is recorded. Tensors made on a
+/// device that the program names get their values at once, as does what is read from memory
+/// (torch::tensor({...})). Scopes may nest: the inner one has a recording of its own.
+///
+/// While it lives, whatever would read values that are not there (item(), a copy to plain memory)
+/// throws NotAvailable with the operator's name; so do random operators with a generator of their
+/// own, and those that make their result by themselves (randperm). Never write through data_ptr()
+/// of a deferred tensor.
+class DeferredScope {
+ public:
+  DeferredScope();
+  ~DeferredScope();
+  DeferredScope(const DeferredScope&) = delete;
+  DeferredScope& operator=(const DeferredScope&) = delete;
+
+ protected:
+  /// `host_too`: tensors that are made on the CPU by name are deferred as well. Python names the
+  /// default device in each call.
+  explicit DeferredScope(bool host_too);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// What `make` returns, with the values of its parameters and buffers deferred.
+template <class Make>
+auto deferred(Make&& make) {
+  const DeferredScope scope;
+  return std::forward<Make>(make)();
+}
+
+/// True if the tensor was made in a DeferredScope and has no values yet.
+bool is_deferred(const at::Tensor& tensor);
+
+/// Gives the deferred parameters and buffers of a module their values, each whole, on this process:
+/// what the constructor would have done, with the same random numbers of libtorch's default
+/// generator if nothing else draws in between and all that was recorded belongs to this module. For
+/// modules that nothing places (DistributedDataParallel, one process). Not collective. Throws
+/// NotAvailable as DeferredScope, and InvalidArgument inside one.
+void materialize(torch::nn::Module& module, c10::Device device = c10::kCPU);
+/// The same for the tensors of a module that is not C++'s own; what is not deferred stays as it is.
+void materialize(const std::vector<at::Tensor>& tensors, c10::Device device = c10::kCPU);
+
+}  // namespace tessera

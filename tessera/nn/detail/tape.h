@@ -1,0 +1,114 @@
+#pragma once
+// Tape: what a program did to tensors that have no values, and how one of them gets its own.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tessera/tensor/policy.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera::detail {
+
+/// One recording. Values are numbered: each tensor that an operator made is one, and what is
+/// written to in place stays the same one. Views share the memory of their base, and so its number
+/// in `memory`.
+class Tape : public std::enable_shared_from_this<Tape> {
+ public:
+  /// The key that operators are recorded under while a scope lives. Registered on first use; throws
+  /// NotAvailable if another library has a fallback for it.
+  static constexpr auto kKey = c10::DispatchKey::DeferredInit;
+  static void ensure_registered();
+
+  explicit Tape(bool host_too) : host_too_(host_too) {}
+
+  static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                       torch::jit::Stack* stack);
+  /// Runs an operator on the meta device and records it, or just runs it if it neither takes values
+  /// of this tape nor, in its scope, makes any.
+  void call(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+  /// The value of a tensor, sharded as `spec` says. Collective over its mesh if what was recorded
+  /// moves data. Draws are numbered as if all that was recorded ran at the first call.
+  at::Tensor placed(std::size_t value, const ShardSpec& spec, c10::Device device);
+  /// The values of tensors on this process alone, in the order of the recording.
+  std::vector<at::Tensor> plain(const std::vector<std::size_t>& values, c10::Device device) const;
+  /// A number that stands for what was recorded of a value: equal on ranks that did the same.
+  std::uint64_t hash(std::size_t value) const;
+
+ private:
+  struct Value {
+    std::size_t memory = 0;
+    std::vector<std::int64_t> shape;
+    at::ScalarType dtype = at::kFloat;
+  };
+  /// A tensor among the arguments: of a list its element, else -1.
+  struct Use {
+    std::size_t argument = 0;
+    int element = -1;
+    std::size_t value = 0;
+  };
+  struct Step {
+    c10::OperatorHandle op;
+    /// Deferred tensors are left out: the tape would keep what keeps the tape.
+    std::vector<c10::IValue> arguments;
+    std::vector<Use> uses;
+    /// The argument that names a device, where there is one.
+    std::optional<std::size_t> device;
+    /// By result; in a list one after the other.
+    std::vector<std::size_t> results;
+    /// Of what it writes to, and of its results.
+    std::vector<std::size_t> touched;
+    /// The how-manieth random step it is.
+    std::optional<std::uint64_t> draw;
+  };
+  using Values = std::unordered_map<std::size_t, at::Tensor>;
+
+  bool makes_deferred(const Step& step) const;
+  void take_arguments(Step& step, const torch::jit::Stack& stack, std::size_t first);
+  void take_results(Step& step, const torch::jit::Stack& stack, std::size_t first,
+                    const std::vector<at::Tensor>& inputs);
+  std::size_t add_value(const at::Tensor& tensor, const std::vector<at::Tensor>& inputs);
+  std::vector<const Step*> steps_of(const std::vector<std::size_t>& values) const;
+  void run(const Step& step, Values& values, c10::Device device) const;
+  at::Tensor created(const Step& step, const ShardSpec& spec, c10::Device device) const;
+
+  const bool host_too_;
+  mutable std::mutex mutex_;  // guards what is below
+  std::vector<Value> values_;
+  std::vector<Step> steps_;
+  std::size_t memories_ = 0;
+  std::uint64_t draws_ = 0;
+  /// Of the first placed() value.
+  std::optional<RandomState> start_;
+};
+
+/// On a deferred tensor's implementation.
+struct Recorded : c10::BackendMeta {
+  Recorded(std::shared_ptr<Tape> tape_, std::size_t value_)
+      : tape(std::move(tape_)), value(value_) {}
+  const std::shared_ptr<Tape> tape;
+  const std::size_t value;
+};
+/// Null for tensors with values, and for those on the meta device that no scope recorded.
+const Recorded* recorded(const at::TensorBase& tensor);
+/// Gives a deferred tensor the value `made`, for every handle to it.
+void fill_in(const at::Tensor& deferred, const at::Tensor& made);
+/// Makes `tape` the recording of this thread's innermost scope. Returns the one before.
+Tape* exchange_recording(Tape* tape);
+/// Throws InvalidArgument inside a DeferredScope of this thread, in which nothing has values.
+void require_no_scope(const std::string& who);
+
+}  // namespace tessera::detail
