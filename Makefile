@@ -14,6 +14,8 @@
 #   make soak        4 ranks of 2 hosts for HOURS=2: groups made and closed, ranks that die, strangers; nothing may grow (needs root)
 #   make tsan        ThreadSanitizer on the rooms up to comm and ranks that are threads, without Gloo, MPI and NCCL
 #   make asan        AddressSanitizer and UndefinedBehaviorSanitizer on all rooms, without MPI, Python, examples and benchmarks
+#   make hostile     the drawn suites of hostile cases for HOURS=1, with seeds that nobody has run
+#   make test-pytorch   PyTorch's own distributed tests over the backend tessera, as far as they need no GPU; writes docs/pytorch_tests.md
 #   make fuzz        clang's libFuzzer on each parser of what strangers write, and on the store's frames, SECONDS_EACH=600 (needs clang)
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
@@ -30,7 +32,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -128,6 +130,14 @@ test-slurm: build
 soak: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target test_netns
 	@$(RUN) scripts/soak $(BUILD) $(HOURS)
+
+hostile: configure
+	@$(RUN) cmake --build --preset $(PRESET) --target hostile
+	@$(RUN) scripts/hostile $(BUILD) $(HOURS)
+
+# Takes minutes, and follows torch's version more closely than `make test` can.
+test-pytorch: python build
+	@$(RUN) scripts/test_pytorch $(BUILD) $(ARGS)
 
 tsan asan:
 	@$(MAKE) --no-print-directory PRESET=$@ build ctest

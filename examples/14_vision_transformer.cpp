@@ -44,7 +44,7 @@ struct TransformerImpl : nn::Module {
     const auto field = patches(image);
     const auto all = field.flatten(2).transpose(1, 2), first = token.expand({all.size(0), -1, -1});
     const auto x = everywhere(at::cat({first, all}, 1) + positions);
-    // A slice stays with the rank that has the token; select(1, 0) would gather all of them.
+    // A slice stays with the rank that has the token; select(1, 0) would send it to all of them.
     return {head(x.narrow(1, 0, 1).sum(1)),
             windows(x.slice(1, 1).unflatten(1, {field.size(2), field.size(3)}))};
   }

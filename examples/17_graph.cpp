@@ -7,7 +7,6 @@
 
 #include <cstdio>
 
-#include "tessera/ops/ghosts/ghost_plan.h"
 #include "tessera/tessera.h"
 
 using Ids = std::vector<std::int64_t>;

@@ -18,5 +18,6 @@ Command add_run(CLI::App& program);
 Command add_bench(CLI::App& program);
 Command add_doctor(CLI::App& program);
 Command add_plan(CLI::App& program);
+Command add_report(CLI::App& program);
 
 }  // namespace tessera::app

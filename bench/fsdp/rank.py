@@ -29,20 +29,45 @@ def make(name, batch, counted):
     return torch.nn.Sequential(*(Block(width) for _ in range(blocks))), (batch, 8 if counted else 32, width)
 
 
+def shard_theirs(net):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in net:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return lambda t: t
+
+
+def shard_ours(net):
+    import tessera as ts
+
+    mesh = ts.Mesh({"data": ts.world_size()})
+    ts.fully_shard(net, mesh)
+    return lambda t: ts.from_local(t, mesh, [ts.Shard(0)])
+
+
+def start(backend):
+    """This rank. "ours": the library's fully_shard from Python, over Gloo; else what Python's is over."""
+    if backend != "ours":
+        start_group(backend)
+        return dist.get_rank()
+    import tessera as ts
+
+    ts.init("gloo")
+    return ts.rank()
+
+
 def main():
     torch.set_num_threads(1)
     path, backend, name = sys.argv[1:]
-    counted, plain = name.endswith(" memory"), name.endswith(" plain")
+    counted, plain, ours = name.endswith(" memory"), name.endswith(" plain"), backend == "ours"
     counter = Counter(path) if counted else None
-    start_group(backend)
+    rank = start(backend)
     net, shape = make(name, 1 if counted else 4, counted)
     fill(net)
+    data, target = pattern(shape, rank), pattern(shape, rank + 0.5)
     if not plain:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for unit in net:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-    data, target = pattern(shape, dist.get_rank()), pattern(shape, dist.get_rank() + 0.5)
+        place = shard_ours(net) if ours else shard_theirs(net)
+        data, target = place(data), place(target)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 
     def step():
@@ -54,13 +79,14 @@ def main():
 
     def value(loss):
         loss = loss.detach().clone()
-        if not plain:  # of all samples, as a sharded loss is
+        if not plain and not ours:  # of all samples, as a sharded loss is
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
         return loss.item()
 
     serve(step, value, counter)
-    dist.destroy_process_group()
+    if not ours:
+        dist.destroy_process_group()
 
 
 main()

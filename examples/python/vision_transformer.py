@@ -46,7 +46,7 @@ class VisionTransformer(nn.Module):
         x = x.flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
         x = self.everywhere(x)
-        # A slice of the class token stays with the rank that has it; x[:, 0] would gather all tokens.
+        # A slice of the class token stays with the rank that has it; x[:, 0] would send it to all ranks.
         return self.head(x[:, :1].sum(1)), self.windows(x[:, 1:].unflatten(1, grid))
 
 

@@ -24,6 +24,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/hosts/hosts.h"
 #include "tessera/comm/backends/shm/shm.h"
+#include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/store_meeting.h"
 
 namespace tessera::python {
@@ -199,9 +200,9 @@ class BackendMeeting : public torch::CustomClassHolder {
 
   /// After "done". Throws what the ranks said.
   c10::intrusive_ptr<c10d::ProcessGroup> group() {
-    if (!chosen_.backend)
+    if (!chosen_.transport)
       throw std::runtime_error(problem_.empty() ? "the ranks found no backend" : problem_);
-    const auto& backend = chosen_.backend;
+    const auto backend = chosen_.transport->backend();
     auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(), backend->getSize());
     group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
     return group;
@@ -219,19 +220,19 @@ class BackendMeeting : public torch::CustomClassHolder {
     const auto store = c10::make_intrusive<c10d::PrefixStore>(life, asking);
     options.find_address = [this, life] { return caller_->ask({"address", life, ""}); };
     if (size > 1) {
-      chosen_ = make_backend_by_host(store, rank, size, options);
+      chosen_ = make_transport_by_host(store, rank, size, options);
       return;
     }
-    ShmBackendOptions alone;
+    ShmOptions alone;
     alone.name = options.name;
     alone.timeout = options.timeout;
     alone.ranks = options.ranks;
-    chosen_ = {make_shm_backend(store, rank, size, alone), "shm", "it has one rank", ""};
+    chosen_ = {make_shm_transport(store, rank, size, alone), "shm", "it has one rank", ""};
   }
 
   const std::shared_ptr<Conversation> caller_ = std::make_shared<Conversation>();
   // written before "done"
-  ChosenBackend chosen_;
+  ChosenTransport chosen_;
   std::string problem_;
   std::thread thread_;
 };

@@ -56,11 +56,14 @@ class Library {
 };
 
 void register_backend(Library& library);
+void register_checkpoint(Library& library);
 void register_data(Library& library);
 void register_ghosts(Library& library);
+void register_deferred(Library& library);
 void register_groups(Library& library);
 void register_mesh(Library& library);
 void register_nn(Library& library);
+void register_rules(Library& library);
 void register_tensor(Library& library);
 void register_trees(Library& library);
 

@@ -12,6 +12,7 @@
 #include "handles.h"
 #include "library.h"
 #include "mesh.h"
+#include "modules.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/file.h"
 #include "tessera/gradient/step_weight.h"
@@ -30,53 +31,12 @@ using MeshPtr = c10::intrusive_ptr<PyMesh>;
 using Names = std::vector<std::string>;
 using Numbers = std::vector<std::int64_t>;
 
-/// A module of Python's as one of C++: the same tensors under the same names, "0.weight" in a child
-/// "0".
-class MirroredModule : public torch::nn::Module {
- public:
-  /// The first `parameters` of the tensors are parameters, the others buffers.
-  MirroredModule(const Names& names, const std::vector<at::Tensor>& tensors,
-                 std::int64_t parameters) {
-    if (names.size() != tensors.size())
-      throw InvalidArgument(concat(names.size(), " names and ", tensors.size(), " tensors"));
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      const auto dot = names[i].rfind('.');
-      MirroredModule& owner = dot == std::string::npos ? *this : child(names[i].substr(0, dot));
-      const std::string own = dot == std::string::npos ? names[i] : names[i].substr(dot + 1);
-      if (static_cast<std::int64_t>(i) < parameters) {
-        owner.register_parameter(own, tensors[i], tensors[i].requires_grad());
-      } else {
-        owner.register_buffer(own, tensors[i]);
-      }
-    }
-  }
-
- private:
-  MirroredModule() = default;
-  MirroredModule& child(const std::string& path) {
-    MirroredModule* at = this;
-    for (std::size_t begin = 0; begin <= path.size();) {
-      const std::size_t end = std::min(path.find('.', begin), path.size());
-      auto& next = at->below_[path.substr(begin, end - begin)];
-      if (!next) {
-        next.reset(new MirroredModule);
-        at->register_module(path.substr(begin, end - begin), next);
-      }
-      at = next.get();
-      begin = end + 1;
-    }
-    return *at;
-  }
-  std::map<std::string, std::shared_ptr<MirroredModule>> below_;
-};
-
 /// The engine of DistributedDataParallel around a module of Python's.
 struct PyDataParallel : torch::CustomClassHolder {
-  PyDataParallel(const Names& names, const std::vector<at::Tensor>& tensors,
-                 std::int64_t parameters, const GroupPtr& group, const std::string& reduction,
+  PyDataParallel(const ModuleTreePtr& tree, const GroupPtr& group, const std::string& reduction,
                  double factor, bool broadcast_buffers, const Names& ignore,
                  std::int64_t first_bucket, std::int64_t bucket, bool overlap, bool view)
-      : module(std::make_shared<MirroredModule>(names, tensors, parameters)),
+      : module(tree->module),
         engine(module, group->group,
                {{first_bucket, bucket, overlap, view},
                 reduce_op(reduction, factor),
@@ -92,7 +52,7 @@ struct PyDataParallel : torch::CustomClassHolder {
       all.emplace_back(bucket.begin(), bucket.end());
     return all;
   }
-  std::shared_ptr<MirroredModule> module;
+  std::shared_ptr<torch::nn::Module> module;
   detail::DataParallelEngine engine;
 };
 using DataParallelPtr = c10::intrusive_ptr<PyDataParallel>;
@@ -166,10 +126,10 @@ double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, do
 }  // namespace
 
 void register_nn(Library& library) {
+  register_modules(library);
   library.class_<PyDataParallel>("DistributedDataParallel")
-      .def(torch::init<const Names&, const std::vector<at::Tensor>&, std::int64_t, const GroupPtr&,
-                       const std::string&, double, bool, const Names&, std::int64_t, std::int64_t,
-                       bool, bool>())
+      .def(torch::init<const ModuleTreePtr&, const GroupPtr&, const std::string&, double, bool,
+                       const Names&, std::int64_t, std::int64_t, bool, bool>())
       .def("before_forward",
            [](const DataParallelPtr& self, bool training) { self->before_forward(training); })
       .def("syncing", [](const DataParallelPtr& self) { return self->engine.reducer().syncing(); })

@@ -70,20 +70,23 @@ std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const s
   return loaded;
 }
 
-// One entry of `placements` and `sizes` a tensor: the rule has been asked in Python.
-// The first `parameters` of them are parameters, the others buffers.
+// What the rule says of one tensor, which has been asked in Python: placements, sizes, and the axis
+// and dim of its data's sequence with whether it stays.
+using Placed = std::tuple<Texts, SizesDict, std::tuple<std::int64_t, std::int64_t, bool>>;
+
+// One entry of `where` a tensor. The first `parameters` of them are parameters, the others buffers.
 void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors,
                            std::int64_t parameters, const MeshPtr& mesh,
-                           const std::vector<Texts>& where,
-                           const std::vector<SizesDict>& sizes_of) {
-  if (names.size() != tensors.size() || names.size() != where.size() ||
-      names.size() != sizes_of.size())
-    throw InvalidArgument(
-        "distribute_parameters: names, tensors, placements and sizes differ in number");
+                           const std::vector<Placed>& where) {
+  if (names.size() != tensors.size() || names.size() != where.size())
+    throw InvalidArgument("distribute_parameters: names, tensors and placements differ in number");
   std::map<std::string, ParameterPlacement> rules;
   std::vector<NamedTensor> all;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    rules[names[i]] = {placements(where[i]), sizes(sizes_of[i])};
+    const auto& [placed, parts, use] = where[i];
+    const auto& [axis, dim, stays] = use;
+    rules[names[i]] = {
+        placements(placed), sizes(parts), {static_cast<int>(axis), static_cast<int>(dim)}, stays};
     all.push_back({names[i], tensors[i], static_cast<std::int64_t>(i) < parameters});
   }
   distribute_in_place(
@@ -130,6 +133,12 @@ void register_tensor(Library& library) {
   library.def("from_local", [](const at::Tensor& local, const MeshPtr& mesh, const Texts& where,
                                const SizesDict& parts) {
     return from_local(local, mesh->mesh, placements(where), sizes(parts));
+  });
+  // The whole spec is known, and nothing is compared.
+  library.def("from_local_of_spec", [](const at::Tensor& local, const MeshPtr& mesh,
+                                       const std::vector<std::int64_t>& shape, const Texts& where,
+                                       const SizesDict& parts) {
+    return from_local(local, ShardSpec(mesh->mesh, shape, placements(where), sizes(parts)));
   });
   library.def("distribute_tensor", [](const at::Tensor& full, const MeshPtr& mesh,
                                       const Texts& where, const SizesDict& parts) {

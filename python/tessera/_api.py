@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tessera import _foreign_files, _torch_objects
+from tessera._errors import InvalidArgument
 from tessera._groups import Group
 from tessera._library import classes, ops
-from tessera._placement import from_text, to_text
+from tessera._placement import ParameterPlacement, from_text, to_text
 
 
 def init(backend="", timeout=300.0, between_hosts="auto"):
@@ -83,6 +85,17 @@ class Mesh:
         """By name: one that `add_mesh` named, or the ranks of a family of `create_process_groups` that this rank belongs to, with one axis per leaf
         below it. So a module asks for "domain" and needs no mesh from its caller. Raises with the known names."""
         return cls._of(ops.mesh_named(name))
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh):
+        """The mesh over the ranks of a `torch.distributed.device_mesh.DeviceMesh`, with its names ("dim0", ... where it has none). Not collective. Raises
+        where torch.distributed has other ranks than this job, or none."""
+        return _torch_objects.from_device_mesh(device_mesh)
+
+    def to_device_mesh(self, device_type="cpu"):
+        """The `torch.distributed.device_mesh.DeviceMesh` over the same ranks, for code written against PyTorch's own. Made once: that is collective over
+        all ranks of torch.distributed, which must be those of this job; later calls give the same one."""
+        return _torch_objects.to_device_mesh(self, device_type)
 
     @property
     def axes(self):
@@ -238,17 +251,16 @@ def _with_sizes(placed):
 def distribute_module(module, mesh, rule=None):
     """Makes the parameters and buffers of `module` sharded tensors, in place, and returns it.
 
-    `rule(name, tensor)` gives placements, or (placements, sizes), or None for replicated. Before the first forward pass.
+    `rule(name, tensor)` gives placements, or (placements, sizes), or a `ParameterPlacement` (see `stay`), or None for replicated. Before the first forward
+    pass.
     """
-    names, tensors, where, parts = [], [], [], []
-    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+    parameters, buffers, where = list(module.named_parameters()), list(module.named_buffers()), []
     for name, tensor in [*parameters, *buffers]:
-        placements, sizes = _with_sizes((rule and rule(name, tensor)) or ["Replicate"] * len(mesh.axes))
-        names.append(name)
-        tensors.append(tensor)
-        where.append(to_text(placements))
-        parts.append(_sizes(sizes))
-    ops.distribute_parameters(names, tensors, len(parameters), mesh._handle, where, parts)
+        given = (rule and rule(name, tensor)) or ["Replicate"] * len(mesh.axes)
+        placed = given if isinstance(given, ParameterPlacement) else ParameterPlacement(*_with_sizes(given))
+        where.append((to_text(placed.placements), _sizes(placed.sizes), (*(placed.sequence or (-1, 0)), placed.stays)))
+    names, tensors = [n for n, _ in parameters + buffers], [t for _, t in parameters + buffers]
+    ops.distribute_parameters(names, tensors, len(parameters), mesh._handle, where)
     return module
 
 
@@ -283,13 +295,34 @@ def _named(tensors):
     return list(tensors.keys()), list(tensors.values())
 
 
-def save(tensors, mesh, path):
-    """A module's parameters and buffers, a dictionary of tensors, or one tensor (named "tensor"), into one safetensors file. Collective."""
-    ops.save(*_named(tensors), mesh._handle, str(path))
+def save(tensors, mesh, path, max_bytes=0):
+    """A module's parameters and buffers, a dictionary of tensors, or one tensor (named "tensor"), into one safetensors file. Collective.
+
+    `max_bytes`: into a folder of files of at most so many bytes, with the index that Hugging Face's tools write and read (model.safetensors.index.json).
+    """
+    if max_bytes > 0:
+        _foreign_files.save_files(*_named(tensors), mesh, str(path), int(max_bytes))
+    else:
+        ops.save(*_named(tensors), mesh._handle, str(path))
 
 
 def load(path, mesh, placements=None):
-    """All tensors of a file, by name. `placements` maps names to placements, or (placements, sizes); the others are replicated. Collective."""
+    """All tensors of a file, or of a folder of files with an index (model.safetensors.index.json), by name. Collective.
+
+    `placements` maps names to placements, or (placements, sizes); the others are replicated.
+    """
+    if files := _foreign_files.files_of(str(path), mesh):
+        placements, all_tensors = placements or {}, {}
+        unknown = [name for name in placements if not any(name in of_one for of_one in files.values())]
+        if unknown:
+            raise InvalidArgument(f"load: placements name {unknown}, which is not in {path}")
+        for file, of_one in files.items():
+            all_tensors.update(_load_file(file, mesh, {name: placed for name, placed in placements.items() if name in of_one}))
+        return all_tensors
+    return _load_file(path, mesh, placements)
+
+
+def _load_file(path, mesh, placements):
     names, where, parts = [], [], []
     for name, placed in (placements or {}).items():
         placed, sizes = _with_sizes(placed)
@@ -300,8 +333,14 @@ def load(path, mesh, placements=None):
 
 
 def load_into(tensors, mesh, path):
-    """A file into the tensors that are there (as for `save`), wherever they lie. Collective."""
-    ops.load_into(*_named(tensors), mesh._handle, str(path))
+    """A file, or a folder of files with an index as for `load`, into the tensors that are there (as for `save`), wherever they lie. Collective.
+
+    Nothing is changed where names, shapes or dtypes do not fit; of a folder this holds for the names, and then for each file by itself.
+    """
+    if files := _foreign_files.files_of(str(path), mesh):
+        _foreign_files.load_into_files(files, *_named(tensors), mesh)
+    else:
+        ops.load_into(*_named(tensors), mesh._handle, str(path))
 
 
 class CommTrace:

@@ -1,6 +1,7 @@
 """Is my model safe on this mesh? Runs it sharded beside the same model on one process."""
 
 import copy
+import math
 import os
 import traceback
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tessera import _api
+from tessera._errors import MismatchError
 from tessera._library import classes, ops
 from tessera._placement import Replicate, Shard
 
@@ -31,6 +33,7 @@ class Compared:
     difference: float  # largest, relative to the largest value; inf where shapes, dtypes or NaNs differ
     tolerance: float
     placements: tuple  # None for what is no sharded tensor
+    rounding: float = None  # the difference in the model's own dtype, where float64 decided
 
     @property
     def equal(self):
@@ -76,19 +79,28 @@ class Report:
         return not self.wrong and not self.refused
 
     def __str__(self):
+        return self.text()
+
+    def text(self, limit=10):
+        """The verdict in a line, and the worst `limit` of each kind (None: all)."""
         lines = [f"{'safe' if self else 'NOT SAFE'} on {self.mesh}: {_verdict(self)}"]
-        for one in self.wrong:
-            lines.append(f"  differs: {one.name} by {one.difference:.2g} (tolerance {one.tolerance:.0e})")
-        for one in self.refused:
-            lines.append(f"  refused: {one.operator} at {one.where}: {one.why}")
-        for one in self.values:
+
+        def worst_first(title, found):
+            lines.extend(f"  {title}: {text}" for text in found[:limit])
+            if limit is not None and len(found) > limit:
+                lines.append(f"  {title}: {len(found) - limit} more (report.text(None) lists all)")
+
+        wrong = sorted(self.wrong, key=lambda one: -one.difference)
+        worst_first("differs", [f"{one.name} by {one.difference:.2g} (tolerance {one.tolerance:.0e})" for one in wrong])
+        worst_first("refused", [f"{one.operator} at {one.where}: {one.why}" for one in self.refused])
+        for one in self.values[:limit]:
             lines.append(f"  {one.name} lies as {_places(one)}, off by {one.difference:.2g}")
         worst = max(self.gradients, key=lambda g: g.difference, default=None)
         if worst:
             lines.append(f"  {len(self.gradients)} gradients, the worst of {worst.name}: off by {worst.difference:.2g}")
         total = sum(m.bytes for m in self.moved)
         lines.append(f"  this rank sends {_size(total)} in forward, {_size(self.backward.bytes)} in backward")
-        for m in sorted(self.moved, key=lambda m: -m.bytes):
+        for m in sorted(self.moved, key=lambda m: -m.bytes)[:limit]:
             lines.append(f"    {m.operator}: {_size(m.bytes)} in {m.calls} calls")
         return "\n".join(lines + [f"  note: {n}" for n in self.notes])
 
@@ -238,26 +250,72 @@ def _quiet_dropout(model, notes):
 def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=True, tolerance=None):
     """Runs a copy of `model` on `mesh` and another on this process alone, and says what differs, what moves and what is refused.
 
-    `inputs`: a tensor, or a list of arguments (tensors may be nested), the same on all ranks. `placements`: of every tensor among them, or one
-    entry a tensor; by default dim 0 over the mesh's first axis. `rule`: as for distribute_module. `call(model, *inputs)` runs the model, by default
-    `model(*inputs)`. `gradients`: those of the inputs and of every parameter too. `tolerance`: relative to the largest value, by default by dtype
-    (1e-10 in float64, 1e-4 in float32). The model itself stays as it is. Collective over the mesh. Returns a Report, which is true where the model
-    is safe and prints as text.
+    `inputs`: a tensor, or a list of arguments (tensors may be nested). They and the model are the same on all ranks: MismatchError names what is not,
+    on every rank. `placements`: of every tensor among them, or one entry a tensor; by default dim 0 over the mesh's first axis. `rule`: as for
+    distribute_module. `call(model, *inputs)` runs the model, by default `model(*inputs)`. `gradients`: those of the inputs and of every parameter too.
+    `tolerance`: relative to the largest value, by default by dtype (1e-10 in float64, 1e-4 in float32). Without one, what differs by more in float32
+    or less is judged in float64: rounding flips decisions of ReLU or max-pooling, on one process too. The model itself stays as it is. Collective over
+    the mesh. Returns a Report, which is true where the model is safe and prints as text.
     """
     report = Report(mesh)
     arguments = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     call = call or (lambda net, *given: net(*given))
-    alone = _quiet_dropout(copy.deepcopy(model), report.notes)
-    spread = _api.distribute_module(_quiet_dropout(copy.deepcopy(model), None), mesh, rule)
     leaves, tree = pytree.tree_flatten(arguments)
     where = _placements_of(leaves, mesh, placements)
+    _require_same(model, leaves, mesh.group())
+
+    def run(into, net, given):
+        _run(into, net, given, tree, where, rule, call, gradients, tolerance)
+
+    run(report, model, leaves)
+    rounds = any(math.isfinite(one.difference) and one.tolerance > _TOLERANCES[torch.float64] for one in report.wrong)
+    # What one rank alone sees, all look at.
+    if tolerance is None and any(b"y" == found for found in mesh.group().all_gather_bytes(b"y" if rounds else b"n")):
+        _judge_in_float64(report, model, leaves, lambda net, wide: call(net, *pytree.tree_unflatten(wide, tree)), run)
+    return report
+
+
+def _require_same(model, leaves, group):
+    """What is given is compared over the ranks before anything else is: a difference would read as one of the model."""
+    tensors = [(f"input {i}", t) for i, t in enumerate(t for t in leaves if isinstance(t, torch.Tensor))]
+    tensors += [(f"parameter '{name}'", p) for name, p in model.named_parameters()] + [(f"buffer '{name}'", b) for name, b in model.named_buffers()]
+    tensors = [(name, t.detach()) for name, t in tensors if not _api.is_sharded(t) and t.layout == torch.strided]
+    if group.size == 1:
+        return
+
+    def refuse(name, rank, mine, other):
+        raise MismatchError(
+            f"check: {name} differs between ranks {group.ranks[0]} and {group.ranks[rank]}{mine and f' ({mine} and {other})'}: give all ranks the same "
+            "model and inputs, drawn with one seed (torch.manual_seed), or loaded from one file"
+        )
+
+    kinds = [text.decode().split("\n") for text in group.all_gather_bytes("\n".join(f"{tuple(t.shape)} {t.dtype}" for _, t in tensors).encode())]
+    for rank, theirs in enumerate(kinds):
+        if len(theirs) != len(kinds[0]):
+            refuse("the number of tensors", rank, len(kinds[0]), len(theirs))
+        for (name, _), mine, other in zip(tensors, kinds[0], theirs):
+            if mine != other:
+                refuse(name, rank, mine, other)
+    same = bytearray()
+    for _, t in tensors:
+        bits = t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        same.append(torch.equal(group.broadcast(bits.clone(), 0), bits) if bits.numel() else 1)
+    for rank, found in enumerate(group.all_gather_bytes(same)):
+        for (name, _), equal in zip(tensors, found):
+            if not equal:
+                refuse(name, rank, "", "")
+
+
+def _run(report, model, leaves, tree, where, rule, call, gradients, tolerance):
+    alone = _quiet_dropout(copy.deepcopy(model), report.notes)
+    spread = _api.distribute_module(_quiet_dropout(copy.deepcopy(model), None), report.mesh, rule)
 
     def prepared(sharded):
         made = []
         for leaf, placed in zip(leaves, where):
             if isinstance(leaf, torch.Tensor):
                 wanted = gradients and (leaf.is_floating_point() or leaf.is_complex())
-                leaf = _api.distribute_tensor(leaf.detach().clone(), mesh, placed).detach() if sharded else leaf.detach().clone()
+                leaf = _api.distribute_tensor(leaf.detach().clone(), report.mesh, placed).detach() if sharded else leaf.detach().clone()
                 leaf.requires_grad_(wanted)
             made.append(leaf)
         return made
@@ -286,7 +344,33 @@ def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=
     finally:
         refusals.stop()
         ops.set_policies(*before)
-    return report
+
+
+def _judge_in_float64(report, model, leaves, run_plain, run):
+    """Both sides of float32 may be off: a value is wrong if float64, which rounds a billion times less, differs too."""
+    widened = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.complex64: torch.complex128}
+    wide = [leaf.to(widened.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    net = copy.deepcopy(model).to(torch.float64)
+    try:
+        with torch.no_grad():
+            run_plain(copy.deepcopy(net), wide)
+    except Exception as error:  # the same on all ranks, which have the same model and inputs
+        report.notes.append(f"the model does not run in float64, which would judge what rounding does: {error}")
+        return
+    reference = Report(report.mesh)
+    run(reference, net, wide)
+    known = {one.name: one for one in reference.values + reference.gradients}
+    rounded = []
+    for found in (report.values, report.gradients):
+        for i, one in enumerate(found):
+            judge = known.get(one.name)
+            if not one.equal and math.isfinite(one.difference) and judge and judge.equal:
+                found[i] = Compared(one.name, judge.difference, judge.tolerance, one.placements, one.difference)
+                rounded.append(one.difference)
+    if rounded:
+        report.notes.append(
+            f"{len(rounded)} values and gradients are as on one process in float64, and round differently in the model's own dtype, by up to {max(rounded):.2g}"
+        )
 
 
 def _differentiate(report, loss, sharded_loss, models, inputs, tolerance):

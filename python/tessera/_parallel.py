@@ -4,6 +4,7 @@ import torch
 
 from tessera._groups import world
 from tessera._library import classes, ops
+from tessera._modules import module_tree
 from tessera._placement import to_text
 
 
@@ -37,10 +38,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.group = world() if group is None else group
         self._reduction = reduction
-        parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
-        names, tensors = [n for n, _ in parameters + buffers], [t for _, t in parameters + buffers]
         options = (reduction, float(factor), broadcast_buffers, list(ignore), first_bucket_bytes, bucket_bytes, overlap, gradient_as_bucket_view)
-        self._engine = classes.DistributedDataParallel(names, tensors, len(parameters), self.group._handle, *options)
+        self._engine = classes.DistributedDataParallel(module_tree(module, every_name=False), self.group._handle, *options)
         self._wrapped = [(name, m, {n: p for n, p in m._parameters.items() if p is not None}) for name, m in module.named_modules()]
         self._ignored = set(ignore)
 

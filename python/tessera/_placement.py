@@ -34,6 +34,31 @@ class Partial:
         return f"Partial({self.op})"
 
 
+@dataclass(frozen=True)
+class ParameterPlacement:
+    """What a rule of `distribute_module` may give: where a parameter lies, and how it is used.
+
+    `placements`: one for each axis of the mesh. `sizes`: of sharded dims. `sequence`: (number of a mesh axis, dim) where this is the weight of a linear layer
+    or an embedding whose data are sharded over that axis along that dim, as a tensor-parallel plan says. `stays`: see `stay`.
+    """
+
+    placements: object
+    sizes: dict | None = None
+    sequence: tuple | None = None
+    stays: bool = False
+
+
+def stay(placements, sizes=None):
+    """What a rule of `distribute_module` gives for a parameter whose rows (dim 0) are sharded and not gathered where it is used: a table of embeddings.
+
+    >>> ts.distribute_module(net, mesh, lambda name, t: ts.stay([ts.Shard(0)]) if name == "table.weight" else None)
+
+    An embedding sends indices and rows between the ranks, and its gradient stays with the rows; other operators treat the parameter as data. In
+    `fully_shard` patterns say so: `stay="table.weight"`.
+    """
+    return ParameterPlacement(placements, sizes, stays=True)
+
+
 def _one(placement):
     """As the library reads it. torch.distributed.tensor's placements are known by their names: that module is slow to import."""
     kind = type(placement)

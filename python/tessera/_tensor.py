@@ -9,6 +9,7 @@ import torch
 
 from tessera import _api
 from tessera._draws import draw_alike, empty_beside
+from tessera._errors import GradientError
 from tessera._library import classes, ops
 from tessera._placement import Replicate
 
@@ -139,6 +140,20 @@ def _restore_with_generator():
         module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
 
 
+def _post_accumulate():
+    """torch has one place for what runs after a gradient was accumulated, and puts the first hook of Python's there, whatever reduces the gradient."""
+    plain = torch.Tensor.register_post_accumulate_grad_hook
+
+    def register(tensor, hook):
+        if tensor._post_accumulate_grad_hooks is None and ops.is_reduced(tensor):
+            raise GradientError(
+                f"a post-accumulate hook would end the reduction of this parameter's gradient: register it before the module is distributed or sharded ({_api.summary(tensor)})"
+            )
+        return plain(tensor, hook)
+
+    return register
+
+
 def _storage(tensor):
     if torch.compiler.is_compiling():  # dynamo, which asks for it first, then breaks the graph here and runs the rest as it is
         raise torch._dynamo.exc.Unsupported(f"a ShardTensor in a compiled graph: operators on it run uncompiled, and torch.export cannot have it ({_api.summary(tensor)})")
@@ -166,6 +181,7 @@ _instead("__array__", _refuse("numpy() of", _WHOLE))
 _instead("tolist", _tolist)
 _instead("data_ptr", _refuse("data_ptr() of", "tessera.to_local(t) has memory of its own"))
 _instead("untyped_storage", _storage)
+_instead("register_post_accumulate_grad_hook", _post_accumulate())
 _instead("new_tensor", lambda t, data, **options: torch.empty(0, dtype=t.dtype, device=t.device).new_tensor(data, **options))
 _instead("new", _new)
 draw_alike()

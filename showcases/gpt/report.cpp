@@ -4,10 +4,10 @@
 #include <cmath>
 #include <sstream>
 
-#include "charts.h"
-#include "page.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
+#include "tessera/files/chart.h"
+#include "tessera/files/page.h"
 
 namespace gpt {
 
@@ -42,10 +42,11 @@ std::string lines_of(const std::string& text) {
 }
 
 std::string loss_chart(const Result& result) {
-  pictures::Line steps{.name = "one batch", .colour = step_colour, .x = {}, .y = {}, .width = 1.2};
-  pictures::Line mean{
+  tessera::ChartLine steps{
+      .name = "one batch", .colour = step_colour, .x = {}, .y = {}, .width = 1.2};
+  tessera::ChartLine mean{
       .name = "mean of the last 20", .colour = mean_colour, .x = {}, .y = {}, .width = 2.6};
-  pictures::Line held_out{
+  tessera::ChartLine held_out{
       .name = "text held out", .colour = held_out_colour, .x = {}, .y = {}, .width = 2};
   double sum = 0;
   for (std::size_t i = 0; i < result.losses.size(); ++i) {
@@ -57,10 +58,10 @@ std::string loss_chart(const Result& result) {
   }
   for (const Sample& s : result.samples)
     held_out.x.push_back(static_cast<double>(s.step)), held_out.y.push_back(bits(s.loss));
-  return pictures::svg({.x_label = "step",
-                        .y_label = "bits a byte",
-                        .lines = {steps, mean, held_out},
-                        .x_ticks = {}});
+  return tessera::chart_svg({.x_label = "step",
+                             .y_label = "bits a byte",
+                             .lines = {steps, mean, held_out},
+                             .x_ticks = {}});
 }
 
 void memory(std::ostream& out, const Result& result) {
@@ -109,7 +110,7 @@ void write_report(const Result& result,
   if (!result.plan.empty())
     out << "<h2>The plan" << (result.timeline.empty() ? "" : " of the first rank’s stages")
         << "</h2><div class=card><pre>" << lines_of(result.plan) << "</pre></div>";
-  pictures::write_page({.title = "A small GPT", .style = style, .body = out.str()}, path);
+  tessera::write_page({.title = "A small GPT", .style = style, .body = out.str()}, path);
 }
 
 }  // namespace gpt

@@ -5,10 +5,10 @@
 #include <cmath>
 #include <sstream>
 
-#include "charts.h"
 #include "image.h"
-#include "page.h"
 #include "tessera/base/text.h"
+#include "tessera/files/chart.h"
+#include "tessera/files/page.h"
 
 namespace relief {
 
@@ -78,32 +78,32 @@ at::Tensor painted(const at::Tensor& metres) {
 }
 
 std::string loss_chart(const Record& record) {
-  pictures::Line losses{.name = "", .colour = tensors_colour, .x = {}, .y = {}};
+  tessera::ChartLine losses{.name = "", .colour = tensors_colour, .x = {}, .y = {}};
   for (const double loss : record.losses)
     losses.x.push_back(static_cast<double>(losses.x.size() + 1)),
         losses.y.push_back(std::sqrt(loss));
-  return pictures::svg(
+  return tessera::chart_svg(
       {.x_label = "step", .y_label = "RMS error in training, m", .lines = {losses}, .x_ticks = {}});
 }
 
 void memory(std::ostream& out, const Report& report) {
-  pictures::Line tensors{
+  tessera::ChartLine tensors{
       .name = "tensors", .colour = tensors_colour, .x = {}, .y = {}, .width = 2.6};
-  pictures::Line resident{.name = "the process, libraries included",
-                          .colour = resident_colour,
-                          .x = {},
-                          .y = {},
-                          .width = 1.6};
-  pictures::Line share{.name = "tensors of the fewest ranks, shared evenly",
-                       .colour = share_colour,
-                       .x = {},
-                       .y = {},
-                       .width = 1.6};
-  pictures::Chart chart{.x_label = "ranks",
-                        .y_label = "peak of the largest rank, MiB",
-                        .lines = {},
-                        .x_ticks = {},
-                        .from_zero = true};
+  tessera::ChartLine resident{.name = "the process, libraries included",
+                              .colour = resident_colour,
+                              .x = {},
+                              .y = {},
+                              .width = 1.6};
+  tessera::ChartLine share{.name = "tensors of the fewest ranks, shared evenly",
+                           .colour = share_colour,
+                           .x = {},
+                           .y = {},
+                           .width = 1.6};
+  tessera::Chart chart{.x_label = "ranks",
+                       .y_label = "peak of the largest rank, MiB",
+                       .lines = {},
+                       .x_ticks = {},
+                       .from_zero = true};
   const Record& first = report.records.front();
   for (const Record& r : report.records) {
     tensors.x.push_back(r.ranks()), tensors.y.push_back(megabytes(most(r.tensor_bytes)));
@@ -118,7 +118,7 @@ void memory(std::ostream& out, const Report& report) {
       << " field; each run cuts its latitudes over more ranks, and no rank ever holds more than "
          "its own rows and the few that its windows "
          "need.</p><div class=two><div class=card><h3>Peak memory</h3>"
-      << pictures::svg(chart) << "</div><div class=card><h3>Training</h3>"
+      << tessera::chart_svg(chart) << "</div><div class=card><h3>Training</h3>"
       << loss_chart(report.records.back())
       << "</div></div><div class=card><table><tr><th>ranks</th><th>rows</th><th>heights "
          "read</th><th>tensors, MiB</th><th>of one "
@@ -171,7 +171,7 @@ void write_report(const Report& report, const std::string& path) {
     out << "<div class=card><h3>" << names[i] << "</h3><img alt='" << names[i] << "' src='"
         << pictures::image_uri(painted(report.look[i])) << "'></div>";
   out << "</div>";
-  pictures::write_page(
+  tessera::write_page(
       {.title = "The relief of the earth, finer", .style = style, .body = out.str()}, path);
 }
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <sstream>
 
-#include "charts.h"
 #include "image.h"
 #include "tessera/base/text.h"
+#include "tessera/files/chart.h"
 
 namespace winds {
 
@@ -116,7 +116,7 @@ std::string colour_bar(const MapOptions& options, const std::string& unit) {
   }
   out << "</linearGradient></defs><rect x=20 y=2 width=240 height=11 fill='url(#g"
       << options.colours << ")' class=frame style='fill:url(#g" << options.colours << ")' />";
-  for (const double tick : pictures::round_ticks(-options.limit, options.limit, 6))
+  for (const double tick : tessera::round_ticks(-options.limit, options.limit, 6))
     if (std::abs(tick) <= options.limit)
       out << "<text class=maptick text-anchor=middle x=" << 140 + 120 * tick / options.limit
           << " y=26>"

@@ -6,19 +6,19 @@
 #include <numeric>
 #include <sstream>
 
-#include "charts.h"
 #include "maps.h"
-#include "page.h"
 #include "tessera/base/text.h"
+#include "tessera/files/chart.h"
+#include "tessera/files/page.h"
 
 namespace winds {
 
 namespace {
 
-using pictures::Chart;
-using pictures::Line;
-using pictures::round_ticks;
-using pictures::svg;
+using tessera::Chart;
+using tessera::chart_svg;
+using tessera::ChartLine;
+using tessera::round_ticks;
 
 constexpr const char* network_colour = "#c8553d";
 constexpr const char* damped_colour = "#2f6f8f";
@@ -128,8 +128,10 @@ void table(std::ostream& out, const Report& report) {
 }
 
 std::string loss_chart(const Report& report) {
-  Line steps{.name = "one batch", .colour = climatology_colour, .x = {}, .y = {}, .width = 1.2};
-  Line epochs{.name = "mean of an epoch", .colour = network_colour, .x = {}, .y = {}, .width = 2.6};
+  ChartLine steps{
+      .name = "one batch", .colour = climatology_colour, .x = {}, .y = {}, .width = 1.2};
+  ChartLine epochs{
+      .name = "mean of an epoch", .colour = network_colour, .x = {}, .y = {}, .width = 2.6};
   const auto each = static_cast<std::size_t>(report.steps_per_epoch);
   for (std::size_t i = 0; i < report.losses.size(); ++i) {
     steps.x.push_back(static_cast<double>(i + 1) / static_cast<double>(each));
@@ -141,17 +143,17 @@ std::string loss_chart(const Report& report) {
     epochs.x.push_back(static_cast<double>(i + 1) / static_cast<double>(each) - 0.5);
     epochs.y.push_back(std::sqrt(sum / static_cast<double>(each)));
   }
-  return svg({.x_label = "epoch",
-              .y_label = "RMS error in training, m/s",
-              .lines = {steps, epochs},
-              .x_ticks = {}});
+  return chart_svg({.x_label = "epoch",
+                    .y_label = "RMS error in training, m/s",
+                    .lines = {steps, epochs},
+                    .x_ticks = {}});
 }
 
 std::string month_chart(const Report& report, std::int64_t v) {
   const std::size_t n = report.skills.size();
   Chart chart{.x_label = "", .y_label = "RMS error, m/s", .lines = {}, .x_ticks = {}};
   const auto add = [&](const Skill& skill, const char* colour, double width) {
-    Line line{
+    ChartLine line{
         .name = skill.name, .colour = colour, .x = {}, .y = skill.by_month[v], .width = width};
     for (std::size_t t = 0; t < line.y.size(); ++t) line.x.push_back(static_cast<double>(t));
     chart.lines.push_back(line);
@@ -164,7 +166,7 @@ std::string month_chart(const Report& report, std::int64_t v) {
     chart.x_ticks.emplace_back(
         t, tessera::concat(name.substr(0, 3), " ", name.substr(name.size() - 4)));
   }
-  return svg(chart);
+  return chart_svg(chart);
 }
 
 void maps(std::ostream& out, const Report& report) {
@@ -316,7 +318,7 @@ void write_report(const Report& report, const std::string& path) {
   for (const auto& [name, value] : report.facts)
     out << "<tr><td>" << name << "</td><td>" << value << "</td></tr>";
   out << "</table></div></div>";
-  pictures::write_page({.title = "Next month’s winds", .style = style, .body = out.str()}, path);
+  tessera::write_page({.title = "Next month’s winds", .style = style, .body = out.str()}, path);
 }
 
 }  // namespace winds

@@ -27,6 +27,7 @@
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera {
 
@@ -88,14 +89,6 @@ class Transfer {
   std::vector<Message> messages_;
   std::vector<std::pair<at::Tensor, at::Tensor>> arrivals_;
 };
-
-at::Tensor without_partial(const at::Tensor& t) {
-  auto placements = spec(t).placements();
-  for (Placement& p : placements) {
-    if (p.is_partial()) p = Replicate();
-  }
-  return redistribute(t, placements);
-}
 
 NamedTensors state_of(const torch::nn::Module& module) {
   NamedTensors all;
@@ -193,7 +186,8 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       layouts +=
           concat(layouts.empty() ? "" : ",", json_text(name), ':', to_json(saved_layout(spec(t))));
   }
-  std::map<std::string, std::string> metadata;
+  // Libraries of models refuse files that do not say which program's tensors they have.
+  std::map<std::string, std::string> metadata{{"format", "pt"}};
   if (!layouts.empty()) metadata[kLayouts] = concat('{', layouts, '}');
   const std::string header = write_safetensors_header(stored, metadata);
   std::unique_ptr<AtomicFile> file;
@@ -215,7 +209,7 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
     const at::Tensor& t = tensors[i].second;
     at::Tensor whole;
     if (is_sharded(t)) {
-      const at::Tensor value = without_partial(t.detach());
+      const at::Tensor value = redistribute(t.detach(), detail::without_partial(spec(t)));
       const ShardSpec s = spec(value);
       Transfer transfer;
       agree::all(

@@ -14,9 +14,9 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
-#include <set>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -32,173 +32,121 @@ using detail::named_parameters_of;
 using Named = detail::NamedParameter;
 using StatePointer = std::unique_ptr<torch::optim::OptimizerParamState>;
 
-// What an optimizer keeps for a parameter, by name.
+using torch::optim::OptimizerOptions, torch::optim::OptimizerParamState;
+
+// What an optimizer keeps for a parameter, by name, to be read and written.
 struct Fields {
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::optional<std::int64_t> step;
+  std::vector<std::pair<const char*, at::Tensor*>> tensors;
+  std::int64_t* step = nullptr;
 };
 
-// One kind of optimizer: its tensors by name, its step, its options by name.
+// The options of a group of parameters, likewise.
+using Options = std::vector<std::pair<const char*, std::variant<double*, bool*>>>;
+using Values = std::map<std::string, double>;
+
 struct OptimizerKind {
   std::string name;
-  std::vector<std::string> tensors;
-  bool has_step;
-  std::function<Fields(const torch::optim::OptimizerParamState&)> fields;
-  // From tensors by name and the step.
-  std::function<StatePointer(const std::map<std::string, at::Tensor>&, std::int64_t)> make;
-  std::function<std::map<std::string, double>(const torch::optim::OptimizerOptions&)> options;
-  std::function<void(torch::optim::OptimizerOptions&, const std::map<std::string, double>&)>
-      set_options;
+  StatePointer (*fresh)();
+  Fields (*fields)(OptimizerParamState&);
+  Options (*options)(OptimizerOptions&);
 };
 
-at::Tensor tensor_or_none(const std::map<std::string, at::Tensor>& all, const char* name) {
-  const auto found = all.find(name);
-  return found == all.end() ? at::Tensor() : found->second;
+template <class State>
+StatePointer fresh_state() {
+  return std::make_unique<State>();
 }
 
-template <class State, class Options>
+Values values_of(const Options& options) {
+  Values values;
+  for (const auto& [name, option] : options)
+    values[name] = std::visit([](const auto* from) { return static_cast<double>(*from); }, option);
+  return values;
+}
+
+void set_values(const Options& options, const Values& values) {
+  for (const auto& [name, option] : options)
+    std::visit(
+        [value = values.at(name)](auto* to) {
+          if constexpr (std::is_same_v<decltype(to), bool*>)
+            *to = value != 0;
+          else
+            *to = value;
+        },
+        option);
+}
+
+template <class State, class Settings>
 OptimizerKind adam_like(const char* name) {
-  return {name,
-          {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-          true,
-          [](const torch::optim::OptimizerParamState& s) {
-            const auto& state = static_cast<const State&>(s);
-            return Fields{{{"exp_avg", state.exp_avg()},
-                           {"exp_avg_sq", state.exp_avg_sq()},
-                           {"max_exp_avg_sq", state.max_exp_avg_sq()}},
-                          state.step()};
+  return {name, fresh_state<State>,
+          [](OptimizerParamState& s) {
+            auto& state = static_cast<State&>(s);
+            return Fields{{{"exp_avg", &state.exp_avg()},
+                           {"exp_avg_sq", &state.exp_avg_sq()},
+                           {"max_exp_avg_sq", &state.max_exp_avg_sq()}},
+                          &state.step()};
           },
-          [](const std::map<std::string, at::Tensor>& all, std::int64_t step) -> StatePointer {
-            auto state = std::make_unique<State>();
-            state->step(step);
-            state->exp_avg(tensor_or_none(all, "exp_avg"));
-            state->exp_avg_sq(tensor_or_none(all, "exp_avg_sq"));
-            state->max_exp_avg_sq(tensor_or_none(all, "max_exp_avg_sq"));
-            return state;
-          },
-          [](const torch::optim::OptimizerOptions& o) {
-            const auto& options = static_cast<const Options&>(o);
-            return std::map<std::string, double>{{"lr", options.lr()},
-                                                 {"beta1", std::get<0>(options.betas())},
-                                                 {"beta2", std::get<1>(options.betas())},
-                                                 {"eps", options.eps()},
-                                                 {"weight_decay", options.weight_decay()},
-                                                 {"amsgrad", options.amsgrad() ? 1.0 : 0.0}};
-          },
-          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
-            auto& options = static_cast<Options&>(o);
-            options.lr(v.at("lr"));
-            options.betas(std::make_tuple(v.at("beta1"), v.at("beta2")));
-            options.eps(v.at("eps"));
-            options.weight_decay(v.at("weight_decay"));
-            options.amsgrad(v.at("amsgrad") != 0);
+          [](OptimizerOptions& o) {
+            auto& options = static_cast<Settings&>(o);
+            return Options{{"lr", &options.lr()},
+                           {"beta1", &std::get<0>(options.betas())},
+                           {"beta2", &std::get<1>(options.betas())},
+                           {"eps", &options.eps()},
+                           {"weight_decay", &options.weight_decay()},
+                           {"amsgrad", &options.amsgrad()}};
           }};
 }
 
 OptimizerKind sgd_kind() {
   using torch::optim::SGDOptions, torch::optim::SGDParamState;
-  return {"SGD",
-          {"momentum_buffer"},
-          false,
-          [](const torch::optim::OptimizerParamState& s) {
-            return Fields{
-                {{"momentum_buffer", static_cast<const SGDParamState&>(s).momentum_buffer()}},
-                std::nullopt};
+  return {"SGD", fresh_state<SGDParamState>,
+          [](OptimizerParamState& s) {
+            return Fields{{{"momentum_buffer", &static_cast<SGDParamState&>(s).momentum_buffer()}}};
           },
-          [](const std::map<std::string, at::Tensor>& all, std::int64_t) -> StatePointer {
-            auto state = std::make_unique<SGDParamState>();
-            state->momentum_buffer(tensor_or_none(all, "momentum_buffer"));
-            return state;
-          },
-          [](const torch::optim::OptimizerOptions& o) {
-            const auto& options = static_cast<const SGDOptions&>(o);
-            return std::map<std::string, double>{{"lr", options.lr()},
-                                                 {"momentum", options.momentum()},
-                                                 {"dampening", options.dampening()},
-                                                 {"weight_decay", options.weight_decay()},
-                                                 {"nesterov", options.nesterov() ? 1.0 : 0.0}};
-          },
-          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+          [](OptimizerOptions& o) {
             auto& options = static_cast<SGDOptions&>(o);
-            options.lr(v.at("lr"));
-            options.momentum(v.at("momentum"));
-            options.dampening(v.at("dampening"));
-            options.weight_decay(v.at("weight_decay"));
-            options.nesterov(v.at("nesterov") != 0);
+            return Options{{"lr", &options.lr()},
+                           {"momentum", &options.momentum()},
+                           {"dampening", &options.dampening()},
+                           {"weight_decay", &options.weight_decay()},
+                           {"nesterov", &options.nesterov()}};
           }};
 }
 
 OptimizerKind rmsprop_kind() {
   using torch::optim::RMSpropOptions, torch::optim::RMSpropParamState;
-  return {"RMSprop",
-          {"square_avg", "momentum_buffer", "grad_avg"},
-          true,
-          [](const torch::optim::OptimizerParamState& s) {
-            const auto& state = static_cast<const RMSpropParamState&>(s);
-            return Fields{{{"square_avg", state.square_avg()},
-                           {"momentum_buffer", state.momentum_buffer()},
-                           {"grad_avg", state.grad_avg()}},
-                          state.step()};
+  return {"RMSprop", fresh_state<RMSpropParamState>,
+          [](OptimizerParamState& s) {
+            auto& state = static_cast<RMSpropParamState&>(s);
+            return Fields{{{"square_avg", &state.square_avg()},
+                           {"momentum_buffer", &state.momentum_buffer()},
+                           {"grad_avg", &state.grad_avg()}},
+                          &state.step()};
           },
-          [](const std::map<std::string, at::Tensor>& all, std::int64_t step) -> StatePointer {
-            auto state = std::make_unique<RMSpropParamState>();
-            state->step(step);
-            state->square_avg(tensor_or_none(all, "square_avg"));
-            state->momentum_buffer(tensor_or_none(all, "momentum_buffer"));
-            state->grad_avg(tensor_or_none(all, "grad_avg"));
-            return state;
-          },
-          [](const torch::optim::OptimizerOptions& o) {
-            const auto& options = static_cast<const RMSpropOptions&>(o);
-            return std::map<std::string, double>{{"lr", options.lr()},
-                                                 {"alpha", options.alpha()},
-                                                 {"eps", options.eps()},
-                                                 {"weight_decay", options.weight_decay()},
-                                                 {"momentum", options.momentum()},
-                                                 {"centered", options.centered() ? 1.0 : 0.0}};
-          },
-          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+          [](OptimizerOptions& o) {
             auto& options = static_cast<RMSpropOptions&>(o);
-            options.lr(v.at("lr"));
-            options.alpha(v.at("alpha"));
-            options.eps(v.at("eps"));
-            options.weight_decay(v.at("weight_decay"));
-            options.momentum(v.at("momentum"));
-            options.centered(v.at("centered") != 0);
+            return Options{{"lr", &options.lr()},
+                           {"alpha", &options.alpha()},
+                           {"eps", &options.eps()},
+                           {"weight_decay", &options.weight_decay()},
+                           {"momentum", &options.momentum()},
+                           {"centered", &options.centered()}};
           }};
 }
 
 OptimizerKind adagrad_kind() {
   using torch::optim::AdagradOptions, torch::optim::AdagradParamState;
-  return {"Adagrad",
-          {"sum"},
-          true,
-          [](const torch::optim::OptimizerParamState& s) {
-            const auto& state = static_cast<const AdagradParamState&>(s);
-            return Fields{{{"sum", state.sum()}}, state.step()};
+  return {"Adagrad", fresh_state<AdagradParamState>,
+          [](OptimizerParamState& s) {
+            auto& state = static_cast<AdagradParamState&>(s);
+            return Fields{{{"sum", &state.sum()}}, &state.step()};
           },
-          [](const std::map<std::string, at::Tensor>& all, std::int64_t step) -> StatePointer {
-            auto state = std::make_unique<AdagradParamState>();
-            state->step(step);
-            state->sum(tensor_or_none(all, "sum"));
-            return state;
-          },
-          [](const torch::optim::OptimizerOptions& o) {
-            const auto& options = static_cast<const AdagradOptions&>(o);
-            return std::map<std::string, double>{
-                {"lr", options.lr()},
-                {"lr_decay", options.lr_decay()},
-                {"weight_decay", options.weight_decay()},
-                {"initial_accumulator_value", options.initial_accumulator_value()},
-                {"eps", options.eps()}};
-          },
-          [](torch::optim::OptimizerOptions& o, const std::map<std::string, double>& v) {
+          [](OptimizerOptions& o) {
             auto& options = static_cast<AdagradOptions&>(o);
-            options.lr(v.at("lr"));
-            options.lr_decay(v.at("lr_decay"));
-            options.weight_decay(v.at("weight_decay"));
-            options.initial_accumulator_value(v.at("initial_accumulator_value"));
-            options.eps(v.at("eps"));
+            return Options{{"lr", &options.lr()},
+                           {"lr_decay", &options.lr_decay()},
+                           {"weight_decay", &options.weight_decay()},
+                           {"initial_accumulator_value", &options.initial_accumulator_value()},
+                           {"eps", &options.eps()}};
           }};
 }
 
@@ -241,7 +189,7 @@ void refuse_shards(const std::vector<Named>& parameters, const HandShards& shard
                                 "', which is sharded: it is kept for replicated parameters alone"));
 }
 
-std::map<std::string, double> lbfgs_options(const LBFGSOptions& options) {
+Values lbfgs_options(const LBFGSOptions& options) {
   return {{"lr", options.lr()},
           {"max_iter", static_cast<double>(options.max_iter())},
           {"max_eval", static_cast<double>(options.max_eval().value_or(-1))},
@@ -360,12 +308,12 @@ void add_optimizer(CheckpointState& state, const std::string& prefix,
     if (found == kept.end()) continue;
     const Fields fields = kind.fields(*found->second);
     for (const auto& [field, t] : fields.tensors)
-      if (t.defined()) add_tensor(state, prefix + one.name + "." + field, t, one.name, shards);
+      if (t->defined()) add_tensor(state, prefix + one.name + "." + field, *t, one.name, shards);
     if (fields.step) state.set_integer(prefix + one.name + ".step", *fields.step);
   }
   state.set_integer(prefix + "groups", static_cast<std::int64_t>(optimizer.param_groups().size()));
   for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g)
-    for (const auto& [name, value] : kind.options(optimizer.param_groups()[g].options()))
+    for (const auto& [name, value] : values_of(kind.options(optimizer.param_groups()[g].options())))
       state.set_real(concat(prefix, "group", g, '.', name), value);
 }
 
@@ -392,16 +340,21 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
   if (as_lbfgs(optimizer)) return read_lbfgs(saved, prefix, optimizer, parameters, shards, options);
   const OptimizerKind kind = kind_of(optimizer);
   CheckpointState state;
-  std::vector<std::map<std::string, at::Tensor>> fresh(parameters.size());
+  std::vector<StatePointer> states;
+  std::vector<std::int64_t*> steps;
+  std::vector<bool> found(parameters.size(), false);
   auto* const sharded = dynamic_cast<ShardedStates*>(&optimizer);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    for (const std::string& field : kind.tensors) {
+    states.push_back(kind.fresh());
+    const Fields fields = kind.fields(*states.back());
+    steps.push_back(fields.step);
+    for (const auto& [field, t] : fields.tensors) {
       const std::string name = prefix + parameters[i].name + "." + field;
       if (!saved.find(name)) continue;
       const at::Tensor& p = parameters[i].parameter;
-      const at::Tensor t = at::zeros_like(sharded ? sharded->like(p) : p);
-      fresh[i][field] = t;
-      add_tensor(state, name, t, parameters[i].name, shards);
+      *t = at::zeros_like(sharded ? sharded->like(p) : p);
+      found[i] = true;
+      add_tensor(state, name, *t, parameters[i].name, shards);
     }
   }
   LoadOptions lenient = options;
@@ -415,27 +368,26 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
                                  state.get_integer(prefix + "groups"),
                                  " parameter groups, this one has ", groups,
                                  " (LoadOptions::allow_missing leaves their options as they are)"));
-  std::vector<std::map<std::string, double>> group_options;
+  std::vector<Values> group_options;
   if (same_groups)
     for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-      auto values = kind.options(optimizer.param_groups()[g].options());
+      Values values = values_of(kind.options(optimizer.param_groups()[g].options()));
       for (auto& [name, value] : values)
         value = state.get_real(concat(prefix, "group", g, '.', name));
       group_options.push_back(std::move(values));
     }
-  std::vector<StatePointer> states;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::string step = prefix + parameters[i].name + ".step";
-    const bool there = !fresh[i].empty() || (kind.has_step && state.has(step));
-    states.push_back(
-        there ? kind.make(fresh[i], kind.has_step && state.has(step) ? state.get_integer(step) : 0)
-              : nullptr);
+    if (steps[i] && state.has(step))
+      *steps[i] = state.get_integer(step);
+    else if (!found[i])
+      states[i].reset();
   }
   // Copied and moved by std::function, though called once.
   const auto ready = std::make_shared<std::vector<StatePointer>>(std::move(states));
   return [&optimizer, kind, parameters, group_options, ready] {
     for (std::size_t g = 0; g < group_options.size(); ++g)
-      kind.set_options(optimizer.param_groups()[g].options(), group_options[g]);
+      set_values(kind.options(optimizer.param_groups()[g].options()), group_options[g]);
     auto& kept = optimizer.state();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       void* key = parameters[i].parameter.unsafeGetTensorImpl();

@@ -1,8 +1,10 @@
 #include "tessera/config/plan_request.h"
 
+#include <algorithm>
 #include <climits>
 #include <filesystem>
 
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
@@ -81,15 +83,10 @@ std::vector<std::string> read_names(Fields& fields, const std::string& field) {
 }  // namespace
 
 std::vector<std::string> parse_names(const std::string& text, const std::string& what) {
-  std::vector<std::string> names;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const auto end = std::min(text.find(',', begin), text.size());
-    names.push_back(text.substr(begin, end - begin));
-    if (names.back().empty())
-      throw ConfigFileError(
-          concat(what, " '", text, "' has an empty item; write names with single commas between"));
-    begin = end + 1;
-  }
+  std::vector<std::string> names = split(text, ',');
+  if (std::find(names.begin(), names.end(), "") != names.end())
+    throw ConfigFileError(
+        concat(what, " '", text, "' has an empty item; write names with single commas between"));
   return names;
 }
 

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
@@ -134,11 +135,7 @@ Topology parse_hosts(const std::string& text) {
     return Topology::uniform(hosts, devices);
   }
   std::vector<int> counts;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const auto end = std::min(text.find(',', begin), text.size());
-    counts.push_back(number(text.substr(begin, end - begin)));
-    begin = end + 1;
-  }
+  for (const std::string& part : split(text, ',')) counts.push_back(number(part));
   return Topology::of_counts(counts);
 }
 

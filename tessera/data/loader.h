@@ -20,12 +20,13 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/orders.h"
+#include "tessera/data/tensor_batch.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/sampling/batch_mapping.h"
 
@@ -76,50 +77,27 @@ struct LoaderOptions {
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill = 0);
 
 /// What one device of a process gets of a batch: a copy, in memory of its own.
-struct DeviceBatch {
+struct DeviceBatch : TensorBatch {
   c10::Device device = c10::DeviceType::CPU;
   /// The batch coordinate of the device; devices with the same one have the same rows.
   int coordinate = 0;
-  std::vector<at::Tensor> tensors;
-  /// The mask of this device's rows, as LoadedBatch has it.
-  at::Tensor mask;
-  std::int64_t rows = 0, real = 0;
-  /// The names, as LoadedBatch has them.
-  std::vector<std::string> names = {};
-  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
 };
 
-/// This process' shard of a global batch.
-struct LoadedBatch {
-  std::uint64_t step = 0;
-  std::uint64_t epoch = 0;
-  /// Tensors with the batch dim in front. With a PackedOrder: each tensor of the samples as [rows,
-  /// capacity, ...], filled up with zeros, and at the end a tensor with the number, from 1, of the
-  /// sample in its row that a token belongs to, 0 where there is none (int64, [rows, capacity]).
-  std::vector<at::Tensor> tensors;
+/// This process' shard of a global batch. With a PackedOrder: each tensor of the samples as [rows,
+/// capacity, ...], filled up with zeros, and at the end one named "segments" with the number, from
+/// 1, of the sample in its row that a token belongs to, 0 where there is none (int64, [rows,
+/// capacity]). The names are those of the datasets or of LoaderOptions.
+struct LoadedBatch : TensorBatch {
   /// The sample of each row; with a PackedOrder, each sample that this process reads.
   std::vector<SampleRef> samples;
   /// Which rows belong to which batch coordinate.
   std::vector<BatchSlice> slices;
-  /// Number of rows of this process.
-  std::int64_t rows = 0;
-  /// Number of rows of this process that are not padding: the weight of its mean.
-  std::int64_t real = 0;
   std::int64_t global_rows = 0, global_real = 0;
-  /// Bool [rows], true where a row is real; undefined if all are.
-  at::Tensor mask;
   /// One per device of LoaderOptions::devices.
   std::vector<DeviceBatch> on_devices = {};
-  /// The names of `tensors`, nested by '/': those of the datasets or of LoaderOptions; empty: they
-  /// have none. What a PackedOrder adds at the end is "segments".
-  std::vector<std::string> names = {};
-  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
-  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
-  /// All of them; fields().under("inputs") are those of a group.
-  Fields fields() const { return {names, tensors}; }
 };
 
-class Loader {
+class Loader : Pinned {
  public:
   /// `datasets`: those that the order's samples refer to. `process`: as in the mapping. Throws
   /// InvalidArgument for options out of range, for datasets that have fewer samples than the order
@@ -127,8 +105,6 @@ class Loader {
   Loader(std::vector<std::shared_ptr<const Dataset>> datasets, std::shared_ptr<const Order> order,
          BatchMapping mapping, int process, LoaderOptions options = {});
   ~Loader();
-  Loader(const Loader&) = delete;
-  Loader& operator=(const Loader&) = delete;
 
   /// Returns the next batch. Throws SampleError (what a dataset threw, with the sample's index) or
   /// StalledError; the position does not change then, and the next call tries the same batch.

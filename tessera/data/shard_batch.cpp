@@ -3,10 +3,11 @@
 #include <ATen/ops/ones.h>
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/partition/partition.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -180,19 +181,9 @@ std::string header_of(const LoadedBatch& batch) {
   return header;
 }
 
-std::vector<std::string> split_at(const std::string& text, char at) {
-  std::vector<std::string> parts;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const auto end = std::min(text.find(at, begin), text.size());
-    parts.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
 std::vector<std::uint64_t> header_numbers(const std::string& line) {
   std::vector<std::uint64_t> numbers;
-  for (const std::string& number : split_at(line, ' ')) numbers.push_back(std::stoull(number));
+  for (const std::string& number : split(line, ' ')) numbers.push_back(std::stoull(number));
   return numbers;
 }
 
@@ -259,32 +250,19 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
       mesh.manager().mesh(layout.submesh(axes.other_names, mesh.manager().rank()));
   const Group group = sharing.all();
   const bool reader = group.rank() == 0;
-  // An error of the reader's is told to those that wait for it.
-  std::string header, problem;
-  std::exception_ptr error;
-  if (reader) {
-    try {
-      if (!batch)
-        throw InvalidArgument(
-            "scatter_batch: this rank reads for others (reads_for_others()), and gave no batch");
-      require_names(*batch);
-      require_fields(by_place(field_shardings, batch->names), batch->tensors.size(), layout, axes);
-      require_mine(*batch, my_coordinate(mesh, axes), axes);
-      for (const at::Tensor& t : batch->tensors) {
-        if (!t.defined() || t.layout() != at::kStrided || t.is_quantized() || t.is_nested())
-          throw InvalidArgument("scatter_batch: a tensor of the batch is undefined or not dense");
-      }
-      header = header_of(*batch);
-    } catch (const std::exception& e) {
-      error = std::current_exception();
-      problem = e.what();
+  const std::string said = agree::first<std::string>(group, "scatter_batch", [&] {
+    if (!batch)
+      throw InvalidArgument("this rank reads for others (reads_for_others()), and gave no batch");
+    require_names(*batch);
+    require_fields(by_place(field_shardings, batch->names), batch->tensors.size(), layout, axes);
+    require_mine(*batch, my_coordinate(mesh, axes), axes);
+    for (const at::Tensor& t : batch->tensors) {
+      if (!t.defined() || t.layout() != at::kStrided || t.is_quantized() || t.is_nested())
+        throw InvalidArgument("a tensor of the batch is undefined or not dense");
     }
-  }
-  const std::string said = group.broadcast_bytes(error ? "!" + problem : header, 0);
-  if (error) std::rethrow_exception(error);
-  if (said.starts_with('!'))
-    throw InvalidArgument(concat("the rank that reads for this one: ", said.substr(1)));
-  std::vector<std::string> names = split_at(said, '\n');
+    return header_of(*batch);
+  });
+  std::vector<std::string> names = split(said, '\n');
   const auto numbers = header_numbers(names.front());
   names.erase(names.begin());
   const auto fields = by_place(field_shardings, names);

@@ -24,7 +24,6 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "tessera/comm/job/device_mesh.h"
@@ -50,22 +49,10 @@ struct FieldSharding {
   std::optional<bool> whole = {};
 };
 
-/// A global batch as sharded tensors.
-struct ShardedBatch {
-  std::uint64_t step = 0;
-  std::uint64_t epoch = 0;
-  /// Dim 0 is the global batch.
-  std::vector<at::Tensor> tensors;
-  /// Bool [rows], sharded likewise, true where a row is real; undefined if all are, on all ranks.
-  at::Tensor mask;
-  /// The rows of the global batch, and those of them that are real.
-  std::int64_t rows = 0, real = 0;
-  /// The names, as LoadedBatch has them; also on ranks that have read nothing.
-  std::vector<std::string> names = {};
-  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
-  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
-  Fields fields() const { return {names, tensors}; }
-};
+/// A global batch as sharded tensors. Its mask is sharded likewise, and undefined on all ranks if
+/// all rows are real; `rows` and `real` count the global batch. Ranks that have read nothing have
+/// the names too.
+using ShardedBatch = TensorBatch;
 
 /// The batch with dim 0 sharded over `batch_axes` and the tensors' other dims as `fields` say: one
 /// entry for each tensor, or one for all, or none; or entries that name their fields, the others

@@ -12,6 +12,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"
@@ -210,24 +211,27 @@ StreamLoader::~StreamLoader() { detail::stop_workers(*engine_, "StreamLoader"); 
 std::optional<StreamBatch> StreamLoader::next() {
   const auto slot = ended_ ? std::make_shared<Engine::Slot>() : engine_->next();
   const std::string failure = slot ? slot->failure : std::string();
-  // {samples, knows the shapes, failed or stalled, batch size}: everything that the ranks must
-  // agree on before the step.
+  // Everything that the ranks must agree on before the step.
+  struct Said {
+    std::int64_t samples, batch;
+    bool knows_shapes, failed, stalled;
+  };
   const auto n = slot ? static_cast<std::int64_t>(slot->samples.size()) : 0;
-  const std::int64_t trouble = !slot ? 2 : failure.empty() ? 0 : 1;
-  const at::Tensor mine = at::tensor(
-      {n, static_cast<std::int64_t>(n > 0 || !last_.empty()), trouble, rows_}, at::kLong);
-  const at::Tensor all = at::empty({4 * group_.size()}, at::kLong);
-  group_.all_gather(all, mine, {}, {.name = "stream_loader"});
-  const auto* of = all.const_data_ptr<std::int64_t>();
+  const auto all = agree::all<Said>(
+      group_, "stream_loader",
+      [&] { return Said{n, rows_, n > 0 || !last_.empty(), !failure.empty(), !slot}; },
+      {.name = "stream_loader"});
   std::vector<int> empty, partial, shapeless, failed, stalled;
   std::int64_t total = 0;
-  for (int r = 0; r < group_.size(); ++r, of += 4) {
-    total += of[0];
-    if (of[0] == 0) empty.push_back(group_.ranks()[r]);
-    if (of[0] < of[3]) partial.push_back(group_.ranks()[r]);
-    if (!of[1]) shapeless.push_back(group_.ranks()[r]);
-    if (of[2] == 1) failed.push_back(group_.ranks()[r]);
-    if (of[2] == 2) stalled.push_back(group_.ranks()[r]);
+  for (int r = 0; r < group_.size(); ++r) {
+    const Said& of = all[r];
+    const int rank = group_.ranks()[r];
+    total += of.samples;
+    if (of.samples == 0) empty.push_back(rank);
+    if (of.samples < of.batch) partial.push_back(rank);
+    if (!of.knows_shapes) shapeless.push_back(rank);
+    if (of.failed) failed.push_back(rank);
+    if (of.stalled) stalled.push_back(rank);
   }
   // A rank that has its samples keeps them until the others have theirs.
   if (!stalled.empty())

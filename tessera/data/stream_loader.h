@@ -11,11 +11,12 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
+#include "tessera/data/tensor_batch.h"
 
 namespace tessera {
 
@@ -39,21 +40,10 @@ class UnevenDataError : public Error {
   ~UnevenDataError() override;
 };
 
-struct StreamBatch {
-  std::uint64_t step = 0;
-  /// Tensors [rows, ...].
-  std::vector<at::Tensor> tensors;
-  /// Number of rows on this rank; rows from `real` on are padding.
-  std::int64_t rows = 0, real = 0;
+/// A batch of this rank, with the names of StreamOptions; rows from `real` on are padding.
+struct StreamBatch : TensorBatch {
   /// Sum of `real` over the group.
   std::int64_t global_real = 0;
-  /// Bool [rows]; undefined if all rows are real.
-  at::Tensor mask;
-  /// The names of StreamOptions.
-  std::vector<std::string> names = {};
-  /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.
-  at::Tensor field(std::string_view name) const { return detail::field_of(names, tensors, name); }
-  Fields fields() const { return {names, tensors}; }
 };
 
 struct StreamOptions {
@@ -78,15 +68,13 @@ struct StreamOptions {
   std::vector<std::string> names = {};
 };
 
-class StreamLoader {
+class StreamLoader : Pinned {
  public:
   /// `rows`: size of this rank's batch, at least 1. `group`: the ranks that step together. Throws
   /// InvalidArgument for options out of range.
   StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group,
                StreamOptions options = {});
   ~StreamLoader();
-  StreamLoader(const StreamLoader&) = delete;
-  StreamLoader& operator=(const StreamLoader&) = delete;
 
   /// The next batch, or nullopt once the ranks have agreed that the data has ended. Collective: one
   /// small all-gather. Throws on every rank SampleError (a stream or transform failed, with the

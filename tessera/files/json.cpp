@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -14,8 +15,6 @@ namespace {
 
 constexpr std::array<const char*, 6> kKinds = {"null",     "true or false", "a number",
                                                "a string", "an array",      "an object"};
-
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 void append_utf8(std::string& out, std::uint32_t code) {
   const auto put = [&](std::uint32_t byte) { out += static_cast<char>(byte); };
@@ -116,20 +115,28 @@ class JsonParser {
     return out;
   }
 
-  void object(Json& out, int depth) {
-    out.kind_ = Json::Kind::object;
+  // What stands between brackets with commas between, up to `end`.
+  template <class One>
+  void items(char end, const char* expected, const One& one) {
     ++at_;
     space();
-    if (take('}')) return;
+    if (take(end)) return;
     do {
+      one();
+      space();
+    } while (take(','));
+    if (!take(end)) fail(expected);
+  }
+
+  void object(Json& out, int depth) {
+    out.kind_ = Json::Kind::object;
+    items('}', "',' or '}'", [&] {
       space();
       std::string name = string();
       space();
       if (!take(':')) fail("':'");
       out.members_.emplace_back(std::move(name), value(depth - 1));
-      space();
-    } while (take(','));
-    if (!take('}')) fail("',' or '}'");
+    });
     std::unordered_set<std::string_view> names;
     for (const auto& member : out.members_)
       if (!names.insert(member.first).second)
@@ -139,14 +146,7 @@ class JsonParser {
 
   void array(Json& out, int depth) {
     out.kind_ = Json::Kind::array;
-    ++at_;
-    space();
-    if (take(']')) return;
-    do {
-      out.items_.push_back(value(depth - 1));
-      space();
-    } while (take(','));
-    if (!take(']')) fail("',' or ']'");
+    items(']', "',' or ']'", [&] { out.items_.push_back(value(depth - 1)); });
   }
 
   std::string number() {
@@ -245,6 +245,14 @@ std::uint64_t Json::number() const {
     value = value * 10 + digit;
   }
   return value;
+}
+
+double Json::real() const {
+  need(Kind::number);
+  const auto value = parse_real(text_);
+  if (!value)
+    throw InvalidArgument(concat("a number that a double holds is expected, it is ", text_));
+  return *value;
 }
 
 std::int64_t Json::index() const {

@@ -32,6 +32,8 @@ class Json {
   /// signs, exponents and what 64 bits do not hold; at() for a name that is absent.
   bool boolean() const;
   std::uint64_t number() const;
+  /// Any number that a double holds.
+  double real() const;
   /// As number(), below 2^63.
   std::int64_t index() const;
   const std::string& string() const;

@@ -202,16 +202,15 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
     for (const auto& [key, value] : metadata) {
       if (!is_utf8(key) || !is_utf8(value))
         throw InvalidArgument(concat("the metadata of '", key, "' are not valid UTF-8"));
-      pairs += (pairs.empty() ? "" : ",") + json_text(key) + ':' + json_text(value);
+      pairs += concat(pairs.empty() ? "" : ",", json_text(key), ':', json_text(value));
     }
     json += concat('"', kMetadata, "\":{", pairs, '}');
   }
   for (const SafetensorsTensor& t : tensors) {
-    json += (json.size() > 1 ? "," : "") + json_text(t.name) + ":{\"dtype\":\"" + t.dtype +
-            "\",\"shape\":[";
-    for (std::size_t d = 0; d < t.shape.size(); ++d)
-      json += (d > 0 ? "," : "") + std::to_string(t.shape[d]);
-    json += "],\"data_offsets\":[" + std::to_string(t.begin) + ',' + std::to_string(t.end) + "]}";
+    json += concat(json.size() > 1 ? "," : "", json_text(t.name), ":{\"dtype\":\"", t.dtype,
+                   "\",\"shape\":[");
+    for (std::size_t d = 0; d < t.shape.size(); ++d) json += concat(d > 0 ? "," : "", t.shape[d]);
+    json += concat("],\"data_offsets\":[", t.begin, ',', t.end, "]}");
   }
   json += '}';
   json.resize((json.size() + 7) / 8 * 8, ' ');

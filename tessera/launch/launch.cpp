@@ -114,6 +114,46 @@ Launch detect_launch(const Environment& environment, const LaunchOverrides& over
   return launch;
 }
 
+namespace {
+
+// The hosts and the counts of ranks on them, where they are known.
+void validate_hosts(const Launch& launch) {
+  auto fail = [&](const std::string& why) {
+    throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why));
+  };
+  auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
+  const auto& counts = launch.ranks_per_host;
+  if (!launch.hosts.empty() && !counts.empty() && launch.hosts.size() != counts.size()) {
+    fail(concat(launch.hosts.size(), " hosts ", list(launch.hosts), " for ", counts.size(),
+                " counts of ranks ", list(counts)));
+  }
+  if (!launch.hosts.empty() && launch.node_rank >= static_cast<int>(launch.hosts.size())) {
+    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ",
+                list(launch.hosts)));
+  }
+  if (counts.empty()) return;
+  for (int count : counts) {
+    if (count < 0) fail(concat("ranks_per_host ", list(counts), " holds a negative number"));
+  }
+  if (std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size) {
+    fail(concat(
+        "ranks_per_host ", list(counts), " (",
+        launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
+        ") does not sum to ", show("world_size", launch.world_size)));
+  }
+  if (launch.node_rank >= static_cast<int>(counts.size())) {
+    fail(concat(show("node_rank", launch.node_rank),
+                " is not below the number of hosts in ranks_per_host ", list(counts)));
+  }
+  if (launch.node_rank >= 0 &&
+      counts[static_cast<std::size_t>(launch.node_rank)] != launch.local_size) {
+    fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank,
+                " of ranks_per_host ", list(counts)));
+  }
+}
+
+}  // namespace
+
 void validate(const Launch& launch) {
   auto fail = [&](const std::string& why) {
     throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why));
@@ -155,34 +195,7 @@ void validate(const Launch& launch) {
     fail(concat("the address '", launch.address, "' has no port"));
   if (launch.address.empty() && launch.port != 0)
     fail(concat(show("port", launch.port), " has no address"));
-  const auto& counts = launch.ranks_per_host;
-  if (!launch.hosts.empty() && !counts.empty() && launch.hosts.size() != counts.size()) {
-    fail(concat(launch.hosts.size(), " hosts ", list(launch.hosts), " for ", counts.size(),
-                " counts of ranks ", list(counts)));
-  }
-  if (!launch.hosts.empty() && launch.node_rank >= static_cast<int>(launch.hosts.size())) {
-    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ",
-                list(launch.hosts)));
-  }
-  if (counts.empty()) return;
-  for (int count : counts) {
-    if (count < 0) fail(concat("ranks_per_host ", list(counts), " holds a negative number"));
-  }
-  if (std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size) {
-    fail(concat(
-        "ranks_per_host ", list(counts), " (",
-        launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
-        ") does not sum to ", show("world_size", launch.world_size)));
-  }
-  if (launch.node_rank >= static_cast<int>(counts.size())) {
-    fail(concat(show("node_rank", launch.node_rank),
-                " is not below the number of hosts in ranks_per_host ", list(counts)));
-  }
-  if (launch.node_rank >= 0 &&
-      counts[static_cast<std::size_t>(launch.node_rank)] != launch.local_size) {
-    fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank,
-                " of ranks_per_host ", list(counts)));
-  }
+  validate_hosts(launch);
 }
 
 void require_rendezvous(const Launch& launch) {

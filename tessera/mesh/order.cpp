@@ -3,25 +3,22 @@
 #include <algorithm>
 #include <set>
 
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
 namespace tessera {
 
 std::vector<std::string> split_order(const std::string& order) {
-  std::vector<std::string> names;
+  std::vector<std::string> names = split(order, '-');
   std::set<std::string> seen;
-  for (std::size_t begin = 0; begin <= order.size();) {
-    const auto end = std::min(order.find('-', begin), order.size());
-    names.push_back(order.substr(begin, end - begin));
-    if (names.back().empty())
+  for (const std::string& name : names) {
+    if (name.empty())
       throw GroupConfigError(
           concat("the order '", order,
                  "' has an empty name; write axis names with single dashes between"));
-    if (!seen.insert(names.back()).second)
-      throw RepeatedName(
-          concat("axis '", names.back(), "' is duplicated in the order '", order, "'"));
-    begin = end + 1;
+    if (!seen.insert(name).second)
+      throw RepeatedName(concat("axis '", name, "' is duplicated in the order '", order, "'"));
   }
   return names;
 }

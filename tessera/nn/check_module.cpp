@@ -10,11 +10,15 @@
 #include <torch/nn/modules/dropout.h>
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <limits>
 #include <locale>
 #include <sstream>
 
+#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/tensor/policy.h"
@@ -195,38 +199,91 @@ bool CheckReport::safe() const {
          std::all_of(gradients.begin(), gradients.end(), equal);
 }
 
-std::string CheckReport::to_string() const {
+std::string CheckReport::to_string(std::size_t most) const {
   std::ostringstream text;
   text.imbue(std::locale::classic());
   text << (safe() ? "safe" : "NOT SAFE") << ": " << values.size() << " values and "
        << gradients.size() << " gradients compared with one process\n";
-  for (const auto* list_of : {&values, &gradients}) {
-    for (const CheckedValue& v : *list_of) {
-      if (!v.equal())
-        text << "  differs: " << v.name << " by " << v.difference << " (tolerance " << v.tolerance
-             << ")\n";
-    }
-  }
-  for (const Refusal& r : refused) text << "  refused: " << r.why << "\n";
+  const auto show = [&](const std::vector<std::string>& lines) {
+    for (std::size_t i = 0; i < std::min(lines.size(), most); ++i) text << "  " << lines[i] << "\n";
+    if (lines.size() > most)
+      text << "  and " << lines.size() - most << " more (to_string(" << lines.size() << "))\n";
+  };
+  Checked differ;
+  for (const auto* list_of : {&values, &gradients})
+    std::copy_if(list_of->begin(), list_of->end(), std::back_inserter(differ),
+                 [](const CheckedValue& v) { return !v.equal(); });
+  std::stable_sort(differ.begin(), differ.end(), [](const CheckedValue& a, const CheckedValue& b) {
+    return a.difference > b.difference;
+  });
+  std::vector<std::string> lines;
+  for (const CheckedValue& v : differ)
+    lines.push_back(
+        concat("differs: ", v.name, " by ", v.difference, " (tolerance ", v.tolerance, ")"));
+  show(lines);
+  lines.clear();
+  for (const Refusal& r : refused) lines.push_back(concat("refused: ", r.why));
+  show(lines);
+  lines.clear();
   for (const CheckedValue& v : values)
-    text << "  " << v.name << " lies as " << (v.placements ? list(*v.placements) : "a plain tensor")
-         << "\n";
+    lines.push_back(
+        concat(v.name, " lies as ", v.placements ? list(*v.placements) : "a plain tensor"));
+  show(lines);
+  double rounding = 0;
+  for (const auto* list_of : {&values, &gradients})
+    for (const CheckedValue& v : *list_of) rounding = std::max(rounding, v.rounding.value_or(0));
+  if (rounding > 0)
+    text << "  as on one process in float64; rounded differently in its own dtype, by up to "
+         << rounding << "\n";
   text << "  this rank sends " << forward_bytes << " bytes in forward, " << backward_bytes
        << " in backward\n";
   return text.str();
 }
 
-CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call,
+namespace {
+
+// A difference between ranks would read as one of the module.
+void require_same(const torch::nn::Module& module, const Tensors& inputs, const Group& ranks) {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (std::size_t i = 0; i < inputs.size(); ++i) all.emplace_back(concat("input ", i), inputs[i]);
+  for (const auto& p : module.named_parameters())
+    all.emplace_back(concat("parameter '", p.key(), "'"), p.value());
+  for (const auto& b : module.named_buffers())
+    all.emplace_back(concat("buffer '", b.key(), "'"), b.value());
+  std::erase_if(all, [](const auto& named) {
+    return !named.second.defined() || is_sharded(named.second) ||
+           named.second.layout() != at::kStrided;
+  });
+  const auto hashes = agree::all<std::vector<std::uint64_t>>(
+      ranks, "check_module",
+      [&] {
+        std::vector<std::uint64_t> mine;
+        for (const auto& [name, t] : all) {
+          Hash hash;
+          hash.number(static_cast<std::uint64_t>(t.scalar_type()));
+          for (const auto n : t.sizes()) hash.number(static_cast<std::uint64_t>(n));
+          const at::Tensor bits = t.detach().cpu().resolve_conj().resolve_neg().contiguous();
+          mine.push_back(hash.bytes(bits.const_data_ptr(), bits.nbytes()).value());
+        }
+        return mine;
+      },
+      {.name = "check_module"});
+  for (std::size_t r = 1; r < hashes.size(); ++r) {
+    if (hashes[r] == hashes[0]) continue;
+    std::size_t at = 0;
+    const std::size_t both = std::min(hashes[r].size(), hashes[0].size());
+    while (at < both && hashes[r][at] == hashes[0][at]) ++at;
+    throw MismatchError(concat("check_module: ", at < all.size() ? all[at].first : "the module",
+                               " differs between ranks ", ranks.ranks()[0], " and ",
+                               ranks.ranks()[r],
+                               ": give all ranks the same module and inputs, drawn with one seed "
+                               "(torch::manual_seed), or loaded from one file"));
+  }
+}
+
+CheckReport checked_once(const torch::nn::Module& module, const ModuleCall& call,
                          const Tensors& inputs, const DeviceMesh& mesh, const ModuleRule& rule,
                          const CheckOptions& options) {
-  if (!call) throw InvalidArgument("check_module: there is no call to run the module by");
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined())
-      throw InvalidArgument(concat("check_module: input ", i, " is undefined"));
-  }
-  if (options.placements.size() > 1 && options.placements.size() != inputs.size())
-    throw InvalidArgument(concat("check_module: ", options.placements.size(),
-                                 " entries of placements for ", inputs.size(), " inputs"));
   const auto alone = module.clone(), spread = module.clone();
   switch_dropout_off(*alone);
   switch_dropout_off(*spread);
@@ -271,6 +328,67 @@ CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call
     if (!b.equal()) report.values.push_back(b);
   }
   report.refused = refusals.refusals();
+  return report;
+}
+
+bool rounds(const CheckedValue& v) {
+  return !v.equal() && std::isfinite(v.difference) && v.tolerance > usual_tolerance(at::kDouble);
+}
+
+// Both sides of a rounded value may be off: it is wrong if it differs in float64 too, which rounds
+// a billion times less. A module that does not run in float64 is judged as it is.
+void judge_in_float64(CheckReport& report, const torch::nn::Module& module, const ModuleCall& call,
+                      const Tensors& inputs, const DeviceMesh& mesh, const ModuleRule& rule,
+                      const CheckOptions& options) {
+  const auto wide_module = module.clone();
+  wide_module->to(at::kDouble);
+  Tensors wide;
+  for (const at::Tensor& t : inputs)
+    wide.push_back(at::isComplexType(t.scalar_type())    ? t.to(at::kComplexDouble)
+                   : at::isFloatingType(t.scalar_type()) ? t.to(at::kDouble)
+                                                         : t);
+  try {
+    const at::NoGradGuard no_grad;
+    call(*wide_module->clone(), wide);
+  } catch (const std::exception&) {  // on all ranks, which have the same module and inputs
+    return;
+  }
+  const CheckReport reference = checked_once(*wide_module, call, wide, mesh, rule, options);
+  const auto judge = [](Checked& values, const Checked& judges) {
+    for (CheckedValue& v : values) {
+      const auto found = std::find_if(judges.begin(), judges.end(),
+                                      [&](const CheckedValue& j) { return j.name == v.name; });
+      // Buffers that are equal are not listed.
+      const bool known = found != judges.end();
+      if (!rounds(v) || (known ? !found->equal() : !v.name.starts_with("buffer "))) continue;
+      v.rounding = v.difference;
+      v.difference = known ? found->difference : 0;
+      v.tolerance = usual_tolerance(at::kDouble);
+    }
+  };
+  judge(report.values, reference.values);
+  judge(report.gradients, reference.gradients);
+}
+
+}  // namespace
+
+CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call,
+                         const Tensors& inputs, const DeviceMesh& mesh, const ModuleRule& rule,
+                         const CheckOptions& options) {
+  if (!call) throw InvalidArgument("check_module: there is no call to run the module by");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined())
+      throw InvalidArgument(concat("check_module: input ", i, " is undefined"));
+  }
+  if (options.placements.size() > 1 && options.placements.size() != inputs.size())
+    throw InvalidArgument(concat("check_module: ", options.placements.size(),
+                                 " entries of placements for ", inputs.size(), " inputs"));
+  require_same(module, inputs, mesh.all());
+  CheckReport report = checked_once(module, call, inputs, mesh, rule, options);
+  // The differences are the same on all ranks.
+  if (!options.tolerance && (std::any_of(report.values.begin(), report.values.end(), rounds) ||
+                             std::any_of(report.gradients.begin(), report.gradients.end(), rounds)))
+    judge_in_float64(report, module, call, inputs, mesh, rule, options);
   return report;
 }
 

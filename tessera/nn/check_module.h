@@ -26,6 +26,8 @@ struct CheckedValue {
   double tolerance = 0;
   /// Its placements; nothing for what is no sharded tensor.
   std::optional<std::vector<Placement>> placements;
+  /// The difference in the module's own dtype, where float64 decided.
+  std::optional<double> rounding = {};
 
   bool equal() const { return difference <= tolerance; }
 };
@@ -39,8 +41,8 @@ struct CheckReport {
 
   /// Everything is equal to one process, and nothing is refused.
   bool safe() const;
-  /// Several lines for a person.
-  std::string to_string() const;
+  /// The verdict in a line, then the worst `most` of each kind, for a person.
+  std::string to_string(std::size_t most = 10) const;
 };
 
 struct CheckOptions {
@@ -49,7 +51,8 @@ struct CheckOptions {
   /// Gradients of inputs and parameters too.
   bool gradients = true;
   /// Relative to the largest value; nothing: 1e-10 in float64, 1e-4 in float32, 2e-2 in half, 0.12
-  /// in bfloat16.
+  /// in bfloat16, and what differs by more in one of the latter is judged in float64: rounding
+  /// flips decisions of ReLU or max-pooling, on one process too.
   std::optional<double> tolerance = {};
 };
 
@@ -59,9 +62,10 @@ using ModuleCall = std::function<std::vector<at::Tensor>(torch::nn::Module& modu
 
 /// Compares two copies of `module` (its clone()), one distributed by `rule`; itself stays as it is.
 /// Dropout is switched off in both, since sharded tensors draw other numbers than plain ones.
-/// `inputs` are plain and the same on all ranks. Collective over the mesh; all ranks get the same
-/// report but for the bytes. Throws what the plain run throws, and InvalidArgument where placements
-/// and inputs differ in number.
+/// `inputs` are plain; they and the module are the same on all ranks. Collective over the mesh; all
+/// ranks get the same report but for the bytes. Throws what the plain run throws, MismatchError on
+/// every rank with the first input, parameter or buffer that differs between ranks, and
+/// InvalidArgument where placements and inputs differ in number.
 CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call,
                          const std::vector<at::Tensor>& inputs, const DeviceMesh& mesh,
                          const ModuleRule& rule = {}, const CheckOptions& options = {});

@@ -7,9 +7,9 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/agree/agree.h"
 #include "tessera/gradient/internal/coalesced.h"
 #include "tessera/nn/deferred.h"
+#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/nn/detail/parameter_gradient.h"
 #include "tessera/nn/detail/tape.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -140,10 +140,10 @@ struct Targets {
 // Where each tensor goes. What one rank refuses is refused on all, before anything has changed;
 // `refused`: what this rank refuses already.
 Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
-                       const ModuleRule& rule, std::exception_ptr refused) {
+                       const ModuleRule& rule, const std::exception_ptr& refused) {
   Targets targets;
-  std::string text;
-  try {
+  detail::agree_on_plan(mesh, "the module to distribute", [&] {
+    std::string text;
     if (refused) std::rethrow_exception(refused);
     detail::require_no_scope("distribute_module");
     targets.tensors = collected(tensors);
@@ -160,13 +160,8 @@ Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh
         text += concat(", deferred ", is->tape->hash(is->value));
       text += "\n";
     }
-  } catch (const std::exception& e) {
-    refused = std::current_exception();
-    text = e.what();
-  }
-  if (const Group ranks = mesh.all(); ranks.size() > 1)
-    agree::same(ranks, "the module to distribute", text);
-  if (refused) std::rethrow_exception(refused);
+    return text;
+  });
   return targets;
 }
 

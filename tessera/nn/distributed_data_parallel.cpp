@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <exception>
 #include <set>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
@@ -170,10 +171,11 @@ void DataParallelEngine::before_forward() {
     }
   }
   // Evaluation may run on some ranks alone, so it must not communicate.
-  if (!options_.broadcast_buffers || !module_->is_training() || !at::GradMode::is_enabled() ||
-      !reducer_->syncing())
-    return;
-  broadcast_coalesced(buffers(), group_, 0);
+  if (!options_.broadcast_buffers || !module_->is_training() || !at::GradMode::is_enabled()) return;
+  // Where a step begins, so that what was saved before it is all that it follows from.
+  if (std::exchange(buffers_due_, reducer_->syncing())) broadcast_buffers();
 }
+
+void DataParallelEngine::broadcast_buffers() const { broadcast_coalesced(buffers(), group_, 0); }
 
 }  // namespace tessera::detail

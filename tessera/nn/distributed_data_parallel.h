@@ -34,7 +34,8 @@ struct DistributedDataParallelOptions {
   /// tensor's local (to_local). premultiplied: weighted by hand, each rank by its own factor. A
   /// denominator that is known only after a step is StepWeight's.
   ReduceOp reduction = ReduceOp::avg;
-  /// Buffers (running statistics) are broadcast from rank 0 before each forward in training.
+  /// Buffers (running statistics) are broadcast from rank 0 before each forward in training, of
+  /// those of a step with no_sync() before the first.
   bool broadcast_buffers = true;
   /// Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
   std::vector<std::string> ignore;
@@ -48,6 +49,7 @@ class DataParallelEngine {
   DataParallelEngine(std::shared_ptr<torch::nn::Module> module, Group group,
                      DistributedDataParallelOptions options);
   void before_forward();
+  void broadcast_buffers() const;
   GradientReducer& reducer() { return *reducer_; }
   const Group& group() const { return group_; }
   ReduceOp reduction() const { return options_.reduction; }
@@ -62,6 +64,8 @@ class DataParallelEngine {
   Group group_;
   DistributedDataParallelOptions options_;
   std::unique_ptr<GradientReducer> reducer_;
+  /// The last forward in training was one of a backward that is synchronised.
+  bool buffers_due_ = true;
 };
 
 }  // namespace detail
@@ -106,6 +110,9 @@ class DistributedDataParallel {
   /// While the result lives, gradients accumulate locally, and the next backward outside reduces
   /// their sum: no_sync(*module()), which is for all that reduce a parameter of the module.
   [[nodiscard]] NoSync no_sync() const { return NoSync(engine_.module().parameters()); }
+  /// Gives all ranks rank 0's buffers now: for a program that has
+  /// DistributedDataParallelOptions::broadcast_buffers off, or before an evaluation. Collective.
+  void broadcast_buffers() const { engine_.broadcast_buffers(); }
   /// Reduces now what has been accumulated and not been reduced, without a backward. Collective.
   void reduce() { reduce_gradients(engine_.module().parameters()); }
 

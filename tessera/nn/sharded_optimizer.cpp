@@ -64,7 +64,7 @@ struct OptimizerShards::State {
   at::Tensor rows_of(const at::Tensor& parameter, const at::Tensor& of) const;
   at::Tensor shard(const at::Tensor& parameter, const at::Tensor& of) const;
   at::Tensor with_gradient(const at::Tensor& parameter) const;
-  void shard_state(torch::optim::OptimizerParamState& state, const at::Tensor& parameter) const;
+  bool shards_of(const at::Tensor& p) const { return shards.contains(p.unsafeGetTensorImpl()); }
   void gather();
 };
 
@@ -109,16 +109,6 @@ at::Tensor OptimizerShards::State::with_gradient(const at::Tensor& parameter) co
                toString(grad.scalar_type()), ", and must be dense, plain, and like the parameter"));
   made.mutable_grad() = shard(parameter, grad.contiguous());
   return made;
-}
-
-// What an optimizer has made of a whole parameter before its first step: Adagrad does so when it is
-// made.
-void OptimizerShards::State::shard_state(torch::optim::OptimizerParamState& state,
-                                         const at::Tensor& parameter) const {
-  auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state);
-  if (!adagrad || !adagrad->sum().defined() || meta_of(adagrad->sum())) return;
-  const at::NoGradGuard no_grad;
-  adagrad->sum(shard(parameter, adagrad->sum()).clone());
 }
 
 // What every rank has updated, for all of them: one chunk travels while another is packed.
@@ -180,24 +170,22 @@ OptimizerShards::~OptimizerShards() = default;
 OptimizerShards::OptimizerShards(OptimizerShards&&) noexcept = default;
 OptimizerShards& OptimizerShards::operator=(OptimizerShards&&) noexcept = default;
 
-void OptimizerShards::plan(const torch::optim::Optimizer& optimizer) {
+std::vector<at::Tensor> OptimizerShards::plan(const std::vector<at::Tensor>& parameters) {
   State& s = *state_;
   std::vector<at::Tensor> fresh;
   std::string text;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& p : group.params()) {
-      if (!p.defined() || s.knows(p)) continue;
-      text += concat("parameter of shape ", p.sizes(), ", ", toString(p.scalar_type()),
-                     is_shardable(p) ? "" : ", not sharded", "\n");
-      s.known.insert_or_assign(p.unsafeGetTensorImpl(),
-                               c10::weak_intrusive_ptr<c10::TensorImpl>(p.getIntrusivePtr()));
-      s.shards.erase(p.unsafeGetTensorImpl());
-      if (is_shardable(p)) fresh.push_back(p);
-    }
+  for (const at::Tensor& p : parameters) {
+    if (!p.defined() || s.knows(p)) continue;
+    text += concat("parameter of shape ", p.sizes(), ", ", toString(p.scalar_type()),
+                   is_shardable(p) ? "" : ", not sharded", "\n");
+    s.known.insert_or_assign(p.unsafeGetTensorImpl(),
+                             c10::weak_intrusive_ptr<c10::TensorImpl>(p.getIntrusivePtr()));
+    s.shards.erase(p.unsafeGetTensorImpl());
+    if (is_shardable(p)) fresh.push_back(p);
   }
-  if (text.empty()) return;
+  if (text.empty()) return {};
   const Group ranks = s.ranks();
-  if (ranks.size() == 1) return;
+  if (ranks.size() == 1) return {};
   agree::same(ranks, "the parameters of a ShardedOptimizer", text);
   std::vector<at::Tensor> chunk;
   std::int64_t bytes = 0;
@@ -216,15 +204,49 @@ void OptimizerShards::plan(const torch::optim::Optimizer& optimizer) {
     bytes += size;
   }
   close();
-  for (const at::Tensor& p : fresh) {
+  return fresh;
+}
+
+void OptimizerShards::plan(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups())
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  for (const at::Tensor& p : plan(parameters)) {
+    // What an optimizer has made of a whole parameter before its first step: Adagrad does so when
+    // it is made.
     const auto made = optimizer.state().find(p.unsafeGetTensorImpl());
-    if (made != optimizer.state().end()) s.shard_state(*made->second, p);
+    if (made == optimizer.state().end()) continue;
+    auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(made->second.get());
+    if (adagrad && adagrad->sum().defined() && !meta_of(adagrad->sum()))
+      adagrad->sum(shard_state(p, adagrad->sum()));
   }
 }
 
 at::Tensor OptimizerShards::like(const at::Tensor& parameter) const {
-  if (!state_->shards.contains(parameter.unsafeGetTensorImpl())) return parameter;
-  return state_->shard(parameter, parameter);
+  return state_->shards_of(parameter) ? state_->shard(parameter, parameter) : parameter;
+}
+
+std::vector<at::Tensor> OptimizerShards::shards(const std::vector<at::Tensor>& parameters) const {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& p : parameters)
+    made.push_back(state_->shards_of(p) ? state_->with_gradient(p) : p);
+  return made;
+}
+
+at::Tensor OptimizerShards::shard_state(const at::Tensor& parameter,
+                                        const at::Tensor& state) const {
+  const at::NoGradGuard no_grad;
+  return state_->shards_of(parameter) ? state_->shard(parameter, state).clone() : state;
+}
+
+void OptimizerShards::gather() {
+  const at::NoGradGuard no_grad;
+  try {
+    state_->gather();
+  } catch (...) {
+    rethrow_to_all("ShardedOptimizer::step", *state_->context);
+  }
 }
 
 void OptimizerShards::step(torch::optim::Optimizer& optimizer,
@@ -256,7 +278,7 @@ void OptimizerShards::step(torch::optim::Optimizer& optimizer,
   try {
     for (auto& group : optimizer.param_groups()) {
       for (at::Tensor& p : group.params()) {
-        if (!p.defined() || !s.shards.contains(p.unsafeGetTensorImpl())) continue;
+        if (!p.defined() || !s.shards_of(p)) continue;
         at::Tensor& shard = shards[p.unsafeGetTensorImpl()];
         if (!shard.defined()) {
           shard = s.with_gradient(p);
@@ -267,12 +289,12 @@ void OptimizerShards::step(torch::optim::Optimizer& optimizer,
       }
     }
     update();
-    restore();
-    s.gather();
   } catch (...) {
     restore();
     rethrow_to_all("ShardedOptimizer::step", *s.context);
   }
+  restore();
+  gather();
 }
 
 void refuse_archive() {

@@ -61,6 +61,18 @@ class OptimizerShards {
   /// Calls `update` with shards in the place of the optimizer's parameters, and gathers them.
   void step(torch::optim::Optimizer& optimizer, const std::function<void()>& update);
 
+  /// The same for an optimizer that is not libtorch's own. Returns those that are sharded from now
+  /// on. Collective over the mesh where one is not known yet.
+  std::vector<at::Tensor> plan(const std::vector<at::Tensor>& parameters);
+  /// What an optimizer updates in the place of each: a ShardTensor over this rank's rows, in the
+  /// parameter's memory, with its gradient; the parameter itself where it is not sharded.
+  std::vector<at::Tensor> shards(const std::vector<at::Tensor>& parameters) const;
+  /// This rank's rows of `state`, a plain tensor of the parameter's shape, in memory of their own;
+  /// `state` itself where the parameter is not sharded.
+  at::Tensor shard_state(const at::Tensor& parameter, const at::Tensor& state) const;
+  /// Gathers the rows that all ranks have updated. Collective over the mesh.
+  void gather();
+
  private:
   struct State;
   std::unique_ptr<State> state_;

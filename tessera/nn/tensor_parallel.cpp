@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/agree/agree.h"
+#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/partition/partition.h"
 
 namespace tessera {
@@ -242,18 +242,8 @@ TensorParallelPlan tensor_parallel(torch::nn::Module& module, const DeviceMesh& 
                                    const LayerShardings& layers,
                                    const TensorParallelOptions& options) {
   std::optional<TensorParallelPlan> plan;
-  std::exception_ptr refused;
-  std::string text;
-  try {
-    plan.emplace(module, mesh, layers, options);
-    text = plan->to_string();
-  } catch (const std::exception& e) {
-    refused = std::current_exception();
-    text = e.what();
-  }
-  if (const Group ranks = mesh.all(); ranks.size() > 1)
-    agree::same(ranks, "the tensor-parallel plan", text);
-  if (refused) std::rethrow_exception(refused);
+  detail::agree_on_plan(mesh, "the tensor-parallel plan",
+                        [&] { return plan.emplace(module, mesh, layers, options).to_string(); });
   distribute_module(module, mesh, plan->rule(), options.reducer);
   return std::move(*plan);
 }

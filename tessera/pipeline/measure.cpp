@@ -5,12 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
 #include <map>
-#include <string>
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/pipeline/detail/pipeline_state.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/passes.h"
@@ -19,14 +18,8 @@
 namespace tessera {
 namespace {
 
-std::string bytes_of(const std::vector<double>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)};
-}
-
-std::vector<double> doubles_of(const std::string& bytes) {
-  std::vector<double> values(bytes.size() / sizeof(double));
-  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
-  return values;
+std::vector<std::vector<double>> of_all(const Group& group, const std::vector<double>& mine) {
+  return agree::all<std::vector<double>>(group, "pipeline measure", [&] { return mine; });
 }
 
 double middle(std::vector<double> values) {
@@ -194,8 +187,7 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   }
   // The mean over pipelines beside this one.
   std::vector<double> sum(mine.size(), 0.0);
-  for (const std::string& bytes : state.plan.mesh.all().all_gather_bytes(bytes_of(mine))) {
-    const std::vector<double> values = doubles_of(bytes);
+  for (const std::vector<double>& values : of_all(state.plan.mesh.all(), mine)) {
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
   }
   PipelineCosts costs;
@@ -234,9 +226,9 @@ Timeline Pipeline::timeline() const {
   Timeline result;
   result.order = simulate(schedule, uniform).order;
   result.peak = peak_memory(schedule, uniform);
-  const auto all = state_->plan.group().all_gather_bytes(bytes_of(mine));
+  const auto all = of_all(state_->plan.group(), mine);
   for (std::size_t r = 0; r < all.size(); ++r) {
-    const std::vector<double> values = doubles_of(all[r]);
+    const std::vector<double>& values = all[r];
     auto& spans = result.spans.emplace_back();
     double busy = 0;
     for (std::size_t i = 0; i + 1 < values.size(); i += 2) {

@@ -18,13 +18,12 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera {
 
-class PipelineStage {
+class PipelineStage : Pinned {
  public:
-  PipelineStage() = default;
-  PipelineStage(const PipelineStage&) = delete;
-  PipelineStage& operator=(const PipelineStage&) = delete;
   virtual ~PipelineStage();
 
   /// Outputs of one micro-batch from its inputs: those of the stage before (of the batch, on the

@@ -2,11 +2,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Formatting.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/full_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
@@ -18,6 +15,7 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
+#include "tessera/tensor/detail/plain.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/host_memory.h"
@@ -29,6 +27,7 @@
 #include "tessera/tensor/spec/detail/shard_dims.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
+#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera {
 
@@ -70,11 +69,7 @@ ShardSpec gradient_spec(const ShardSpec& spec,
                         const std::optional<std::vector<Placement>>& chosen) {
   if (chosen)
     return spec.with_placements(ShardSpec(spec.mesh(), spec.shape(), *chosen).placements());
-  auto placements = spec.placements();
-  for (Placement& p : placements) {
-    if (p.is_partial()) p = Replicate();
-  }
-  return spec.with_placements(placements);
+  return without_partial(spec);
 }
 
 at::Tensor sharded_gradient(const at::Tensor& g, const ShardSpec& like) {
@@ -92,6 +87,7 @@ using detail::meta_or_throw;
 using detail::sharded_gradient;
 
 using detail::LocalCallGuard;
+using detail::RankState;
 using detail::ShardMeta;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -125,6 +121,22 @@ void require_sum(const ShardSpec& gradient, const char* name) {
         "same."));
 }
 
+// A solver that goes on in its own memory, and sees nothing of the tensor, is told once.
+void warn_of_copy(const at::Tensor& local, const ShardSpec& spec) {
+  const auto* memory = local.has_storage() ? local.storage().unsafeGetStorageImpl() : nullptr;
+  if (!memory || memory->resizable()) return;  // libtorch's own
+  RankState& state = *detail::context_of(spec)->state;
+  {
+    const std::lock_guard lock(state.mutex);
+    if (!state.warned.insert("from_local copies").second) return;
+  }
+  TORCH_WARN("from_local: a local of shape ", local.sizes(), " and strides ", local.strides(),
+             " in memory of the program's own was copied, for it is not in row-major order without "
+             "gaps: what is written to that memory later does not reach the tensor, nor the other "
+             "way. from_blob of tessera/tensor/blob.h shares memory with ghost cells, with strides "
+             "or in Fortran order; local.clone() says that a copy is meant.");
+}
+
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const ShardSpec& spec) {
     carry(ctx, gradient_spec(spec));
@@ -135,6 +147,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     }
     const LocalCallGuard guard;
     const bool shares = local.is_contiguous() && !local.is_conj() && !local.is_neg();
+    if (!shares) warn_of_copy(local, spec);
     at::Tensor own = shares ? local.detach() : local.resolve_conj().resolve_neg().contiguous();
     at::Tensor t =
         detail::wrap(own, detail::make_layout(spec, local.scalar_type(), local.device()));
@@ -259,23 +272,6 @@ struct FullTensor : torch::autograd::Function<FullTensor> {
     return gradients;
   }
 };
-
-void check_dtype(const at::Tensor& t) {
-  if (t.layout() != c10::kStrided || t.is_quantized() || t.is_nested()) {
-    throw ShardingError(concat(
-        "a ", t.toString(),
-        " tensor cannot be sharded: sparse, quantized and nested tensors are not supported"));
-  }
-}
-
-// Of a value that a sharded tensor is made of.
-void require_plain(const at::Tensor& t, const char* call) {
-  if (!t.defined()) throw InvalidArgument(concat(call, ": the tensor is undefined"));
-  if (is_sharded(t))
-    throw InvalidArgument(concat(call, ": the tensor is itself a ShardTensor, ", spec(t),
-                                 ": tessera::redistribute() gives it other placements"));
-  check_dtype(t);
-}
 
 // The spec that a local and the sizes of every sharded dim determine; nullopt if they do not.
 std::optional<ShardSpec> spec_of_sizes(const at::Tensor& local, const DeviceMesh& mesh,
@@ -404,7 +400,7 @@ const std::vector<Placement>& placements(const at::Tensor& t) {
 
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
   detail::ensure_registered();
-  require_plain(local, "from_local");
+  detail::require_plain(local, "from_local");
   if (local.sizes() != at::IntArrayRef(spec.local_shape())) {
     throw InvalidArgument(concat("from_local: the local has shape ", local.sizes(), ", the spec ",
                                  spec, " says ", list(spec.local_shape()), " for this rank"));
@@ -427,7 +423,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
   std::exception_ptr wrong;
   try {
     detail::require_one_per_axis(mesh.mesh(), placements);
-    require_plain(local, "from_local");
+    detail::require_plain(local, "from_local");
     kind = concat(toString(local.scalar_type()),
                   local.requires_grad() && at::GradMode::is_enabled() ? ", requiring grad" : "");
     known = spec_of_sizes(local, mesh, placements, sizes);
@@ -451,83 +447,6 @@ at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions&
       spec);
 }
 
-at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
-  detail::ensure_registered();
-  require_plain(full, "distribute_tensor");
-  if (full.sizes() != at::IntArrayRef(spec.shape()))
-    throw InvalidArgument(
-        concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
-  return redistribute(detail::promote(full, detail::context_of(spec)), spec);
-}
-
-at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
-                             const std::vector<Placement>& placements, const ShardSizes& sizes) {
-  require_plain(full, "distribute_tensor");
-  return distribute_tensor(full, ShardSpec(mesh, full.sizes().vec(), placements, sizes));
-}
-
-at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
-                   const std::vector<Placement>& placements, const ShardSizes& sizes, int root) {
-  const Group all = mesh.all();
-  if (root < 0 || root >= all.size())
-    throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
-  constexpr char kWrong[] = "!";  // what follows is why there is nothing to scatter
-  std::string header;
-  if (all.rank() == root) {
-    try {
-      require_plain(full, "scatter");
-      header = concat(static_cast<int>(full.scalar_type()), ",");
-      for (const auto n : full.sizes()) header += concat(n, ",");
-    } catch (const Error& e) {
-      // The other ranks give no tensor, and wait for this one's.
-      all.broadcast_bytes(concat(kWrong, e.what()), root, {.name = "scatter"});
-      throw;
-    }
-  }
-  header = all.broadcast_bytes(header, root, {.name = "scatter"});
-  if (header.starts_with(kWrong))
-    throw InvalidArgument(concat("at mesh position ", root, ": ", header.substr(1)));
-  std::vector<std::int64_t> numbers;
-  for (std::size_t at = 0; at < header.size();) {
-    const auto comma = header.find(',', at);
-    numbers.push_back(std::stoll(header.substr(at, comma - at)));
-    at = comma + 1;
-  }
-  const auto dtype = static_cast<at::ScalarType>(numbers[0]);
-  const std::vector<std::int64_t> shape(numbers.begin() + 1, numbers.end());
-  const ShardSpec target(mesh, shape, placements, sizes);
-  const auto part_of = [&](int position) {
-    at::Tensor part = full;
-    const Box box = target.sharding().box(position);
-    for (std::size_t d = 0; d < box.size(); ++d)
-      part = part.narrow(static_cast<std::int64_t>(d), box[d].begin, box[d].size());
-    // On a partial axis the first rank holds the value.
-    for (int a = 0; a < target.mesh_dims(); ++a) {
-      const Placement p = placements[a];
-      const int c = target.sharding().coordinate(position, a);
-      if (p.is_partial(ReduceOp::Kind::sum) && c > 0)
-        part = at::full_like(part, detail::no_summand(part.scalar_type()));
-      if (p.is_partial(ReduceOp::Kind::product) && c > 0) part = at::ones_like(part);
-    }
-    return part.contiguous();
-  };
-  const LocalCallGuard guard;
-  at::Tensor mine;
-  std::vector<Message> messages;
-  if (all.rank() == root) {
-    mine = part_of(root).clone();
-    for (int r = 0; r < all.size(); ++r) {
-      if (r != root) messages.push_back({Message::Kind::send, part_of(r), r});
-    }
-  } else {
-    mine =
-        at::empty(target.local_shape(), at::TensorOptions(dtype).device(mesh.manager().device()));
-    messages.push_back({Message::Kind::receive, mine, root});
-  }
-  all.exchange(messages, {.name = "scatter"});
-  return from_local(mine, target);
-}
-
 at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placement>>& gradient) {
   const ShardSpec own = spec(t);
   const ShardSpec wanted = gradient_spec(own, gradient);
@@ -549,71 +468,6 @@ at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Plac
     }
   }
   return FullTensor::apply(t, whole, gradient ? whole.with_placements(*gradient) : whole);
-}
-
-namespace {
-at::Tensor made(const ShardSpec& spec, const at::TensorOptions& options,
-                const std::function<at::Tensor(const at::TensorOptions&)>& make) {
-  const auto device = options.has_device() ? options.device() : spec.mesh().manager().device();
-  return from_local(make(options.device(device).requires_grad(false)), spec)
-      .requires_grad_(options.requires_grad());
-}
-
-void refuse_partial(const ShardSpec& spec, const char* what) {
-  if (spec.has_partial())
-    throw InvalidArgument(concat(what, ": a new tensor cannot be partial: ", spec));
-}
-}  // namespace
-
-at::Tensor empty(const ShardSpec& spec, const at::TensorOptions& options) {
-  return made(spec, options,
-              [&](const at::TensorOptions& o) { return at::empty(spec.local_shape(), o); });
-}
-at::Tensor full(const ShardSpec& spec, const at::Scalar& value, const at::TensorOptions& options) {
-  refuse_partial(spec, "full");
-  return made(spec, options,
-              [&](const at::TensorOptions& o) { return at::full(spec.local_shape(), value, o); });
-}
-at::Tensor zeros(const ShardSpec& spec, const at::TensorOptions& options) {
-  return made(spec, options,
-              [&](const at::TensorOptions& o) { return at::zeros(spec.local_shape(), o); });
-}
-at::Tensor ones(const ShardSpec& spec, const at::TensorOptions& options) {
-  refuse_partial(spec, "ones");
-  return made(spec, options,
-              [&](const at::TensorOptions& o) { return at::ones(spec.local_shape(), o); });
-}
-at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) {
-  return arange(spec, 0, 1, options);
-}
-at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step,
-                  const at::TensorOptions& options) {
-  refuse_partial(spec, "arange");
-  if (spec.dims() != 1)
-    throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
-  const std::int64_t begin = spec.local_offset()[0];
-  const bool integral = start.isIntegral(false) && step.isIntegral(false);
-  const auto dtype = options.has_dtype() ? c10::typeMetaToScalarType(options.dtype())
-                     : integral          ? at::kLong
-                                         : at::kFloat;
-  return made(spec, options.dtype(dtype), [&](const at::TensorOptions& o) {
-    // As libtorch computes an element: start + i * step, in the dtype that the numbers need.
-    return at::arange(begin, begin + spec.local_shape()[0],
-                      o.dtype(integral ? at::kLong : at::kDouble))
-        .mul(step)
-        .add(start)
-        .to(dtype);
-  });
-}
-at::Tensor rand(const ShardSpec& spec, const at::TensorOptions& options) {
-  refuse_partial(spec, "rand");
-  const at::Tensor t = empty(spec, options.requires_grad(false));
-  return t.uniform_().requires_grad_(options.requires_grad());
-}
-at::Tensor randn(const ShardSpec& spec, const at::TensorOptions& options) {
-  refuse_partial(spec, "randn");
-  const at::Tensor t = empty(spec, options.requires_grad(false));
-  return t.normal_().requires_grad_(options.requires_grad());
 }
 
 std::string summary(const at::Tensor& t) {

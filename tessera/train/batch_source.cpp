@@ -29,13 +29,7 @@ class LoaderBatches final : public BatchSource {
     if (loader_.next_epoch() != epoch_) return std::nullopt;
     LoadedBatch loaded = loader_.next();
     if (make_) return make_(std::move(loaded));
-    MicroBatch batch;
-    batch.tensors = std::move(loaded.tensors);
-    batch.rows = loaded.rows;
-    batch.real = loaded.real;
-    batch.mask = std::move(loaded.mask);
-    batch.names = std::move(loaded.names);
-    return batch;
+    return MicroBatch{std::move(loaded)};
   }
   void start_epoch(std::uint64_t) override { epoch_ = loader_.next_epoch(); }
   std::string state() const override { return concat(epoch_, "\n", loader_.state()); }
@@ -68,13 +62,7 @@ class StreamBatches final : public BatchSource {
   std::optional<MicroBatch> next() override {
     auto loaded = loader_.next();
     if (!loaded) return std::nullopt;
-    MicroBatch batch;
-    batch.tensors = std::move(loaded->tensors);
-    batch.rows = loaded->rows;
-    batch.real = loaded->real;
-    batch.mask = std::move(loaded->mask);
-    batch.names = std::move(loaded->names);
-    return batch;
+    return MicroBatch{std::move(*loaded)};
   }
   void start_epoch(std::uint64_t epoch) override {
     if (epoch > 0)

@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/train/micro_batch.h"
 #include "tessera/train/session.h"
@@ -16,12 +17,9 @@ namespace tessera {
 
 class Trainer;
 
-class Callback {
+class Callback : Pinned {
  public:
-  Callback() = default;
   virtual ~Callback();
-  Callback(const Callback&) = delete;
-  Callback& operator=(const Callback&) = delete;
 
   /// Names its state in checkpoints: unique in a trainer, without dots.
   virtual std::string name() const = 0;

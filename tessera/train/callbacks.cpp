@@ -83,13 +83,13 @@ void CheckpointCallback::on_epoch_end(Trainer& trainer) {
 void CheckpointCallback::periodic(Trainer& trainer) {
   const std::string name = concat("step-", trainer.step());
   trainer.request_save(name);
-  if (std::find(last_.begin(), last_.end(), name) != last_.end()) return;
-  last_.push_back(name);
-  if (options_.keep_last == 0 || last_.size() <= static_cast<std::size_t>(options_.keep_last))
-    return;
-  const std::string old = last_.front();
-  last_.erase(last_.begin());
-  if (!needed(old)) trainer.request_remove(old);
+  if (std::find(last_.begin(), last_.end(), name) == last_.end()) last_.push_back(name);
+  // More than one where the run went on from one that nobody had asked for.
+  while (options_.keep_last > 0 && last_.size() > static_cast<std::size_t>(options_.keep_last)) {
+    const std::string old = last_.front();
+    last_.erase(last_.begin());
+    if (!needed(old)) trainer.request_remove(old);
+  }
 }
 
 bool CheckpointCallback::needed(const std::string& checkpoint) const {
@@ -144,9 +144,10 @@ void CheckpointCallback::loaded(Trainer& trainer, const CheckpointState& state,
   for (std::int64_t i = 0; i < state.get_integer(prefix + "best"); ++i)
     best_.emplace_back(state.get(concat(prefix, "best.", i)),
                        state.get_real(concat(prefix, "best_value.", i)));
-  // One that an exception left is not among those that were asked for; it goes when its turn comes.
+  // One that a signal or an exception left is not among those that were asked for; it goes when its
+  // turn comes.
   const std::string here = concat("step-", trainer.step());
-  if (options_.on_exception && trainer.step() > 0 && !needed(here)) last_.push_back(here);
+  if (trainer.step() > 0 && !needed(here)) last_.push_back(here);
 }
 
 // ---- metrics that stop or slow a run ----

@@ -24,7 +24,8 @@ struct CheckpointCallbackOptions {
   /// After so many optimizer steps, epochs, and so much time by any rank's clock; 0: not.
   std::int64_t every_steps = 0, every_epochs = 0;
   std::chrono::milliseconds every{0};
-  /// Of these periodic ones the last so many are kept; 0: all.
+  /// Of these periodic ones the last so many are kept, and with them what a signal or an exception
+  /// has left and the run went on from; 0: all.
   int keep_last = 1;
   /// Of each validation, if the metric ("val/loss") is among the `best` best ones, which are kept:
   /// not beside CheckpointOptions::keep_last, which would remove them (InvalidArgument in fit()).

@@ -19,14 +19,13 @@
 #include <memory>
 #include <string>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera {
 
-class Logger {
+class Logger : Pinned {
  public:
-  Logger() = default;
   virtual ~Logger();
-  Logger(const Logger&) = delete;
-  Logger& operator=(const Logger&) = delete;
   /// Before the first log() of a training: it begins at this step, 0 or that of a checkpoint. Makes
   /// the folder. Throws FileError.
   virtual void start(std::int64_t step) = 0;

@@ -1,6 +1,5 @@
 #include "tessera/train/pipeline_strategy.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -28,13 +27,7 @@ PipelineStrategy::PipelineStrategy(const DeviceMesh& mesh, std::string axis,
                                  others, " axes of the mesh beside '", axis_, "'"));
   if (others == 0) return;
   stages_ = stage_mesh(mesh_, axis_);
-  for (int a = 0; a < others; ++a) {
-    // The tensors of a batch differ in their numbers of dims.
-    if (batch_[a].is_partial() || (batch_[a].is_shard() && batch_[a].dim < 0))
-      throw InvalidArgument(concat("PipelineStrategy: a batch that lies as ", batch_[a],
-                                   "; give Replicate or Shard of a dim counted from the first"));
-    if (!batch_[a].is_shard(0)) sharing_ *= stages_->mesh().size(a);
-  }
+  sharing_ *= detail::ranks_sharing("PipelineStrategy", batch_, stages_->mesh());
 }
 
 Abilities PipelineStrategy::abilities() const {
@@ -45,12 +38,7 @@ Abilities PipelineStrategy::abilities() const {
 
 void PipelineStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
-  // A second run over modules that lie on the mesh since the first one.
-  NamedModules fresh;
-  for (const NamedModule& m : modules)
-    if (std::none_of(prepared_.begin(), prepared_.end(),
-                     [&](const auto& one) { return one.lock() == m.module; }))
-      fresh.push_back(m);
+  const NamedModules fresh = detail::not_among(prepared_, modules);
   if (fresh.empty()) return;
   for (const NamedModule& m : fresh) m.module->to(root_device());
   if (stages_) {

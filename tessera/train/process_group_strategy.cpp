@@ -126,6 +126,27 @@ void ProcessGroupStrategy::setup(const NamedModules& modules) {
   }
 }
 
+// As bytes, in one message.
+void ProcessGroupStrategy::share_buffers() {
+  if (size() == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> buffers, bytes;
+  std::vector<std::int64_t> lengths;
+  for (const NamedModule& m : modules())
+    for (const at::Tensor& t : m.module->buffers()) {
+      if (!t.defined() || t.numel() == 0) continue;
+      buffers.push_back(t.detach());
+      bytes.push_back(t.detach().contiguous().flatten().view(at::kByte));
+      lengths.push_back(bytes.back().numel());
+    }
+  if (buffers.empty()) return;
+  const at::Tensor all = at::cat(bytes);
+  broadcast(all, 0);
+  const auto parts = all.split_with_sizes(lengths);
+  for (std::size_t i = 0; i < buffers.size(); ++i)
+    buffers[i].copy_(parts[i].clone().view(buffers[i].scalar_type()).view_as(buffers[i]));
+}
+
 void ProcessGroupStrategy::reduce_gradients() {
   const at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_type;

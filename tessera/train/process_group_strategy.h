@@ -16,8 +16,10 @@ namespace tessera {
 class ProcessGroupStrategy : public Strategy {
  public:
   /// Every rank holds all parameters; their gradients are added up at the end of each step, in one
-  /// message a dtype. Modules are moved, and the first rank's values broadcast, in setup(). The
-  /// first rank saves. Waits are bounded by the group's own time limit.
+  /// message a dtype. Modules are moved, and the first rank's values broadcast, in setup(). Its
+  /// buffers are given to all after each step. The first rank saves: random states and running sums
+  /// of metrics of the others are not in a checkpoint. Waits are bounded by the group's own time
+  /// limit.
   /// Throws InvalidArgument without a group.
   explicit ProcessGroupStrategy(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                 c10::Device device = c10::DeviceType::CPU);
@@ -36,6 +38,7 @@ class ProcessGroupStrategy : public Strategy {
   using Strategy::all_gather;
   std::vector<std::string> all_gather(const std::string& mine) override;
   void setup(const NamedModules& modules) override;
+  void share_buffers() override;
   void reduce_gradients() override;
   /// Aborts the group: the others' pending and later calls on it throw at once where its backend
   /// can (NCCL, Tessera's Gloo), and after the group's time limit where not (c10d's Gloo).

@@ -279,7 +279,12 @@ StepResult Session::step(const std::vector<std::size_t>& which,
     throw;
   }
   clear_gradients();
+  share_buffers();
   return last_ = result;
+}
+
+void Session::share_buffers() {
+  if (strategy_->session_ == this) strategy_->share_buffers();
 }
 
 StepResult Session::step_again(const std::function<void()>& evaluate, std::size_t optimizer) {
@@ -330,6 +335,7 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
     throw;
   }
   ++steps_;
+  share_buffers();
   return last_ = first;
 }
 

@@ -176,6 +176,10 @@ class Session {
   /// (Strategy::by_hand), of which the optimizer would take its products on each rank alone.
   StepResult step_again(const std::function<void()>& evaluate, std::size_t optimizer = 0);
 
+  /// Strategy::share_buffers(), unless another session has set the strategy up since. Done by
+  /// step() and step_again(); collective.
+  void share_buffers();
+
   /// What the last step() came to; without one, that of no step.
   const StepResult& last_step() const { return last_; }
   /// The sum of weight * loss that this rank gave to the last step().

@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 
+#include "tessera/base/pinned.h"
 #include "tessera/train/strategy.h"
 
 namespace tessera {
@@ -32,12 +33,10 @@ std::string to_string(Stop stop);
 /// While it lives, SIGTERM and SIGUSR1 are noted instead of ending the process. Several may live at
 /// once (ranks as threads): the handlers are taken back with the last one, and what was received
 /// before the first is forgotten. A signal that the process ignores stays ignored.
-class StopSignals {
+class StopSignals : Pinned {
  public:
   StopSignals();
   ~StopSignals();
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
   /// What this process has received so far.
   Stop received() const;
 };

@@ -96,7 +96,10 @@ Abilities DDPStrategy::abilities() const {
 void DDPStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
   move_modules(modules, root_device());
-  wrapped_ = std::make_unique<Wrapped>(modules, world(), options_);
+  // Buffers are shared between steps: those of a step that is not whole are no state.
+  DistributedDataParallelOptions options = options_;
+  options.broadcast_buffers = false;
+  wrapped_ = std::make_unique<Wrapped>(modules, world(), options);
 }
 
 void DDPStrategy::teardown() {
@@ -106,7 +109,11 @@ void DDPStrategy::teardown() {
 
 void DDPStrategy::before_forward(bool synchronised) {
   if (!wrapped_) throw InvalidArgument("the strategy 'ddp' was not set up, or has ended");
-  if (synchronised) wrapped_->ddp();  // the first rank's buffers
+  if (synchronised) wrapped_->ddp();  // looks for what nothing reduces
+}
+
+void DDPStrategy::share_buffers() {
+  if (options_.broadcast_buffers && wrapped_ && size() > 1) wrapped_->ddp.broadcast_buffers();
 }
 
 MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
@@ -119,13 +126,7 @@ MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
   if (batch_.size() != axes.size())
     throw InvalidArgument(concat("MeshStrategy: ", batch_.size(), " placements of a batch for ",
                                  axes.size(), " axes of the mesh"));
-  for (std::size_t a = 0; a < axes.size(); ++a) {
-    // The tensors of a batch differ in their numbers of dims.
-    if (batch_[a].is_partial() || (batch_[a].is_shard() && batch_[a].dim < 0))
-      throw InvalidArgument(concat("MeshStrategy: a batch that lies as ", batch_[a],
-                                   "; give Replicate or Shard of a dim counted from the first"));
-    if (!batch_[a].is_shard(0)) sharing_ *= axes[a].size;
-  }
+  sharing_ *= detail::ranks_sharing("MeshStrategy", batch_, mesh_.mesh());
 }
 
 MeshStrategy::MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns,
@@ -136,12 +137,7 @@ MeshStrategy::MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns,
 
 void MeshStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
-  // A second run over modules that lie on the mesh since the first one.
-  NamedModules fresh;
-  for (const NamedModule& m : modules)
-    if (std::none_of(prepared_.begin(), prepared_.end(),
-                     [&](const auto& one) { return one.lock() == m.module; }))
-      fresh.push_back(m);
+  const NamedModules fresh = detail::not_among(prepared_, modules);
   if (fresh.empty()) return;
   move_modules(fresh, root_device());
   if (parallelise_) {

@@ -79,6 +79,7 @@ class DDPStrategy : public ManagedStrategy {
   void setup(const NamedModules& modules) override;
   void teardown() override;
   void before_forward(bool synchronised) override;
+  void share_buffers() override;
 
  private:
   struct Wrapped;

@@ -106,6 +106,8 @@ std::shared_ptr<void> Strategy::no_sync() {
   return std::make_shared<NoSync>(trained_parameters(modules_));
 }
 
+void Strategy::share_buffers() {}
+
 void Strategy::reduce_gradients() { tessera::reduce_gradients(trained_parameters(modules_)); }
 
 double Strategy::clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) {

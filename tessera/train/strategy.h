@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/comm/job/manager.h"
@@ -69,12 +70,9 @@ struct Abilities {
 
 class Session;
 
-class Strategy {
+class Strategy : Pinned {
  public:
-  Strategy() = default;
   virtual ~Strategy();
-  Strategy(const Strategy&) = delete;
-  Strategy& operator=(const Strategy&) = delete;
 
   // ---- what each strategy defines. Calls are collective over all its ranks ----
 
@@ -119,6 +117,11 @@ class Strategy {
   /// While the result lives, backward reduces nothing. The default finds every reducer that hangs
   /// on the parameters of the modules given to setup() (tessera::no_sync).
   virtual std::shared_ptr<void> no_sync();
+  /// Gives all ranks the first one's buffers (running statistics, counters), where they hold
+  /// replicas of a module: called after each optimizer step and each evaluation, so that whatever
+  /// looks at them in between, a checkpoint too, finds one state. The default does nothing, and a
+  /// checkpoint then has the first rank's.
+  virtual void share_buffers();
   /// Reduces what is still owed, after a step whose last backward was not synchronised.
   virtual void reduce_gradients();
   /// clip_gradients() over all ranks with by_hand(); the norm before, the same on every rank.

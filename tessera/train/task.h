@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/train/metrics.h"
 #include "tessera/train/micro_batch.h"
@@ -85,12 +86,9 @@ class Step {
   bool last_;
 };
 
-class Task {
+class Task : Pinned {
  public:
-  Task() = default;
   virtual ~Task();
-  Task(const Task&) = delete;
-  Task& operator=(const Task&) = delete;
 
   /// What the strategy prepares and checkpoints hold. The same at each call.
   virtual NamedModules modules() = 0;

@@ -346,8 +346,11 @@ void Trainer::set_learning_rates(bool back) {
     }
     if (!scheduled) continue;
     auto& groups = session_->optimizers()[i]->param_groups();
-    for (std::size_t g = 0; g < groups.size() && g < base_rates_[i].size(); ++g)
-      groups[g].options().set_lr(base_rates_[i][g] * (back ? 1 : factor));
+    std::vector<double>& base = base_rates_[i];
+    // Of a group that was added since, what it began with.
+    while (base.size() < groups.size()) base.push_back(groups[base.size()].options().get_lr());
+    for (std::size_t g = 0; g < groups.size(); ++g)
+      groups[g].options().set_lr(base[g] * (back ? 1 : factor));
   }
   if (back) base_rates_.clear();
 }

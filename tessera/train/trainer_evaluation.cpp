@@ -89,6 +89,7 @@ bool Trainer::evaluate(AgreedBatches& batches, RunStage stage, Metrics& metrics,
     const AutocastScope scope = session_->autocast();
     call(*batch, step);
   }
+  session_->share_buffers();
   return ended;
 }
 

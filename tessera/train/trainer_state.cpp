@@ -45,21 +45,19 @@ std::vector<int> Trainer::ranks() const {
 
 // Where the first rank saves alone, it tells the others what it found, by the strategy's own calls.
 std::string Trainer::latest() {
-  const bool alone = !saves_on_all_ranks();
-  std::string found = "+";
-  try {
-    if (checkpointer_) found += checkpointer_->to_resume().value_or("");
-  } catch (const CheckpointDamaged& e) {
-    found = concat('-', e.what(), " (TrainerCheckpoints::from)");
-  } catch (const FileError& e) {
-    if (!alone) throw;
-    found = concat('!', e.what());
-  }
-  if (alone) found = strategy().broadcast(found, 0);
-  const std::string said = found.substr(1);
-  if (found[0] == '-') throw CheckpointDamaged(said);
-  if (found[0] == '!') throw FileError(said);
-  return said;
+  static constexpr auto kinds = agree::kinds_of<CheckpointDamaged>();
+  std::string found;
+  const std::string failure = agree::failure_of(kinds, [&] {
+    try {
+      if (checkpointer_) found = checkpointer_->to_resume().value_or("");
+    } catch (const CheckpointDamaged& e) {
+      throw CheckpointDamaged(concat(e.what(), " (TrainerCheckpoints::from)"));
+    }
+  });
+  std::string said = failure.empty() ? '\0' + found : failure;
+  if (!saves_on_all_ranks()) said = strategy().broadcast(said, 0);
+  if (said[0] != '\0') agree::raise(kinds, said, "");
+  return said.substr(1);
 }
 
 CheckpointState Trainer::state(bool copies) {
@@ -224,6 +222,9 @@ void Trainer::safe_point() {
     throw InvalidArgument(
         "a checkpoint was asked for, but TrainerOptions::checkpoint.folder is empty");
   if (names.empty()) return keep_whole_state();
+  // A run that is killed, and goes on from here, has no lines of before in memory alone.
+  if (first_rank())
+    for (const auto& logger : options_.loggers) logger->flush();
   // What is to go has a successor on the disk when the save before this one is.
   if (checkpointer_) checkpointer_->wait();
   pass_on_warnings();
@@ -247,15 +248,18 @@ void Trainer::safe_point() {
 void Trainer::keep_whole_state() {
   if (!saves_on_exception_) return;
   const at::NoGradGuard no_grad;
-  whole_before_ = std::move(whole_);
-  if (whole_before_ && whole_before_->step != step_) whole_before_.reset();
-  whole_ = std::make_unique<WholeState>();
-  whole_->step = step_;
-  whole_->number = ++kept_;
-  whole_->state = state(/*copies=*/true);
+  auto now = std::make_unique<WholeState>();
+  now->step = step_;
+  now->number = kept_ + 1;
+  // A callback may throw here: the one before stays, and this one is not half there.
+  now->state = state(/*copies=*/true);
   for (const NamedModule& m : session_->modules())
     for (const at::Tensor& buffer : m.module->buffers())
-      whole_->buffers.emplace_back(buffer.detach(), buffer.detach().clone());
+      now->buffers.emplace_back(buffer.detach(), buffer.detach().clone());
+  ++kept_;
+  whole_before_ = std::move(whole_);
+  if (whole_before_ && whole_before_->step != step_) whole_before_.reset();
+  whole_ = std::move(now);
 }
 
 // Parameters and optimizers are those of the kept state until the next step begins: nothing has to

@@ -161,8 +161,9 @@ TEST(Checkpoint, ValuesByName) {
       saved.load(state);
       EXPECT_EQ(state.get("bytes"), bytes);
       EXPECT_EQ(state.has_of_rank("random"), manager.rank() < 3);
-      if (manager.rank() < 3)
+      if (manager.rank() < 3) {
         EXPECT_EQ(state.get_of_rank("random"), concat("of rank ", manager.rank()));
+      }
     });
   }
 }
@@ -292,7 +293,9 @@ TEST(Checkpoint, AFullDiskOnOneRankFailsTheSaveOnAllAndLeavesNothing) {
         disk->left = -1;
         const auto all = manager.world().all_gather_bytes(failed ? "failed" : "saved");
         EXPECT_EQ(all[0], all[1]) << "the ranks agree on whether it was saved";
-        if (at == 0 || at == 1) EXPECT_TRUE(failed);
+        if (at == 0 || at == 1) {
+          EXPECT_TRUE(failed);
+        }
         EXPECT_EQ(checkpoints.latest(), failed ? "good" : "bad");
         EXPECT_EQ(loaded_value(manager, folder.path(), "good"), 1);
         EXPECT_EQ(std::filesystem::exists(folder / "bad"), !failed);

@@ -89,7 +89,9 @@ TEST(CheckpointFolder, WithoutLocksNothingIsRemovedAndAWarningSaysSo) {
     EXPECT_TRUE(std::filesystem::exists(folder / "partial"));
     const auto warnings = checkpoints.warnings();
     ASSERT_EQ(warnings.size(), manager.rank() == 0 ? 1u : 0u) << "once";
-    if (manager.rank() == 0) EXPECT_TRUE(contains(warnings[0], "up to you")) << warnings[0];
+    if (manager.rank() == 0) {
+      EXPECT_TRUE(contains(warnings[0], "up to you")) << warnings[0];
+    }
   });
 }
 

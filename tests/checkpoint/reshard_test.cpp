@@ -59,7 +59,7 @@ TEST(Reshard, AnyMeshToAnyOtherReadsOnlyItsBytes) {
     const std::vector<Case> cases = draw_cases(round, 14);
     on_threads(from, [&](DistributedManager& manager) {
       Draw draw(100 + round);
-      const auto mesh = manager.mesh(draw.axes(from));
+      const auto mesh = manager.mesh(draw.mesh(from));
       CheckpointState state;
       for (const Case& c : cases) {
         const ShardSpec s = draw.spec(mesh, c.shape, false);
@@ -72,7 +72,7 @@ TEST(Reshard, AnyMeshToAnyOtherReadsOnlyItsBytes) {
     for (const int to : {1, 2, 3, 4}) {
       on_threads(to, [&](DistributedManager& manager) {
         Draw draw(200 + 10 * round + to);
-        const auto mesh = manager.mesh(draw.axes(to));
+        const auto mesh = manager.mesh(draw.mesh(to));
         const CheckpointReader saved(manager.world(), folder.path(), "c");
         EXPECT_EQ(saved.saved_ranks(), from);
         CheckpointState state;
@@ -219,7 +219,7 @@ TEST(Reshard, OneFileOutAndIn) {
   for (const int ranks : {1, 3, 4}) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(300 + ranks);
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       CheckpointState state;
       for (const Case& c : cases)
         state.add(c.name, placed(c.value, draw.spec(mesh, c.shape, false)));

@@ -40,7 +40,9 @@ TEST(Absent, NcclFitsItsLibrariesOrSaysHowToGetIt) {
     GTEST_SKIP() << "libtorch_cuda.so does not load here: " << dlerror();
   }
   EXPECT_EQ(part.problem, "");
-  if (part.problem.empty()) EXPECT_NE(nccl_version(), "unknown");
+  if (part.problem.empty()) {
+    EXPECT_NE(nccl_version(), "unknown");
+  }
 #else
   EXPECT_FALSE(nccl_part().built);
   expect_refusal([] { nccl_version(); }, "-DTESSERA_NCCL=ON");

@@ -11,6 +11,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/group.h"
+#include "tessera/comm/group/scan.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera::testing_cases {
@@ -128,6 +129,7 @@ class Checker {
     all_reduce();
     all_gather();
     reduce_scatter();
+    scan();
     all_to_all();
     gather_scatter();
     messages();
@@ -155,6 +157,18 @@ class Checker {
       run([&] { return g_.started().reduce(u, root, op_of(kind, me_)); },
           [&] { g_.reduce(u, root, op_of(kind, me_)); });
       expect_equal(u, me_ == root ? want : inputs[me_], at("reduce " + to_string(kind)));
+    }
+  }
+
+  void scan() {
+    const auto inputs = of_all_ranks({2, 3});
+    for (const auto kind : kinds()) {
+      if (kind == ReduceOp::Kind::avg) continue;
+      auto t = lay(inputs[me_]);
+      run([&] { return start_inclusive_scan(g_, t, op_of(kind, me_)); },
+          [&] { inclusive_scan(g_, t, op_of(kind, me_)); });
+      expect_equal(t, reference({inputs.begin(), inputs.begin() + me_ + 1}, kind),
+                   at("inclusive_scan " + to_string(kind)));
     }
   }
 

@@ -186,7 +186,9 @@ TEST_P(DefaultLevel, ALateRankIsWaitedFor) {
         EXPECT_EQ(t[3].item<float>(), 2);
         if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1400));
         world.rank() == 1 ? world.send(torch::ones({3}), 0) : world.receive(got, 1);
-        if (world.rank() == 0) EXPECT_EQ(got[2].item<float>(), 1);
+        if (world.rank() == 0) {
+          EXPECT_EQ(got[2].item<float>(), 1);
+        }
       },
       over(GetParam()));
 }
@@ -275,7 +277,9 @@ TEST_P(DefaultLevel, ZerosWithoutMemoryTravelAsZeros) {
         EXPECT_TRUE(got.equal(torch::zeros({3})));
         auto sum = torch::full({3}, 5.0);
         world.reduce(world.rank() == 0 ? sum : zeros, 0);
-        if (world.rank() == 0) EXPECT_EQ(sum[0].item<float>(), 5);
+        if (world.rank() == 0) {
+          EXPECT_EQ(sum[0].item<float>(), 5);
+        }
       },
       over(GetParam()));
 }

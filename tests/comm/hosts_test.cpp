@@ -25,6 +25,7 @@
 #include "on_hosts.h"
 #include "tessera/comm/backends/hosts/host_map.h"
 #include "tessera/comm/backends/hosts/hosts.h"
+#include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/detail/store_meeting.h"
 #include "tessera/comm/job/threads.h"
@@ -208,11 +209,11 @@ void run_chosen(const std::vector<int>& hosts, const std::function<void(int, Hos
       set(rank, options);
       try {
         const auto chosen =
-            make_backend_by_host(store, rank, static_cast<int>(hosts.size()), options);
+            make_transport_by_host(store, rank, static_cast<int>(hosts.size()), options);
         std::vector<Tensor> t{torch::full({3}, rank + 1.0)};
         c10d::AllreduceOptions average;
         average.reduceOp = c10d::ReduceOp::AVG;
-        chosen.backend->allreduce(t, average)->wait();
+        chosen.transport->backend()->allreduce(t, average)->wait();
         EXPECT_EQ(t[0][2].item<double>(), (static_cast<double>(hosts.size()) + 1) / 2);
         body(concat(chosen.name, ": ", chosen.reason));
       } catch (const std::exception& error) {
@@ -268,17 +269,18 @@ TEST(Hosts, RanksThatShareNoHostReceiveFromAnyRank) {
       options.host = concat("host ", rank);
       options.plain = false;
       try {
-        const auto chosen = make_backend_by_host(store, rank, 2, options);
+        const auto chosen = make_transport_by_host(store, rank, 2, options);
+        const auto backend = chosen.transport->backend();
         EXPECT_EQ(chosen.name, "hosts");
         std::vector<Tensor> word{torch::full({4}, 5.0 * rank)};
-        if (rank == 1) chosen.backend->send(word, 0, 9)->wait();
+        if (rank == 1) backend->send(word, 0, 9)->wait();
         if (rank == 0) {
-          const auto work = chosen.backend->recvAnysource(word, 9);
+          const auto work = backend->recvAnysource(word, 9);
           work->wait();
           EXPECT_EQ(work->sourceRank(), 1);
           EXPECT_EQ(word[0][3].item<double>(), 5.0);
         }
-        chosen.backend->barrier(c10d::BarrierOptions())->wait();
+        backend->barrier(c10d::BarrierOptions())->wait();
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }

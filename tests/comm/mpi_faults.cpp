@@ -230,7 +230,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     long_enough.timeout = 2500ms;
     MpiBackendOptions o;
     const auto comm = detail::make_mpi_comm(world.context(), test::all_ranks(world), o);
-    detail::MpiBackend inner(comm, o);
+    const auto inner = std::make_shared<detail::MpiTransport>(comm, o)->backend();
     if (world.rank() == last) {
       detail::MpiCall call;
       call.name = "all_reduce";
@@ -243,7 +243,7 @@ void run(const MpiWorld& world, const std::string& fault) {
       comm->meet(call);
       stay_away();
     }
-    inner.allreduce(t, long_enough);
+    inner->allreduce(t, long_enough);
   } else if (fault == "abort") {
     // Another thread ends a wait that would last.
     if (world.rank() == last) stay_away();

@@ -61,7 +61,6 @@ struct Call {
 /// Every collective whose ranks must give one size.
 std::vector<Call> calls_of(const BackendPtr& group) {
   const int ranks = group->getSize(), rank = group->getRank();
-  auto& uneven = dynamic_cast<detail::UnevenBackend&>(*group);
   const auto counts = [ranks](std::int64_t n) {
     return std::vector<std::int64_t>(static_cast<std::size_t>(ranks), n);
   };
@@ -106,26 +105,29 @@ std::vector<Call> calls_of(const BackendPtr& group) {
     };
     const auto own = [even, mine](std::int64_t n) { return even ? n : mine(n); };
     const auto total = [even, ranks](std::int64_t n) { return n * ranks + (even ? 0 : 1); };
+    using detail::Transport;
     calls.push_back(
-        {"all_gather_v", [&uneven, sizes, own, total](Guarded& memory, std::int64_t n, bool b) {
-           return uneven.all_gather_v(memory.take(total(n)), memory.take(own(n)), sizes(n),
-                                      {kLimit, b});
+        {"uneven all_gather", [group, sizes, own, total](Guarded& memory, std::int64_t n, bool b) {
+           return hand(group, &Transport::all_gather, b, memory.take(total(n)), memory.take(own(n)),
+                       sizes(n));
          }});
-    calls.push_back(
-        {"reduce_scatter_v", [&uneven, sizes, own, total](Guarded& memory, std::int64_t n, bool b) {
-           return uneven.reduce_scatter_v(memory.take(own(n)), memory.take(total(n)), sizes(n),
-                                          c10d::ReduceOp::SUM, {kLimit, b});
-         }});
-    calls.push_back(
-        {"gather_v", [&uneven, sizes, own, total, rank](Guarded& memory, std::int64_t n, bool b) {
-           const auto whole = rank == 0 ? memory.take(total(n)) : at::Tensor();
-           return uneven.gather_v(whole, memory.take(own(n)), sizes(n), 0, {kLimit, b});
-         }});
-    calls.push_back(
-        {"scatter_v", [&uneven, sizes, own, total, rank](Guarded& memory, std::int64_t n, bool b) {
-           const auto whole = rank == 0 ? memory.take(total(n)) : at::Tensor();
-           return uneven.scatter_v(memory.take(own(n)), whole, sizes(n), 0, {kLimit, b});
-         }});
+    calls.push_back({"uneven reduce_scatter",
+                     [group, sizes, own, total](Guarded& memory, std::int64_t n, bool b) {
+                       return hand(group, &Transport::reduce_scatter, b, memory.take(own(n)),
+                                   memory.take(total(n)), sizes(n));
+                     }});
+    calls.push_back({"uneven gather",
+                     [group, sizes, own, total, rank](Guarded& memory, std::int64_t n, bool b) {
+                       const auto whole = rank == 0 ? memory.take(total(n)) : at::Tensor();
+                       return hand(group, &Transport::gather, b, whole, memory.take(own(n)),
+                                   sizes(n), 0);
+                     }});
+    calls.push_back({"uneven scatter",
+                     [group, sizes, own, total, rank](Guarded& memory, std::int64_t n, bool b) {
+                       const auto whole = rank == 0 ? memory.take(total(n)) : at::Tensor();
+                       return hand(group, &Transport::scatter, b, memory.take(own(n)), whole,
+                                   sizes(n), 0);
+                     }});
   }
   return calls;
 }

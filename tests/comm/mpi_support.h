@@ -8,10 +8,12 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/comm/backends/as_c10d.h"
 #include "tessera/comm/backends/mpi/mpi.h"
-#include "tessera/comm/backends/mpi/mpi_backend.h"
+#include "tessera/comm/backends/mpi/mpi_transport.h"
 
 namespace tessera::test {
 
@@ -54,6 +56,21 @@ inline BackendPtr backend(const MpiWorld& world, const std::vector<int>& ranks,
   options.timeout = kLimit;
   if (max_count > 0) options.max_count = max_count;
   return make_mpi_backend(world, ranks, options);
+}
+
+/// A call of the transport below a backend.
+inline c10::intrusive_ptr<c10d::Work> hand(const BackendPtr& backend, detail::AsC10d::Function make,
+                                           bool blocking, const at::Tensor& output,
+                                           const at::Tensor& input,
+                                           std::vector<std::int64_t> counts, int root = -1) {
+  detail::TransportCall call;
+  call.output = output;
+  call.input = input;
+  call.counts = std::move(counts);
+  call.root = root;
+  call.timeout = kLimit;
+  call.blocking = blocking;
+  return dynamic_cast<detail::AsC10d&>(*backend).hand(call, make);
 }
 
 inline std::vector<int> all_ranks(const MpiWorld& world) {

@@ -90,8 +90,12 @@ struct Way {
     o.timeout = kLimit;
     return o;
   }
-  detail::UnevenBackend& uneven() const { return dynamic_cast<detail::UnevenBackend&>(*backend); }
-  detail::CallLimit limit() const { return {kLimit, blocking}; }
+  /// A call of the transport, with rows for each rank.
+  void hand(detail::AsC10d::Function make, const at::Tensor& output, const at::Tensor& input,
+            std::vector<std::int64_t> rows, std::int64_t width, int root = -1) const {
+    for (auto& n : rows) n *= width;
+    test::hand(backend, make, blocking, output, input, rows, root)->wait();
+  }
 };
 
 std::vector<Way> ways() {
@@ -133,7 +137,8 @@ std::string label(const Way& way, at::ScalarType dtype, const std::string& more 
 }
 
 bool valid(at::ScalarType dtype, ReduceOp::RedOpType op) {
-  return detail::MpiReductions::supports(dtype, op);
+  const bool numbers = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+  return op == ReduceOp::AVG ? numbers : op <= ReduceOp::PRODUCT || !c10::isComplexType(dtype);
 }
 
 const std::vector<ReduceOp::RedOpType> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT,
@@ -262,9 +267,8 @@ TEST(Mpi, AllGatherUneven) {
           parts.push_back(values(4, way.ranks[static_cast<std::size_t>(r)],
                                  {sizes[static_cast<std::size_t>(r)], 3}, dtype));
         const at::Tensor output = at::empty({sum(sizes), 3}, dtype);
-        way.uneven()
-            .all_gather_v(output, parts[static_cast<std::size_t>(way.rank())], sizes, way.limit())
-            ->wait();
+        way.hand(&detail::Transport::all_gather, output,
+                 parts[static_cast<std::size_t>(way.rank())], sizes, 3);
         expect_same(output, at::cat(parts), label(way, dtype, "all_gather_v"));
       }
 }
@@ -278,7 +282,7 @@ TEST(Mpi, AllGatherIntoItsOwnMemory) {
     const at::Tensor output = at::zeros({sum(sizes), 2});
     const auto mine = output.split_with_sizes(sizes)[static_cast<std::size_t>(way.rank())];
     mine.copy_(parts[static_cast<std::size_t>(way.rank())]);
-    way.uneven().all_gather_v(output, mine, sizes, way.limit())->wait();
+    way.hand(&detail::Transport::all_gather, output, mine, sizes, 2);
     expect_same(output, at::cat(parts), label(way, at::kFloat, "all_gather_v in place"));
   }
 }
@@ -292,9 +296,12 @@ TEST(Mpi, ReduceScatterUneven) {
           const auto inputs = inputs_of(way, 6, {sum(sizes), 2}, dtype);
           const auto me = static_cast<std::size_t>(way.rank());
           const at::Tensor input = inputs[me].clone();
-          const at::Tensor output = at::empty({sizes[me], 2}, dtype);
-          way.uneven().reduce_scatter_v(output, input, sizes, op, way.limit())->wait();
-          expect_same(output, reduced(inputs, op, dtype).split_with_sizes(sizes)[me],
+          std::vector<at::Tensor> output{at::empty({sizes[me], 2}, dtype)};
+          std::vector<std::vector<at::Tensor>> lists{input.split_with_sizes(sizes)};
+          auto options = way.options<c10d::ReduceScatterOptions>();
+          options.reduceOp = op;
+          way.backend->reduce_scatter(output, lists, options)->wait();
+          expect_same(output[0], reduced(inputs, op, dtype).split_with_sizes(sizes)[me],
                       label(way, dtype, "reduce_scatter_v"));
           expect_same(input, inputs[me], label(way, dtype, "reduce_scatter_v keeps its input"));
         }
@@ -311,10 +318,10 @@ TEST(Mpi, GatherAndScatterUneven) {
             parts.push_back(values(7, r, {sizes[static_cast<std::size_t>(r)], 2}, dtype));
           const auto me = static_cast<std::size_t>(way.rank());
           at::Tensor whole = way.rank() == root ? at::empty({sum(sizes), 2}, dtype) : at::Tensor();
-          way.uneven().gather_v(whole, parts[me], sizes, root, way.limit())->wait();
+          way.hand(&detail::Transport::gather, whole, parts[me], sizes, 2, root);
           if (way.rank() == root) expect_same(whole, at::cat(parts), label(way, dtype, "gather_v"));
           const at::Tensor back = at::empty({sizes[me], 2}, dtype);
-          way.uneven().scatter_v(back, whole, sizes, root, way.limit())->wait();
+          way.hand(&detail::Transport::scatter, back, whole, sizes, 2, root);
           expect_same(back, parts[me], label(way, dtype, "scatter_v"));
         }
 }
@@ -522,7 +529,11 @@ TEST(Mpi, ExchangeInAnyOrder) {
                                   shape(r, way.rank()), at::kFloat));
         messages.push_back({Message::Kind::receive, received.back(), r});
       }
-    way.uneven().exchange(messages, way.limit())->wait();
+    detail::TransportCall call;
+    call.messages = messages;
+    call.timeout = kLimit;
+    call.blocking = way.blocking;
+    dynamic_cast<detail::AsC10d&>(*way.backend).hand(call, &detail::Transport::exchange)->wait();
     for (std::size_t i = 0; i < received.size(); ++i)
       expect_same(received[i], expected[i], label(way, at::kFloat, "exchange"));
   }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tessera/comm/backends/shm/shm.h"
+#include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/shared_memory.h"
 #include "tessera/comm/job/threads.h"
 
@@ -37,7 +38,7 @@ void with_backends(int ranks,
   for (int rank = 0; rank < ranks; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        body(make_shm_backend(store, rank, ranks, {.timeout = 30s}));
+        body(make_shm_transport(store, rank, ranks, {.timeout = 30s})->backend());
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }
@@ -64,7 +65,7 @@ TEST(Shm, RefusalsAreOnAllRanksAndSayWhy) {
         return text;
       };
       try {
-        make_shm_backend(directory, rank, 2, {.timeout = 20s});
+        make_shm_transport(directory, rank, 2, {.timeout = 20s});
       } catch (const NotAvailable& error) {
         const std::string what = error.what();
         EXPECT_NE(what.find("on another host"), std::string::npos) << what;

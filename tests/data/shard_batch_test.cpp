@@ -48,7 +48,7 @@ void expect_whole(const ShardedBatch& got, const LoadedBatch& expected) {
 }
 
 struct ShardBatchCase {
-  std::vector<Axis> mesh;
+  Mesh mesh;
   std::vector<std::string> batch_axes;
   std::uint64_t batch;
 };
@@ -57,11 +57,14 @@ struct ShardBatchCase {
 std::vector<ShardBatchCase> shard_batch_cases() {
   std::vector<ShardBatchCase> all;
   for (const std::uint64_t batch : {1u, 3u, 5u}) {
-    all.push_back({{{"data", 2}, {"domain", 2}}, {"data"}, batch});
-    all.push_back({{{"domain", 2}, {"data", 2}}, {"data"}, batch});
-    all.push_back({{{"data", 2}, {"fsdp", 2}, {"domain", 1}}, {"data", "fsdp"}, batch});
-    all.push_back({{{"data", 3}, {"domain", 1}}, {"data"}, batch});
-    all.push_back({{{"domain", 3}}, {}, batch});
+    all.push_back({Mesh({{"data", 2}, {"domain", 2}}), {"data"}, batch});
+    all.push_back({Mesh({{"domain", 2}, {"data", 2}}), {"data"}, batch});
+    all.push_back({Mesh({{"data", 2}, {"fsdp", 2}, {"domain", 1}}), {"data", "fsdp"}, batch});
+    all.push_back({Mesh({{"data", 3}, {"domain", 1}}), {"data"}, batch});
+    all.push_back({Mesh({{"domain", 3}}), {}, batch});
+    // Ranks in an order of their own.
+    all.push_back({Mesh({{"data", 2}, {"domain", 2}}, {2, 0, 3, 1}), {"data"}, batch});
+    all.push_back({Mesh({{"domain", 3}}, {1, 2, 0}), {}, batch});
   }
   return all;
 }
@@ -69,7 +72,7 @@ std::vector<ShardBatchCase> shard_batch_cases() {
 TEST(ShardBatch, IsTheGlobalBatchOnEveryMesh) {
   for (const ShardBatchCase& c : shard_batch_cases()) {
     const auto expected = alone(c.batch, 6);
-    run_threads(Mesh(c.mesh).size(), [&](DistributedManager& manager) {
+    run_threads(c.mesh.size(), [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh(c.mesh);
       const auto mapping = batch_mapping(mesh.mesh(), c.batch_axes);
       const int domain = mesh.mesh().size("domain");
@@ -97,7 +100,7 @@ TEST(ShardBatch, IsTheGlobalBatchOnEveryMesh) {
 TEST(ShardBatch, OneRankReadsForThoseThatShareItsRows) {
   for (const ShardBatchCase& c : shard_batch_cases()) {
     const auto expected = alone(c.batch, 4);
-    run_threads(Mesh(c.mesh).size(), [&](DistributedManager& manager) {
+    run_threads(c.mesh.size(), [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh(c.mesh);
       std::unique_ptr<Loader> loader;
       if (reads_for_others(mesh, c.batch_axes))

@@ -48,7 +48,7 @@ def command_of(words, source, programs, python):
         elif word.startswith("examples/"):
             yield str(source / word)
         else:
-            yield str(programs / word) if word == "tessera" or word.startswith("example_") else word
+            yield str(programs / word) if word == "tessera" or word.startswith(("example_", "docs_")) else word
 
 
 def quoted(text, file):

@@ -71,6 +71,13 @@ TEST(Json, BrokenTextsAreRefused) {
   EXPECT_NO_THROW(Json::parse("[[[1]]]", 4));
 }
 
+TEST(Json, RealNumbers) {
+  EXPECT_EQ(Json::parse("-1.5e-3").real(), -1.5e-3);
+  EXPECT_EQ(Json::parse("7").real(), 7);
+  testing::thrown<InvalidArgument>([] { Json::parse("1e999").real(); });
+  testing::thrown<InvalidArgument>([] { Json::parse("\"7\"").real(); });
+}
+
 TEST(Json, AnyTextComesBackFromItsEscapedForm) {
   std::mt19937 engine(2);
   for (int i = 0; i < 500; ++i) {

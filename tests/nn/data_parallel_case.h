@@ -100,7 +100,9 @@ inline void keep_an_old_wrapper(DistributedManager& manager) {
   step(*ddp);
   auto kept = manager.rank() == 0 ? std::move(ddp) : nullptr;
   ddp.reset();
-  if (ranks > 1) EXPECT_THROW(wrapped(), MismatchError);
+  if (ranks > 1) {
+    EXPECT_THROW(wrapped(), MismatchError);
+  }
   kept.reset();
   ddp = wrapped();
   for (int k = 0; k < 2; ++k) {
@@ -112,7 +114,9 @@ inline void keep_an_old_wrapper(DistributedManager& manager) {
   auto next = wrapped();
   kept = manager.rank() == 0 ? std::move(ddp) : nullptr;
   ddp.reset();
-  if (ranks > 1) EXPECT_THROW(step(*next), MismatchError);
+  if (ranks > 1) {
+    EXPECT_THROW(step(*next), MismatchError);
+  }
 }
 
 }  // namespace tessera::testing

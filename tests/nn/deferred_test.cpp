@@ -85,7 +85,7 @@ std::map<std::string, at::Tensor> made_on(int ranks, const Place& place) {
 
 void place_rows(nn::Module& net, DistributedManager& manager) {
   Draw draw(3);
-  const auto mesh = manager.mesh(draw.axes(manager.world_size()));
+  const auto mesh = manager.mesh(draw.mesh(manager.world_size()));
   distribute_module(net, mesh, [&](const std::string&, const at::Tensor& t) {
     return std::optional(ParameterPlacement{draw.spec(mesh, t.sizes().vec(), false).placements()});
   });

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <mutex>
+#include <optional>
 
 #include "data_parallel_case.h"
 #include "tessera/comm/job/threads.h"
@@ -224,6 +225,36 @@ TEST(DistributedDataParallel, RankZeroGivesParametersAndBuffers) {
     // Ignored: neither broadcast nor reduced.
     ddp(torch::randn({2, 4})).sum().backward();
     EXPECT_TRUE(norm->bias.grad().eq(2).all().item<bool>());
+  });
+}
+
+// So that a program which goes on from rank 0's values between two steps is the same program.
+TEST(DistributedDataParallel, BuffersAreBroadcastWhereAStepBegins) {
+  run_threads(2, [](DistributedManager& manager) {
+    torch::nn::BatchNorm1d norm(torch::nn::BatchNormOptions(4).momentum(0.5));
+    DistributedDataParallel ddp(norm, manager.world());
+    const auto x = torch::full({2, 4}, manager.rank() + 1.0);
+    double first = 0, mine = 0;
+    const auto follow = [](double mean, double value) { return 0.5 * mean + 0.5 * value; };
+    const auto expect_mean = [&] {
+      EXPECT_TRUE(norm->running_mean.eq(mine).all().item<bool>()) << norm->running_mean << mine;
+    };
+    for (int step = 0; step < 3; ++step) {
+      mine = first;
+      for (int part = 0; part < 3; ++part) {
+        const auto scope = part < 2 ? std::optional(ddp.no_sync()) : std::nullopt;
+        ddp(x).sum().backward();
+        mine = follow(mine, manager.rank() + 1.0);
+        first = follow(first, 1.0);
+        expect_mean();
+      }
+      norm->eval();
+      ddp(x);  // is no forward of a step
+      norm->train();
+    }
+    ddp.broadcast_buffers();
+    mine = first;
+    expect_mean();
   });
 }
 

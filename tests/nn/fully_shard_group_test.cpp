@@ -42,7 +42,7 @@ TEST(FullyShardSmallerGroup, TrainsLikeOneProcess) {
     for (const Axis& a : where.axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::error});
-      const auto mesh = manager.mesh(where.axes);
+      const auto mesh = manager.mesh(test::mapped(where.axes));
       Draw draw(29);
       for (int round = 0; round < 2; ++round) {
         const NetImpl::Shape shape{draw.between(1, 6), draw.between(4, 9), draw.between(1, 5),

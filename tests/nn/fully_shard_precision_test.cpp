@@ -71,7 +71,7 @@ TEST(FullyShardPrecision, EqualsOneProcessWithTheSameCasts) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       Draw draw(23);
       double apart = 0;
       for (int round = 0; round < 3; ++round) {

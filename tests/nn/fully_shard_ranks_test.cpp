@@ -63,7 +63,7 @@ TEST(FullyShardProcesses, TrainsLikeOneProcess) {
   Draw draw(41);
   seed(7);
   for (int round = 0; round < 6; ++round) {
-    const auto mesh = manager.mesh(draw_axes(draw, ranks));
+    const auto mesh = manager.mesh(draw.mapped(draw_axes(draw, ranks)));
     const NetImpl::Shape shape{draw.between(1, 6), draw.between(4, 9), draw.between(1, 5),
                                draw.between(1, 4), draw.chance(50)};
     Net net = net_of(shape), expected = net_of(shape);

@@ -80,7 +80,7 @@ TEST(FullyShardStay, EmbeddingsEqualOneProcess) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       Draw draw(31);
       for (int round = 0; round < 5; ++round) {
         const std::int64_t rows = draw.between(2, 9);

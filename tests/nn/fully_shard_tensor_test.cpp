@@ -91,7 +91,7 @@ TEST(FullyShardTensor, TrainsLikeOneProcess) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       // Nothing but parameters moves by itself.
       set_policies(manager, {.redistribution = Policy::error});
       Draw draw(41);

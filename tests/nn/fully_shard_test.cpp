@@ -59,7 +59,7 @@ TEST(FullyShard, TrainsLikeOneProcess) {
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::error});
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       Draw draw(17);
       for (int round = 0; round < 6; ++round) {
         const NetImpl::Shape shape{draw.between(1, 6), draw.between(4, 9), draw.between(1, 5),
@@ -175,7 +175,7 @@ TEST(FullyShard, TheFactorIsThatOfOneProcessOnAnyMesh) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       Net net = net_of({}), expected = net_of({});
       fully_shard(*net, mesh, {.axes = {"x"}});
       const at::Tensor x = randn({7, 5}, at::kDouble);

@@ -76,7 +76,7 @@ TEST(ShardedGradients, AreThoseOfOneProcessHoweverDataAreSharded) {
   for (const auto& axes : meshes()) {
     on_threads(ranks_of(axes), [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       Draw draw(11);
       for (int round = 0; round < 6; ++round) {
         const std::int64_t bytes = draw.of(std::vector<std::int64_t>{1, 200, 1 << 20});

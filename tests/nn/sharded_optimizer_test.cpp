@@ -129,7 +129,7 @@ TEST(ShardedOptimizer, EqualsTheOptimizerItself) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
     on_threads(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       for (const Case& one : cases()) {
         Many net = many(), expected = many();
         const OptimizerPointer opt = one.sharded(parameters_of(*net), mesh);

@@ -78,7 +78,7 @@ TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
     on_threads(ranks, [&](DistributedManager& manager) {
       // Nothing but parameters may move by itself.
       set_policies(manager, {.redistribution = Policy::error});
-      const auto mesh = manager.mesh(axes);
+      const auto mesh = manager.mesh(test::mapped(axes));
       const int axis = mesh.mesh().index("x"), parts = axes[axis].size;
       Draw draw(3);
       for (int round = 0; round < 6; ++round) {

@@ -25,9 +25,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/group_state.h"
-#include "tessera/comm/group/detail/uneven.h"
 #include "tessera/comm/job/device_mesh.h"
 
 namespace tessera::test::stand_in {
@@ -297,11 +296,6 @@ struct Given {
     return at::from_blob(t.mutable_data_ptr(), t.sizes(), t.strides(),
                          at::TensorOptions(t.scalar_type()));
   }
-  std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& all) {
-    std::vector<at::Tensor> made;
-    for (const at::Tensor& t : all) made.push_back((*this)(t));
-    return made;
-  }
   std::vector<at::Tensor> kept;
 };
 
@@ -326,96 +320,49 @@ class Call final : public c10d::Work {
   std::atomic<bool> over_{false};
 };
 
-/// The collectives of another backend, on memory of the device. The call waits for what the current
+/// The calls of another transport, on memory of the device. A call waits for what the current
 /// stream has to do before it.
-class Backend final : public c10d::Backend, public detail::UnevenBackend {
+class OnDevice final : public detail::Transport {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  explicit Backend(const c10::intrusive_ptr<c10d::Backend>& inner)
-      : c10d::Backend(inner->getRank(), inner->getSize()),
-        inner_(inner),
-        uneven_(detail::abilities_of(inner.get()).uneven) {}
-  const std::string getBackendName() const override { return "stand-in"; }
+  explicit OnDevice(std::shared_ptr<detail::Transport> inner)
+      : Transport(inner->rank(), inner->size(), inner->timeout()), inner_(std::move(inner)) {}
+  const char* name() const override { return "stand-in"; }
 
-  WorkPtr broadcast(std::vector<at::Tensor>& t, const c10d::BroadcastOptions& o) override {
-    Given given;
-    auto all = given(t);
-    return call(inner_->broadcast(all, o), given);
-  }
-  WorkPtr allreduce(std::vector<at::Tensor>& t, const c10d::AllreduceOptions& o) override {
-    Given given;
-    auto all = given(t);
-    return call(inner_->allreduce(all, o), given);
-  }
-  WorkPtr _allgather_base(at::Tensor& to, at::Tensor& from,
-                          const c10d::AllgatherOptions& o) override {
-    Given given;
-    at::Tensor a = given(to), b = given(from);
-    return call(inner_->_allgather_base(a, b, o), given);
-  }
-  WorkPtr _reduce_scatter_base(at::Tensor& to, at::Tensor& from,
-                               const c10d::ReduceScatterOptions& o) override {
-    Given given;
-    at::Tensor a = given(to), b = given(from);
-    return call(inner_->_reduce_scatter_base(a, b, o), given);
-  }
-  WorkPtr alltoall_base(at::Tensor& to, at::Tensor& from, std::vector<std::int64_t>& in,
-                        std::vector<std::int64_t>& out, const c10d::AllToAllOptions& o) override {
-    Given given;
-    at::Tensor a = given(to), b = given(from);
-    return call(inner_->alltoall_base(a, b, in, out, o), given);
-  }
+  void broadcast(detail::TransportCall& c) override { pass(c, &Transport::broadcast); }
+  void all_reduce(detail::TransportCall& c) override { pass(c, &Transport::all_reduce); }
+  void reduce(detail::TransportCall& c) override { pass(c, &Transport::reduce); }
+  void all_gather(detail::TransportCall& c) override { pass(c, &Transport::all_gather); }
+  void reduce_scatter(detail::TransportCall& c) override { pass(c, &Transport::reduce_scatter); }
+  void gather(detail::TransportCall& c) override { pass(c, &Transport::gather); }
+  void scatter(detail::TransportCall& c) override { pass(c, &Transport::scatter); }
+  void all_to_all(detail::TransportCall& c) override { pass(c, &Transport::all_to_all); }
+  void exchange(detail::TransportCall& c) override { pass(c, &Transport::exchange); }
+  void barrier(detail::TransportCall& c) override { pass(c, &Transport::barrier); }
   bool step_in_waits(const std::weak_ptr<const std::function<bool()>>& step) override {
-    return uneven_->step_in_waits(step);
+    return inner_->step_in_waits(step);
   }
-  bool batches(int peer) const override { return uneven_->batches(peer); }
-  WorkPtr all_gather_v(const at::Tensor& to, const at::Tensor& from,
-                       const std::vector<std::int64_t>& sizes, detail::CallLimit limit) override {
-    Given given;
-    return call(uneven_->all_gather_v(given(to), given(from), sizes, limit), given);
-  }
-  WorkPtr reduce_scatter_v(const at::Tensor& to, const at::Tensor& from,
-                           const std::vector<std::int64_t>& sizes, const c10d::ReduceOp& op,
-                           detail::CallLimit limit) override {
-    Given given;
-    return call(uneven_->reduce_scatter_v(given(to), given(from), sizes, op, limit), given);
-  }
-  WorkPtr gather_v(const at::Tensor& to, const at::Tensor& from,
-                   const std::vector<std::int64_t>& sizes, int root,
-                   detail::CallLimit limit) override {
-    Given given;
-    return call(uneven_->gather_v(given(to), given(from), sizes, root, limit), given);
-  }
-  WorkPtr scatter_v(const at::Tensor& to, const at::Tensor& from,
-                    const std::vector<std::int64_t>& sizes, int root,
-                    detail::CallLimit limit) override {
-    Given given;
-    return call(uneven_->scatter_v(given(to), given(from), sizes, root, limit), given);
-  }
-  WorkPtr exchange(const std::vector<Message>& messages, detail::CallLimit limit) override {
-    Given given;
-    std::vector<Message> all = messages;
-    for (Message& m : all) m.tensor = given(m.tensor);
-    return call(uneven_->exchange(all, limit), given);
-  }
+  bool batches(int peer) const override { return inner_->batches(peer); }
   detail::Abilities abilities() override {
-    const detail::Abilities inner = detail::abilities_of(inner_.get());
+    const detail::Abilities inner = inner_->abilities();
     detail::Abilities own;
     own.reduces = inner.reduces;
+    own.reduce_scatters = inner.reduce_scatters;
     own.moves = inner.moves;
-    own.keeps_inputs = inner.keeps_inputs;
-    own.uneven = this;
     return own;
   }
   void abort() override { inner_->abort(); }
 
  private:
-  static WorkPtr call(WorkPtr inner, const Given& given) {
-    if (inner) inner = c10::make_intrusive<Call>(std::move(inner), given);
-    return inner;
+  void pass(detail::TransportCall& c, void (Transport::*make)(detail::TransportCall&)) {
+    Given given;
+    for (at::Tensor* t : {&c.output, &c.input})
+      if (t->defined()) *t = given(*t);
+    for (Message& m : c.messages) m.tensor = given(m.tensor);
+    (inner_.get()->*make)(c);
+    for (auto& started : c.works)
+      started.work = c10::make_intrusive<Call>(std::move(started.work), given);
   }
-  const c10::intrusive_ptr<c10d::Backend> inner_;
-  detail::UnevenBackend* const uneven_;
+  const std::shared_ptr<detail::Transport> inner_;
 };
 
 /// Lets all groups over axes of the mesh serve the device.
@@ -428,8 +375,8 @@ inline void serve(const DeviceMesh& mesh) {
     }
     const Group group = subset + 1 == 1U << axes ? mesh.all() : mesh.group(over_axes);
     if (group.size() == 1 || group.state()->has_endpoint(kDevice.type())) continue;
-    const auto inner = group.state()->endpoint(c10::kCPU).backend;
-    group.state()->set_endpoint(kDevice, "stand-in", c10::make_intrusive<Backend>(inner));
+    group.state()->set_endpoint(
+        kDevice, std::make_shared<OnDevice>(group.state()->endpoint(c10::kCPU).transport));
   }
 }
 

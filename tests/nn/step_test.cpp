@@ -224,7 +224,9 @@ TEST(ClipGradients, AnUndeclaredPartIsAnErrorOnEveryRank) {
         with_gradient(at::full({2}, manager.rank() == 1 ? std::nan("") : 1.0, at::kDouble),
                       at::zeros({2}, at::kDouble));
     EXPECT_TRUE(std::isinf(clip_gradients({q}, manager.world(), {.max_norm = 0.1})));
-    if (manager.rank() != 1) EXPECT_TRUE(q.grad().equal(at::ones({2}, at::kDouble)));
+    if (manager.rank() != 1) {
+      EXPECT_TRUE(q.grad().equal(at::ones({2}, at::kDouble)));
+    }
   });
 }
 

@@ -174,7 +174,7 @@ void expect_as_one_process(DistributedManager& manager, const std::vector<Axis>&
       concat(name_of(s), " on ", Mesh(axes).to_string(), sequence ? " along the sequence" : "");
   // Nothing is gathered but what the plan says.
   set_policies(manager, {.redistribution = Policy::error});
-  const auto mesh = manager.mesh(axes);
+  const auto mesh = manager.mesh(test::mapped(axes));
   const Batch plain = batch_of(s), batch = on_mesh(plain, mesh);
   auto expected = made(s), net = made(s);
   const at::Tensor scores = expected->forward(plain.tokens);

@@ -25,7 +25,7 @@ TEST(RingAttention, EqualsOneProcess) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(20 + ranks);
       for (int i = 0; i < 60; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const std::int64_t batch = draw.between(1, 2), groups = draw.between(1, 2),
                            rows = draw.between(1, 9), columns = draw.between(1, 9),
                            width = draw.between(1, 4);
@@ -419,7 +419,7 @@ TEST(Fourier, EqualsOneProcess) {
       const std::vector<std::string> names = {"fft",   "ifft",  "rfft", "irfft",  "fft2",
                                               "ifft2", "rfft2", "fftn", "irfftn", "hfft"};
       for (int i = 0; i < 60; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const Shape shape = {draw.between(2, 5), draw.between(2, 6), draw.between(2, 5)};
         const std::string name = draw.of(names);
         const int dim = draw.below(3);
@@ -522,12 +522,13 @@ TEST(Policy, WarnsOnceForEachCallSite) {
     const auto mesh = manager.mesh({{"x", 2}});
     const at::Tensor x = distribute_tensor(randn({4, 6}, at::kDouble), mesh, {Shard(0)});
     for (int i = 0; i < 5; ++i) at::cumsum(x, 0);
-    EXPECT_EQ(counting.count, 1);
+    const int mine = manager.rank() == 0 ? 1 : 0;  // the first rank speaks for all
+    EXPECT_EQ(counting.count, mine);
     at::cumsum(x, 0);
-    EXPECT_EQ(counting.count, 2) << "another place";
+    EXPECT_EQ(counting.count, 2 * mine) << "another place";
     set_policies(manager, {.redistribution = Policy::allow});
     at::cumsum(x, 0);
-    EXPECT_EQ(counting.count, 2);
+    EXPECT_EQ(counting.count, 2 * mine);
   });
 }
 
@@ -548,7 +549,7 @@ TEST(Policy, AHandlerOfWarningsMayAskForPolicies) {
     const at::Tensor x = distribute_tensor(randn({4, 6}, at::kDouble), mesh, {Shard(0)});
     at::cumsum(x, 0);
     x.mul(at::ones({6}, at::kDouble));
-    EXPECT_EQ(asking.warns, 2);
+    EXPECT_EQ(asking.warns, manager.rank() == 0 ? 2 : 0);
   });
 }
 

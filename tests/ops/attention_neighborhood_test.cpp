@@ -232,7 +232,7 @@ TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
   on_ranks(ranks, [&](DistributedManager& manager) {
     Draw draw(11 + static_cast<std::uint64_t>(ranks));
     for (int n = 0; n < (process() ? 9 : 45); ++n) {
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       const Case c(draw, 1 + n % 3);
       seed(static_cast<std::uint64_t>(n));
       const std::vector<at::Tensor> values{randn(c.shape, at::kDouble), randn(c.shape, at::kDouble),

@@ -112,6 +112,39 @@ TEST(CheckModule, NamesWhatIsRefusedAndWhatDiffers) {
   });
 }
 
+TEST(CheckModule, JudgesFloatByDoubleAndComparesWhatRanksGiveFirst) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::nn::Linear net(6, 4);
+    fill(*net, 4);
+    // Off by a hundredth where it is sharded: in float32 alone, as rounding may be, or always.
+    const auto off = [](bool always) {
+      return [always](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
+        const at::Tensor y = m.as<torch::nn::Linear>()->forward(t[0]);
+        const bool slips = is_sharded(y) && (always || y.scalar_type() == at::kFloat);
+        return std::vector<at::Tensor>{slips ? y * 1.01 : y};
+      };
+    };
+    const at::Tensor x = randn({5, 6});
+    const auto report = check_module(*net, off(false), {x}, mesh);
+    EXPECT_TRUE(report.safe()) << report.to_string();
+    EXPECT_GT(report.values[0].rounding.value_or(0), 1e-3);
+    EXPECT_NE(report.to_string().find("rounded differently"), std::string::npos);
+    EXPECT_FALSE(check_module(*net, off(false), {x}, mesh, {}, {.tolerance = 1e-4}).safe());
+    EXPECT_FALSE(check_module(*net, off(true), {x}, mesh).safe());
+    EXPECT_THROW(check_module(*net, off(false), {x + manager.rank()}, mesh), MismatchError);
+    if (manager.rank() == 1) net->bias.data().add_(1);
+    try {
+      check_module(*net, off(false), {x}, mesh);
+      ADD_FAILURE() << "of parameters that differ nothing is said";
+    } catch (const MismatchError& e) {
+      EXPECT_NE(std::string(e.what()).find("parameter 'bias' differs between ranks 0 and 1"),
+                std::string::npos)
+          << e.what();
+    }
+  });
+}
+
 // What it computes is right: of its backward alone can it be told.
 TEST(CheckModule, NamesGradientsThatDiffer) {
   on_threads(2, [](DistributedManager& manager) {

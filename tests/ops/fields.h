@@ -216,7 +216,7 @@ class Fields : public ::testing::TestWithParam<std::vector<Axis>> {
   void run(const std::function<Case(Draw&)>& make, int cases, bool moves = false) {
     const int ranks = ranks_of(GetParam());
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh(GetParam());
+      const auto mesh = manager.mesh(mapped(GetParam()));
       for (int n = 0; n < (process() ? std::max(cases / 20, 4) : cases); ++n) {
         const std::uint64_t number =
             6007ull * static_cast<std::uint64_t>(n) + static_cast<std::uint64_t>(ranks);

@@ -143,13 +143,15 @@ TEST(HalfPrecision, NormsAreTrained) {
           };
           const auto expected = run(plain(value, type), plain(weight, of_weight),
                                     plain(bias, of_weight), other.to(type));
-          for (const int dim : {0, 1, 2}) {
+          // Also where a rank has nothing.
+          for (const auto& [dim, sizes] : std::vector<std::pair<int, Sizes>>{
+                   {0, {2, 2}}, {0, {4, 0}}, {1, {3, 3}}, {2, {3, 3}}, {2, {0, 6}}}) {
             for (const int of_other : {0, 2}) {
-              const auto got =
-                  run(leaf(value.to(type), ShardSpec(mesh, {4, 6, 6}, {Shard(dim)})),
-                      leaf(weight.to(of_weight), ShardSpec::replicated(mesh, {6})),
-                      leaf(bias.to(of_weight), ShardSpec::replicated(mesh, {6})),
-                      leaf(other.to(type), ShardSpec(mesh, {4, 6, 6}, {Shard(of_other)}), false));
+              const auto got = run(
+                  leaf(value.to(type), ShardSpec(mesh, {4, 6, 6}, {Shard(dim)}, {{dim, sizes}})),
+                  leaf(weight.to(of_weight), ShardSpec::replicated(mesh, {6})),
+                  leaf(bias.to(of_weight), ShardSpec::replicated(mesh, {6})),
+                  leaf(other.to(type), ShardSpec(mesh, {4, 6, 6}, {Shard(of_other)}), false));
               for (int i = 0; i < 3; ++i)
                 EXPECT_LT(difference(got[i], expected[i]), type == at::kHalf ? 1e-2 : 6e-2)
                     << name << " cut in " << dim << " and " << of_other << ", gradient " << i;

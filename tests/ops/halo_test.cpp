@@ -179,7 +179,7 @@ TEST_P(Halos, AreSlicesOfTheContinuedFieldAndTheWayBackIsTheAdjoint) {
   on_ranks(ranks, [&](DistributedManager& manager) {
     for (std::uint64_t n = 0; n < (process() ? 15 : 150); ++n) {
       Draw draw(n * 101 + static_cast<std::uint64_t>(ranks));
-      check(manager.mesh(draw.axes(ranks)), draw, n);
+      check(manager.mesh(draw.mesh(ranks)), draw, n);
       if (::testing::Test::HasFatalFailure()) return;
     }
   });
@@ -211,7 +211,7 @@ TEST_P(Stencils, AreThoseOfOneProcess) {
   on_ranks(ranks, [&](DistributedManager& manager) {
     for (std::uint64_t n = 0; n < (process() ? 9 : 60); ++n) {
       Draw draw(n * 53 + static_cast<std::uint64_t>(ranks));
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       const int dims = 1 + static_cast<int>(n % 3);
       Shape shape;
       std::vector<Edge> edges;

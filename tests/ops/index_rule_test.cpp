@@ -91,7 +91,7 @@ TEST(IndexRule, ReducesAndAddsOnce) {
       set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
       Draw draw(ranks);
       for (int i = 0; i < 40; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const std::int64_t m = draw.between(1, 5), k = draw.between(1, 5), n = draw.between(1, 5);
         test::seed(i);
         const at::Tensor a = randn({m, k}, at::kDouble), b = randn({k, n}, at::kDouble),

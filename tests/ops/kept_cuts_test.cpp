@@ -245,6 +245,20 @@ TEST(KeptCuts, FakeQuantizationIsElementByElement) {
   });
 }
 
+TEST(KeptCuts, AListBehindANumberStaysSharded) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor a = randn({6, 3}, at::kDouble), b = randn({4}, at::kDouble);
+    const at::Tensor x = distribute_tensor(a, mesh, {Shard(0)}),
+                     y = distribute_tensor(b, mesh, {Replicate()});
+    const auto got = at::_foreach_pow(2.5, at::TensorList{x, y}),
+               expected = at::_foreach_pow(2.5, at::TensorList{a, b});
+    ASSERT_EQ(got.size(), 2u);
+    for (std::size_t i = 0; i < 2; ++i) EXPECT_LT(difference(got[i], expected[i]), 1e-14);
+    EXPECT_TRUE(spec(got[0]).is_sharded(0));
+  });
+}
+
 TEST(SpecialValues, APartialSumKeepsTheSignOfZero) {
   on_threads(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
@@ -351,6 +365,19 @@ TEST(SpecialValues, ResultsWithoutStridesAreRefused) {
       const at::Tensor at = at::arange(4).view({1, 4});
       EXPECT_THROW(at::sparse_coo_tensor(at, x), ShardingError);
     }
+  });
+}
+
+// What is written to its local reaches neither the view nor the base.
+TEST(KeptCuts, TheLocalOfAGatheredViewIsACopy) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    set_policies(manager, {.redistribution = Policy::allow});
+    const at::Tensor value = randn({4, 3}, at::kDouble);
+    const at::Tensor x = distribute_tensor(value, mesh, {Shard(0)}), row = x[1];
+    to_local(row).fill_(-1);
+    EXPECT_EQ(difference(row, value[1]), 0);
+    EXPECT_EQ(difference(x, value), 0);
   });
 }
 

@@ -70,7 +70,7 @@ void compare(const char* name, Make make, const Shape& shape,
   for (const Axis& a : axes) ranks *= a.size;
   on_threads(ranks, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
-    const auto mesh = manager.mesh(axes);
+    const auto mesh = manager.mesh(mapped(axes));
     auto expected_net = make(), net = make();
     expected_net->to(at::kDouble);
     net->to(at::kDouble);

@@ -320,7 +320,7 @@ void compare(const char* name, Make make, const Layout& layout, const How& how =
   on_ranks(ranks_of(layout.axes), [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = how.moves});
     set_halo_policy(manager, how.halos);
-    const auto mesh = manager.mesh(layout.axes);
+    const auto mesh = manager.mesh(mapped(layout.axes));
     const ShardSpec field(mesh, layout.shape, layout.placements, layout.sizes);
     if (Coverage::instance().noting()) {
       if (how.again) return;
@@ -528,7 +528,7 @@ TEST(TrainedDomains, MoveToOtherMeshesByAFile) {
         kLayouts[3], kLayouts[2], {{{"domain", 4}}, {Shard(2)}, {{2, {2, 8, 0, 6}}}}};
     for (std::size_t stage = 0; stage < layouts.size(); ++stage) {
       const Layout& layout = layouts[stage];
-      const auto mesh = manager.mesh(layout.axes);
+      const auto mesh = manager.mesh(mapped(layout.axes));
       const ShardSpec field(mesh, kShape, layout.placements, layout.sizes);
       // Between odd shards cat must redistribute.
       set_policies(manager, {.redistribution = stage == 1 ? Policy::allow : Policy::error});

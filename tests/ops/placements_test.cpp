@@ -22,7 +22,7 @@ void keeps_its_cut(const char* what, int ranks, int seeds,
   on_threads(ranks, [&](DistributedManager& manager) {
     Draw draw(900 + ranks);
     for (int i = 0; i < seeds; ++i) {
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       const auto [f, shapes] = make(draw);
       const ShardSpec lies = draw.spec(mesh, shapes[0], false);
       test::seed(i);
@@ -215,7 +215,7 @@ TEST(Placements, ExtremesAlongASharedDim) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(40 + ranks);
       for (int i = 0; i < 80; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const Shape shape{draw.between(1, 7), draw.between(1, 4)};
         test::seed(i);
         // ties, infinities and NaNs among them
@@ -273,7 +273,7 @@ TEST(Placements, TopKAlongASharedDim) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(140 + ranks);
       for (int i = 0; i < 40; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const Shape shape{draw.between(1, 9), draw.between(1, 4)};
         const int dim = draw.below(2);
         const std::int64_t k = draw.below(static_cast<int>(shape[dim]) + 1);
@@ -334,7 +334,7 @@ TEST(Placements, BagsOfEmbeddings) {
       Draw draw(170 + ranks);
       set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
       for (int i = 0; i < 40; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const std::int64_t rows = draw.between(2, 7), count = draw.between(1, 8);
         test::seed(i);
         const at::Tensor value = randn({rows, 3}, at::kDouble), at = randint(rows, {count});
@@ -745,7 +745,7 @@ TEST(Placements, ARowOfASharedDimIsBroughtAlone) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(210 + ranks);
       for (int i = 0; i < 40; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const Shape shape{draw.between(2, 7), draw.between(2, 5), 2};
         const int dim = draw.below(2);
         const std::int64_t at = draw.below(static_cast<int>(2 * shape[dim])) - shape[dim],
@@ -815,7 +815,7 @@ TEST(Placements, ClassesPlacesAndComparisonsOfShards) {
       set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
       Draw draw(280 + ranks);
       for (int i = 0; i < 40; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const Shape shape{draw.between(1, 6), draw.between(1, 5)};
         test::seed(i);
         const at::Tensor classes = randint(4, shape), value = randn(shape, at::kDouble),

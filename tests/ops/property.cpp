@@ -326,7 +326,7 @@ Outcome run_alone(const OperatorCase& one, std::uint64_t number, DistributedMana
                   Hard hard, bool hoards) {
   test::seed(number);
   Draw draw(number);
-  const auto mesh = manager.mesh(draw.axes(manager.world_size()));
+  const auto mesh = manager.mesh(draw.mesh(manager.world_size()));
   const auto alone = manager.mesh(Mesh({{"alone", 1}}, {manager.rank()}));
   const Prepared p = prepare(one, draw, mesh, alone, number, hard);
   const auto say = [&](const std::string& what) {

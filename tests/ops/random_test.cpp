@@ -38,7 +38,7 @@ TEST(Random, SameNumbersWhateverThePlacement) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(ranks);
       for (int i = 0; i < 10; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const ShardSpec spec = draw.spec(mesh, shape, false);
         const auto got = draws(manager, spec);
         for (std::size_t k = 0; k < got.size(); ++k)

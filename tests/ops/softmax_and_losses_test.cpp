@@ -30,7 +30,7 @@ TEST(Classes, CrossEntropyIsThatOfOneProcess) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(80 + ranks);
       for (int i = 0; i < 60; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         Case c{{draw.between(1, 5), draw.between(2, 7)},
                draw.chance(50),
                draw.chance(40) ? 0.1 : 0.0,
@@ -69,7 +69,7 @@ TEST(Classes, SoftmaxIsThatOfOneProcess) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(180 + ranks);
       for (int i = 0; i < 60; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const std::vector<std::int64_t> shape = {draw.between(1, 4), draw.between(1, 6),
                                                  draw.between(1, 3)};
         const int dim = draw.below(3);

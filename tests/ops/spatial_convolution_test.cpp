@@ -175,7 +175,7 @@ class Convolutions : public ::testing::TestWithParam<Mesh> {};
 TEST_P(Convolutions, GiveWhatOneProcessGives) {
   const int ranks = ranks_of(GetParam().axes);
   on_ranks(ranks, [&](DistributedManager& manager) {
-    const auto mesh = manager.mesh(GetParam().axes);
+    const auto mesh = manager.mesh(mapped(GetParam().axes));
     for (int n = 0; n < (process() ? 20 : GetParam().cases); ++n) {
       const std::uint64_t number =
           7919ull * static_cast<std::uint64_t>(n) + static_cast<std::uint64_t>(ranks);

@@ -195,7 +195,7 @@ inline PipelineSchedule draw_schedule(Draw& draw, int ranks, int micro_batches) 
     default: {
       const auto placement = draw.chance(50) ? v_placement(ranks, 2) : loop_placement(ranks, 1);
       const auto costs = PipelineCosts::uniform(static_cast<int>(placement.size()), 1,
-                                                0.5 + 0.25 * draw.below(6), 0.25 * draw.below(6));
+                                                0.5 + 0.3 * draw.below(6), 0.1 * draw.below(12));
       ListScheduleOptions options;
       options.tries = 10;
       options.improvements = 10;

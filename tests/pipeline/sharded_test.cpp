@@ -206,8 +206,8 @@ void run_crossing(DistributedManager& manager, const Crossing& c) {
   const at::Tensor expected = torch::mse_loss(now[0], at::cat(all_y));
   expected.backward();
 
-  const auto mesh =
-      manager.mesh({{"pipe", c.schedule.ranks()}, {"data", c.data}, {"tensor", c.tensor}});
+  const auto mesh = manager.mesh(
+      test::mapped({{"pipe", c.schedule.ranks()}, {"data", c.data}, {"tensor", c.tensor}}));
   const auto stage = stage_mesh(mesh, "pipe");
   const int here = mesh.coordinate()[0], data = mesh.coordinate()[1];
   std::map<int, std::shared_ptr<Block>> mine;

@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples" / "python"
 
 
-@pytest.mark.parametrize("program,ranks,says", [("groups", 4, "{'data': 2, 'domain': 2}"), ("groups", 2, "{'data': 1, 'domain': 2}"), ("groups", 8, "{'data': 4, 'domain': 2}"), ("field", 3, "rows [9, 2, 2]"), ("graph", 1, "60 of 60 nodes and 0 ghosts"), ("graph", 3, "ghosts on rank 0"), ("parallel_groups", 4, "data 1 x pipeline 2 x model 2"), ("vision_transformer", 1, "tokens [25]"), ("vision_transformer", 3, "tokens [17, 8, 0], 4 messages")])
+@pytest.mark.parametrize("program,ranks,says", [("groups", 4, "{'data': 2, 'domain': 2}"), ("groups", 2, "{'data': 1, 'domain': 2}"), ("groups", 8, "{'data': 4, 'domain': 2}"), ("field", 3, "rows [9, 2, 2]"), ("graph", 1, "60 of 60 nodes and 0 ghosts"), ("graph", 3, "ghosts on rank 0"), ("parallel_groups", 4, "data 1 x pipeline 2 x model 2"), ("sharded_training", 1, "2290 of 2290 numbers"), ("sharded_training", 3, "{'data': 3, 'tensor': 1}"), ("sharded_training", 4, "{'data': 2, 'tensor': 2}"), ("vision_transformer", 1, "tokens [25]"), ("vision_transformer", 3, "tokens [17, 8, 0], 4 messages")])
 def test_example(request, program, ranks, says):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
     command = [launcher, "run", "-n", ranks, "--timeout", 80, "--", sys.executable, EXAMPLES / f"{program}.py"]
@@ -18,10 +18,18 @@ def test_example(request, program, ranks, says):
     assert f"{program}: " in done.stdout and says in done.stdout and "as on one process" in done.stdout
 
 
+def test_a_checkpoint_goes_on_on_other_ranks(request, tmp_path):
+    launcher = pathlib.Path(request.config.getoption("--launcher"))
+    for ranks, until, says in ((4, 4, "steps 0 to 4 on 4 ranks"), (3, 8, "steps 4 to 8 on 3 ranks, kept ['step-7', 'step-8']: as on one process")):
+        command = [launcher, "run", "-n", ranks, "--timeout", 80, "--", sys.executable, EXAMPLES / "checkpoint.py", tmp_path, until]
+        done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 and says in done.stdout, done.stdout + done.stderr
+
+
 def test_every_example_is_run_and_short():
     programs = sorted(EXAMPLES.glob("*.py"))
-    assert [p.stem for p in programs] == ["field", "graph", "groups", "parallel_groups", "vision_transformer"]
+    assert [p.stem for p in programs] == ["checkpoint", "field", "graph", "groups", "parallel_groups", "sharded_training", "vision_transformer"]
     # Those in C++ are run by tests/examples; trees, scatter, neighbourhood attention, vision transformers and groups have both.
-    ladder = {"03_groups", "08_neighborhood_attention", "13_model_groups", "14_vision_transformer", "15_parallel_groups", "16_scatter"}
+    ladder = {"03_groups", "08_neighborhood_attention", "13_model_groups", "14_vision_transformer", "15_parallel_groups", "16_scatter", "17_graph"}
     programs += [p for p in EXAMPLES.parent.glob("*.cpp") if p.stem in ladder]
-    assert len(programs) == 5 + len(ladder) and all(len(p.read_text().splitlines()) < 90 for p in programs)
+    assert len(programs) == 7 + len(ladder) and all(len(p.read_text().splitlines()) < 90 for p in programs)

@@ -55,6 +55,15 @@ def test_an_error_of_one_rank_is_caught_by_all(ranks):
     assert done.stdout.count("goes on") == ranks
 
 
+def test_a_loss_that_one_rank_alone_prints_is_told(request):
+    launcher = pathlib.Path(request.config.getoption("--launcher"))
+    done = run(launcher, "run", "-n", 2, "--timeout", 60, "--", sys.executable, HERE / "lone_item_program.py")
+    assert "loss" not in re.sub("rank . is told.*", "", done.stdout) and "at the end" not in done.stdout
+    told = re.findall("rank ([01]) is told: (.*)", done.stdout)
+    assert {rank for rank, _ in told} == {"0", "1"}, done.stdout + done.stderr
+    assert all(text.count("item() of []") == 2 and "rank 0" in text and "rank 1" in text for _, text in told), told
+
+
 def test_nodes_of_a_tree_have_their_backends_and_limits(request):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
     done = run(launcher, "run", "-n", 4, "--timeout", 60, "--", sys.executable, HERE / "backends_program.py")

@@ -401,6 +401,63 @@ def test_check_names_gradients_that_differ(where):
     on_ranks(2, body)
 
 
+def test_check_judges_float32_by_float64():
+    class Jumps(nn.Module):
+        """Off by a hundredth in float32 alone, and only where it is sharded."""
+
+        def __init__(self, of_all):
+            super().__init__()
+            self.of_all = of_all
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            y = x * self.weight
+            return y * 1.01 if ts.is_sharded(x) and (self.of_all or x.dtype == torch.float32) else y
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        x = draw(4, 6).float()
+        report = ts.check(Jumps(False), x, mesh)
+        assert report and "safe on" in str(report) and "round differently" in str(report)
+        assert report.values[0].rounding > 1e-3 and report.values[0].difference < 1e-10
+        assert not ts.check(Jumps(False), x, mesh, tolerance=1e-4), "a tolerance that is given is kept to"
+        assert not ts.check(Jumps(True), x, mesh) and not ts.check(Jumps(True).double(), x.double(), mesh)
+
+    on_ranks(2, body)
+
+
+def test_check_compares_what_the_ranks_give_first():
+    alike = plain(lambda: nn.Linear(6, 4))
+    other = copy.deepcopy(alike)
+    other.bias.data.add_(1)
+
+    def body(rank):
+        mesh, x = ts.Mesh({"x": 2}), draw(4, 6)
+        for net, given, name in (
+            (alike, x * (rank + 1), "input 0"),
+            (alike, draw(4 + rank, 6), "input 0"),
+            (other if rank else alike, x, "parameter 'bias'"),
+        ):
+            with pytest.raises(ts.MismatchError, match=f"{name} differs between ranks 0 and 1"):
+                ts.check(net, given, mesh)
+
+    on_ranks(2, body)
+
+
+def test_check_shows_the_worst_ten():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return [x * (1 + 0.01 * i if ts.is_sharded(x) else 1) for i in range(1, 16)]
+
+    def body(rank):
+        report = ts.check(Wrong(), draw(4, 6), ts.Mesh({"x": 2}))
+        lines = [line for line in str(report).splitlines() if "differs:" in line]
+        assert len(lines) == 11 and "output 14 " in lines[0] and "more (report.text(None)" in lines[-1]
+        assert report.text(None).count("differs:") == len(report.wrong) >= 15
+
+    on_ranks(2, body)
+
+
 def test_check_says_whether_a_model_is_safe():
     torch.manual_seed(1)
     net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1)).double()

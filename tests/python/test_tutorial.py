@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,15 @@ def test_a_page_that_is_wrong_is_noticed(tmp_path):
     for code, good in [("return 0;", True), ("int main() {\n// ...\n}", True), ("return 1;", False), ("}\n// ...\nint main() {", False)]:
         page.write_text(f"<!-- from code.cpp -->\n```c++\n{code}\n```\n")
         assert bool(module.check(page, tmp_path, tmp_path)[0]) != good, code
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_quick_start(request, tmp_path, ranks):
+    text = (ROOT / "docs" / "start_pytorch.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (output,) = re.findall(r"^```text\n(step 0: .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(code)
+    launcher = pathlib.Path(request.config.getoption("--launcher")).resolve()
+    command = [str(launcher), "run", "-n", str(ranks), "--timeout", "60", "--", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and re.sub(r"^\[\d+\] ", "", done.stdout, flags=re.MULTILINE) == output, done.stdout + done.stderr

@@ -231,7 +231,7 @@ TEST(ListSchedule, BesideTheBestOfAll) {
     if (draw.chance(4)) placement = draw.placement(2, draw.number(2, 4));
     const int stages = static_cast<int>(placement.size()), m = stages > 3 ? 2 : draw.number(2, 3);
     PipelineCosts costs = PipelineCosts::uniform(stages, 1, draw.time(1, 1.5), draw.time(0.5, 1),
-                                                 draw.chance(2) ? 0.25 : 0.0);
+                                                 draw.chance(2) ? 0.3 : 0.0);
     if (draw.chance(3)) costs.stages[draw.number(0, stages - 1)].recompute = true;
     // Stages need not be alike, and may lie anywhere.
     for (StageCosts& stage : costs.stages) {

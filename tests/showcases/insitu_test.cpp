@@ -65,7 +65,9 @@ TEST(InSitu, GoesOnFromACheckpointOnAnyRanks) {
     for (std::size_t i = 0; i < score.losses.size(); ++i)
       EXPECT_NEAR(score.losses[i], expected.losses[from + i], 1e-9 * expected.losses[from + i])
           << i;
-    if (alone) EXPECT_NEAR(score.surrogate, expected.surrogate, 1e-9);
+    if (alone) {
+      EXPECT_NEAR(score.surrogate, expected.surrogate, 1e-9);
+    }
   }
   MPI_Barrier(MPI_COMM_WORLD);
   if (rank == 0) std::filesystem::remove_all(folder);

@@ -124,7 +124,7 @@ TEST(Redistribute, Asynchronous) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(40 + ranks);
       for (int i = 0; i < 40; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const std::vector<std::int64_t> shape = {draw.between(0, 5), draw.between(1, 4)};
         test::seed(i);
         const at::Tensor value = randn(shape, at::kDouble), weight = randn(shape, at::kDouble);
@@ -166,7 +166,7 @@ TEST(OtherMesh, SameRanksOtherOrderDifferentiable) {
       Draw draw(60 + ranks);
       std::vector<int> order(ranks);
       for (int r = 0; r < ranks; ++r) order[r] = ranks - 1 - r;
-      const auto from = manager.mesh(draw.axes(ranks));
+      const auto from = manager.mesh(draw.mesh(ranks));
       const auto to = manager.mesh(Mesh({{"y", ranks}}, order));
       for (int i = 0; i < 30; ++i) {
         const std::vector<std::int64_t> shape = {draw.between(0, 6), draw.between(1, 5)};

@@ -216,7 +216,7 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(500 + ranks);
       for (int i = 0; i < 150; ++i) {
-        const auto mesh = manager.mesh(axes(draw, ranks));
+        const auto mesh = manager.mesh(draw.mapped(axes(draw, ranks)));
         const auto s = shape(draw);
         test::seed(i);
         const at::Tensor value = randn(s, at::kDouble);
@@ -265,7 +265,7 @@ TEST(Movement, EveryKindOfReductionKeepsTheValue) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(700 + ranks);
       for (int i = 0; i < 150; ++i) {
-        const auto mesh = manager.mesh(axes(draw, ranks));
+        const auto mesh = manager.mesh(draw.mapped(axes(draw, ranks)));
         const auto s = shape(draw);
         test::seed(i);
         const bool integers = draw.chance(30);

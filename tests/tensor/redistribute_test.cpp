@@ -1,4 +1,5 @@
 #include "support.h"
+#include "tessera/tensor/blob.h"
 
 namespace tessera::test {
 
@@ -19,7 +20,7 @@ TEST(Spec, LocalShardsTileTheGlobalTensor) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(ranks);
       for (int i = 0; i < 50; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const auto s = shape(draw);
         const ShardSpec spec = draw.spec(mesh, s, false);
         const at::Tensor count = at::zeros(s, at::kDouble);
@@ -115,7 +116,7 @@ TEST(Redistribute, AnyPlacementToAnyOtherKeepsTheValue) {
     on_threads(ranks, [&](DistributedManager& manager) {
       Draw draw(100 + ranks);
       for (int i = 0; i < 120; ++i) {
-        const auto mesh = manager.mesh(draw.axes(ranks));
+        const auto mesh = manager.mesh(draw.mesh(ranks));
         const auto s = shape(draw);
         test::seed(i);
         const at::Tensor value = randn(s, at::kDouble);
@@ -163,6 +164,125 @@ TEST(FromBlob, SharesTheSolversMemoryAndReturnsItOnce) {
       EXPECT_EQ(returned, 0);
     }
     EXPECT_EQ(returned, 1);
+  });
+}
+
+// A block of a solver: ghost cells around the cells that are its own, in either order of the dims.
+struct Block {
+  Block(const ShardSpec& spec, MemoryOrder order, int ghosts)
+      : memory{.order = order}, local(spec.local_shape()) {
+    std::int64_t all = 1;
+    for (std::size_t d = 0; d < local.size(); ++d) {
+      const std::int64_t low = ghosts > 0 ? static_cast<std::int64_t>(d) + ghosts : 0;
+      memory.before.push_back(low);
+      memory.allocated.push_back(local[d] + 2 * low);
+      all *= memory.allocated[d];
+    }
+    if (ghosts == 0) memory.allocated.clear();
+    cells.assign(static_cast<std::size_t>(all), -7.0);
+  }
+  // Of the cell at these indices of the local.
+  double& at(std::int64_t i, std::int64_t j) {
+    const Sizes block = memory.allocated.empty() ? local : memory.allocated;
+    i += memory.before[0];
+    j += memory.before[1];
+    return cells[static_cast<std::size_t>(
+        memory.order == MemoryOrder::row_major ? i * block[1] + j : j * block[0] + i)];
+  }
+  BlobMemory memory;
+  Sizes local;
+  std::vector<double> cells;
+};
+
+TEST(FromBlob, SharesBlocksWithGhostCellsInEitherOrder) {
+  for (const int ranks : {1, 2, 3}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"x", ranks}});
+      Draw draw(5);
+      for (int round = 0; round < 12; ++round) {
+        const int dim = round % 2;
+        const MemoryOrder order =
+            draw.chance(50) ? MemoryOrder::row_major : MemoryOrder::column_major;
+        const ShardSpec s(mesh, {5, 6}, {Shard(dim)}, {{dim, draw.sizes(dim == 0 ? 5 : 6, ranks)}});
+        const at::Tensor value = randn({5, 6}, at::kDouble);
+        const auto offset = s.local_offset();
+        Block block(s, order, draw.below(3));
+        const auto each = [&](const std::function<void(double&, double)>& visit) {
+          for (std::int64_t i = 0; i < block.local[0]; ++i)
+            for (std::int64_t j = 0; j < block.local[1]; ++j)
+              visit(block.at(i, j), value[i + offset[0]][j + offset[1]].item<double>());
+        };
+        each([](double& cell, double v) { cell = v; });
+        const at::Tensor x = from_blob(block.cells.data(), s, block.memory, at::kDouble);
+        SCOPED_TRACE(concat("round ", round, ", ", s));
+        EXPECT_EQ(difference(x, value), 0);
+        const at::Tensor image = x.view({1, 1, 5, 6}), plain = value.view({1, 1, 5, 6});
+        const at::Tensor kernel = randn({2, 1, 3, 3}, at::kDouble).requires_grad_(true);
+        const at::Tensor seen = at::conv2d(image, kernel, {}, 1, 1);
+        EXPECT_LT(difference(seen, at::conv2d(plain, kernel.detach(), {}, 1, 1)), 1e-13);
+        seen.square().sum().backward();
+        const at::Tensor beside = kernel.detach().clone().requires_grad_(true);
+        at::conv2d(plain, beside, {}, 1, 1).square().sum().backward();
+        EXPECT_LT(difference(kernel.grad(), beside.grad()), 1e-13);
+        EXPECT_EQ(difference(x.reshape({30}), value.reshape({30})), 0);
+        EXPECT_EQ(difference(x.t().contiguous() + 1, value.t() + 1), 0);
+        const auto part = [&](const at::Tensor& t) { return t.narrow(1 - dim, 1, 3).sum(0); };
+        EXPECT_LT(difference(part(x), part(value)), 1e-14);
+        // What either writes the other sees, and no ghost cell is touched.
+        at::Tensor(x).mul_(2).select(1 - dim, 0).add_(1);
+        at::Tensor after = value * 2;
+        after.select(1 - dim, 0).add_(1);
+        each([](double& cell, double) { cell += 3; });
+        EXPECT_LT(difference(x, after + 3), 1e-15);
+        const auto ghosts = std::count(block.cells.begin(), block.cells.end(), -7.0);
+        EXPECT_EQ(ghosts, static_cast<std::ptrdiff_t>(block.cells.size()) - s.local_numel());
+      }
+    });
+  }
+}
+
+TEST(FromBlob, TakesStridesAndRefusesWhatDoesNotFit) {
+  on_threads(2, [](DistributedManager& manager) {
+    const ShardSpec s(manager.mesh({{"x", 2}}), {6, 2}, {Shard(0)});
+    // Of three components the second and the third, behind each other.
+    std::vector<float> cells(9);
+    for (int i = 0; i < 9; ++i) cells[i] = static_cast<float>(i);
+    int returned = 0;
+    {
+      const at::Tensor x = from_blob(cells.data(), s, {.before = {0, 1}, .strides = {3, 1}},
+                                     at::kFloat, [&](void* p) { returned += p == cells.data(); });
+      EXPECT_TRUE(to_local(x).equal(at::tensor({1.f, 2.f, 4.f, 5.f, 7.f, 8.f}).view({3, 2})));
+    }
+    EXPECT_EQ(returned, 1);
+    const auto refused = [&](const BlobMemory& memory) {
+      EXPECT_THROW(from_blob(cells.data(), s, memory, at::kFloat), InvalidArgument);
+    };
+    refused({.allocated = {4}});
+    refused({.allocated = {4, 2}, .before = {2, 0}});
+    refused({.allocated = {4, 2}, .before = {-1, 0}});
+    refused({.strides = {0, 1}});
+    EXPECT_THROW(from_blob(nullptr, s, BlobMemory{}, at::kFloat), InvalidArgument);
+  });
+}
+
+TEST(FromLocal, SaysOnceThatItCopiesMemoryOfTheProgram) {
+  struct Counting final : c10::WarningHandler {
+    void process(const c10::Warning& w) override {
+      if (w.msg().find("from_local: a local") != std::string::npos) ++count;
+    }
+    int count = 0;
+  };
+  on_threads(2, [](DistributedManager& manager) {
+    Counting counting;
+    const c10::WarningUtils::WarningHandlerGuard guard(&counting);
+    const ShardSpec s(manager.mesh({{"x", 2}}), {4, 3}, {Shard(0)});
+    std::vector<double> cells(20, 1.0);
+    const at::Tensor block = at::from_blob(cells.data(), {4, 5}, at::kDouble);
+    from_local(at::zeros({3, 2}, at::kDouble).t(), s);
+    from_local(block.narrow(1, 1, 3).narrow(0, 1, 2).clone(), s);
+    EXPECT_EQ(counting.count, 0) << "of libtorch's own memory nothing is said";
+    for (int i = 0; i < 3; ++i) from_local(block.narrow(1, 1, 3).narrow(0, 1, 2), s);
+    EXPECT_EQ(counting.count, 1);
   });
 }
 

@@ -6,8 +6,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -62,6 +64,16 @@ inline double difference(const at::Tensor& got, const at::Tensor& expected, doub
   const at::Tensor d =
       at::where(x.eq(y).logical_or(at::isnan(y)), at::zeros_like(x), (x - y).abs());
   return d.max().item<double>() / scale;
+}
+
+/// A mesh of these axes over ranks in an order that is neither contiguous nor ascending along any
+/// of them: 2, 0, 3, 1 of four.
+inline Mesh mapped(std::vector<Axis> axes) {
+  int ranks = 1;
+  for (const Axis& axis : axes) ranks *= axis.size;
+  std::vector<int> table;
+  for (int i = 0; i < ranks; ++i) table.push_back(i % 2 == 0 ? (ranks + i) / 2 : i / 2);
+  return {std::move(axes), std::move(table)};
 }
 
 class Draw {
@@ -120,7 +132,23 @@ class Draw {
     return ShardSpec(mesh, shape, placements, all);
   }
 
-  /// A mesh of `ranks` ranks, with one to three axes; of eight mostly with three of two.
+  /// A mesh over axes(ranks), as mapped().
+  Mesh mesh(int ranks) { return mapped(axes(ranks)); }
+
+  /// A mesh of these axes, half of the time over ranks in an order of its own: groups along an axis
+  /// are then neither contiguous nor ascending.
+  Mesh mapped(std::vector<Axis> axes) {
+    int ranks = 1;
+    for (const Axis& axis : axes) ranks *= axis.size;
+    std::vector<int> table(static_cast<std::size_t>(ranks));
+    std::iota(table.begin(), table.end(), 0);
+    if (chance(50)) {
+      for (int i = ranks - 1; i > 0; --i) std::swap(table[i], table[below(i + 1)]);
+    }
+    return {std::move(axes), std::move(table)};
+  }
+
+  /// Axes of `ranks` ranks, one to three; of eight mostly three of two.
   std::vector<Axis> axes(int ranks) {
     std::vector<int> sizes{ranks};
     if (ranks == 4 && chance(50)) sizes = {2, 2};

@@ -95,7 +95,7 @@ inline void each_strategy_case(DistributedManager& manager) {
     train("process group", std::make_shared<ProcessGroupStrategy>(manager.world().process_group()));
     if (ranks == 1) train("single", std::make_shared<SingleDevice>(manager));
     if (ranks != 4) continue;
-    const auto plane = manager.mesh({{"data", 2}, {"model", 2}});
+    const auto plane = manager.mesh(mapped({{"data", 2}, {"model", 2}}));
     // Ranks along "model" share their samples.
     const auto strategy =
         std::make_shared<MeshStrategy>(plane,
@@ -104,7 +104,7 @@ inline void each_strategy_case(DistributedManager& manager) {
                                                        {"*.2.weight", {{Replicate(), Shard(1)}}}},
                                        std::vector{Shard(0), Replicate()});
     Regression task;
-    Trainer(with(strategy, accumulate)).fit(task, ragged_batches(manager.rank() / 2, kMicro));
+    Trainer(with(strategy, accumulate)).fit(task, ragged_batches(plane.coordinate()[0], kMicro));
     expect_near(task.values(), alone(2, kMicro, accumulate, with(nullptr, 1)), "tensor parallel");
   }
 }

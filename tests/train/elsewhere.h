@@ -69,9 +69,10 @@ class FieldTask : public Task {
 class DomainStrategy : public MeshStrategy {
  public:
   explicit DomainStrategy(const DistributedManager& manager)
-      : MeshStrategy(manager.mesh({{"data", 1}, {"domain", manager.world_size()}}),
+      : MeshStrategy(manager.mesh(mapped({{"data", 1}, {"domain", manager.world_size()}})),
                      NamedPlacements{}, std::vector{Shard(0), Shard(2)}),
-        rows_(Partition::even(kFieldRows, manager.world_size()).interval(manager.rank())) {}
+        rows_(Partition::even(kFieldRows, manager.world_size())
+                  .interval(mapped({{"domain", manager.world_size()}}).position(manager.rank()))) {}
   void place(MicroBatch& batch) override {
     for (at::Tensor& t : batch.tensors) t = t.narrow(2, rows_.begin, rows_.size()).contiguous();
     MeshStrategy::place(batch);
@@ -93,7 +94,7 @@ inline std::shared_ptr<Strategy> strategy_of(DistributedManager& manager, Layout
           std::vector{Shard(0)});
     case Layout::tensor:
       return std::make_shared<MeshStrategy>(
-          manager.mesh({{"data", n / 2}, {"model", 2}}),
+          manager.mesh(mapped({{"data", n / 2}, {"model", 2}})),
           NamedPlacements{{"net.conv.weight", {{Replicate(), Shard(0)}}},
                           {"net.conv.bias", {{Replicate(), Shard(0)}}},
                           {"net.head.weight", {{Replicate(), Shard(1)}}}},
@@ -108,9 +109,9 @@ inline std::shared_ptr<Strategy> strategy_of(DistributedManager& manager, Layout
 inline Mesh readers_of(const Place& place) {
   switch (place.layout) {
     case Layout::tensor:
-      return Mesh({{"data", place.ranks / 2}, {"model", 2}});
+      return mapped({{"data", place.ranks / 2}, {"model", 2}});
     case Layout::domain:
-      return Mesh({{"data", 1}, {"domain", place.ranks}});
+      return mapped({{"data", 1}, {"domain", place.ranks}});
     default:
       return Mesh({{"data", place.ranks}});
   }

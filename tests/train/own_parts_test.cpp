@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "tessera/comm/backends/gloo/gloo.h"
+#include "tessera/comm/backends/transport.h"
 #include "trouble.h"
 
 namespace tessera::test {
@@ -178,7 +179,7 @@ TEST(Strategies, AStoreAndAGroupOfTheProgram) {
     const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
     const auto group = c10::make_intrusive<c10d::ProcessGroup>(prefixed, rank, 3);
     group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
-                      make_gloo_backend(prefixed, rank, 3, std::chrono::seconds(10)));
+                      make_gloo_transport(prefixed, rank, 3, std::chrono::seconds(10))->backend());
     group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
     return group;
   };

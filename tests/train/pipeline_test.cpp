@@ -67,7 +67,7 @@ struct Ends {
 Ends run_part(DistributedManager& manager, int data, TrainerOptions options) {
   std::vector<Axis> axes{{"pipe", 2}};
   if (data > 0) axes.push_back({"data", data});
-  const auto mesh = manager.mesh(Mesh(axes));
+  const auto mesh = manager.mesh(mapped(axes));
   const auto strategy = data > 0 ? std::make_shared<PipelineStrategy>(mesh, "pipe", Parallelise(),
                                                                       std::vector{Shard(0)})
                                  : std::make_shared<PipelineStrategy>(mesh, "pipe");

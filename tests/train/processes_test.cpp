@@ -75,10 +75,8 @@ std::string train(const Launch& launch, const std::string& folder, const Trouble
   how.timeout = std::chrono::seconds(10);
   const auto manager = DistributedManager::initialize(how);
   torch::manual_seed(3 + launch.rank);
-  torch::nn::Sequential net(torch::nn::Linear(3, 5), torch::nn::Dropout(0.2),
-                            torch::nn::Linear(5, 2));
-  net->to(at::kDouble);
-  fill(*net, 3);
+  torch::nn::Sequential net = remembering_net(3);
+  net->push_back(torch::nn::Dropout(0.2));
   Regression task(net);
   TrainerOptions options;
   options.strategy = std::make_shared<DDPStrategy>(manager);

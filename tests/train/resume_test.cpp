@@ -32,7 +32,7 @@ Outcome run(DistributedManager& manager, Kind kind, const std::string& folder, s
     }
     std::int64_t at;
   };
-  torch::nn::Sequential net = small_net();
+  torch::nn::Sequential net = remembering_net();
   if (dropout) {
     net = torch::nn::Sequential(torch::nn::Linear(3, 5), torch::nn::Dropout(0.3),
                                 torch::nn::Linear(5, 2));

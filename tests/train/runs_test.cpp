@@ -184,6 +184,28 @@ TEST(Runs, ALogIsCutInTheFileThatAnotherJobHasOpen) {
   EXPECT_NE(contents(csv).find("cut\n8,0,"), std::string::npos) << contents(csv);
 }
 
+// A run that is killed has no line in memory alone that lies before the checkpoint it goes on from.
+TEST(Runs, ALogHasTheLinesOfBeforeACheckpoint) {
+  struct Reads : Callback {
+    explicit Reads(std::string path) : csv(std::move(path)) {}
+    std::string name() const override { return "reads"; }
+    void on_batch_start(Trainer& t, const MicroBatch&) override {
+      if (t.step() == 3) there = contents(csv);
+    }
+    std::string csv, there;
+  };
+  const Folder folder;
+  const std::string csv = folder / "metrics.csv";
+  auto options = plain(folder / "checkpoints");
+  const auto reads = std::make_shared<Reads>(csv);
+  options.callbacks = {keeping({.every_steps = 3}), reads};
+  options.loggers = {csv_logger(csv)};
+  Regression task;
+  Trainer(options).fit(task, ragged_batches(0, 5));
+  for (const int step : {1, 2, 3})
+    EXPECT_NE(reads->there.find(concat("\n", step, ",")), std::string::npos) << reads->there;
+}
+
 // ---- checkpoints ----
 
 TEST(Runs, WhatEvaluatesRemovesNothingFromTheFolder) {
@@ -279,6 +301,37 @@ TEST(Runs, CrashesDoNotPileUpCheckpoints) {
   }
 }
 
+// The last one of a run that a signal ends is not among those that were asked for.
+TEST(Runs, WhatASignalLeavesGoesWhenItsTurnComes) {
+  struct Stops : Callback {
+    explicit Stops(std::int64_t step) : at(step) {}
+    std::string name() const override { return "stops"; }
+    void on_step_end(Trainer& t, const StepResult&) override {
+      if (t.step() == at) t.session().request_stop(Stop::terminated);
+    }
+    std::int64_t at;
+  };
+  for (const bool throws : {false, true}) {
+    const Folder folder;
+    for (std::int64_t life = 1; life <= 6; ++life) {
+      Regression task;
+      auto options = plain(folder.path());
+      options.checkpoint.resume = true;
+      options.callbacks = {keeping({.every_steps = 2, .at_end = false, .on_exception = throws}),
+                           std::make_shared<Stops>(!throws && life < 6 ? 3 * life : -1),
+                           std::make_shared<Grenade>("forward", 3 * life, throws && life < 6)};
+      try {
+        Trainer(options).fit(task, ragged_batches(0, 20));
+        EXPECT_TRUE(!throws || life == 6);
+      } catch (const Error& e) {
+        EXPECT_TRUE(throws && life < 6) << e.what();
+      }
+      EXPECT_LE(sorted_names(folder.path()).size(), 3u) << "life " << life;
+    }
+    EXPECT_EQ(sorted_names(folder.path()), std::vector<std::string>{"step-20"});
+  }
+}
+
 TEST(Runs, TheBestOfTwoValidationsAfterOneStepIsOneOfTheBest) {
   const Folder folder;
   Keeps task({5, 4, 6, 3, 7, 8});  // two a step
@@ -321,6 +374,33 @@ TEST(Runs, ASecondRunBeginsWithTheFirstLearningRate) {
   options.callbacks = {std::make_shared<Grenade>("after", 3, true)};
   EXPECT_THROW(Trainer(options).fit(task, ragged_batches(0, 9)), Error);
   EXPECT_EQ(task.rate(), 0.1);
+}
+
+TEST(Runs, AGroupOfParametersThatIsAddedMidwayIsScheduledAsTheOthers) {
+  struct Adds : Callback {
+    explicit Adds(Keeps& to) : task(to) {}
+    std::string name() const override { return "adds"; }
+    void on_step_end(Trainer& trainer, const StepResult&) override {
+      if (trainer.step() != 2) return;
+      task.kept->add_param_group({std::vector<at::Tensor>{extra}});
+      task.kept->param_groups()[1].options().set_lr(0.4);
+    }
+    void on_before_step(Trainer&, const StepResult&) override {
+      if (task.kept->param_groups().size() > 1)
+        rates.push_back(task.kept->param_groups()[1].options().get_lr());
+    }
+    Keeps& task;
+    at::Tensor extra = at::ones({}, at::kDouble).requires_grad_(true);
+    std::vector<double> rates;
+  };
+  Keeps task;
+  task.halves = true;
+  auto options = plain();
+  const auto adds = std::make_shared<Adds>(task);
+  options.callbacks = {adds};
+  Trainer(options).fit(task, ragged_batches(0, 4));
+  EXPECT_EQ(adds->rates, (std::vector<double>{0.1, 0.05}));
+  EXPECT_EQ(task.kept->param_groups()[1].options().get_lr(), 0.4);
 }
 
 TEST(Runs, CallbacksThatWaitBeginAnewAndNaNIsNeverTheBest) {

@@ -118,6 +118,44 @@ TEST(Strategies, AForeignProcessGroupTrainsSavesAndGoesOn) {
   }
 }
 
+// Whatever looks at them between two steps finds one state: validations, callbacks, checkpoints.
+TEST(Strategies, BuffersAreTheFirstRanksAfterEachStepAndEvaluation) {
+  struct Compares : Callback {
+    explicit Compares(const Group& group) : world(group) {}
+    std::string name() const override { return "compares"; }
+    void on_step_end(Trainer& t, const StepResult&) override { compare(t); }
+    void on_validation_start(Trainer& t) override { compare(t); }
+    void on_validation_end(Trainer& t, bool) override { compare(t); }
+    void compare(Trainer& trainer) {
+      ++calls;
+      for (const at::Tensor& b : trainer.session().modules()[0].module->buffers()) {
+        const auto bytes = [](const at::Tensor& t) {
+          return std::string(static_cast<const char*>(t.const_data_ptr()), t.nbytes());
+        };
+        for (const std::string& other : world.all_gather_bytes(bytes(b)))
+          EXPECT_EQ(other, bytes(b));
+      }
+    }
+    const Group& world;
+    int calls = 0;
+  };
+  for (const bool group : {false, true}) {
+    on_threads(3, [&](DistributedManager& manager) {
+      std::shared_ptr<Strategy> strategy = std::make_shared<DDPStrategy>(manager);
+      if (group) strategy = std::make_shared<ProcessGroupStrategy>(manager.world().process_group());
+      Regression task(remembering_net());
+      auto options = with(strategy, 2);
+      const Group world = manager.world();
+      const auto compares = std::make_shared<Compares>(world);
+      options.callbacks = {compares};
+      Trainer(options).fit(task, ragged_batches(manager.rank(), 5),
+                           ragged_batches(manager.rank() + 5, 2));
+      EXPECT_GT(compares->calls, 6);
+      EXPECT_GT(task.net->buffers()[2].item<std::int64_t>(), 0) << "rows were seen";
+    });
+  }
+}
+
 TEST(Strategies, MistakesAreTold) {
   on_threads(2, [](DistributedManager& manager) {
     EXPECT_THROW(SingleDevice strategy(manager), InvalidArgument);

@@ -83,7 +83,7 @@ inline void expect_all_told(const Outcomes& all, const std::string& what) {
 
 inline std::vector<at::Tensor> run_with(DistributedManager& manager, TrainerOptions options,
                                         const std::string& where, std::int64_t step) {
-  Regression task;
+  Regression task(remembering_net());
   const auto ema = std::make_shared<Ema>(0.8);
   options.callbacks.push_back(ema);
   options.callbacks.push_back(

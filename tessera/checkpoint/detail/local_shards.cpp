@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/layout.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
 
@@ -24,13 +25,6 @@ at::Tensor bytes_of_value(const std::string& value) {
   const at::Tensor t = at::empty({static_cast<std::int64_t>(value.size())}, at::kByte);
   if (!value.empty()) std::memcpy(t.mutable_data_ptr(), value.data(), value.size());
   return t;
-}
-
-at::Tensor reduced(const at::Tensor& t) {
-  auto placements = tessera::spec(t).placements();
-  for (Placement& p : placements)
-    if (p.is_partial()) p = Replicate();
-  return tessera::redistribute(t, placements);
 }
 
 at::Tensor on_host(const at::Tensor& t) {
@@ -104,7 +98,8 @@ std::vector<at::Tensor> local_bytes(const CheckpointState& state,
   // Reductions first, which ranks do together: what comes after may fail on one of them alone.
   for (std::size_t i = 0; i < state.tensors().size(); ++i) {
     at::Tensor local = state.tensors()[i].value.detach();
-    if (is_sharded(local)) local = to_local(spec(local).has_partial() ? reduced(local) : local);
+    if (is_sharded(local))
+      local = to_local(tessera::redistribute(local, without_partial(spec(local))));
     locals.push_back(i < plain.size() && plain[i].defined() ? plain[i] : local);
   }
   for (const at::Tensor& local : locals) all.push_back(on_host(local));

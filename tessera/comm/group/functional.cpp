@@ -44,7 +44,7 @@ Tensor apply(const Tensor& x, Map map, Adjoint adjoint) {
 }
 
 // Ranks that disagree about needing a gradient would wait for each other in backward; this name of
-// the call is compared by CheckLevel::collective.
+// the call is compared.
 CallOptions options_for(const Tensor& x) {
   CallOptions options;
   if (at::GradMode::is_enabled() && x.requires_grad()) options.name = "with gradient";

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/backends/threads/threads_backend.h"
+#include "tessera/comm/backends/threads/threads_transport.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/thread_ranks.h"
@@ -152,8 +152,8 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank,
     base.make_group = [hub, rank](const GroupSpec& spec) {
       auto state = std::make_shared<GroupState>(spec);
       if (spec.ranks.size() > 1) {
-        state->set_endpoint(c10::DeviceType::CPU, "threads",
-                            c10::make_intrusive<detail::ThreadsBackend>(
+        state->set_endpoint(c10::DeviceType::CPU,
+                            std::make_shared<detail::ThreadsTransport>(
                                 hub->room(spec.name, spec.ranks, rank), spec.rank,
                                 static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
       }

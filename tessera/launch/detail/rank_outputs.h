@@ -9,18 +9,17 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/launch/detail/output.h"
 #include "tessera/launch/local_run.h"
 
 namespace tessera::detail {
 
-class RankOutputs {
+class RankOutputs : Pinned {
  public:
   /// `run` must outlive this object.
   explicit RankOutputs(const LocalRun& run);
   ~RankOutputs();
-  RankOutputs(const RankOutputs&) = delete;
-  RankOutputs& operator=(const RankOutputs&) = delete;
 
   /// Adds the next rank, whose pipes follow by attach(). Opens its log files. Throws Error if that
   /// fails.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/launch/local_run.h"
 
 namespace tessera::detail {
@@ -18,12 +19,10 @@ std::string loopback_address();
 /// A reserved port of loopback_address(): bound with SO_REUSEADDR and never listening, so that no
 /// process gets it by chance, while a listener that sets SO_REUSEADDR itself (the stores of
 /// libtorch do) can take it. The constructor throws Error if there is none.
-class ReservedPort {
+class ReservedPort : Pinned {
  public:
   ReservedPort();
   ~ReservedPort();
-  ReservedPort(const ReservedPort&) = delete;
-  ReservedPort& operator=(const ReservedPort&) = delete;
   int fd() const { return fd_; }
   const std::string& address() const { return address_; }
   int port() const { return port_; }
@@ -37,12 +36,10 @@ class ReservedPort {
 /// While it lives, signals are read from a descriptor, SIGPIPE is ignored and orphans become this
 /// process' children; the earlier settings are restored at the end. Signals that were ignored stay
 /// ignored: while they are blocked, the system would queue them all the same.
-class SignalScope {
+class SignalScope : Pinned {
  public:
   SignalScope();
   ~SignalScope();
-  SignalScope(const SignalScope&) = delete;
-  SignalScope& operator=(const SignalScope&) = delete;
   /// A signalfd, non-blocking.
   int fd() const { return fd_; }
   /// The settings from before.
@@ -59,12 +56,10 @@ class SignalScope {
 
 /// While it lives, the soft limit of descriptors is the hard one: a rank takes four of them, or six
 /// with log files.
-class DescriptorScope {
+class DescriptorScope : Pinned {
  public:
   DescriptorScope();
   ~DescriptorScope();
-  DescriptorScope(const DescriptorScope&) = delete;
-  DescriptorScope& operator=(const DescriptorScope&) = delete;
   const rlimit& before() const { return before_; }
 
  private:

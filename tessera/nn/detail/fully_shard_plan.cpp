@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/agree/agree.h"
+#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
@@ -366,18 +366,8 @@ void FullyShardPlan::cut_further(Flat& flat) {
 FullyShardPlan agreed_plan(const torch::nn::Module& module, const DeviceMesh& mesh,
                            const FullyShardOptions& options) {
   std::optional<FullyShardPlan> plan;
-  std::exception_ptr refused;
-  std::string text;
-  try {
-    plan.emplace(module, mesh, options);
-    text = plan->describe();
-  } catch (const std::exception& e) {
-    refused = std::current_exception();
-    text = e.what();
-  }
-  if (const Group ranks = mesh.all(); ranks.size() > 1)
-    agree::same(ranks, "the module to shard fully", text);
-  if (refused) std::rethrow_exception(refused);
+  agree_on_plan(mesh, "the module to shard fully",
+                [&] { return plan.emplace(module, mesh, options).describe(); });
   return std::move(*plan);
 }
 

@@ -222,4 +222,9 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   Order orders_[4];
 };
 
+/// A view of a flat buffer, without libtorch's operators, which cost more than the rest of what a
+/// use of a gathered parameter does.
+at::Tensor place_in(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes,
+                    at::IntArrayRef strides);
+
 }  // namespace tessera::detail

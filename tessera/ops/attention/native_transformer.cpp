@@ -17,6 +17,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 
 namespace tessera::detail::native_transformer_rules {
 
@@ -110,14 +111,13 @@ at::Tensor encoder_layer(const at::Tensor& src, std::int64_t embed_dim, std::int
   return second(x + fed(x));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("_native_multi_head_attention", multi_head_attention);
   register_decomposition("_transformer_encoder_layer_fwd", encoder_layer);
   // No: nn.TransformerEncoder continues with the mask instead of nested tensors.
   register_decomposition("_nested_tensor_from_mask_left_aligned",
                          [](const at::Tensor&, const at::Tensor&) { return false; });
-  return true;
-}();
+});
 
 }  // namespace
 

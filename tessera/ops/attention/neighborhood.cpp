@@ -12,7 +12,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/attention/detail/neighborhood_local.h"
-#include "tessera/ops/halo/halo.h"
+#include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/labels.h"
 #include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/ops/rules/detail/windowed.h"
@@ -156,54 +156,6 @@ struct Field : torch::CustomClassHolder {
   }
 };
 
-// The box of keys that this rank needs, of its shard, and the adjoint: each is the other's
-// derivative, so that both have derivatives of any order. Collective.
-struct Bring : torch::autograd::Function<Bring> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& local,
-                            const c10::intrusive_ptr<Field>& field, bool values);
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& gradients);
-};
-struct Return : torch::autograd::Function<Return> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& box,
-                            const c10::intrusive_ptr<Field>& field, bool values);
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& gradients);
-};
-
-void keep_field(torch::autograd::AutogradContext* ctx, const c10::intrusive_ptr<Field>& field,
-                bool values) {
-  ctx->saved_data["field"] = c10::IValue::make_capsule(field);
-  ctx->saved_data["values"] = values;
-}
-c10::intrusive_ptr<Field> kept_field(torch::autograd::AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
-}
-const Halo& halo_of_field(const Field& field, bool values) {
-  return values ? field.values : field.keys;
-}
-
-at::Tensor Bring::forward(torch::autograd::AutogradContext* ctx, const at::Tensor& local,
-                          const c10::intrusive_ptr<Field>& field, bool values) {
-  keep_field(ctx, field, values);
-  return halo_of_field(*field, values).exchange(local);
-}
-torch::autograd::variable_list Bring::backward(torch::autograd::AutogradContext* ctx,
-                                               const torch::autograd::variable_list& gradients) {
-  return {Return::apply(gradients[0], kept_field(ctx), ctx->saved_data["values"].toBool()),
-          at::Tensor(), at::Tensor()};
-}
-at::Tensor Return::forward(torch::autograd::AutogradContext* ctx, const at::Tensor& box,
-                           const c10::intrusive_ptr<Field>& field, bool values) {
-  keep_field(ctx, field, values);
-  return halo_of_field(*field, values).sum(box.contiguous());
-}
-torch::autograd::variable_list Return::backward(torch::autograd::AutogradContext* ctx,
-                                                const torch::autograd::variable_list& gradients) {
-  return {Bring::apply(gradients[0], kept_field(ctx), ctx->saved_data["values"].toBool()),
-          at::Tensor(), at::Tensor()};
-}
-
 struct OnField : torch::autograd::Function<OnField> {
   using Context = torch::autograd::AutogradContext;
   static at::Tensor forward(Context* ctx, const at::Tensor& q, const at::Tensor& k,
@@ -244,16 +196,18 @@ struct OnField : torch::autograd::Function<OnField> {
                                                    const c10::intrusive_ptr<Field>& field) {
     const detail::LocalNeighborhood where{field->dims, field->extents, spatial(field->keys.owned()),
                                           spatial(field->keys.needed()), field->scale};
-    const auto all = detail::differentiable_gradients(g, q, Bring::apply(k, field, false),
-                                                      Bring::apply(v, field, true), where);
-    return {all[0], Return::apply(all[1], field, false), Return::apply(all[2], field, true),
-            at::Tensor()};
+    const auto all =
+        detail::differentiable_gradients(g, q, detail::gathered_halo(k, field->keys),
+                                         detail::gathered_halo(v, field->values), where);
+    return {all[0], detail::summed_halo(all[1], field->keys),
+            detail::summed_halo(all[2], field->values), at::Tensor()};
   }
 
   static torch::autograd::variable_list backward(Context* ctx,
                                                  const torch::autograd::variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const auto field = kept_field(ctx);
+    const auto field =
+        c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
     const at::Tensor &q = saved[0], &g = gradients[0];
     if (at::GradMode::is_enabled()) return with_graph(g, q, saved[1], saved[2], field);
     const bool split = volume(field->interior) > 0;
@@ -323,11 +277,9 @@ at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   field->extents = std::move(where.extents);
   field->scale = where.scale;
   const HaloPolicy::Order order = detail::context_of(wanted)->state->halo_policy.load().order;
-  using Order = HaloPolicy::Order;
   const bool split =
-      order == Order::interior_first || order == Order::wait_first ||
-      (order == Order::automatic && volume(field->keys.owned()) >= kSplitFromQueryElements);
-  field->wait_first = order == Order::wait_first;
+      detail::interior_first(order, volume(field->keys.owned()), kSplitFromQueryElements);
+  field->wait_first = order == HaloPolicy::Order::wait_first;
   field->interior = split && field->keys.travels()
                         ? interior_of(dims, field->keys.owned(), wanted.shape())
                         : Box(wanted.dims());

@@ -73,6 +73,30 @@ std::optional<at::Tensor> if_defined(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
+// One way round the ring: `body` gets what is `held` of each shard of the keys, those keys, and a
+// run of this rank's queries that sees some of them, while the next shard arrives. `sums` (none:
+// nullptr) belong to the keys that are held: they are passed to the rank before this one, which
+// computes with these keys next, and are back after the last step.
+template <class Body>
+void go_round(const Round& round, std::vector<at::Tensor> held, std::vector<at::Tensor>* sums,
+              const Body& body) {
+  std::vector<at::Tensor> next, arriving;
+  for (int step = 0; step < round.ranks; ++step) {
+    const bool last = step + 1 == round.ranks;
+    const std::int64_t following = round.columns(round.owner(step + 1)).size();
+    Request passing;
+    if (!last) passing = round.pass(held, next, following);
+    const Interval keys = round.columns(round.owner(step));
+    for (const Run& run : round.runs)
+      if (!round.nothing(keys, run)) body(held, keys, run);
+    passing.wait();
+    if (!last) held.swap(next);
+    if (!sums || round.ranks == 1) continue;
+    round.pass(*sums, arriving, following).wait();
+    sums->swap(arriving);
+  }
+}
+
 // The gradients of query, key, value and mask, as a function of these and of the result's gradient.
 // With P the softmax, M what dropout keeps (over the probability that it does), g the result's
 // gradient:  dP = M (g v^T),  dS = P (dP - mean),  mean = the sum of P dP over the keys.
@@ -96,41 +120,23 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
     const auto rows =
         round.dealt({q.to(type).mul(ring->scale), local_of(gradient).to(type), mean, level});
     const at::Tensor &scaled = rows[0], &g = rows[1];
-    std::vector<at::Tensor> held = {k, v}, next,
-                            sums = {at::zeros(k.sizes(), k.options().dtype(type)),
-                                    at::zeros(v.sizes(), v.options().dtype(type))},
-                            arriving;
+    std::vector<at::Tensor> sums = {at::zeros(k.sizes(), k.options().dtype(type)),
+                                    at::zeros(v.sizes(), v.options().dtype(type))};
     at::Tensor dq = at::zeros_like(scaled), db;
     if (wants_mask) db = at::zeros(bias.sizes(), scaled.options());
-    for (int step = 0; step < round.ranks; ++step) {
-      const std::int64_t following = round.columns(round.owner(step + 1)).size();
-      Request passing;
-      if (step + 1 < round.ranks) passing = round.pass(held, next, following);
-      const Interval keys = round.columns(round.owner(step));
-      for (const Run& run : round.runs) {
-        if (round.nothing(keys, run)) continue;
-        const at::Tensor q_run = of_run(scaled, run), g_run = of_run(g, run);
-        const at::Tensor p =
-            (round.scores(q_run, held[0], bias, keys, run) - of_run(rows[3], run)).exp();
-        const at::Tensor kept = round.kept(p, keys, run);
-        sums[1] += summed(at::matmul(times(p, kept).transpose(-2, -1), g_run), ring->repeat);
-        const at::Tensor dp = times(
-            at::matmul(g_run, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
-        const at::Tensor ds = p * (dp - of_run(rows[2], run));
-        of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)) *
-                             ring->scale);
-        sums[0] += summed(at::matmul(ds.transpose(-2, -1), q_run), ring->repeat);
-        if (wants_mask) add_to_columns(db, ds, keys);
-      }
-      passing.wait();
-      if (step + 1 < round.ranks) held.swap(next);
-      // The gradients belong to the rank before the one that computes with them next; after the
-      // last step they are back.
-      if (round.ranks > 1) {
-        round.pass(sums, arriving, following).wait();
-        sums.swap(arriving);
-      }
-    }
+    go_round(round, {k, v}, &sums, [&](const auto& held, const Interval& keys, const Run& run) {
+      const at::Tensor q_run = of_run(scaled, run), g_run = of_run(g, run);
+      const at::Tensor p =
+          (round.scores(q_run, held[0], bias, keys, run) - of_run(rows[3], run)).exp();
+      const at::Tensor kept = round.kept(p, keys, run);
+      sums[1] += summed(at::matmul(times(p, kept).transpose(-2, -1), g_run), ring->repeat);
+      const at::Tensor dp = times(
+          at::matmul(g_run, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
+      const at::Tensor ds = p * (dp - of_run(rows[2], run));
+      of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)) * ring->scale);
+      sums[0] += summed(at::matmul(ds.transpose(-2, -1), q_run), ring->repeat);
+      if (wants_mask) add_to_columns(db, ds, keys);
+    });
     dq = round.returned({dq})[0];
     variable_list result = {given(dq, ring->query, q.scalar_type()),
                             given(sums[0], ring->key_gradient, k.scalar_type()),
@@ -199,56 +205,32 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
         return s;
       };
       const std::vector<at::Tensor> own = {k, v, b, c};
-      std::vector<at::Tensor> held = own, next;
       // Sums over all keys of P x, P x dP and P y.
       at::Tensor px = at::zeros_like(mean), pxd = at::zeros_like(mean), py = at::zeros_like(mean);
-      for (int step = 0; step < round.ranks; ++step) {
-        Request passing;
-        if (step + 1 < round.ranks)
-          passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
-        const Interval keys = round.columns(round.owner(step));
-        for (const Run& run : round.runs) {
-          if (round.nothing(keys, run)) continue;
-          const Block s = block(held, keys, run);
-          of_run(px, run).add_((s.p * s.x).sum({-1}, true));
-          of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
-          of_run(py, run).add_((s.p * s.y).sum({-1}, true));
-        }
-        passing.wait();
-        if (step + 1 < round.ranks) held.swap(next);
-      }
+      go_round(round, own, nullptr, [&](const auto& held, const Interval& keys, const Run& run) {
+        const Block s = block(held, keys, run);
+        of_run(px, run).add_((s.p * s.x).sum({-1}, true));
+        of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
+        of_run(py, run).add_((s.p * s.y).sum({-1}, true));
+      });
       const at::Tensor pw = pxd - px * mean * 2 + py;
-      held = own;
-      std::vector<at::Tensor> sums = {at::zeros_like(k), at::zeros_like(v)}, arriving;
+      std::vector<at::Tensor> sums = {at::zeros_like(k), at::zeros_like(v)};
       at::Tensor gq = at::zeros_like(scaled), gg = at::zeros_like(rows[2]), gb;
       const bool masked = bias.defined() && ctx->needs_input_grad(4);
       if (masked) gb = at::zeros(bias.sizes(), scaled.options());
-      for (int step = 0; step < round.ranks; ++step) {
-        const std::int64_t following = round.columns(round.owner(step + 1)).size();
-        Request passing;
-        if (step + 1 < round.ranks) passing = round.pass(held, next, following);
-        const Interval keys = round.columns(round.owner(step));
-        for (const Run& run : round.runs) {
-          if (round.nothing(keys, run)) continue;
-          const Block s = block(held, keys, run);
-          const at::Tensor px_run = of_run(px, run);
-          const at::Tensor z =
-              s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
-          const at::Tensor ds = s.p * (s.dp - s.mean), u = times(s.p * (s.x - px_run), s.kept);
-          of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale);
-          of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
-          sums[0] += summed(
-              at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a), repeat);
-          sums[1] += summed(at::matmul(u.transpose(-2, -1), s.g), repeat);
-          if (masked) add_to_columns(gb, z, keys);
-        }
-        passing.wait();
-        if (step + 1 < round.ranks) held.swap(next);
-        if (round.ranks > 1) {
-          round.pass(sums, arriving, following).wait();
-          sums.swap(arriving);
-        }
-      }
+      go_round(round, own, &sums, [&](const auto& held, const Interval& keys, const Run& run) {
+        const Block s = block(held, keys, run);
+        const at::Tensor px_run = of_run(px, run);
+        const at::Tensor z =
+            s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
+        const at::Tensor ds = s.p * (s.dp - s.mean), u = times(s.p * (s.x - px_run), s.kept);
+        of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale);
+        of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
+        sums[0] += summed(
+            at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a), repeat);
+        sums[1] += summed(at::matmul(u.transpose(-2, -1), s.g), repeat);
+        if (masked) add_to_columns(gb, z, keys);
+      });
       const auto own_rows = round.returned({gq, gg});
       result[0] = given(own_rows[0], ring->query, q.scalar_type());
       result[1] = given(sums[0], ring->key_gradient, saved[1].scalar_type());
@@ -277,32 +259,23 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
                      bias = mask.defined() ? meta_of(mask)->local : at::Tensor();
     const Round round(*ring, at::toOpMathType(q.scalar_type()));
     const at::Tensor scaled = round.dealt({q.to(round.type).mul(ring->scale)})[0];
-    std::vector<at::Tensor> held = {meta_of(key)->local, meta_of(value)->local}, next;
     Shape rows = scaled.sizes().vec(), result = rows;
     rows.back() = 1;
     result.back() = ring->value.shape().back();
     at::Tensor top = at::full(rows, -kInfinity, scaled.options()),
                sum = at::zeros(rows, scaled.options()), out = at::zeros(result, scaled.options());
-    for (int step = 0; step < round.ranks; ++step) {
-      Request passing;
-      if (step + 1 < round.ranks)
-        passing = round.pass(held, next, round.columns(round.owner(step + 1)).size());
-      const Interval keys = round.columns(round.owner(step));
-      for (const Run& run : round.runs) {
-        if (round.nothing(keys, run)) continue;
-        const at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
-        const at::Tensor top_run = of_run(top, run);
-        const at::Tensor higher = at::maximum(top_run, s.amax({-1}, true));
-        const at::Tensor finite = at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
-        const at::Tensor e = (s - finite).exp(), before = (top_run - finite).exp();
-        of_run(sum, run).mul_(before).add_(e.sum({-1}, true));
-        of_run(out, run).mul_(before).add_(at::matmul(
-            times(e, round.kept(e, keys, run)), repeated(held[1].to(round.type), ring->repeat)));
-        top_run.copy_(higher);
-      }
-      passing.wait();
-      if (step + 1 < round.ranks) held.swap(next);
-    }
+    const std::vector<at::Tensor> own_keys = {meta_of(key)->local, meta_of(value)->local};
+    go_round(round, own_keys, nullptr, [&](const auto& held, const Interval& keys, const Run& run) {
+      const at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
+      const at::Tensor top_run = of_run(top, run);
+      const at::Tensor higher = at::maximum(top_run, s.amax({-1}, true));
+      const at::Tensor finite = at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
+      const at::Tensor e = (s - finite).exp(), before = (top_run - finite).exp();
+      of_run(sum, run).mul_(before).add_(e.sum({-1}, true));
+      of_run(out, run).mul_(before).add_(at::matmul(
+          times(e, round.kept(e, keys, run)), repeated(held[1].to(round.type), ring->repeat)));
+      top_run.copy_(higher);
+    });
     // A query whose keys are all masked gives zeros.
     const at::Tensor none = sum.eq(0), divisor = at::where(none, at::ones_like(sum), sum);
     const auto own =
@@ -387,10 +360,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
       has_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);
 }
 
-const bool registered = [] {
-  register_decomposition("scaled_dot_product_attention", attention);
-  return true;
-}();
+const AtStart registered([] { register_decomposition("scaled_dot_product_attention", attention); });
 
 }  // namespace
 

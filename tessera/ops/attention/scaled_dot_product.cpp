@@ -18,8 +18,6 @@ namespace tessera::detail::scaled_dot_product_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 enum : int { kBatch, kHead };
 
 // Queries in groups that share a head of keys, where each rank has whole groups: dim 1 of queries
@@ -101,9 +99,7 @@ Plan attention(const OpCall& call) {
     // Backward without a gradient: none of the inputs gets one.
     Plan none;
     none.outputs.resize(3);
-    none.local = [](const c10::OperatorHandle&, const torch::jit::Stack&) {
-      return torch::jit::Stack(3, at::Tensor());
-    };
+    none.local = [](const OperatorHandle&, const Stack&) { return Stack(3, at::Tensor()); };
     return none;
   }
   const auto spec_of = [&](const char* name) { return call.find(name)->spec; };
@@ -115,8 +111,8 @@ Plan attention(const OpCall& call) {
     // Kernels divide by the number of heads.
     std::vector<Shape> shapes;
     for (const auto& o : plan.outputs) shapes.push_back(o.spec.local_shape());
-    plan.local = [shapes](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      torch::jit::Stack made;
+    plan.local = [shapes](const OperatorHandle&, Stack arguments) {
+      Stack made;
       for (const Shape& shape : shapes) {
         const at::Tensor& t = arguments[0].toTensor();
         made.emplace_back(t.new_zeros(
@@ -153,20 +149,19 @@ Plan attention_choice(const OpCall& call) {
                      q.spec.numel() > 0 && k.spec.numel() > 0 && at::isFloatingType(q.dtype);
   Plan plan;
   // The plan is kept, the switch may change.
-  plan.local = [flash](const c10::OperatorHandle&, torch::jit::Stack) {
+  plan.local = [flash](const OperatorHandle&, Stack) {
     const bool chosen = flash && at::globalContext().userEnabledFlashSDP();
-    return torch::jit::Stack{static_cast<std::int64_t>(chosen ? 1 : 0)};
+    return Stack{static_cast<std::int64_t>(chosen ? 1 : 0)};
   };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu",
                          "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
     register_rule(op, guarded(attention), {.for_replicated = true});
   register_rule("aten::_fused_sdp_choice", attention_choice, {.for_replicated = true});
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -167,7 +167,7 @@ void with_any_number(const OpCall& call, Plan& plan, bool divides) {
                 context_of(in)->group(static_cast<int>(a)).rank() == 0;
   }
   plan.local = [divides, keeper, at = *arguments, in_place = call.in_place(), spec = in,
-                to = without_partial(in)](const c10::OperatorHandle& op, torch::jit::Stack a) {
+                to = without_partial(in)](const OperatorHandle& op, Stack a) {
     const double number = magnitude(a[at.number]);
     if (std::isfinite(number) && !(divides && number == 0)) {
       op.callBoxed(a);
@@ -284,7 +284,7 @@ Plan foreach (const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   set_pointwise_rule(pointwise);
   for (const char* op :
        {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
@@ -343,8 +343,7 @@ const bool registered = [] {
     register_rule(std::string("aten::_foreach_") + op, foreach);
     register_rule(std::string("aten::_foreach_") + op + "_", foreach);
   }
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -51,22 +51,21 @@ Plan non_finite_check_and_unscale(const OpCall& call) {
     }
   }
   plan.local = [over = OverRanks{context_of(call.tensor(0).spec), axes, "found_inf"}](
-                   const c10::OperatorHandle& op, torch::jit::Stack a) {
+                   const OperatorHandle& op, Stack a) {
     const at::Tensor found = a[1].toTensor();
     op.callBoxed(a);
     if (!over.axes.empty()) found.copy_(over(found.clone(), ReduceOp::max));
-    return torch::jit::Stack{};
+    return Stack{};
   };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"})
     register_rule(op, fused);
   register_rule("aten::_amp_foreach_non_finite_check_and_unscale_", non_finite_check_and_unscale);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -15,8 +15,6 @@ namespace tessera::detail::create_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // The result has the input's placements, with Replicate in place of Partial.
 Plan like(const OpCall& call) {
   Plan plan;
@@ -72,8 +70,8 @@ Plan zeros_of_base(const OpCall& call) {
   if (!base) throw ShardingError(concat(call.name(), " of a plain base"));
   Plan plan;
   plan.outputs = {{without_partial(base->spec), base->strides}};
-  plan.local = [](const c10::OperatorHandle&, const torch::jit::Stack& a) {
-    return torch::jit::Stack{at::zeros_like(a[1].toTensor(), a[0].toTensor().options())};
+  plan.local = [](const OperatorHandle&, const Stack& a) {
+    return Stack{at::zeros_like(a[1].toTensor(), a[0].toTensor().options())};
   };
   return plan;
 }
@@ -88,13 +86,11 @@ Plan set(const OpCall& call) {
                                "or write to the target with copy_()."));
   Plan plan;
   plan.outputs = {{source->spec, source->strides}};
-  plan.local = [](const c10::OperatorHandle&, const torch::jit::Stack& a) {
-    return torch::jit::Stack{a[1]};
-  };
+  plan.local = [](const OperatorHandle&, const Stack& a) { return Stack{a[1]}; };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"})
     register_rule(op, like);
@@ -109,8 +105,7 @@ const bool registered = [] {
   // The memory of a sharded tensor is that of its locals.
   register_decomposition("is_pinned",
                          [](const at::Tensor&, std::optional<c10::Device>) { return false; });
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -29,8 +29,6 @@ namespace tessera::detail::fft_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 enum class Kind : unsigned char { c2c, r2c, c2r };
 
 struct Step {
@@ -140,7 +138,7 @@ Plan transform(const OpCall& call, Kind kind) {
   plan.outputs = {{stages.now()}};
   plan.local = [steps = std::move(stages.steps), forward, onesided, extent,
                 norm = call.integer("normalization"), name = call.name(),
-                context = context_of(x.spec)](const c10::OperatorHandle&, torch::jit::Stack a) {
+                context = context_of(x.spec)](const OperatorHandle&, Stack a) {
     at::Tensor t = a[0].toTensor();
     std::vector<ImplicitMove> moves;
     for (const Step& s : steps) {
@@ -163,7 +161,7 @@ Plan transform(const OpCall& call, Kind kind) {
         t = at::_fft_c2r(t, s.dims, norm, extent);
       }
     }
-    return torch::jit::Stack{t};
+    return Stack{t};
   };
   return plan;
 }
@@ -241,14 +239,13 @@ at::Tensor short_times_centered(const at::Tensor& self, std::int64_t n_fft, Mayb
                      return_complex, align_to_window);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("stft", short_times);
   register_decomposition("stft.center", short_times_centered);
   register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, Kind::c2c); });
   register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, Kind::r2c); });
   register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, Kind::c2r); });
-  return true;
-}();
+});
 
 }  // namespace
 

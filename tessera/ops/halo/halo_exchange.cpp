@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/ops/halo/halo.h"
+#include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/labels.h"
 #include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/tensor/errors.h"
@@ -32,9 +32,6 @@ Halo carried(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<CarriedHalo>(ctx->saved_data["halo"].toCapsule())->halo;
 }
 
-at::Tensor gather(const at::Tensor& local, const Halo& halo);
-at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo);
-
 // From local tensors to local tensors; Gather and its adjoint are each other's derivative.
 struct Gather : torch::autograd::Function<Gather> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const Halo& halo) {
@@ -44,7 +41,7 @@ struct Gather : torch::autograd::Function<Gather> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     // Every rank takes part in the sum, also if its own result was not used.
     const Halo halo = carried(ctx);
-    return {sum_back(g[0], halo), at::Tensor()};
+    return {detail::summed_halo(g[0], halo), at::Tensor()};
   }
 };
 
@@ -54,19 +51,21 @@ struct SumBack : torch::autograd::Function<SumBack> {
     return halo.sum(gradient);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {gather(g[0], carried(ctx)), at::Tensor()};
+    return {detail::gathered_halo(g[0], carried(ctx)), at::Tensor()};
   }
 };
-
-at::Tensor gather(const at::Tensor& local, const Halo& halo) { return Gather::apply(local, halo); }
-at::Tensor sum_back(const at::Tensor& gradient, const Halo& halo) {
-  return SumBack::apply(gradient, halo);
-}
 
 // Keyed by field and widths.
 using HaloCache = detail::ThreadCache<Halo, struct ByWidths>;
 
 }  // namespace
+
+at::Tensor detail::gathered_halo(const at::Tensor& local, const Halo& halo) {
+  return Gather::apply(local, halo);
+}
+at::Tensor detail::summed_halo(const at::Tensor& gradient, const Halo& halo) {
+  return SumBack::apply(gradient, halo);
+}
 
 Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions& options) {
   detail::Key key;
@@ -113,7 +112,7 @@ at::Tensor halo_exchange(const at::Tensor& tensor, const Halo& halo,
                          const std::optional<std::vector<Placement>>& gradient) {
   const at::Tensor field =
       spec(tensor) == halo.field() ? tensor : redistribute(tensor, halo.field());
-  return gather(to_local(field, gradient), halo);
+  return detail::gathered_halo(to_local(field, gradient), halo);
 }
 
 at::Tensor halo_exchange(const at::Tensor& tensor, const HaloWidths& widths,

@@ -17,8 +17,6 @@ namespace tessera::detail::advanced_index_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 bool is_mask(const TensorInfo& t) { return t.dtype == at::kBool || t.dtype == at::kByte; }
 
 // Which dims of self a list of index tensors covers, and the shape and position of the dims that
@@ -105,14 +103,14 @@ Plan index(const OpCall& call) {
   const int d = a.dims[0];
   if (a.dims.size() > 1 || !plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
-                   const c10::OperatorHandle&, torch::jit::Stack s) {
+                   const OperatorHandle&, Stack s) {
     const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
     part.check(given, "index", true);
-    if (part.size == 0) return torch::jit::Stack{nothing_like(t, local)};
+    if (part.size == 0) return Stack{nothing_like(t, local)};
     const at::Tensor at = part.global(given);
     const at::Tensor rows =
         t.index_select(d, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
-    return torch::jit::Stack{masked(rows, part.mine(at), d)};
+    return Stack{masked(rows, part.mine(at), d)};
   };
   return plan;
 }
@@ -133,8 +131,8 @@ Plan put_where(const OpCall& call, const Advanced& a) {
   Plan plan = solve(p);
   const ShardSpec& spec = *plan.inputs[0];
   plan.local = [first, covered, shape = spec.shape(), offset = spec.local_offset(),
-                local = spec.local_shape(), in_place = call.in_place()](
-                   const c10::OperatorHandle& op, torch::jit::Stack stack) {
+                local = spec.local_shape(),
+                in_place = call.in_place()](const OperatorHandle& op, Stack stack) {
     const at::Tensor whole = stack[1].toListRef()[first].toTensor().to(at::kBool);
     at::Tensor values = stack[2].toTensor(), mine = whole;
     at::Tensor which = whole.reshape(-1).cumsum(0).view(whole.sizes()) - 1;
@@ -154,7 +152,7 @@ Plan put_where(const OpCall& call, const Advanced& a) {
       }
     }
     const at::Tensor self = stack[0].toTensor(), own = which.masked_select(mine);
-    if (own.numel() == 0) return torch::jit::Stack{in_place ? self : self.clone()};
+    if (own.numel() == 0) return Stack{in_place ? self : self.clone()};
     c10::List<std::optional<at::Tensor>> list;
     list.resize(first);
     for (const at::Tensor& positions : mine.nonzero_numpy()) list.push_back(positions);
@@ -166,37 +164,45 @@ Plan put_where(const OpCall& call, const Advanced& a) {
   return plan;
 }
 
+// Where an index is a mask, which is sharded like the dims that it covers.
+Plan put_by_masks(const OpCall& call, const Advanced& a) {
+  const TensorInfo &x = *call.find("self"), &values = *call.find("values");
+  const int n = x.spec.dims();
+  LabelProblem p(call);
+  p.outputs = {all_labels(n)};
+  p.output_shapes = {x.spec.shape()};
+  if (a.indices.size() == 1 && a.indices[0]->spec.dims() > 0) {
+    const Shape& mask = a.indices[0]->spec.shape();
+    const auto covered = static_cast<std::ptrdiff_t>(mask.size());
+    if (a.dims[0] + covered > n ||
+        !std::equal(mask.begin(), mask.end(), x.spec.shape().begin() + a.dims[0]))
+      throw InvalidArgument(concat(call.name(), ": a mask of shape ", list(mask), " at dim ",
+                                   a.dims[0], " of a tensor of shape ", list(x.spec.shape()),
+                                   "; give one value per element that it selects from"));
+    if (values.spec.numel() != 1) return put_where(call, a);
+  }
+  // One value where the mask is true.
+  const bool one = a.indices.size() == 1 && values.spec.numel() == 1;
+  if (!one && !call.in_place()) return on_gathered(call);
+  p.inputs = {one ? all_labels(n) : Labels(n, kUnsharded)};
+  for (const TensorInfo* t : a.indices) {
+    Labels labels(t->spec.dims(), kUnsharded);
+    for (int i = 0; one && i < t->spec.dims(); ++i) labels[i] = a.dims[0] + i;
+    p.inputs.push_back(std::move(labels));
+  }
+  p.inputs.push_back(Labels(values.spec.dims(), kUnsharded));
+  if (!one) p.outputs = {Labels(n, kUnsharded)};
+  return solve(p);
+}
+
 Plan index_put(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &values = *call.find("values");
   const int n = x.spec.dims();
   const Advanced a(call);
+  if (a.masks) return put_by_masks(call, a);
   LabelProblem p(call);
   p.outputs = {all_labels(n)};
   p.output_shapes = {x.spec.shape()};
-  if (a.masks) {
-    if (a.indices.size() == 1 && a.indices[0]->spec.dims() > 0) {
-      const Shape& mask = a.indices[0]->spec.shape();
-      const auto covered = static_cast<std::ptrdiff_t>(mask.size());
-      if (a.dims[0] + covered > n ||
-          !std::equal(mask.begin(), mask.end(), x.spec.shape().begin() + a.dims[0]))
-        throw InvalidArgument(concat(call.name(), ": a mask of shape ", list(mask), " at dim ",
-                                     a.dims[0], " of a tensor of shape ", list(x.spec.shape()),
-                                     "; give one value per element that it selects from"));
-      if (values.spec.numel() != 1) return put_where(call, a);
-    }
-    // One value where the mask is true: the mask is sharded like the dims that it covers.
-    const bool one = a.indices.size() == 1 && values.spec.numel() == 1;
-    if (!one && !call.in_place()) return on_gathered(call);
-    p.inputs = {one ? all_labels(n) : Labels(n, kUnsharded)};
-    for (const TensorInfo* t : a.indices) {
-      Labels labels(t->spec.dims(), kUnsharded);
-      for (int i = 0; one && i < t->spec.dims(); ++i) labels[i] = a.dims[0] + i;
-      p.inputs.push_back(std::move(labels));
-    }
-    p.inputs.push_back(Labels(values.spec.dims(), kUnsharded));
-    if (!one) p.outputs = {Labels(n, kUnsharded)};
-    return solve(p);
-  }
   p.inputs = {all_labels(n)};
   for (const TensorInfo* t : a.indices) p.inputs.push_back(Labels(t->spec.dims(), kUnsharded));
   Labels of_values;
@@ -220,7 +226,7 @@ Plan index_put(const OpCall& call) {
   std::vector<DimShard> parts;
   for (const int d : a.dims) parts.push_back(part_of(spec, d));
   plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
-                   const c10::OperatorHandle& op, torch::jit::Stack stack) {
+                   const OperatorHandle& op, Stack stack) {
     std::vector<at::Tensor> given;
     for (const int d : dims) given.push_back(stack[1].toListRef()[d].toTensor());
     given = at::broadcast_tensors(given);
@@ -251,13 +257,12 @@ Plan index_put(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::index.Tensor", index);
   for (const char* op :
        {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_index_put_impl"})
     register_rule(op, index_put);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -29,8 +29,6 @@ namespace tessera::detail::embedding_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // The rows of the table that this rank has at these indices, zeros for the others.
 at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const DimShard& part) {
   TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
@@ -77,11 +75,10 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
   plan.inputs[call.index_of(weight)] = table;
   plan.inputs[call.index_of(indices)] = asked;
   plan.outputs = {{out}};
-  plan.local = [asked, gathered, summands, out, part = part_of(table, 0)](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [asked, gathered, summands, out, part = part_of(table, 0)](const OperatorHandle&,
+                                                                          Stack a) {
     const at::Tensor at = redistribute_local(a[1].toTensor(), asked, gathered);
-    return torch::jit::Stack{
-        redistribute_local(rows_here(a[0].toTensor(), at, part), summands, out)};
+    return Stack{redistribute_local(rows_here(a[0].toTensor(), at, part), summands, out)};
   };
   return plan;
 }
@@ -119,10 +116,9 @@ Plan embedding(const OpCall& call) {
   const ShardSpec terms = plan.outputs[0].spec;
   const ShardSpec out = along_sequence(call, weight, terms);
   plan.outputs[0].spec = out;
-  plan.local = [terms, out, part = part_of(*plan.inputs[0], 0)](const c10::OperatorHandle&,
-                                                                torch::jit::Stack a) {
+  plan.local = [terms, out, part = part_of(*plan.inputs[0], 0)](const OperatorHandle&, Stack a) {
     const at::Tensor rows = rows_here(a[0].toTensor(), a[1].toTensor(), part);
-    return torch::jit::Stack{terms == out ? rows : redistribute_local(rows, terms, out)};
+    return Stack{terms == out ? rows : redistribute_local(rows, terms, out)};
   };
   return plan;
 }
@@ -182,14 +178,13 @@ Plan renorm(const OpCall& call) {
       indices.spec.with_placements(std::vector<Placement>(indices.spec.placements().size()));
   if (!table.has_shard()) return plan;
   const OverRanks over_columns{context_of(table), axes_that_shard(table, 1), "embedding_renorm_"};
-  plan.local = [part = part_of(table, 0), over_columns](const c10::OperatorHandle& op,
-                                                        torch::jit::Stack a) {
+  plan.local = [part = part_of(table, 0), over_columns](const OperatorHandle& op, Stack a) {
     const at::Tensor at = a[1].toTensor();
     part.check(at, "embedding_renorm_", false);
     const at::Tensor rows = (at.masked_select(part.mine(at)) - part.begin).to(at.scalar_type());
     if (!over_columns.axes.empty()) {
       scale_rows(a[0].toTensor(), rows, a[2].toDouble(), a[3].toDouble(), over_columns);
-      return torch::jit::Stack{a[0]};
+      return Stack{a[0]};
     }
     a[1] = rows;
     op.callBoxed(a);
@@ -204,13 +199,12 @@ at::Tensor sparse_backward(const at::Tensor&, const at::Tensor&, std::int64_t, s
       "cannot be sharded. Make the layer with sparse=False.");
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("embedding_sparse_backward", sparse_backward);
   register_rule("aten::embedding_renorm_", renorm);
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -20,6 +20,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/errors.h"
@@ -148,11 +149,10 @@ Four embedding_bag(const at::Tensor& weight, const at::Tensor& indices, const at
                               include_last, std::nullopt);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("embedding_bag", embedding_bag);
   register_decomposition("embedding_bag.padding_idx", embedding_bag_padded);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -22,6 +22,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/group.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/failure.h"
@@ -250,7 +251,7 @@ ShardSpec result_spec(const ShardSpec& table, const ShardSpec& indices) {
   return make_spec(context_of(table), std::move(shape), indices.placements(), dims);
 }
 
-bool embedding(torch::jit::Stack* stack) {
+bool embedding(Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 5);
   const at::Tensor weight = arguments[0].toTensor();
   at::Tensor indices = arguments[1].toTensor();
@@ -260,13 +261,7 @@ bool embedding(torch::jit::Stack* stack) {
         "aten::embedding: the gradient of a table that stays is that of this rank's rows, and is "
         "dense: make the embedding with sparse = false");
   const ShardSpec table = meta_of(weight)->spec();
-  if (spec(indices).has_partial()) {
-    auto placements = spec(indices).placements();
-    for (Placement& p : placements) {
-      if (p.is_partial()) p = Replicate();
-    }
-    indices = redistribute(indices, spec(indices).with_placements(placements));
-  }
+  if (spec(indices).has_partial()) indices = redistribute(indices, without_partial(spec(indices)));
   const auto e = std::make_shared<Exchange>();
   e->table = table;
   e->result = result_spec(table, spec(indices));
@@ -290,10 +285,7 @@ bool embedding(torch::jit::Stack* stack) {
   return true;
 }
 
-const bool registered = [] {
-  register_above("aten::embedding", embedding);
-  return true;
-}();
+const AtStart registered([] { register_above("aten::embedding", embedding); });
 
 }  // namespace
 

@@ -14,8 +14,6 @@ namespace tessera::detail::index_select_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 Plan index_select(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const int n = x.spec.dims();
@@ -33,12 +31,12 @@ Plan index_select(const OpCall& call) {
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+                   const OperatorHandle&, Stack a) {
     const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
     part.check(given, "index_select", false);
-    if (part.size == 0) return torch::jit::Stack{nothing_like(t, local)};
+    if (part.size == 0) return Stack{nothing_like(t, local)};
     const at::Tensor at = part.global(given);
-    return torch::jit::Stack{
+    return Stack{
         masked(t.index_select(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), d)};
   };
   return plan;
@@ -62,26 +60,15 @@ Plan gather(const OpCall& call) {
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
-  plan.local = [d, part = part_of(*plan.inputs[0], d)](const c10::OperatorHandle&,
-                                                       torch::jit::Stack a) {
+  plan.local = [d, part = part_of(*plan.inputs[0], d)](const OperatorHandle&, Stack a) {
     const at::Tensor &t = a[0].toTensor(), &at = a[2].toTensor();
     TORCH_CHECK_INDEX(
         at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
         "gather: an index is out of range");
-    if (part.size == 0) return torch::jit::Stack{nothing_like(t, at.sizes())};
-    return torch::jit::Stack{
-        masked(t.gather(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), 0)};
+    if (part.size == 0) return Stack{nothing_like(t, at.sizes())};
+    return Stack{masked(t.gather(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), 0)};
   };
   return plan;
-}
-
-// Zeros of `sizes` that are sharded as `like`, whose dims are the same except for `dim`, which is
-// not sharded.
-at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
-  const at::Tensor slice =
-      like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1))
-                          : like.narrow(dim, 0, 1);
-  return at::zeros_like(slice.expand_symint(sizes));
 }
 
 at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes,
@@ -100,13 +87,12 @@ at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, std::
   return at::zeros_like(self).scatter_add(dim, index, grad);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::index_select", index_select);
   register_rule("aten::gather", gather);
   register_decomposition("index_select_backward", index_select_backward);
   register_decomposition("gather_backward", gather_backward);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -23,8 +23,6 @@ namespace tessera::detail::lookup_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 Plan looked_up(const OpCall& call) {
   const auto* outputs = call.outputs();
   const Shape& shape = call.tensor(0).spec.shape();
@@ -81,7 +79,7 @@ at::Tensor repeat_interleave(const at::Tensor& repeats, std::optional<c10::SymIn
                  context_of(meta_or_throw(repeats).spec()));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::bucketize.Tensor"})
     register_rule(op, looked_up);
@@ -92,8 +90,7 @@ const bool registered = [] {
   register_rule("aten::searchsorted.Tensor", searchsorted);
   register_decomposition("repeat_interleave.Tensor", repeat_interleave);
   register_decomposition("one_hot", one_hot);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -20,8 +20,6 @@ namespace tessera::detail::scatter_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // Kernels check only slices that are written, which not every rank has.
 void require_slices(const OpCall& call, const TensorInfo& x, const TensorInfo& index,
                     const TensorInfo& source, int d) {
@@ -76,7 +74,7 @@ Plan slices(const OpCall& call, bool adds) {
   plan.local = [d, part = part_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
                 fills = call.find("source") == nullptr && call.argument("source") < 0,
-                in_place = call.in_place()](const c10::OperatorHandle& op, torch::jit::Stack a) {
+                in_place = call.in_place()](const OperatorHandle& op, Stack a) {
     if (sharded) {
       const at::Tensor given = a[2].toTensor().reshape(-1);
       part.check(given, name.c_str(), fills);
@@ -90,7 +88,7 @@ Plan slices(const OpCall& call, bool adds) {
     const at::Tensor self = a[0].toTensor();
     // some kernels expect a slice
     if (a[2].toTensor().numel() == 0 || self.numel() == 0)
-      return torch::jit::Stack{in_place ? self : self.clone()};
+      return Stack{in_place ? self : self.clone()};
     // libtorch's kernel for products of half precision refuses slices of one element.
     const auto type = self.scalar_type();
     if (has_source && at::isReducedFloatingType(type) && self.numel() == self.size(d)) {
@@ -98,7 +96,7 @@ Plan slices(const OpCall& call, bool adds) {
       a[3] = a[3].toTensor().to(at::kFloat);
       op.callBoxed(a);
       const at::Tensor result = a[0].toTensor();
-      return torch::jit::Stack{in_place ? self.copy_(result) : result.to(type)};
+      return Stack{in_place ? self.copy_(result) : result.to(type)};
     }
     op.callBoxed(a);
     return a;
@@ -135,7 +133,7 @@ Plan scatter(const OpCall& call, bool adds) {
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
-                   const c10::OperatorHandle& op, torch::jit::Stack a) {
+                   const OperatorHandle& op, Stack a) {
     const at::Tensor t = a[0].toTensor(), at = a[2].toTensor();
     TORCH_CHECK_INDEX(
         at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
@@ -192,18 +190,18 @@ Plan masked_scatter(const OpCall& call) {
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
   plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
-                in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
+                in_place = call.in_place()](const OperatorHandle&, Stack a) {
     const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(shape),
                      source = a[2].toTensor().reshape(-1);
     const at::Tensor before = mask.reshape(-1).cumsum(0) - 1;
     TORCH_CHECK(before.numel() == 0 || before[-1].item<std::int64_t>() < source.numel(),
                 "masked_scatter: the mask takes more elements than the ", source.numel(),
                 " of the source");
-    if (source.numel() == 0 || t.numel() == 0) return torch::jit::Stack{in_place ? t : t.clone()};
+    if (source.numel() == 0 || t.numel() == 0) return Stack{in_place ? t : t.clone()};
     const at::Tensor which = part_of_box(before.view(shape), offset, local).clamp_min(0);
     const at::Tensor result = at::where(part_of_box(mask, offset, local),
                                         source.index_select(0, which.reshape(-1)).view(local), t);
-    return torch::jit::Stack{in_place ? t.copy_(result) : result};
+    return Stack{in_place ? t.copy_(result) : result};
   };
   return plan;
 }
@@ -220,8 +218,7 @@ Plan put(const OpCall& call) {
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
   plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
-                extent = spec.numel(),
-                in_place = call.in_place()](const c10::OperatorHandle&, torch::jit::Stack a) {
+                extent = spec.numel(), in_place = call.in_place()](const OperatorHandle&, Stack a) {
     const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
     const DimShard all{0, extent, extent};
     at::Tensor rest = a[1].toTensor().reshape(-1);
@@ -240,7 +237,7 @@ Plan put(const OpCall& call) {
     if (positions.numel() > 0)
       t.put_(own.index_select(0, positions), a[2].toTensor().reshape(-1).index_select(0, positions),
              a[3].toBool());
-    return torch::jit::Stack{t};
+    return Stack{t};
   };
   return plan;
 }
@@ -274,7 +271,7 @@ at::Tensor masked_scatter_backward(const at::Tensor& grad, const at::Tensor& mas
   return picked.view_symint(sizes);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::index_add", [](const OpCall& c) { return slices(c, true); });
   for (const char* op : {"aten::index_copy", "aten::index_fill", "aten::index_reduce"}) {
     register_rule(op, [](const OpCall& c) { return slices(c, false); });
@@ -286,8 +283,7 @@ const bool registered = [] {
   register_rule("aten::put", put);
   register_rule("aten::diagonal_scatter", diagonal_scatter);
   register_decomposition("masked_scatter_backward", masked_scatter_backward);
-  return true;
-}();
+});
 
 }  // namespace
 

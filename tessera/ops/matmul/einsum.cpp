@@ -280,11 +280,10 @@ at::Tensor tensordot(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef d
   return made ? *made : as_before();
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("einsum", einsum);
   register_decomposition("tensordot", tensordot);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -30,8 +30,6 @@ namespace tessera::detail::linear_algebra_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // ---- batches of matrices ----
 
 /// Number of dims at the end of each argument that belong to one problem; all others are batch
@@ -176,7 +174,7 @@ struct MatrixExp : torch::autograd::Function<MatrixExp> {
   }
 };
 
-bool differentiable_exp(torch::jit::Stack* stack) {
+bool differentiable_exp(Stack* stack) {
   const at::Tensor self = stack->back().toTensor();
   if (!self.requires_grad() || !at::GradMode::is_enabled() || self._fw_grad(0).defined())
     return false;
@@ -184,7 +182,7 @@ bool differentiable_exp(torch::jit::Stack* stack) {
   return true;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
       {{"linalg_inv_ex",
         "linalg_lu_factor_ex",
@@ -236,8 +234,7 @@ const bool registered = [] {
   register_above("aten::linalg_matrix_exp", differentiable_exp);
   register_decomposition("trace", trace);
   register_decomposition("kron.out", kron_out);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -74,7 +74,7 @@ Rule with_whole_factors(Rule rule) {
     }
     const TensorInfo& x = call.tensor(1);
     if (plan.local || !at::isIntegralType(x.dtype, true) || x.spec.shape().back() == 0) return plan;
-    plan.local = [](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    plan.local = [](const OperatorHandle& op, Stack a) {
       for (c10::IValue& v : a) {
         if (v.isDouble()) v = static_cast<std::int64_t>(v.toDouble());
       }
@@ -85,7 +85,7 @@ Rule with_whole_factors(Rule rule) {
   };
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   const auto product = [](const char* op, const char* notation) {
     register_rule(op, index_rule(notation, {.linear = true}));
   };
@@ -105,8 +105,7 @@ const bool registered = [] {
   product_and_sum("aten::baddbmm", "b? m? n?, b m k, b k n -> b m n");
   register_decomposition("addbmm", addbmm);
   register_decomposition("addmv", addmv);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -25,8 +25,6 @@ namespace tessera::detail::batch_norm_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // Everything but channels (dim 1) is summed over.
 struct BatchNorm {
   LabelProblem problem;
@@ -87,25 +85,24 @@ at::Tensor optional_tensor(const c10::IValue& v) {
 
 // Zeros for the field, then for two tensors by channels, as a kernel would have made them.
 // `of_channels` returns the latter's dtype.
-LocalFunction zeros_of(const Plan& plan,
-                       at::ScalarType (*of_channels)(const torch::jit::Stack& arguments)) {
+LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_channels)(const Stack& arguments)) {
   std::vector<Shape> shapes;
   for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
-  return [shapes, of_channels](const c10::OperatorHandle&, torch::jit::Stack a) {
+  return [shapes, of_channels](const OperatorHandle&, Stack a) {
     const at::TensorOptions field = a[0].toTensor().options();
-    torch::jit::Stack results;
+    Stack results;
     for (const Shape& shape : shapes)
       results.emplace_back(at::zeros(shape, results.empty() ? field : field.dtype(of_channels(a))));
     return results;
   };
 }
 // The dtype of the statistics that a forward pass returns.
-at::ScalarType of_statistics(const torch::jit::Stack& a) {
+at::ScalarType of_statistics(const Stack& a) {
   return wide_statistics_dtype(a[0].toTensor(), {optional_tensor(a[1]), optional_tensor(a[2]),
                                                  optional_tensor(a[3]), optional_tensor(a[4])});
 }
 // The dtype of the gradients of weight and bias.
-at::ScalarType of_gradients(const torch::jit::Stack& a) {
+at::ScalarType of_gradients(const Stack& a) {
   const at::Tensor weight = optional_tensor(a[2]);
   return (weight.defined() ? weight : a[1].toTensor()).scalar_type();
 }
@@ -161,8 +158,7 @@ Plan batch_norm(const OpCall& call) {
     return plan;
   }
   plan.local = [running, total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
-                dims = b.reduced(),
-                count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
+                dims = b.reduced(), count = b.count](const OperatorHandle&, Stack a) {
     const at::Tensor& x = a[0].toTensor();
     const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]);
     const double momentum = a[6].toDouble(), eps = a[7].toDouble();
@@ -178,14 +174,14 @@ Plan batch_norm(const OpCall& call) {
     if (weight.defined()) y = y * over_channels(weight.to(type), x.dim());
     if (bias.defined()) y = y + over_channels(bias.to(type), x.dim());
     const auto returned = of_statistics(a);
-    return torch::jit::Stack{y.to(x.scalar_type()), mean.to(returned), invstd.to(returned)};
+    return Stack{y.to(x.scalar_type()), mean.to(returned), invstd.to(returned)};
   };
   return plan;
 }
 
 // libtorch's kernel may treat a shard as channels_last whatever the strides of its dims of one
 // element are, and reads the gradient by the input's.
-torch::jit::Stack backward_in_order(const c10::OperatorHandle& op, torch::jit::Stack a) {
+Stack backward_in_order(const OperatorHandle& op, Stack a) {
   for (int i = 0; i < 3; ++i) {
     if (!a[i].isTensor() || !a[i].toTensor().defined()) continue;
     const at::Tensor& t = a[i].toTensor();
@@ -214,8 +210,7 @@ Plan batch_norm_backward(const OpCall& call) {
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;
   plan.local = [total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
-                dims = b.reduced(),
-                count = b.count](const c10::OperatorHandle&, torch::jit::Stack a) {
+                dims = b.reduced(), count = b.count](const OperatorHandle&, Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
     const at::Tensor weight = optional_tensor(a[2]);
     const auto type = at::toOpMathType(x.scalar_type());
@@ -229,19 +224,17 @@ Plan batch_norm_backward(const OpCall& call) {
                     invstd;
     if (weight.defined()) dx = dx * over_channels(weight.to(type), x.dim());
     const auto out = of_gradients(a);
-    return torch::jit::Stack{dx.to(x.scalar_type()), weight_gradient.to(out),
-                             bias_gradient.to(out)};
+    return Stack{dx.to(x.scalar_type()), weight_gradient.to(out), bias_gradient.to(out)};
   };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::native_batch_norm", batch_norm);
   // Replicated ones too: a replicated and a sharded run of one model agree.
   register_rule("aten::native_batch_norm_backward", guarded(batch_norm_backward),
                 {.for_replicated = true});
-  return true;
-}();
+});
 
 }  // namespace
 

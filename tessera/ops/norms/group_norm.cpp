@@ -5,6 +5,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/stack.h>
@@ -27,8 +28,6 @@
 namespace tessera::detail::group_norm_rules {
 
 namespace {
-
-using Shape = std::vector<std::int64_t>;
 
 // One call: samples x channels x space, and the labels of its tensors.
 struct Groups {
@@ -140,12 +139,21 @@ Plan group_norm(const OpCall& call) {
   const std::vector<int> axes = Groups::axes_within(in);
   if (axes.empty()) {
     take_local_counts(call, plan, in);
+    // Statistics of no sample have the dtype of the other ranks': backward is given them.
+    if (in.local_numel() == 0 && in.numel() > 0)
+      plan.local = [local = in.local_shape(), of = plan.outputs[1].spec.local_shape()](
+                       const c10::OperatorHandle&, torch::jit::Stack a) {
+        const at::Tensor x = a[0].toTensor();
+        const auto statistics =
+            at::empty(of, x.options().dtype(statistics_dtype(x, {optional(a[1]), optional(a[2])})));
+        return torch::jit::Stack{at::empty(local, x.options()), statistics, statistics.clone()};
+      };
     return plan;
   }
   reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   plan.local = [part = Part(in, g.count, OverRanks{context_of(in), axes, "statistics"})](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+                   const OperatorHandle&, Stack a) {
     const at::Tensor x = a[0].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor wide = x.to(type);
@@ -168,7 +176,7 @@ Plan group_norm(const OpCall& call) {
     if (const at::Tensor w = given(a[1], type); w.defined()) y = y * part.as_field(w);
     if (const at::Tensor b = given(a[2], type); b.defined()) y = y + part.as_field(b);
     const auto returned = statistics_dtype(x, {optional(a[1]), optional(a[2])});
-    return torch::jit::Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
+    return Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;
 }
@@ -199,7 +207,7 @@ Plan group_norm_backward(const OpCall& call) {
     return plan;
   }
   plan.local = [part = Part(in, g.count, OverRanks{context_of(in), axes, "statistics"})](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+                   const OperatorHandle&, Stack a) {
     const at::Tensor x = a[1].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor dy = a[0].toTensor().to(type),
@@ -220,9 +228,9 @@ Plan group_norm_backward(const OpCall& call) {
     const auto mask = a[9].toBoolList();
     const auto of_weight = w.defined() ? a[4].toTensor().scalar_type() : x.scalar_type();
     const Shape over_samples{0};
-    return torch::jit::Stack{mask[0] ? dx.to(x.scalar_type()) : at::Tensor(),
-                             mask[1] ? weight.sum(over_samples).to(of_weight) : at::Tensor(),
-                             mask[2] ? bias.sum(over_samples).to(of_weight) : at::Tensor()};
+    return Stack{mask[0] ? dx.to(x.scalar_type()) : at::Tensor(),
+                 mask[1] ? weight.sum(over_samples).to(of_weight) : at::Tensor(),
+                 mask[2] ? bias.sum(over_samples).to(of_weight) : at::Tensor()};
   };
   return plan;
 }
@@ -236,11 +244,10 @@ Rule guarded_where_local(Rule rule) {
   };
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::native_group_norm", guarded_where_local(group_norm));
   register_rule("aten::native_group_norm_backward", guarded_where_local(group_norm_backward));
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -25,8 +25,6 @@ namespace tessera::detail::layer_norm_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // Which dims are normalized, how many elements a row has, and how rows are sharded.
 struct Rows {
   Rows(const OpCall& call, const TensorInfo& input)
@@ -98,12 +96,11 @@ Plan layer_norm(const OpCall& call) {
   if (axes.empty()) {
     // Kernels disagree on the shape of the statistics of an empty input.
     if (empty)
-      plan.local = [local, b = plan.outputs[1].spec.local_shape()](const c10::OperatorHandle&,
-                                                                   torch::jit::Stack a) {
+      plan.local = [local, b = plan.outputs[1].spec.local_shape()](const OperatorHandle&, Stack a) {
         const at::Tensor& t = a[0].toTensor();
         const auto of_rows =
             t.options().dtype(wide_statistics_dtype(t, {optional(a[2]), optional(a[3])}));
-        return torch::jit::Stack{t.new_empty(local), at::zeros(b, of_rows), at::zeros(b, of_rows)};
+        return Stack{t.new_empty(local), at::zeros(b, of_rows), at::zeros(b, of_rows)};
       };
     return plan;
   }
@@ -111,7 +108,7 @@ Plan layer_norm(const OpCall& call) {
   for (const auto d : r.dims) here *= static_cast<double>(local[d]);
   plan.local = [total = OverRanks{context_of(r.x.spec), axes, "statistics"}, dims = r.dims, here,
                 count = r.count, rows = plan.outputs[1].spec.local_shape(),
-                empty](const c10::OperatorHandle&, torch::jit::Stack a) {
+                empty](const OperatorHandle&, Stack a) {
     const at::Tensor x = a[0].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor wide = x.to(type);
@@ -129,7 +126,7 @@ Plan layer_norm(const OpCall& call) {
     if (const at::Tensor w = given(a[2], type); w.defined()) y = y * w;
     if (const at::Tensor b = given(a[3], type); b.defined()) y = y + b;
     const auto returned = wide_statistics_dtype(x, {optional(a[2]), optional(a[3])});
-    return torch::jit::Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
+    return Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;
 }
@@ -157,16 +154,14 @@ Plan layer_norm_backward(const OpCall& call) {
   const Shape inner = plan.outputs[1].spec.local_shape();
   if (axes.empty()) {
     if (empty)
-      plan.local = [local = in.local_shape(), inner](const c10::OperatorHandle&,
-                                                     torch::jit::Stack a) {
+      plan.local = [local = in.local_shape(), inner](const OperatorHandle&, Stack a) {
         const at::Tensor& t = a[1].toTensor();
-        return torch::jit::Stack{t.new_empty(local), t.new_zeros(inner), t.new_zeros(inner)};
+        return Stack{t.new_empty(local), t.new_zeros(inner), t.new_zeros(inner)};
       };
     return plan;
   }
   plan.local = [total = OverRanks{context_of(r.x.spec), axes, "statistics"}, dims = r.dims,
-                free = r.free, count = r.count,
-                inner](const c10::OperatorHandle&, torch::jit::Stack a) {
+                free = r.free, count = r.count, inner](const OperatorHandle&, Stack a) {
     const at::Tensor x = a[1].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor dy = a[0].toTensor().to(type), rstd = a[4].toTensor().to(type),
@@ -182,18 +177,16 @@ Plan layer_norm_backward(const OpCall& call) {
       return (free == 0 ? t : at::sum(t, rows)).view(inner).to(of_weight);
     };
     const auto mask = a[7].toBoolList();
-    return torch::jit::Stack{dx.to(x.scalar_type()),
-                             mask[1] ? over_rows(dy * normal) : at::Tensor(),
-                             mask[2] ? over_rows(dy) : at::Tensor()};
+    return Stack{dx.to(x.scalar_type()), mask[1] ? over_rows(dy * normal) : at::Tensor(),
+                 mask[2] ? over_rows(dy) : at::Tensor()};
   };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::native_layer_norm", layer_norm);
   register_rule("aten::native_layer_norm_backward", layer_norm_backward);
-  return true;
-}();
+});
 
 }  // namespace
 

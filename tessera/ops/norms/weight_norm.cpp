@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 
 namespace tessera::detail::weight_norm_rules {
 
@@ -16,10 +17,7 @@ std::tuple<at::Tensor, at::Tensor> weight_norm(const at::Tensor& v, const at::Te
   return {v * (g / norm), norm};
 }
 
-const bool registered = [] {
-  register_decomposition("_weight_norm_interface", weight_norm);
-  return true;
-}();
+const AtStart registered([] { register_decomposition("_weight_norm_interface", weight_norm); });
 
 }  // namespace
 

@@ -180,34 +180,22 @@ void check_uniform(const OpCall& call) {
   const double from = call.number("from"), to = call.number("to");
   if (!(from <= to)) refuse(call, concat(" from ", from, " to ", to, ": the range is empty"));
 }
-void check_deviation(const OpCall& call) {
-  require_floating(call);
-  if (const double deviation = call.number("std"); !(deviation >= 0))
-    refuse(call, concat(" with standard deviation ", deviation, ": at least 0"));
-}
-void check_positive_deviation(const OpCall& call) {
-  require_floating(call);
-  if (const double deviation = call.number("std"); !(deviation > 0))
-    refuse(call, concat(" with standard deviation ", deviation, ": more than 0"));
-}
-void check_rate(const OpCall& call) {
-  require_floating(call);
-  if (const double rate = call.number("lambd"); !(rate > 0))
-    refuse(call, concat(" with rate ", rate, ": more than 0"));
-}
-void check_sigma(const OpCall& call) {
-  require_floating(call);
-  if (const double sigma = call.number("sigma"); !(sigma > 0))
-    refuse(call, concat(" with scale ", sigma, ": more than 0"));
-}
-void check_open_probability(const OpCall& call) {
-  if (const double p = call.number("p"); !(p > 0 && p < 1))
-    refuse(call, concat(" with probability ", p, ": between 0 and 1"));
-}
-void check_probability(const OpCall& call) {
-  if (const double p = call.number("p"); !(p >= 0 && p <= 1))
-    refuse(call, concat(" with probability ", p, ": 0 to 1"));
-}
+// Checks a number of a call, and, unless `any_type`, the dtype of what is drawn.
+struct Within {
+  const char *argument, *called;
+  bool (*fits)(double);
+  const char* range;
+  bool any_type = false;
+
+  void operator()(const OpCall& call) const {
+    if (!any_type) require_floating(call);
+    if (const double value = call.number(argument); !fits(value))
+      refuse(call, concat(" with ", called, " ", value, ": ", range));
+  }
+};
+bool positive(double value) { return value > 0; }
+const Within check_probability{"p", "probability", [](double p) { return p >= 0 && p <= 1; },
+                               "0 to 1", true};
 void check_range(const OpCall& call) {
   const at::ScalarType type = drawn_type(call);
   if (at::isComplexType(type))
@@ -234,7 +222,7 @@ void check_probabilities_type(const OpCall& call) {
                         " probabilities: give floating-point ones"));
 }
 
-using Draw = std::function<at::Tensor(const Source&, const torch::jit::Stack&, at::ScalarType)>;
+using Draw = std::function<at::Tensor(const Source&, const Stack&, at::ScalarType)>;
 
 // The first input as `spec`, the others replicated.
 std::vector<std::optional<ShardSpec>> inputs_of(const OpCall& call, const ShardSpec& spec) {
@@ -254,10 +242,10 @@ Plan in_place(const OpCall& call, const Draw& draw) {
   Plan plan;
   plan.inputs = inputs_of(call, spec);
   plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, draw](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [source = Source{spec}, draw](const OperatorHandle&, Stack a) {
     const at::Tensor t = a[0].toTensor();
     t.copy_(draw(source, a, t.scalar_type()));
-    return torch::jit::Stack{t};
+    return Stack{t};
   };
   return plan;
 }
@@ -271,27 +259,32 @@ Plan functional(const OpCall& call, const Draw& draw) {
   Plan plan;
   plan.inputs = inputs_of(call, spec);
   plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, draw, type](const c10::OperatorHandle&,
-                                                   torch::jit::Stack a) {
+  plan.local = [source = Source{spec}, draw, type](const OperatorHandle&, Stack a) {
     const at::Tensor& t = a[0].toTensor();
-    return torch::jit::Stack{draw(source, a, type).to(t.options().dtype(type))};
+    return Stack{draw(source, a, type).to(t.options().dtype(type))};
   };
   return plan;
 }
 
-at::Tensor uniform(const Source& s, const torch::jit::Stack& a, at::ScalarType type) {
+at::Tensor uniform(const Source& s, const Stack& a, at::ScalarType type) {
   const double from = a[1].toDouble(), to = a[2].toDouble();
   return s.doubles([&](const Words& w) { return from + (to - from) * unit(w, type); });
 }
 
-at::Tensor normal_values(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const double mean = a[1].toDouble(), deviation = a[2].toDouble();
-  return s.doubles([&](const Words& w) { return mean + deviation * normal(w); });
+// A draw by the call's first two numbers, or by its first one.
+template <class Value>
+Draw by_two(Value value) {
+  return [value](const Source& s, const Stack& a, at::ScalarType) {
+    const double first = a[1].toDouble(), second = a[2].toDouble();
+    return s.doubles([&](const Words& w) { return value(first, second, w); });
+  };
 }
-
-at::Tensor bernoulli_p(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const double p = a[1].toDouble();
-  return s.doubles([&](const Words& w) { return unit_double(w[0], w[1]) < p ? 1.0 : 0.0; });
+template <class Value>
+Draw by_one(Value value) {
+  return [value](const Source& s, const Stack& a, at::ScalarType) {
+    const double number = a[1].toDouble();
+    return s.doubles([&](const Words& w) { return value(number, w); });
+  };
 }
 
 // This rank's box of a tensor that is expanded to the global shape.
@@ -313,38 +306,12 @@ at::Tensor below(const Source& s, const at::Tensor& probabilities) {
                 "bernoulli: probabilities must be 0 to 1");
   return u.lt(p).to(at::kDouble);
 }
-at::Tensor bernoulli_each(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+at::Tensor bernoulli_each(const Source& s, const Stack& a, at::ScalarType) {
   return below(s, a[0].toTensor());
 }
 // For probabilities that are replicated.
-at::Tensor bernoulli_tensor(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+at::Tensor bernoulli_tensor(const Source& s, const Stack& a, at::ScalarType) {
   return below(s, part_of_expanded(s, a[1].toTensor()));
-}
-
-at::Tensor exponential(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const double rate = a[1].toDouble();
-  return s.doubles([&](const Words& w) { return -std::log1p(-unit_double(w[0], w[1])) / rate; });
-}
-
-at::Tensor log_normal(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const double mean = a[1].toDouble(), deviation = a[2].toDouble();
-  return s.doubles([&](const Words& w) { return std::exp(mean + deviation * normal(w)); });
-}
-
-at::Tensor cauchy(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const double median = a[1].toDouble(), sigma = a[2].toDouble();
-  return s.doubles([&](const Words& w) {
-    return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5));
-  });
-}
-
-// Number of trials up to the first success.
-at::Tensor geometric(const Source& s, const torch::jit::Stack& a, at::ScalarType) {
-  const double p = a[1].toDouble();
-  return s.doubles([&](const Words& w) {
-    return p >= 1 ? 1.0
-                  : std::max(1.0, std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p)));
-  });
 }
 
 // Integers in [low, high), by scaling: the bias is below 2^-53 times their number.
@@ -364,57 +331,70 @@ Plan dropout(const OpCall& call) {
   Plan plan;
   plan.inputs = {spec};
   plan.outputs = {{spec, call.tensor(0).strides}, {spec, call.tensor(0).strides}};
-  plan.local = [source = Source{spec}](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [source = Source{spec}](const OperatorHandle&, Stack a) {
     const at::Tensor& x = a[0].toTensor();
     const double p = a[1].toDouble();
     if (!(a[2].isNone() || a[2].toBool()) || p == 0)
-      return torch::jit::Stack{x.clone(), at::ones_like(x, at::kBool)};
+      return Stack{x.clone(), at::ones_like(x, at::kBool)};
     const ShardSpec& drawn = source.spec;
     const at::Tensor mask = dropout_mask(next_draw(*context_of(drawn)), drawn.shape(),
                                          drawn.local_offset(), drawn.local_shape(), p)
                                 .to(x.device());
-    return torch::jit::Stack{p == 1 ? at::zeros_like(x) : x.mul(mask).div(1 - p), mask};
+    return Stack{p == 1 ? at::zeros_like(x) : x.mul(mask).div(1 - p), mask};
   };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   const RuleOptions always{.for_replicated = true};
-  const auto writes = [&](const char* op, Draw draw, Check check) {
-    register_rule(
-        op,
-        [draw, check](const OpCall& c) {
-          check(c);
-          return in_place(c, draw);
-        },
-        always);
+  const auto by = [&](Plan (*plan)(const OpCall&, const Draw&)) {
+    return [always, plan](const char* op, const Draw& draw, const Check& check) {
+      const auto rule = [plan, draw, check](const OpCall& call) {
+        check(call);
+        return plan(call, draw);
+      };
+      register_rule(op, rule, always);
+    };
   };
-  const auto makes = [&](const char* op, Draw draw, Check check) {
-    register_rule(
-        op,
-        [draw, check](const OpCall& c) {
-          check(c);
-          return functional(c, draw);
-        },
-        always);
-  };
-  const auto up_to = [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const auto writes = by(in_place), makes = by(functional);
+  const auto up_to = [](const Source& s, const Stack& a, at::ScalarType) {
     return integers(s, 0, a[1].toScalar().toDouble());
   };
-  const auto between = [](const Source& s, const torch::jit::Stack& a, at::ScalarType) {
+  const auto between = [](const Source& s, const Stack& a, at::ScalarType) {
     if (a[2].isNone())
       throw ShardingError(
           "random_ without an upper bound has no rule for sharded tensors: give one");
     return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
   };
   writes("aten::uniform_", uniform, check_uniform);
-  writes("aten::normal_", normal_values, check_deviation);
+  const auto normal_by = [](double mean, double deviation, const Words& w) {
+    return mean + deviation * normal(w);
+  };
+  const Draw bernoulli_p =
+      by_one([](double p, const Words& w) { return unit_double(w[0], w[1]) < p ? 1.0 : 0.0; });
+  writes("aten::normal_", by_two(normal_by),
+         Within{"std", "standard deviation", [](double d) { return d >= 0; }, "at least 0"});
   writes("aten::bernoulli_.float", bernoulli_p, check_probability);
   writes("aten::bernoulli_.Tensor", bernoulli_tensor, check_shape_of_probabilities);
-  writes("aten::exponential_", exponential, check_rate);
-  writes("aten::log_normal_", log_normal, check_positive_deviation);
-  writes("aten::cauchy_", cauchy, check_sigma);
-  writes("aten::geometric_", geometric, check_open_probability);
+  writes("aten::exponential_", by_one([](double rate, const Words& w) {
+           return -std::log1p(-unit_double(w[0], w[1])) / rate;
+         }),
+         Within{"lambd", "rate", positive, "more than 0"});
+  writes("aten::log_normal_", by_two([normal_by](double mean, double deviation, const Words& w) {
+           return std::exp(normal_by(mean, deviation, w));
+         }),
+         Within{"std", "standard deviation", positive, "more than 0"});
+  writes("aten::cauchy_", by_two([](double median, double sigma, const Words& w) {
+           return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5));
+         }),
+         Within{"sigma", "scale", positive, "more than 0"});
+  // The number of trials up to the first success.
+  writes(
+      "aten::geometric_", by_one([](double p, const Words& w) {
+        const double trials = std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p));
+        return p >= 1 ? 1.0 : std::max(1.0, trials);
+      }),
+      Within{"p", "probability", [](double p) { return p > 0 && p < 1; }, "between 0 and 1", true});
   writes("aten::random_.to", up_to, check_range);
   writes("aten::random_.from", between, check_range);
   makes("aten::randint_like", up_to, check_range);
@@ -424,17 +404,16 @@ const bool registered = [] {
   makes("aten::bernoulli.Tensor", bernoulli_tensor, [](const OpCall&) {});
   makes(
       "aten::rand_like",
-      [](const Source& s, const torch::jit::Stack&, at::ScalarType t) {
+      [](const Source& s, const Stack&, at::ScalarType t) {
         return s.doubles([t](const Words& w) { return unit(w, t); });
       },
       require_floating);
   makes(
       "aten::randn_like",
-      [](const Source& s, const torch::jit::Stack&, at::ScalarType) { return s.doubles(normal); },
+      [](const Source& s, const Stack&, at::ScalarType) { return s.doubles(normal); },
       require_floating);
   register_rule("aten::native_dropout", dropout, always);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -121,8 +121,7 @@ Plan multinomial(const OpCall& call) {
   const ShardSpec& spec = plan.outputs[0].spec;
   RowsOfDraw draw{made, spec.local_offset(), spec.local_shape()};
   if (!replace) draw.global.back() = draw.local.back() = categories;
-  plan.local = [draw, spec, count, categories, replace](const c10::OperatorHandle&,
-                                                        torch::jit::Stack a) {
+  plan.local = [draw, spec, count, categories, replace](const OperatorHandle&, Stack a) {
     const at::Tensor& given = a[0].toTensor();
     const at::Tensor weights =
         given.to(at::TensorOptions(at::kCPU).dtype(at::kDouble)).contiguous();
@@ -142,7 +141,7 @@ Plan multinomial(const OpCall& call) {
       number += replace ? count : categories;
       drawn += count;
     }
-    return torch::jit::Stack{result.to(given.device())};
+    return Stack{result.to(given.device())};
   };
   return plan;
 }
@@ -290,7 +289,7 @@ Plan each_by_itself(const OpCall& call, int trailing, Draw draw) {
   p.output_shapes = {first.spec.shape()};
   Plan plan = solve(p);
   plan.local = [spec = plan.outputs[0].spec, parameters = call.tensors().size(), draw](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+                   const OperatorHandle&, Stack a) {
     const at::Tensor& like = a[0].toTensor();
     const at::Tensor one = flat_doubles(like),
                      two = parameters > 1 ? flat_doubles(a[1].toTensor()) : one;
@@ -302,7 +301,7 @@ Plan each_by_itself(const OpCall& call, int trailing, Draw draw) {
                    Numbers numbers(w);
                    drawn[i] = draw(x[i], y[i], numbers);
                  });
-    return torch::jit::Stack{made.to(like.options())};
+    return Stack{made.to(like.options())};
   };
   return plan;
 }
@@ -320,10 +319,10 @@ Plan gammas(const OpCall& call, bool shares) {
   Plan plan = each_by_itself(call, shares ? 1 : 0, [](double shape, double, Numbers& numbers) {
     return standard_gamma(shape, numbers);
   });
-  plan.local = [drawn = plan.local, shares](const c10::OperatorHandle& op, torch::jit::Stack a) {
+  plan.local = [drawn = plan.local, shares](const OperatorHandle& op, Stack a) {
     at::Tensor t = at_least_smallest(drawn(op, std::move(a))[0].toTensor());
     if (shares && t.dim() > 0) t = at_least_smallest(t / t.sum(-1, true));
-    return torch::jit::Stack{t};
+    return Stack{t};
   };
   return plan;
 }
@@ -405,7 +404,7 @@ at::Tensor& rrelu_with_noise_in_place(at::Tensor& x, at::Tensor& noise, const at
   return x.mul_(slopes(x, noise, lower, upper));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   const RuleOptions always{.for_replicated = true};
   register_rule("aten::multinomial", multinomial, always);
   register_rule(
@@ -424,8 +423,7 @@ const bool registered = [] {
   register_decomposition("normal.float_Tensor", normal_of_deviations);
   register_decomposition("rrelu_with_noise", rrelu_with_noise);
   register_decomposition("rrelu_with_noise_", rrelu_with_noise_in_place);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -14,6 +14,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::packed_sequence_rules {
@@ -67,12 +68,11 @@ at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double paddi
   return at::stack(padded, batch_first ? 0 : 1);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("_pack_padded_sequence", pack);
   register_decomposition("_pad_packed_sequence", unpack);
   register_decomposition("pad_sequence", pad_sequence);
-  return true;
-}();
+});
 
 }  // namespace
 

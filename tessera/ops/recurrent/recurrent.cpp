@@ -14,6 +14,7 @@
 #include <set>
 
 #include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -187,7 +188,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mkldnn_rnn_layer(
   return {at::stack(output), h, c, at::empty({0}, at::kByte)};
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("lstm.input", lstm);
   register_decomposition("lstm.data", lstm_packed);
   register_decomposition("gru.input", recurrent<at::native::gru>);
@@ -197,8 +198,7 @@ const bool registered = [] {
   register_decomposition("rnn_relu.input", recurrent<at::native::rnn_relu>);
   register_decomposition("rnn_relu.data", recurrent_packed<at::native::rnn_relu>);
   register_decomposition("mkldnn_rnn_layer", mkldnn_rnn_layer);
-  return true;
-}();
+});
 
 }  // namespace
 

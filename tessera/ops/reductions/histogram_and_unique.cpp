@@ -8,7 +8,7 @@ namespace tessera::detail::histogram_and_unique_rules {
 
 namespace {
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::_local_scalar_dense", "aten::median", "aten::nanmedian", "aten::histc",
         "aten::bincount", "aten::histogram", "aten::_histogramdd_bin_edges",
@@ -17,8 +17,7 @@ const bool registered = [] {
         "aten::unique_dim_consecutive", "aten::segment_reduce", "aten::_segment_reduce_backward",
         "aten::hash_tensor"})
     register_rule(op, on_gathered);
-  return true;
-}();
+});
 
 }  // namespace
 

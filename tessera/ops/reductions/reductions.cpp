@@ -27,8 +27,6 @@ namespace tessera::detail::reductions_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 Plan sum(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
   const auto* out = call.outputs();
@@ -55,12 +53,10 @@ Plan mean(const OpCall& call) {
   // Summed in float32 if the result is of half precision: the sum of many may exceed its range
   // though the mean does not.
   plan.local = [count, dims, keep = keeps(call), dtype = (*out)[0].dtype,
-                scalar = call.tensor(0).spec.dims() == 0](const c10::OperatorHandle&,
-                                                          torch::jit::Stack arguments) {
+                scalar = call.tensor(0).spec.dims() == 0](const OperatorHandle&, Stack arguments) {
     const at::Tensor& x = arguments[0].toTensor();
     const auto wide = at::toOpMathType(dtype);
-    return torch::jit::Stack{
-        (scalar ? x.to(wide) : at::sum(x, dims, keep, wide)).div(count).to(dtype)};
+    return Stack{(scalar ? x.to(wide) : at::sum(x, dims, keep, wide)).div(count).to(dtype)};
   };
   return plan;
 }
@@ -68,7 +64,7 @@ Plan mean(const OpCall& call) {
 // A mean over a sharded dim that backward goes through: the gradient of a sum is expanded, that of
 // a mean written out besides, and a partial one is reduced as one value per result only where it is
 // not.
-bool mean_of_sum(torch::jit::Stack* stack, bool of_dims) {
+bool mean_of_sum(Stack* stack, bool of_dims) {
   const std::size_t count = of_dims ? 4 : 2, first = stack->size() - count;
   const at::Tensor self = (*stack)[first].toTensor();
   const ShardMeta* meta = meta_of(self);
@@ -129,10 +125,10 @@ Plan extremum(const OpCall& call, bool max) {
                                    list(call.tensor(0).spec.shape()), " has no elements"));
   }
   if (plan.inputs[0]->local_numel() == 0) {
-    plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const c10::OperatorHandle&,
-                                                                   torch::jit::Stack arguments) {
+    plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const OperatorHandle&,
+                                                                   Stack arguments) {
       const at::Tensor& x = arguments[0].toTensor();
-      return torch::jit::Stack{
+      return Stack{
           at::full(shape, max ? lowest(x.scalar_type()) : highest(x.scalar_type()), x.options())};
     };
   }
@@ -177,12 +173,11 @@ bool equal(const at::Tensor& self, const at::Tensor& other) {
   return comparable(self.detach()).eq(comparable(other.detach())).all().item<bool>();
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
   for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
-  register_above("aten::mean", [](torch::jit::Stack* stack) { return mean_of_sum(stack, false); });
-  register_above("aten::mean.dim",
-                 [](torch::jit::Stack* stack) { return mean_of_sum(stack, true); });
+  register_above("aten::mean", [](Stack* stack) { return mean_of_sum(stack, false); });
+  register_above("aten::mean.dim", [](Stack* stack) { return mean_of_sum(stack, true); });
   for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"})
     register_rule(op, count);
   for (const char* op : {"aten::amax", "aten::max"})
@@ -200,8 +195,7 @@ const bool registered = [] {
   register_decomposition("aminmax", aminmax);
   register_decomposition("allclose", allclose);
   register_decomposition("equal", equal);
-  return true;
-}();
+});
 
 }  // namespace
 

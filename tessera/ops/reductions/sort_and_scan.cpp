@@ -35,8 +35,6 @@ namespace tessera::detail::sort_and_scan_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // For an operator of one tensor that needs complete lines along `dims`, which are sharded: the axes
 // that shard them shard another dim, which is one all-to-all, and so do the results. `from`: the
 // input's dim that each dim of the results is. nullopt if an axis finds no other dim: then the
@@ -117,8 +115,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
   const bool all = !call.has("dim");  // argmax() counts the elements
   plan.local = [over = OverRanks{context_of(x.spec), axes, "extreme"}, all,
                 d = all ? 0 : *dims.begin(), keep, largest, with_values, in = *plan.inputs[0],
-                result = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle&,
-                                                             torch::jit::Stack a) {
+                result = plan.outputs[0].spec.local_shape()](const OperatorHandle&, Stack a) {
     const at::Tensor t = all ? a[0].toTensor().reshape({-1}) : a[0].toTensor();
     const std::int64_t extent = all ? in.numel() : in.shape()[d];
     const bool floating = at::isFloatingType(t.scalar_type());
@@ -149,12 +146,12 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
         at::where(any_unknown, unknown, value.eq(best)).logical_and(place.lt(extent));
     at::Tensor first =
         over(at::where(has_best, place, at::full_like(place, extent)), ReduceOp::min);
-    if (all) return torch::jit::Stack{first.view(result)};
+    if (all) return Stack{first.view(result)};
     if (!keep) first = first.squeeze(d);
-    if (!with_values) return torch::jit::Stack{first};
+    if (!with_values) return Stack{first};
     at::Tensor found = best.to(t.scalar_type());
     if (floating) found = found.masked_fill(any_unknown, std::numeric_limits<double>::quiet_NaN());
-    return torch::jit::Stack{keep ? found : found.squeeze(d), first};
+    return Stack{keep ? found : found.squeeze(d), first};
   };
   return plan;
 }
@@ -178,7 +175,7 @@ Plan logsumexp(const OpCall& call) {
   plan.local = [over = OverRanks{context_of(x.spec), axes, "logsumexp"},
                 empty = plan.inputs[0]->local_numel() == 0,
                 shape = plan.outputs[0].spec.local_shape(),
-                type = x.dtype](const c10::OperatorHandle& op, torch::jit::Stack a) {
+                type = x.dtype](const OperatorHandle& op, Stack a) {
     at::Tensor part;
     if (empty) {
       part = at::full(shape, -std::numeric_limits<double>::infinity(),
@@ -191,7 +188,7 @@ Plan logsumexp(const OpCall& call) {
     const at::Tensor top = over(part.clone(), ReduceOp::max);
     // infinite values have no distance from themselves
     const at::Tensor from = at::where(top.isinf(), at::zeros_like(top), top);
-    return torch::jit::Stack{(over((part - from).exp()).log() + from).to(type)};
+    return Stack{(over((part - from).exp()).log() + from).to(type)};
   };
   return plan;
 }
@@ -267,25 +264,16 @@ Plan topk(const OpCall& call) {
   shape[d] = parts.extent();
   const ShardSpec from = mapped_spec(in, shape, all_labels(n), false, {{d, parts}});
   plan.local = [from, to = with_unsharded_dims(from, {d}), d, k, begin = in.local_offset()[d]](
-                   const c10::OperatorHandle&, torch::jit::Stack a) {
+                   const OperatorHandle&, Stack a) {
     const at::Tensor t = a[0].toTensor();
     const bool largest = a[3].toBool(), sorted = a[4].toBool();
     const auto [values, places] = at::topk(t, std::min(k, t.size(d)), d, largest, sorted);
     const at::Tensor all = redistribute_local(values.contiguous(), from, to),
                      at = redistribute_local((places + begin).contiguous(), from, to);
     const auto [best, among] = at::topk(all, k, d, largest, sorted);
-    return torch::jit::Stack{best, at.gather(d, among)};
+    return Stack{best, at.gather(d, among)};
   };
   return plan;
-}
-
-// Zeros of `sizes` that are sharded as `like`, whose dims are the same except for `dim`, which is
-// not sharded.
-at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
-  const at::Tensor slice =
-      like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1))
-                          : like.narrow(dim, 0, 1);
-  return at::zeros_like(slice.expand_symint(sizes));
 }
 
 // Backward of max.dim, sort, topk, kthvalue, mode...: the gradient goes where the values came from.
@@ -381,7 +369,7 @@ at::Tensor quantile_scalar(const at::Tensor& self, double q, std::optional<std::
 // Along a dim that is sharded the scan moves its input, which a target may not: what it makes is
 // written back. Elsewhere each rank scans what it has.
 template <at::Tensor (*scan)(const at::Tensor&, std::int64_t, std::optional<at::ScalarType>)>
-bool scan_in_place(torch::jit::Stack* stack) {
+bool scan_in_place(Stack* stack) {
   const std::size_t first = stack->size() - 3;
   const at::Tensor self = (*stack)[first].toTensor();
   const std::int64_t dim = (*stack)[first + 1].toInt();
@@ -406,7 +394,7 @@ at::Tensor products(const at::Tensor& self, std::int64_t dim, std::optional<at::
   return self.cumprod(dim, dtype);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"}) {
     register_rule(op, along_reduced);
@@ -430,8 +418,7 @@ const bool registered = [] {
   register_decomposition("quantile.scalar", quantile_scalar<false>);
   register_decomposition("nanquantile", quantile<true>);
   register_decomposition("nanquantile.scalar", quantile_scalar<true>);
-  return true;
-}();
+});
 
 }  // namespace
 

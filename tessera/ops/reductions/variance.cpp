@@ -22,8 +22,6 @@ namespace tessera::detail::variance_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 Plan variance(const OpCall& call, bool root, bool with_mean) {
   const TensorInfo& x = call.tensor(0);
   if (!at::isFloatingType(x.dtype) && !at::isComplexType(x.dtype))
@@ -67,8 +65,7 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   Shape kept = plan.inputs[0]->local_shape();
   for (const int d : dims) kept[d] = 1;
   plan.local = [=, total = OverRanks{context_of(x.spec), axes, "statistics"},
-                dims = Shape(dims.begin(), dims.end())](const c10::OperatorHandle&,
-                                                        torch::jit::Stack arguments) {
+                dims = Shape(dims.begin(), dims.end())](const OperatorHandle&, Stack arguments) {
     const at::Tensor t = arguments[0].toTensor();
     const bool complex = at::isComplexType(type);
     const auto wide = complex ? at::kComplexDouble : at::kDouble;
@@ -91,21 +88,20 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
                             .div(std::max(0.0, count - correction));
     if (root) result = result.sqrt();
     result = (keep ? result : result.squeeze(dims)).to(c10::toRealValueType(type));
-    if (!with_mean) return torch::jit::Stack{result};
-    return torch::jit::Stack{result, (keep ? mean : mean.squeeze(dims)).to(type)};
+    if (!with_mean) return Stack{result};
+    return Stack{result, (keep ? mean : mean.squeeze(dims)).to(type)};
   };
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::var.correction", [](const OpCall& c) { return variance(c, false, false); });
   register_rule("aten::std.correction", [](const OpCall& c) { return variance(c, true, false); });
   register_rule("aten::var_mean.correction",
                 [](const OpCall& c) { return variance(c, false, true); });
   register_rule("aten::std_mean.correction",
                 [](const OpCall& c) { return variance(c, true, true); });
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -23,8 +23,6 @@ namespace tessera::detail::vector_norm_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // Norms of shards are raised to the order, added and rooted in a dtype wide enough for it: squares
 // of half-precision norms soon exceed its range.
 at::ScalarType wide_type(at::ScalarType t) {
@@ -45,8 +43,7 @@ Plan norm(const OpCall& call) {
   const std::vector<int> axes = order == 0 ? std::vector<int>() : reduce_inside(plan.outputs[0]);
   if (axes.empty() && !(order == 0 && empty)) return plan;
   plan.local = [order, empty, type, over = OverRanks{context_of(call.tensor(0).spec), axes, "norm"},
-                shape = plan.outputs[0].spec.local_shape()](const c10::OperatorHandle& op,
-                                                            torch::jit::Stack a) {
+                shape = plan.outputs[0].spec.local_shape()](const OperatorHandle& op, Stack a) {
     const at::Tensor x = a[0].toTensor();
     const bool infinite = std::isinf(order);
     const at::ScalarType wide = wide_type(type);
@@ -64,10 +61,9 @@ Plan norm(const OpCall& call) {
       op.callBoxed(a);
       part = order == 0 ? a[0].toTensor() : a[0].toTensor().to(wide);
     }
-    if (order == 0) return torch::jit::Stack{part.to(type)};
-    if (infinite)
-      return torch::jit::Stack{over(part, order > 0 ? ReduceOp::max : ReduceOp::min).to(type)};
-    return torch::jit::Stack{over(part.pow(order)).pow(1.0 / order).to(type)};
+    if (order == 0) return Stack{part.to(type)};
+    if (infinite) return Stack{over(part, order > 0 ? ReduceOp::max : ReduceOp::min).to(type)};
+    return Stack{over(part.pow(order)).pow(1.0 / order).to(type)};
   };
   return plan;
 }
@@ -102,15 +98,14 @@ std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& o
   return norms;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"})
     register_rule(op, norm);
   register_rule("aten::renorm", renorm);
   register_decomposition("dist", dist);
   register_decomposition("_foreach_norm.Scalar", foreach_norm);
-  return true;
-}();
+});
 
 }  // namespace
 

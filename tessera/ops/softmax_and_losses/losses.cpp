@@ -17,13 +17,11 @@ namespace tessera::detail::losses_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // A mean: the sum, divided by the global count. In float32 if the inputs are of half precision: the
 // sum may exceed its range though the mean does not.
 Plan divided(Plan plan, const OpCall& call, double count) {
   plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
-  plan.local = [count](const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+  plan.local = [count](const OperatorHandle& op, Stack arguments) {
     at::ScalarType type = at::ScalarType::Undefined;
     bool narrow = false;
     for (c10::IValue& v : arguments) {
@@ -105,7 +103,7 @@ Plan loss_backward(const OpCall& call) {
              : plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
         "aten::binary_cross_entropy_with_logits", "aten::soft_margin_loss"}) {
@@ -116,8 +114,7 @@ const bool registered = [] {
                          "aten::multi_margin_loss_backward", "aten::multilabel_margin_loss_forward",
                          "aten::multilabel_margin_loss_backward"})
     register_rule(op, on_gathered);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -25,8 +25,6 @@ namespace tessera::detail::nll_loss_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // Negative log-likelihood: classes are dim 1 of the scores, dim 0 where there are no samples.
 
 struct Classes {
@@ -113,7 +111,7 @@ Plan nll(const OpCall& call) {
   const OverRanks over{context_of(x.spec), mean ? axes : std::vector<int>(), "weights of targets"};
   if (class_axes.empty()) {
     plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
-    plan.local = [over](const c10::OperatorHandle& op, torch::jit::Stack a) {
+    plan.local = [over](const OperatorHandle& op, Stack a) {
       const auto type = a[0].toTensor().scalar_type(), wide = at::toOpMathType(type);
       if (wide != type) {
         a[0] = a[0].toTensor().to(wide);
@@ -121,13 +119,13 @@ Plan nll(const OpCall& call) {
       }
       op.callBoxed(a);
       const at::Tensor weight = over(a[1].toTensor().clone(), ReduceOp::sum);
-      return torch::jit::Stack{a[0].toTensor().div(weight).to(type), weight.to(type)};
+      return Stack{a[0].toTensor().div(weight).to(type), weight.to(type)};
     };
     return plan;
   }
   plan.local = [over, dim = c.dim, reduction = c.reduction,
                 begin = plan.inputs[0]->local_offset()[c.dim],
-                all = x.spec.shape()[c.dim]](const c10::OperatorHandle&, torch::jit::Stack a) {
+                all = x.spec.shape()[c.dim]](const OperatorHandle&, Stack a) {
     const at::Tensor& scores = a[0].toTensor();
     const Picked picked(a[1].toTensor(), begin, scores.size(dim), all, a[4].toInt());
     const at::Tensor weight = picked.weights(a[2], scores);
@@ -138,14 +136,13 @@ Plan nll(const OpCall& call) {
             : at::where(picked.here,
                         -weight * scores.gather(dim, picked.index.unsqueeze(dim)).squeeze(dim),
                         zero);
-    if (reduction == at::Reduction::None)
-      return torch::jit::Stack{each, at::zeros({}, scores.options())};
+    if (reduction == at::Reduction::None) return Stack{each, at::zeros({}, scores.options())};
     // Summed in float32 if the scores are of half precision: the mean may be within its range
     // though the sum is not.
     const auto type = scores.scalar_type(), wide = at::toOpMathType(type);
     const at::Tensor total = over(weight.sum(wide), ReduceOp::sum), sum = each.sum(wide);
-    return torch::jit::Stack{(reduction == at::Reduction::Mean ? sum.div(total) : sum).to(type),
-                             total.to(type)};
+    return Stack{(reduction == at::Reduction::Mean ? sum.div(total) : sum).to(type),
+                 total.to(type)};
   };
   return plan;
 }
@@ -159,16 +156,16 @@ Plan nll_backward(const OpCall& call) {
   const ShardSpec& lies = *plan.inputs[call.index_of(x)];
   if (axes_that_shard(lies, c.dim).empty()) return plan;
   plan.local = [dim = c.dim, reduction = c.reduction, begin = lies.local_offset()[c.dim],
-                all = x.spec.shape()[c.dim]](const c10::OperatorHandle&, torch::jit::Stack a) {
+                all = x.spec.shape()[c.dim]](const OperatorHandle&, Stack a) {
     const at::Tensor &g = a[0].toTensor(), &scores = a[1].toTensor();
     const Picked picked(a[2].toTensor(), begin, scores.size(dim), all, a[5].toInt());
     at::Tensor dx = at::zeros_like(scores, at::MemoryFormat::Contiguous);
-    if (picked.size == 0) return torch::jit::Stack{dx};
+    if (picked.size == 0) return Stack{dx};
     at::Tensor each = -picked.weights(a[3], scores) * g;
     if (reduction == at::Reduction::Mean)
       each = at::where(picked.here, each / a[6].toTensor(), at::zeros_like(each));
     dx.scatter_(dim, picked.index.unsqueeze(dim), each.unsqueeze(dim));
-    return torch::jit::Stack{dx};
+    return Stack{dx};
   };
   return plan;
 }
@@ -204,14 +201,13 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
          smooth * (label_smoothing / static_cast<double>(self.size(dim)));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"})
     register_rule(op, nll);
   for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
     register_rule(op, nll_backward);
   register_decomposition("cross_entropy_loss", cross_entropy_loss);
-  return true;
-}();
+});
 
 }  // namespace
 

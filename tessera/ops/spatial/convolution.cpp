@@ -20,8 +20,6 @@ namespace tessera::detail::convolution_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 enum : int { kSample, kIn, kOut, kGroup, kSpatial };  // kSpatial + i: the i-th spatial dim
 
 struct Convolution {
@@ -227,9 +225,9 @@ Plan convolution(const OpCall& call) {
   if (any_distributed(x, 2) || groups != c.groups || x.local_numel() == 0 || w.local_numel() == 0) {
     auto halo = std::make_shared<ConvolutionHalo>(
         ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, false);
-    plan.local = [halo](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->forward(arguments[0].toTensor(), arguments[1].toTensor(),
-                                             arguments[2].toOptional<at::Tensor>())};
+    plan.local = [halo](const OperatorHandle&, Stack arguments) {
+      return Stack{halo->forward(arguments[0].toTensor(), arguments[1].toTensor(),
+                                 arguments[2].toOptional<at::Tensor>())};
     };
   }
   return plan;
@@ -273,11 +271,11 @@ Plan convolution_backward(const OpCall& call) {
     auto halo = std::make_shared<ConvolutionHalo>(
         ConvolutionArguments{c.windows, c.output_padding, c.transposed, groups}, x, y, true);
     const int masked = call.argument("output_mask");
-    plan.local = [halo, masked](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    plan.local = [halo, masked](const OperatorHandle&, Stack arguments) {
       const auto mask = arguments[masked].toBoolList();
       auto all = halo->backward(arguments[0].toTensor(), arguments[1].toTensor(),
                                 arguments[2].toTensor(), {mask[0], mask[1], mask[2]});
-      return torch::jit::Stack{all[0], all[1], all[2]};
+      return Stack{all[0], all[1], all[2]};
     };
   } else if (call.has("bias_sizes")) {
     plan.arguments = {
@@ -296,12 +294,11 @@ at::Tensor traced_convolution(const at::Tensor& input, const at::Tensor& weight,
                                 output_padding, std::move(groups));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::convolution", convolution);
   register_decomposition("_convolution", traced_convolution);
   register_rule("aten::convolution_backward", convolution_backward);
-  return true;
-}();
+});
 
 }  // namespace
 

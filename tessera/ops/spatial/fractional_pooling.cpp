@@ -8,13 +8,12 @@ namespace tessera::detail::fractional_pooling_rules {
 
 namespace {
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op :
        {"aten::fractional_max_pool2d", "aten::fractional_max_pool3d",
         "aten::fractional_max_pool2d_backward", "aten::fractional_max_pool3d_backward"})
     register_rule(op, guarded(per_sample));
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -30,8 +30,6 @@ namespace tessera::detail::grid_sampling_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 struct Sampling {
   at::native::GridSamplerInterpolation mode;
   at::native::GridSamplerPadding padding;
@@ -365,14 +363,13 @@ at::Tensor affine_grid_generator(const at::Tensor& theta, c10::SymIntArrayRef gi
   return grid.view(to);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op : {"aten::grid_sampler_2d", "aten::grid_sampler_3d",
                          "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward"})
     register_rule(op, guarded(per_sample));
   register_decomposition("grid_sampler", grid_sampler);
   register_decomposition("affine_grid_generator", affine_grid_generator);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -140,8 +140,7 @@ at::Tensor rounded(const at::Tensor& x, const InterpolationCall& call,
 struct Kernel final : c10::OperatorKernel {
   explicit Kernel(const Interpolation& o) : op(o) {}
 
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet,
-                  torch::jit::Stack* stack) {
+  void operator()(const OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
     const std::size_t n = handle.schema().arguments().size();
     const auto argument = [&](std::size_t i) -> const c10::IValue& {
       return (*stack)[stack->size() - n + i];
@@ -162,7 +161,7 @@ struct Kernel final : c10::OperatorKernel {
     check(x, call);
     const auto plain = [&](const at::Tensor& local) {
       const LocalCallGuard guard;
-      torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
+      Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
       arguments[0] = local;
       handle.callBoxed(&arguments);
       return arguments[0].toTensor();
@@ -216,15 +215,14 @@ const std::vector<Interpolation>& interpolations() {
   return all;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const Interpolation& op : interpolations()) {
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
       register_decomposition(op.name.c_str(), [&op] {
         return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op));
       });
   }
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -73,10 +73,10 @@ Plan constant(const OpCall& call) {
   plan.outputs = {{p.output}};
   if (!p.padded) return plan;
   plan.local = [halo = p.halo(), shape = p.input.shape(), local = p.output.local_shape()](
-                   const c10::OperatorHandle&, torch::jit::Stack arguments) {
+                   const OperatorHandle&, Stack arguments) {
     const at::Tensor x = arguments[0].toTensor();
     at::Tensor y = halo.exchange(x);
-    if (y.numel() == 0) return torch::jit::Stack{y.view(local)};
+    if (y.numel() == 0) return Stack{y.view(local)};
     const c10::Scalar value = arguments[2].toScalar();
     if (!value.equal(0)) {
       Box inside(shape.size());
@@ -84,7 +84,7 @@ Plan constant(const OpCall& call) {
       for (const Box& strip : difference(halo.needed(), inside))
         part(y, halo.needed(), strip).fill_(value);
     }
-    return torch::jit::Stack{y};
+    return Stack{y};
   };
   return plan;
 }
@@ -99,9 +99,9 @@ Plan continued(const OpCall& call) {
   plan.inputs = {p.input};
   plan.outputs = {{p.output}};
   if (p.padded || p.output.local_numel() == 0)
-    plan.local = [halo = p.halo(), local = p.output.local_shape()](const c10::OperatorHandle&,
-                                                                   torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo.exchange(arguments[0].toTensor()).view(local)};
+    plan.local = [halo = p.halo(), local = p.output.local_shape()](const OperatorHandle&,
+                                                                   Stack arguments) {
+      return Stack{halo.exchange(arguments[0].toTensor()).view(local)};
     };
   return plan;
 }
@@ -116,8 +116,8 @@ Plan continued_backward(const OpCall& call) {
   plan.inputs[call.index_of(x)] = p.input;
   plan.outputs = {{p.input, x.strides}};
   if (p.padded || p.output.local_numel() == 0)
-    plan.local = [halo = p.halo()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo.sum(arguments[0].toTensor().view(shape_of(halo.needed())))};
+    plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
+      return Stack{halo.sum(arguments[0].toTensor().view(shape_of(halo.needed())))};
     };
   return plan;
 }
@@ -153,7 +153,7 @@ at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   return from_local(halo_exchange(x, p.halo()).view(p.output.local_shape()), p.output);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::constant_pad_nd", constant);
   for (const char* dims : {"1d", "2d", "3d"}) {
     register_rule(concat("aten::reflection_pad", dims), continued<Edge::reflect>);
@@ -164,8 +164,7 @@ const bool registered = [] {
                   continued_backward<Edge::replicate>);
   }
   register_decomposition("_pad_circular", circular);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_unsafe_view.h>
 
+#include <initializer_list>
+#include <numeric>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -36,39 +38,36 @@ at::Tensor reshaped_copy(const at::Tensor& t, at::IntArrayRef shape) {
   return at::_unsafe_view(t.clone(at::MemoryFormat::Contiguous), shape);
 }
 
+// [.., C, H, W] with the last three dims split, in another order, and joined again.
+at::Tensor regrouped(const at::Tensor& t, std::initializer_list<std::int64_t> split,
+                     std::initializer_list<std::int64_t> order,
+                     std::initializer_list<std::int64_t> joined) {
+  const std::int64_t lead = t.dim() - 3;
+  std::vector<std::int64_t> from = t.sizes().slice(0, lead).vec(), to = from, dims(lead);
+  std::iota(dims.begin(), dims.end(), 0);
+  for (const auto d : order) dims.push_back(lead + d);
+  from.insert(from.end(), split);
+  to.insert(to.end(), joined);
+  return reshaped_copy(t.reshape(from).permute(dims), to);
+}
+
 // [.., C r r, H, W] -> [.., C, H r, W r].
 at::Tensor pixel_shuffle(const at::Tensor& self, std::int64_t r) {
   check_factor("pixel_shuffle", r);
   TORCH_CHECK(self.dim() >= 3 && r > 0 && self.size(-3) % (r * r) == 0, "pixel_shuffle: channels ",
               self.sizes(), " and factor ", r);
-  const auto lead = self.sizes().slice(0, self.dim() - 3).vec();
-  auto split = lead, joined = lead;
   const auto c = self.size(-3) / (r * r), h = self.size(-2), w = self.size(-1);
-  for (const auto n : {c, r, r, h, w}) split.push_back(n);
-  for (const auto n : {c, h * r, w * r}) joined.push_back(n);
-  std::vector<std::int64_t> order(lead.size());
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
-  const auto n = static_cast<std::int64_t>(lead.size());
-  for (const auto d : {0, 3, 1, 4, 2}) order.push_back(n + d);
-  const at::Tensor channels = sharded_at_multiples("pixel_shuffle", self, -3, r * r);
-  return reshaped_copy(channels.reshape(split).permute(order), joined);
+  return regrouped(sharded_at_multiples("pixel_shuffle", self, -3, r * r), {c, r, r, h, w},
+                   {0, 3, 1, 4, 2}, {c, h * r, w * r});
 }
 at::Tensor pixel_unshuffle(const at::Tensor& self, std::int64_t r) {
   check_factor("pixel_unshuffle", r);
   TORCH_CHECK(self.dim() >= 3 && r > 0 && self.size(-2) % r == 0 && self.size(-1) % r == 0,
               "pixel_unshuffle: ", self.sizes(), " and factor ", r);
-  const auto lead = self.sizes().slice(0, self.dim() - 3).vec();
-  auto split = lead, joined = lead;
   const auto c = self.size(-3), h = self.size(-2) / r, w = self.size(-1) / r;
-  for (const auto n : {c, h, r, w, r}) split.push_back(n);
-  for (const auto n : {c * r * r, h, w}) joined.push_back(n);
-  std::vector<std::int64_t> order(lead.size());
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
-  const auto n = static_cast<std::int64_t>(lead.size());
-  for (const auto d : {0, 2, 4, 1, 3}) order.push_back(n + d);
   const at::Tensor rows = sharded_at_multiples("pixel_unshuffle", self, -2, r);
-  const at::Tensor columns = sharded_at_multiples("pixel_unshuffle", rows, -1, r);
-  return reshaped_copy(columns.reshape(split).permute(order), joined);
+  return regrouped(sharded_at_multiples("pixel_unshuffle", rows, -1, r), {c, h, r, w, r},
+                   {0, 2, 4, 1, 3}, {c * r * r, h, w});
 }
 at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
   TORCH_CHECK(self.dim() > 2 && groups > 0 && self.size(1) % groups == 0,
@@ -79,12 +78,11 @@ at::Tensor channel_shuffle(const at::Tensor& self, std::int64_t groups) {
   return reshaped_copy(self.reshape(split).transpose(1, 2), self.sizes());
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("pixel_shuffle", pixel_shuffle);
   register_decomposition("pixel_unshuffle", pixel_unshuffle);
   register_decomposition("channel_shuffle", channel_shuffle);
-  return true;
-}();
+});
 
 }  // namespace
 

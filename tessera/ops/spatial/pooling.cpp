@@ -17,8 +17,6 @@ namespace tessera::detail::pooling_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // One call: the specs of input and output, and the windows.
 struct Pooling {
   Pooling(const OpCall& call, const ShardSpec& given, int inner) : x(without_partial(given)) {
@@ -107,15 +105,14 @@ Plan largest(const OpCall& call) {
   plan.inputs = {p.x};
   plan.outputs = {{p.y}, {p.y}};
   if (p.nothing()) {
-    plan.local = [local = p.y.local_shape()](const c10::OperatorHandle&,
-                                             torch::jit::Stack arguments) {
+    plan.local = [local = p.y.local_shape()](const OperatorHandle&, Stack arguments) {
       const at::Tensor y = arguments[0].toTensor().new_empty(local);
-      return torch::jit::Stack{y, y.to(at::kLong)};
+      return Stack{y, y.to(at::kLong)};
     };
   } else if (p.sharded) {
-    plan.local = [halo = p.halo()](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+    plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
       auto [y, indices] = halo->largest(arguments[0].toTensor());
-      return torch::jit::Stack{y, indices};
+      return Stack{y, indices};
     };
   }
   return plan;
@@ -135,10 +132,10 @@ Plan largest_backward(const OpCall& call) {
   const Pooling p(call, input_of(call), inner);
   Plan plan = backward_plan(call, p);
   if (p.sharded)
-    plan.local = [halo = p.halo(), indices = call.argument("indices")](
-                     const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->largest_backward(
-          arguments[0].toTensor(), arguments[indices].toTensor(), arguments[1].toTensor())};
+    plan.local = [halo = p.halo(), indices = call.argument("indices")](const OperatorHandle&,
+                                                                       Stack arguments) {
+      return Stack{halo->largest_backward(arguments[0].toTensor(), arguments[indices].toTensor(),
+                                          arguments[1].toTensor())};
     };
   return plan;
 }
@@ -161,13 +158,12 @@ Plan average(const OpCall& call) {
   plan.inputs = {p.x};
   plan.outputs = {{p.y}};
   if (p.nothing()) {
-    plan.local = [local = p.y.local_shape()](const c10::OperatorHandle&,
-                                             torch::jit::Stack arguments) {
-      return torch::jit::Stack{arguments[0].toTensor().new_empty(local)};
+    plan.local = [local = p.y.local_shape()](const OperatorHandle&, Stack arguments) {
+      return Stack{arguments[0].toTensor().new_empty(local)};
     };
   } else if (p.sharded) {
-    plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};
+    plan.local = [halo = p.halo(), by](const OperatorHandle&, Stack arguments) {
+      return Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};
     };
   }
   return plan;
@@ -179,9 +175,9 @@ Plan average_backward(const OpCall& call) {
   const Divisor by(call);
   Plan plan = backward_plan(call, p);
   if (p.sharded)
-    plan.local = [halo = p.halo(), by](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      return torch::jit::Stack{halo->average_backward(
-          arguments[0].toTensor(), arguments[1].toTensor(), by.count_padding, by.fixed)};
+    plan.local = [halo = p.halo(), by](const OperatorHandle&, Stack arguments) {
+      return Stack{halo->average_backward(arguments[0].toTensor(), arguments[1].toTensor(),
+                                          by.count_padding, by.fixed)};
     };
   return plan;
 }
@@ -208,12 +204,11 @@ at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArr
   return std::get<0>(at::max_pool1d_with_indices(self, kernel, stride, padding, dilation, ceil));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_all<2>();
   register_all<3>();
   register_decomposition("max_pool1d", max_pool1d);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -22,8 +22,6 @@ namespace tessera::detail::unfolding_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 struct Windows {
   Windows(const char* name, at::IntArrayRef kernel, at::IntArrayRef dilation,
           at::IntArrayRef padding, at::IntArrayRef stride, std::int64_t height, std::int64_t width)
@@ -193,11 +191,10 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
           std::make_shared<Unfolding>(w, image, columns, contiguous_strides(shape)), true));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("im2col", im2col);
   register_decomposition("col2im", col2im);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -28,8 +28,6 @@ namespace tessera::detail::unpooling_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // Positions in a flat array of the shape `sizes` as one coordinate per dim.
 std::vector<at::Tensor> coordinates(at::Tensor flat, const Shape& sizes) {
   std::vector<at::Tensor> all(sizes.size());
@@ -261,11 +259,10 @@ at::Tensor max_unpool3d(const at::Tensor& self, const at::Tensor& indices,
   return unpool("max_unpool3d", self, indices, output_size, 3);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_decomposition("max_unpool2d", max_unpool2d);
   register_decomposition("max_unpool3d", max_unpool3d);
-  return true;
-}();
+});
 
 }  // namespace
 

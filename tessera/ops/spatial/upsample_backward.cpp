@@ -12,8 +12,6 @@ namespace tessera::detail::upsample_backward_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // The size of the input is an argument.
 template <int inner>
 Plan upsample_backward(const OpCall& call) {
@@ -30,7 +28,7 @@ Plan upsample_backward(const OpCall& call) {
   return plan;
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op : {"upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward",
                          "upsample_linear1d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<1>));
@@ -42,8 +40,7 @@ const bool registered = [] {
   for (const char* op : {"upsample_nearest3d_backward", "_upsample_nearest_exact3d_backward",
                          "upsample_trilinear3d_backward"})
     register_rule(concat("aten::", op), guarded(upsample_backward<3>));
-  return true;
-}();
+});
 
 }  // namespace
 

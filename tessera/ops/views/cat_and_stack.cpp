@@ -27,8 +27,6 @@ LabelProblem::Linear linear_if_summands_can_be_cast(const OpCall& call) {
   return LabelProblem::Linear::together;
 }
 
-using Shape = std::vector<std::int64_t>;
-
 // What a rank takes of one input: if that is sharded along the joined dim, by an exchange.
 struct Piece {
   Halo halo;
@@ -112,7 +110,7 @@ std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
     pieces.push_back(std::move(piece));
     begin += whole.end;
   }
-  plan.local = [pieces, d](const c10::OperatorHandle&, torch::jit::Stack a) {
+  plan.local = [pieces, d](const OperatorHandle&, Stack a) {
     const std::vector<at::Tensor> given = a[0].toTensorVector();
     std::vector<HaloValues> values(given.size());
     for (std::size_t i = 0; i < given.size(); ++i) {
@@ -130,7 +128,7 @@ std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
       shape[d] = p.slice.size();
       parts.push_back(volume(p.halo.needed()) == 0 ? given[i].new_empty(shape) : part);
     }
-    return torch::jit::Stack{at::cat(parts, d)};
+    return Stack{at::cat(parts, d)};
   };
   return plan;
 }
@@ -170,12 +168,11 @@ Plan stack(const OpCall& call) {
   return solve(p);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::cat", cat);
   register_rule("aten::stack", stack);
   for (const char* op : {"aten::block_diag", "aten::_chunk_cat"}) register_rule(op, on_gathered);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -28,8 +28,6 @@ namespace tessera::detail::flip_roll_repeat_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // The source of each dim's elements: roll shifts them around, flip reverses them.
 struct Rearranging {
   explicit Rearranging(const OpCall& call) : rolls(call.argument("shifts") >= 0) {
@@ -89,8 +87,8 @@ Plan rearranged(const OpCall& call) {
     if (r.rolls && !r.flattened && n > 0) {
       Shape every(n);
       std::iota(every.begin(), every.end(), 0);
-      plan.local = [shift = r.shift, every](const c10::OperatorHandle&, torch::jit::Stack a) {
-        return torch::jit::Stack{a[0].toTensor().roll(shift, every)};
+      plan.local = [shift = r.shift, every](const OperatorHandle&, Stack a) {
+        return Stack{a[0].toTensor().roll(shift, every)};
       };
     }
     return plan;
@@ -109,10 +107,9 @@ Plan rearranged(const OpCall& call) {
   for (int d = 0; d < n; ++d) {
     if (r.turned[d]) turned.push_back(d);
   }
-  plan.local = [halo, turned, local = field.local_shape()](const c10::OperatorHandle&,
-                                                           torch::jit::Stack a) {
+  plan.local = [halo, turned, local = field.local_shape()](const OperatorHandle&, Stack a) {
     const at::Tensor t = halo.exchange(a[0].toTensor()).view(local);
-    return torch::jit::Stack{turned.empty() ? t : t.flip(turned)};
+    return Stack{turned.empty() ? t : t.flip(turned)};
   };
   return plan;
 }
@@ -224,15 +221,14 @@ at::Tensor& fill_diagonal(at::Tensor& self, const at::Scalar& value, bool wrap) 
   return self.masked_fill_(mask, value);
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
   register_rule("aten::repeat", repeat);
   for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, triangle);
   register_rule("aten::diag_embed", diag_embed);
   register_decomposition("rot90", rot90);
   register_decomposition("fill_diagonal_", fill_diagonal);
-  return true;
-}();
+});
 
 }  // namespace
 

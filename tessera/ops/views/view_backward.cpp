@@ -13,8 +13,6 @@ namespace tessera::detail::view_backward_rules {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
 // The shards along the dim that was sliced, of which the gradient only says where its elements lie.
 // Even ones, if the slice may be of such; else what lies between the elements of two ranks belongs
 // to the first, and what is around those of one rank to the ranks that even shards would give it.
@@ -117,13 +115,12 @@ Plan diagonal_backward(const OpCall& call) {
   return with_input_sizes(call, from, {n - 2});
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   register_rule("aten::slice_backward", slice_backward);
   register_rule("aten::select_backward", select_backward);
   register_rule("aten::unfold_backward", unfold_backward);
   register_rule("aten::diagonal_backward", diagonal_backward);
-  return true;
-}();
+});
 
 }  // namespace
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/labels.h"
 
 namespace tessera::detail::view_copies_rules {
 
@@ -16,8 +17,8 @@ namespace {
 
 // view_copy and the like: the view, copied.
 struct CopyOfView final : c10::OperatorKernel {
-  explicit CopyOfView(c10::OperatorHandle v) : view(std::move(v)) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  explicit CopyOfView(OperatorHandle v) : view(std::move(v)) {}
+  void operator()(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
     view.callBoxed(stack);
     c10::IValue& made = stack->back();
     if (made.isTensor()) {
@@ -29,7 +30,7 @@ struct CopyOfView final : c10::OperatorKernel {
       made = std::move(copies);
     }
   }
-  c10::OperatorHandle view;
+  OperatorHandle view;
 };
 
 // Any memory order will do, as of plain tensors.
@@ -72,7 +73,7 @@ at::Tensor select_scatter(const at::Tensor& self, const at::Tensor& source, std:
       source.unsqueeze(dim < 0 ? dim + self.dim() : dim));
 }
 
-const bool registered = [] {
+const AtStart registered([] {
   for (const char* name : {"alias",
                            "expand",
                            "permute",
@@ -111,8 +112,7 @@ const bool registered = [] {
   register_decomposition("narrow_copy", narrow_copy);
   register_decomposition("slice_scatter", slice_scatter);
   register_decomposition("select_scatter", select_scatter);
-  return true;
-}();
+});
 
 }  // namespace
 

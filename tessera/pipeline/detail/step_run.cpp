@@ -17,10 +17,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Gradients under way from this rank before it waits for the oldest. Schedules run with sends that
-// wait for their receivers, so that no number can make the ranks wait for each other.
-constexpr std::size_t kSending = 4;
-
 // Random numbers from other states, until its end.
 class RandomFrom {
  public:
@@ -244,53 +240,59 @@ at::Tensor StepRun::scaled_loss(int k, const std::vector<at::Tensor>& outputs, b
 
 double StepRun::loss_sum() const { return loss_sum_.defined() ? loss_sum_.item<double>() : 0.0; }
 
-void StepRun::forward(int s, int k) {
-  Flight& f = flight(s, k);
-  f.arriving.wait();
-  mark_ = Clock::now();
-  const bool recomputes = facts_.training && plan_.stages[s]->recomputes();
-  // The stage's own part of what came, and the skips that end here.
+// Moves the stage's own part of what came, and the skips that end here, into its inputs. Returns
+// the skips that pass.
+StepRun::List StepRun::take_inputs(int s, int k, Flight& f) {
+  const auto take = [&](const Carried& carried) {
+    f.inputs.push_back(carried.value);
+    f.wants.push_back(carried.wants);
+    f.shards.push_back(carried.shards);
+  };
+  std::size_t travelling = 0;
   if (s == 0) {
     f.inputs = batch_.inputs[static_cast<std::size_t>(k)];
     f.wants.assign(f.inputs.size(), false);
     f.shards.resize(f.inputs.size());
   } else {
     const std::size_t own = f.incoming.size() - static_cast<std::size_t>(skips_after(s - 1));
-    for (std::size_t i = 0; i < own; ++i) {
-      f.inputs.push_back(f.incoming[i].value);
-      f.wants.push_back(f.incoming[i].wants);
-      f.shards.push_back(f.incoming[i].shards);
-    }
+    while (travelling < own) take(f.incoming[travelling++]);
   }
-  std::size_t travelling = f.incoming.size() - static_cast<std::size_t>(s ? skips_after(s - 1) : 0);
   List passing;
   for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
     const PipelineSkip& skip = plan_.options.skips[i];
     const bool comes = s > 0 && plan_.travels(skip, s - 1);
-    const Carried* carried = comes ? &f.incoming[travelling++] : nullptr;
     if (skip.to == s) {
-      if (!comes) carried = &homes_.at({static_cast<int>(i), k}).value;
-      f.inputs.push_back(carried->value);
-      f.wants.push_back(carried->wants);
-      f.shards.push_back(carried->shards);
-      if (!comes) homes_.at({static_cast<int>(i), k}).value.value.reset();
+      Carried& carried =
+          comes ? f.incoming[travelling++] : homes_.at({static_cast<int>(i), k}).value;
+      take(carried);
+      if (!comes) carried.value.reset();
     } else if (comes) {
-      passing.push_back(*carried);
+      passing.push_back(f.incoming[travelling++]);
     }
   }
   if (!facts_.training) f.wants.assign(f.wants.size(), false);
+  return passing;
+}
 
-  if (generator_) {
-    Hash seed;
-    seed.number(*plan_.options.seed).number(facts_.step);
-    seed.number(static_cast<std::uint64_t>(s)).number(static_cast<std::uint64_t>(k));
-    // Pipelines with other samples draw other numbers.
-    const std::vector<int> here = plan_.mesh.coordinate();
-    for (const int a : plan_.sample_axes()) seed.number(static_cast<std::uint64_t>(here[a]));
-    const std::lock_guard lock(generator_->mutex());
-    generator_->set_current_seed(seed.value());
-    set_random_state(plan_.mesh.manager(), {seed.value(), 0});
-  }
+void StepRun::seed_forward(int s, int k) {
+  Hash seed;
+  seed.number(*plan_.options.seed).number(facts_.step);
+  seed.number(static_cast<std::uint64_t>(s)).number(static_cast<std::uint64_t>(k));
+  // Pipelines with other samples draw other numbers.
+  const std::vector<int> here = plan_.mesh.coordinate();
+  for (const int a : plan_.sample_axes()) seed.number(static_cast<std::uint64_t>(here[a]));
+  const std::lock_guard lock(generator_->mutex());
+  generator_->set_current_seed(seed.value());
+  set_random_state(plan_.mesh.manager(), {seed.value(), 0});
+}
+
+void StepRun::forward(int s, int k) {
+  Flight& f = flight(s, k);
+  f.arriving.wait();
+  mark_ = Clock::now();
+  const bool recomputes = facts_.training && plan_.stages[s]->recomputes();
+  List passing = take_inputs(s, k, f);
+  if (generator_) seed_forward(s, k);
   bool gradient = false;
   if (recomputes) {
     auto generator = at::globalContext().defaultGenerator(device_);
@@ -301,13 +303,22 @@ void StepRun::forward(int s, int k) {
     for (const bool wants : f.wants) gradient = gradient || wants;
   }
   const Made made = compute(s, k, f, facts_.training && !recomputes);
-  const std::vector<at::Tensor>& outputs = made.values;
   if (!recomputes) {
     f.inputs.clear();
     f.incoming.clear();
   }
   if (s + 1 == plan_.count()) return;
+  hand_on(s, k, f, made, std::move(passing), [&](const at::Tensor& t) {
+    return facts_.training &&
+           (recomputes ? gradient && (t.is_floating_point() || t.is_complex()) : t.requires_grad());
+  });
+}
 
+// What the stage made and what passes it, for the next stage; `wants` says whether a gradient is to
+// come back.
+void StepRun::hand_on(int s, int k, Flight& f, const Made& made, List passing,
+                      const std::function<bool(const at::Tensor&)>& wants) {
+  const std::vector<at::Tensor>& outputs = made.values;
   std::size_t leaving = 0;
   for (const PipelineSkip& skip : plan_.options.skips) leaving += skip.from == s ? 1 : 0;
   if (outputs.size() < leaving)
@@ -317,9 +328,7 @@ void StepRun::forward(int s, int k) {
   const auto carry = [&](std::size_t i) {
     const at::Tensor& t = outputs[i];
     if (!t.defined()) throw InvalidArgument("the stage gave an undefined tensor");
-    const bool wants =
-        recomputes ? gradient && (t.is_floating_point() || t.is_complex()) : t.requires_grad();
-    return Carried{t.detach(), facts_.training && wants, made.shards[i]};
+    return Carried{t.detach(), wants(t), made.shards[i]};
   };
   const std::size_t own = outputs.size() - leaving;
   for (std::size_t i = 0; i < own; ++i) f.outgoing.push_back(carry(i));
@@ -409,110 +418,6 @@ void StepRun::weight_gradient(int s, int k) { flight(s, k).graph.weight_gradient
 void StepRun::reduce(int s) {
   held_back_.erase(s);
   if (facts_.reduces) plan_.stages[s]->reduce();
-}
-
-// ---- messages ----
-
-void StepRun::send_activation(int s, int k) {
-  Flight& f = flight(s, k);
-  const std::uint64_t signature = facts_.signatures[static_cast<std::size_t>(k)];
-  auto& known = plan_.known[s];
-  const auto at = known.find(signature);
-  const bool told = at != known.end() && !plan_.options.dynamic_shapes;
-  if (told && at->second != f.outgoing_spec)
-    throw InvalidArgument(concat("stage ", s, " gives ", to_string(f.outgoing_spec),
-                                 ", where it gave ", to_string(at->second),
-                                 " before for inputs of the same shapes; the next stage waits for "
-                                 "that. If shapes depend on values: "
-                                 "PipelineOptions::dynamic_shapes"));
-  const int to = peer(s + 1);
-  if (!told) {
-    const std::vector<std::int64_t> numbers = encode(f.outgoing_spec);
-    const at::Tensor length = at::tensor({static_cast<std::int64_t>(numbers.size())}, at::kLong);
-    keep_sending(group_.started().send(length, to, {.name = "pipeline shapes"}));
-    keep_sending(
-        group_.started().send(at::tensor(numbers, at::kLong), to, {.name = "pipeline shapes"}));
-    known[signature] = f.outgoing_spec;
-  }
-  std::vector<Message> messages;
-  for (std::size_t i = 0; i < f.outgoing.size(); ++i)
-    messages.push_back({Message::Kind::send, to_wire(f.outgoing[i].value, f.outgoing_spec[i]), to});
-  f.outgoing.clear();
-  if (messages.empty()) return;
-  Request request = group_.started().exchange(messages, {.name = "pipeline activations"});
-  if (facts_.training)
-    f.sent = std::move(request);
-  else
-    keep_sending(std::move(request));
-}
-
-void StepRun::receive_activation(int s, int k) {
-  Flight& f = flight(s, k);
-  const std::uint64_t signature = facts_.signatures[static_cast<std::size_t>(k)];
-  auto& known = plan_.known[s - 1];
-  const int from = peer(s - 1);
-  if (!known.contains(signature) || plan_.options.dynamic_shapes) {
-    const at::Tensor length = at::empty({1}, at::kLong);
-    group_.receive(length, from, {.name = "pipeline shapes"});
-    constexpr std::int64_t kMost = 1 << 24;
-    const std::int64_t count = length.item<std::int64_t>();
-    if (count < 1 || count > kMost)
-      throw InvalidArgument(concat("a description of ", count, " numbers; at most ", kMost));
-    const at::Tensor body = at::empty({count}, at::kLong);
-    group_.receive(body, from, {.name = "pipeline shapes"});
-    const auto* data = body.const_data_ptr<std::int64_t>();
-    known[signature] = decode({data, data + count});
-  }
-  f.incoming_spec = known.at(signature);
-  std::vector<Message> messages;
-  for (const TensorSpec& spec : f.incoming_spec) {
-    at::Tensor wire;
-    f.incoming.push_back({empty_for(spec, device_, wire), spec.wants,
-                          spec.shards ? spec_of(*spec.shards, plan_.mesh) : ShardSpec()});
-    messages.push_back({Message::Kind::receive, wire, from});
-  }
-  if (!messages.empty())
-    f.arriving = group_.started().exchange(messages, {.name = "pipeline activations"});
-}
-
-void StepRun::send_gradient(int s, int k) {
-  Flight& f = flight(s, k);
-  std::vector<Message> messages;
-  for (std::size_t i = 0; i < f.incoming_spec.size(); ++i) {
-    const TensorSpec& spec = f.incoming_spec[i];
-    if (!spec.wants) continue;
-    at::Tensor wire;
-    if (f.incoming_gradients[i].defined())
-      wire = to_wire(f.incoming_gradients[i], spec);
-    else
-      empty_for(spec, device_, wire).zero_();
-    messages.push_back({Message::Kind::send, wire, peer(s - 1)});
-  }
-  f.incoming_gradients.clear();
-  if (!messages.empty())
-    keep_sending(group_.started().exchange(messages, {.name = "pipeline gradients"}));
-}
-
-void StepRun::receive_gradient(int s, int k) {
-  Flight& f = flight(s, k);
-  std::vector<Message> messages;
-  for (const TensorSpec& spec : f.outgoing_spec) {
-    f.gradients.emplace_back();
-    if (!spec.wants) continue;
-    at::Tensor wire;
-    f.gradients.back() = empty_for(spec, device_, wire);
-    messages.push_back({Message::Kind::receive, wire, peer(s + 1)});
-  }
-  if (!messages.empty())
-    f.arriving_gradient = group_.started().exchange(messages, {.name = "pipeline gradients"});
-}
-
-void StepRun::keep_sending(Request request) {
-  sending_.push_back(std::move(request));
-  while (sending_.size() > kSending) {
-    sending_.front().wait();
-    sending_.pop_front();
-  }
 }
 
 // ---- faults ----

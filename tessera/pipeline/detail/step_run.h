@@ -5,11 +5,13 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/pipeline/detail/plan.h"
 #include "tessera/pipeline/detail/stage_graph.h"
@@ -17,12 +19,10 @@
 
 namespace tessera::detail {
 
-class StepRun {
+class StepRun : Pinned {
  public:
   StepRun(PipelinePlan& plan, const PipelineBatch& batch, const StepFacts& facts);
   ~StepRun();
-  StepRun(const StepRun&) = delete;
-  StepRun& operator=(const StepRun&) = delete;
 
   /// All actions, and reductions that the row does not have. What they throw has been told to the
   /// other ranks.
@@ -79,7 +79,11 @@ class StepRun {
     std::vector<at::Tensor> values;
     std::vector<ShardSpec> shards;
   };
+  List take_inputs(int s, int k, Flight& f);
+  void seed_forward(int s, int k);
   Made compute(int s, int k, Flight& flight, bool graph);
+  void hand_on(int s, int k, Flight& f, const Made& made, List passing,
+               const std::function<bool(const at::Tensor&)>& wants);
   at::Tensor scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count);
   void keep_sending(Request request);
   Group group() const { return group_; }

@@ -73,7 +73,7 @@ std::string ranks_text(const std::vector<int>& ranks) {
   std::string text;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (i == 8) return text + ",+" + std::to_string(ranks.size() - 8);
-    text += (i ? "," : "") + std::to_string(ranks[i]);
+    text += concat(i ? "," : "", ranks[i]);
   }
   return text;
 }

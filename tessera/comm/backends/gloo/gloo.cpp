@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/base/hash.h"
+#include "tessera/comm/backends/of_c10d.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/types.h"
 
@@ -82,23 +83,15 @@ std::unique_lock<std::recursive_mutex> start_alone() {
 // and they wait until the difference is found. c10d counts the calls by a number of 32 bits, of
 // which 8 are enough: a pair of ranks has few calls in progress at a time, and those of one tag
 // match in order. The remaining 24 bits are a hash of the call.
-class GlooBackend : public c10d::ProcessGroupGloo, public detail::AbleBackend {
+class GlooBackend : public c10d::ProcessGroupGloo {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<Tensors>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  detail::Abilities abilities() override {
-    detail::Abilities result;
-    result.signature = &signature_;
-    result.gathers_through_copies = true;
-    // Its own limit starts when one of its threads takes up the call; the group's is the one that
-    // counts, so that the error can name the missing ranks.
-    result.slack = std::chrono::seconds(2);
-    result.may_hang = true;
-    return result;
-  }
+  /// Where the number that stands for the next call is left.
+  std::uint64_t* signature() { return &signature_; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     tag("broadcast", tensors, options.rootRank);
@@ -182,7 +175,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public detail::AbleBackend {
   }
 
  private:
-  // The tag of no message: the group's own tags are smaller, or have bit 30 (backend_calls.cpp).
+  // The tag of no message: the group's own tags are smaller, or have bit 30 (call_card.cpp).
   static constexpr int kAbortTag = 0x7e55;
 
   void tag(const char* operation, const Tensors& tensors, std::int64_t detail) {
@@ -205,14 +198,24 @@ class GlooBackend : public c10d::ProcessGroupGloo, public detail::AbleBackend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    int rank, int size,
-                                                    std::chrono::milliseconds timeout,
-                                                    const std::string& address) {
+std::shared_ptr<detail::Transport> make_gloo_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       int rank, int size,
+                                                       std::chrono::milliseconds timeout,
+                                                       const std::string& address) {
   const HoldBrokenPipe hold;
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(make_device(address));
-  return c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));
+  const auto backend = c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));
+  detail::Abilities can;
+  can.reduce_scatters = [](c10::ScalarType, ReduceOp::Kind op) {  // composed, in rank order
+    return op != ReduceOp::Kind::premultiplied;
+  };
+  can.signs = true;
+  // Its own limit starts when one of its threads takes up the call; the group's is the one that
+  // counts, so that the error can name the missing ranks.
+  can.slack = std::chrono::seconds(2);
+  can.may_hang = true;
+  return std::make_shared<detail::OfC10d>(backend, timeout, std::move(can), backend->signature());
 }
 
 }  // namespace tessera

@@ -17,7 +17,7 @@ std::vector<HostLinks::Counts> HostLinks::near_counts(HostCall& call, const Coun
   std::copy(sent.begin(), sent.end(), row);
   std::copy(awaited.begin(), awaited.end(), row + n);
   if (near_)
-    near_->_allgather_base(all, mine, near_options<c10d::AllgatherOptions>(call))->wait();
+    near_step(call, step_of(all, mine, Counts(mates().size(), 2 * n)), &Transport::all_gather);
   else
     all.copy_(mine);
   std::vector<Counts> rows;
@@ -75,17 +75,21 @@ void HostLinks::all_to_all(HostCall& call, const at::Tensor& output, const Count
   if (leads()) compare_far_counts(call, rows);
   const auto begin_in = begins_of(input_counts), begin_out = begins_of(output_counts);
   if (near_) {
-    std::vector<at::Tensor> outputs, inputs;
-    for (const int mate : mates()) {
-      const auto m = index(mate);
-      outputs.push_back(output.narrow(0, begin_out[m], output_counts[m]));
-      inputs.push_back(input.narrow(0, begin_in[m], input_counts[m]));
+    TransportCall step;
+    step.tag = TransportCall::kInternal;
+    for (std::size_t place = 0; place < mates().size(); ++place) {
+      const auto m = index(mates()[place]);
+      const int peer = static_cast<int>(place);
+      if (peer == place_) continue;
+      step.messages.push_back(
+          {Message::Kind::receive, output.narrow(0, begin_out[m], output_counts[m]), peer});
+      step.messages.push_back(
+          {Message::Kind::send, input.narrow(0, begin_in[m], input_counts[m]), peer});
     }
-    near_->alltoall(outputs, inputs, near_options<c10d::AllToAllOptions>(call))->wait();
-  } else {
-    copy_range(output, begin_out[index(rank_)], input, begin_in[index(rank_)],
-               input_counts[index(rank_)]);
+    near_step(call, std::move(step), &Transport::exchange);
   }
+  copy_range(output, begin_out[index(rank_)], input, begin_in[index(rank_)],
+             input_counts[index(rank_)]);
   all_to_all_far(call, output, output_counts, input, input_counts, rows);
 }
 
@@ -116,7 +120,7 @@ void HostLinks::all_to_all_far(HostCall& call, const at::Tensor& output,
     awaited_by_mate.push_back(far_sum(row, n));
   }
   at::Tensor gathered, dealt;
-  if (leads()) gathered = scratch_bytes(sum_of_counts(sent_by_mate));
+  if (leads()) gathered = scratch_bytes(total_of(sent_by_mate));
   near_gather(call, gathered, packed, sent_by_mate, 0);
   if (leads()) {
     Counts to(hosts, 0), from(hosts, 0);
@@ -137,7 +141,7 @@ void HostLinks::all_to_all_far(HostCall& call, const at::Tensor& output,
         to[host] += bytes;
       }
     }
-    const auto incoming = scratch_bytes(sum_of_counts(from));
+    const auto incoming = scratch_bytes(total_of(from));
     far_all_to_all(call, incoming, from, outgoing, to);
     // By host and sender, then by receiver, as it came; by receiver first, as it is dealt.
     dealt = scratch_bytes(incoming.numel());

@@ -4,26 +4,24 @@
 #include <utility>
 
 #include "tessera/comm/backends/hosts/host_steps.h"
-#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
-HostLinks::HostLinks(HostMap map, int rank, BackendPtr near, BackendPtr wide, BackendPtr leaders)
+HostLinks::HostLinks(HostMap map, int rank, TransportPtr near, TransportPtr wide,
+                     TransportPtr leaders)
     : map_(std::move(map)),
       rank_(rank),
       host_(map_.host_of[index(rank)]),
       place_(map_.place_of[index(rank)]),
       near_(std::move(near)),
       wide_(std::move(wide)),
-      leaders_(std::move(leaders)),
-      near_can_(abilities_of(near_.get())),
-      far_can_(abilities_of(leaders_.get())) {}
+      leaders_(std::move(leaders)) {}
 
 void HostLinks::abort() {
   if (!aborted_.exchange(true)) {
     // on purpose never freed
     for (const auto& link : {wide_, leaders_})
-      if (abilities_of(link.get()).may_hang) BackendPtr(link).release();
+      if (link && link->abilities().may_hang) new TransportPtr(link);
   }
   for (const auto& link : {near_, wide_, leaders_})
     if (link) link->abort();
@@ -31,63 +29,38 @@ void HostLinks::abort() {
 
 // ---- steps ----
 
-CallLimit HostLinks::near_limit(HostCall& call) {
-  near_can_.sign(sign_of_step(call.sign, ++call.near));
-  return {call.limit, true};
+void HostLinks::near_broadcast(HostCall& call, const at::Tensor& data, int place) {
+  near_step(call, step_of(data, {}, {}, place), &Transport::broadcast);
 }
 
-void HostLinks::near_barrier(HostCall& call) {
-  if (near_) near_->barrier(near_options<c10d::BarrierOptions>(call))->wait();
-}
-
-void HostLinks::near_broadcast(HostCall& call, at::Tensor data, int place) {
-  if (!near_) return;
-  auto options = near_options<c10d::BroadcastOptions>(call);
-  options.rootRank = place;
-  std::vector<at::Tensor> tensors{std::move(data)};
-  near_->broadcast(tensors, options)->wait();
-}
-
-void HostLinks::near_reduce(HostCall& call, at::Tensor data, const c10d::ReduceOp& op) {
-  if (!near_) return;
-  auto options = near_options<c10d::ReduceOptions>(call);
-  options.reduceOp = op;
-  options.rootRank = 0;
-  std::vector<at::Tensor> tensors{std::move(data)};
-  near_->reduce(tensors, options)->wait();
+void HostLinks::near_reduce(HostCall& call, const at::Tensor& data, ReduceOp op) {
+  TransportCall step = step_of(data, {}, {}, 0);
+  step.op = op;
+  near_step(call, std::move(step), &Transport::reduce);
 }
 
 void HostLinks::near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
                             const Counts& counts, int place) {
-  if (near_) {
-    near_can_.uneven->gather_v(whole, part, counts, place, near_limit(call))->wait();
-  } else {
+  if (near_)
+    near_step(call, step_of(whole, part, counts, place), &Transport::gather);
+  else
     whole.copy_(part);
-  }
 }
 
 void HostLinks::near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,
                              const Counts& counts, int place) {
-  if (near_) {
-    near_can_.uneven->scatter_v(part, whole, counts, place, near_limit(call))->wait();
-  } else {
+  if (near_)
+    near_step(call, step_of(part, whole, counts, place), &Transport::scatter);
+  else
     part.copy_(whole);
-  }
 }
 
-void HostLinks::far_broadcast(HostCall& call, at::Tensor data, int host) {
-  auto options = far_options<c10d::BroadcastOptions>(call);
-  options.rootRank = host;
-  std::vector<at::Tensor> tensors{std::move(data)};
-  leaders_->broadcast(tensors, options)->wait();
-}
-
-void HostLinks::far_all_to_all(HostCall& call, at::Tensor output, Counts output_counts,
-                               at::Tensor input, Counts input_counts) {
-  leaders_
-      ->alltoall_base(output, input, output_counts, input_counts,
-                      far_options<c10d::AllToAllOptions>(call))
-      ->wait();
+void HostLinks::far_all_to_all(HostCall& call, const at::Tensor& output,
+                               const Counts& output_counts, const at::Tensor& input,
+                               const Counts& input_counts) {
+  TransportCall step = step_of(output, input, output_counts);
+  step.input_counts = input_counts;
+  far_step(call, std::move(step), &Transport::all_to_all);
 }
 
 HostLinks::Counts HostLinks::per_host(const Counts& counts) const {
@@ -140,40 +113,37 @@ void HostLinks::copy_to_group_order(const at::Tensor& to, const at::Tensor& from
 // ---- collectives ----
 
 void HostLinks::barrier(HostCall& call) {
-  near_barrier(call);
-  if (leads()) leaders_->barrier(far_options<c10d::BarrierOptions>(call))->wait();
-  near_barrier(call);
+  near_step(call, {}, &Transport::barrier);
+  if (leads()) far_step(call, {}, &Transport::barrier);
+  near_step(call, {}, &Transport::barrier);
 }
 
 void HostLinks::broadcast(HostCall& call, const at::Tensor& data, int root) {
   const int home = map_.host_of[index(root)];
   if (host_ == home) near_broadcast(call, data, map_.place_of[index(root)]);
-  if (leads()) far_broadcast(call, data, home);
+  if (leads()) far_step(call, step_of(data, {}, {}, home), &Transport::broadcast);
   if (host_ != home) near_broadcast(call, data, 0);
 }
 
-void HostLinks::all_reduce(HostCall& call, const at::Tensor& data, const c10d::ReduceOp& op) {
+void HostLinks::all_reduce(HostCall& call, const at::Tensor& data, ReduceOp op) {
   near_reduce(call, data, op);
   if (leads()) {
-    auto options = far_options<c10d::AllreduceOptions>(call);
-    options.reduceOp = op;
-    std::vector<at::Tensor> tensors{data};
-    leaders_->allreduce(tensors, options)->wait();
+    TransportCall step = step_of(data);
+    step.op = op;
+    far_step(call, std::move(step), &Transport::all_reduce);
   }
   near_broadcast(call, data, 0);
 }
 
-void HostLinks::reduce(HostCall& call, const at::Tensor& data, const c10d::ReduceOp& op, int root) {
+void HostLinks::reduce(HostCall& call, const at::Tensor& data, ReduceOp op, int root) {
   const int home = map_.host_of[index(root)], place = map_.place_of[index(root)];
   // The leader's tensor keeps its values unless it is the root.
   const at::Tensor sum = leads() && rank_ != root ? data.clone() : data;
   near_reduce(call, sum, op);
   if (leads()) {
-    auto options = far_options<c10d::ReduceOptions>(call);
-    options.reduceOp = op;
-    options.rootRank = home;
-    std::vector<at::Tensor> tensors{sum};
-    leaders_->reduce(tensors, options)->wait();
+    TransportCall step = step_of(sum, {}, {}, home);
+    step.op = op;
+    far_step(call, std::move(step), &Transport::reduce);
   }
   if (host_ != home || place == 0) return;
   const at::Tensor part = rank_ == root ? data : at::empty({0}, data.options());
@@ -181,8 +151,7 @@ void HostLinks::reduce(HostCall& call, const at::Tensor& data, const c10d::Reduc
 }
 
 void HostLinks::reduce_scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                               const Counts& counts, ReduceOp::Kind kind,
-                               const c10d::ReduceOp& op) {
+                               const Counts& counts, ReduceOp op) {
   const at::Tensor sum = leads() ? input.clone() : input;
   near_reduce(call, sum, op);
   at::Tensor block;
@@ -193,18 +162,11 @@ void HostLinks::reduce_scatter(HostCall& call, const at::Tensor& output, const a
       copy_to_hosts_order(ordered, sum, counts);
     }
     // Each host gets its rows from every host, and reduces them in the order of the hosts.
-    const auto width = static_cast<std::int64_t>(input.element_size());
-    Counts sent = per_host(counts);
-    const std::int64_t mine = sent[index(host_)];
-    for (auto& count : sent) count *= width;
-    const auto received = at::empty({map_.count() * mine}, input.options());
-    far_all_to_all(call, bytes_view(received), Counts(map_.hosts.size(), mine * width),
-                   bytes_view(ordered), sent);
-    block = at::empty({mine}, input.options());
-    std::vector<at::Tensor> parts;
-    for (int host = 0; host < map_.count(); ++host)
-      parts.push_back(received.narrow(0, host * mine, mine));
-    if (mine > 0) reduce_in_order(block, parts, kind);
+    const Counts rows = per_host(counts);
+    block = at::empty({rows[index(host_)]}, input.options());
+    TransportCall step = step_of(block, ordered, rows);
+    step.op = op;
+    far_step(call, std::move(step), compose_reduce_scatter);
   }
   near_scatter(call, output, block, of_mates(counts), 0);
 }
@@ -219,18 +181,7 @@ void HostLinks::all_gather(HostCall& call, const at::Tensor& output, const at::T
   }
   near_gather(call, block, input, of_mates(counts), 0);
   if (leads()) {
-    const bool even = std::all_of(blocks.begin(), blocks.end(),
-                                  [&](std::int64_t b) { return b == blocks.front(); });
-    if (even) {
-      leaders_->_allgather_base(whole, block, far_options<c10d::AllgatherOptions>(call))->wait();
-    } else {
-      std::int64_t begin = 0;
-      for (int host = 0; host < map_.count(); ++host) {
-        const auto bytes = blocks[index(host)];
-        if (bytes > 0) far_broadcast(call, whole.narrow(0, begin, bytes), host);
-        begin += bytes;
-      }
-    }
+    far_step(call, step_of(whole, block, blocks), &Transport::all_gather);
     if (!map_.in_order) copy_to_group_order(output, whole, counts);
   }
   near_broadcast(call, output, 0);
@@ -239,7 +190,7 @@ void HostLinks::all_gather(HostCall& call, const at::Tensor& output, const at::T
 void HostLinks::gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
                        const Counts& counts, int root) {
   const int home = map_.host_of[index(root)], place = map_.place_of[index(root)];
-  const std::int64_t total = sum_of_counts(counts);
+  const std::int64_t total = total_of(counts);
   const Counts blocks = per_host(counts);
   at::Tensor block, whole;
   if (leads()) block = scratch_bytes(blocks[index(host_)]);
@@ -263,7 +214,7 @@ void HostLinks::gather(HostCall& call, const at::Tensor& output, const at::Tenso
 void HostLinks::scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
                         const Counts& counts, int root) {
   const int home = map_.host_of[index(root)], place = map_.place_of[index(root)];
-  const std::int64_t total = sum_of_counts(counts);
+  const std::int64_t total = total_of(counts);
   at::Tensor whole = input;
   if (host_ == home && place != 0) {
     if (leads()) whole = scratch_bytes(total);

@@ -1,25 +1,27 @@
 #pragma once
 // HostLinks: the ways between the ranks of a group over several hosts, and each collective as steps
-// on them: in memory between the ranks of a host, over another backend between the hosts' leaders.
+// on them: in memory between the ranks of a host, over another transport between the hosts'
+// leaders.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends/hosts/host_map.h"
-#include "tessera/comm/group/detail/abilities.h"
-#include "tessera/comm/group/detail/uneven.h"
+#include "tessera/comm/backends/transport.h"
 
 namespace tessera::detail {
 
 /// What the steps of one collective share.
 struct HostCall {
-  /// The number that stands for the call on all ranks (Abilities::signature); 0: none is known.
+  /// The number that stands for the call on all ranks (TransportCall::sign); 0: none is known.
   std::uint64_t sign = 0;
   /// The limit of each step.
   std::chrono::milliseconds limit{0};
@@ -32,20 +34,19 @@ struct HostCall {
 class HostLinks {
  public:
   using Counts = std::vector<std::int64_t>;
-  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using TransportPtr = std::shared_ptr<Transport>;
 
   /// `near`: memory, over the ranks of this host in ascending order; null if there is one. `wide`:
   /// over all ranks, for messages. `leaders`: over the hosts' leaders, in the order of the hosts;
   /// null on other ranks.
-  HostLinks(HostMap map, int rank, BackendPtr near, BackendPtr wide, BackendPtr leaders);
+  HostLinks(HostMap map, int rank, TransportPtr near, TransportPtr wide, TransportPtr leaders);
 
   const HostMap& map() const { return map_; }
   /// True if messages with this rank of the group go through memory.
   bool is_near(int rank) const { return map_.host_of[index(rank)] == host_; }
-  c10d::Backend& wide() const { return *wide_; }
+  Transport& wide() const { return *wide_; }
   /// Null if this rank is alone on its host.
-  c10d::Backend* near() const { return near_.get(); }
-  UnevenBackend* near_uneven() const { return near_can_.uneven; }
+  Transport* near() const { return near_.get(); }
 
   /// Ends the calls of all links, here. From any thread.
   void abort();
@@ -54,12 +55,12 @@ class HostLinks {
   void barrier(HostCall& call);
   void broadcast(HostCall& call, const at::Tensor& data, int root);
   /// In place.
-  void all_reduce(HostCall& call, const at::Tensor& data, const c10d::ReduceOp& op);
+  void all_reduce(HostCall& call, const at::Tensor& data, ReduceOp op);
   /// In place on root; the tensors of other ranks keep their values.
-  void reduce(HostCall& call, const at::Tensor& data, const c10d::ReduceOp& op, int root);
+  void reduce(HostCall& call, const at::Tensor& data, ReduceOp op, int root);
   /// `input` keeps its values.
   void reduce_scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                      const Counts& counts, ReduceOp::Kind kind, const c10d::ReduceOp& op);
+                      const Counts& counts, ReduceOp op);
 
   // Of bytes, in tensors of uint8.
   void all_gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
@@ -91,23 +92,22 @@ class HostLinks {
   void copy_to_group_order(const at::Tensor& to, const at::Tensor& from,
                            const Counts& counts) const;
 
-  template <class Options>
-  Options near_options(HostCall& call);
-  CallLimit near_limit(HostCall& call);
-  template <class Options>
-  Options far_options(HostCall& call);
-  void near_barrier(HostCall& call);
-  void near_broadcast(HostCall& call, at::Tensor data, int place);
+  /// One step over the ranks of this host, done on return; nothing if this rank is alone there.
+  template <class Make>
+  void near_step(HostCall& call, TransportCall step, const Make& make);
+  /// One step over the leaders.
+  template <class Make>
+  void far_step(HostCall& call, TransportCall step, const Make& make);
+  void near_broadcast(HostCall& call, const at::Tensor& data, int place);
   /// To the leader, in place there.
-  void near_reduce(HostCall& call, at::Tensor data, const c10d::ReduceOp& op);
+  void near_reduce(HostCall& call, const at::Tensor& data, ReduceOp op);
   /// To and from the rank at `place`; `whole` is used there alone.
   void near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
                    const Counts& counts, int place);
   void near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,
                     const Counts& counts, int place);
-  void far_broadcast(HostCall& call, at::Tensor data, int host);
-  void far_all_to_all(HostCall& call, at::Tensor output, Counts output_counts, at::Tensor input,
-                      Counts input_counts);
+  void far_all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
+                      const at::Tensor& input, const Counts& input_counts);
   /// The counts that each rank of this host gave: a row per rank, what it sends and what it waits
   /// for.
   std::vector<Counts> near_counts(HostCall& call, const Counts& sent, const Counts& awaited);
@@ -119,8 +119,7 @@ class HostLinks {
 
   const HostMap map_;
   const int rank_, host_, place_;
-  const BackendPtr near_, wide_, leaders_;
-  const Abilities near_can_, far_can_;
+  const TransportPtr near_, wide_, leaders_;
   std::atomic<bool> aborted_{false};
 };
 

@@ -4,24 +4,17 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
-#include <numeric>
+#include <functional>
+#include <utility>
 
 #include "tessera/base/hash.h"
+#include "tessera/comm/backends/flat.h"
 #include "tessera/comm/backends/hosts/host_links.h"
 
 namespace tessera::detail {
 
-inline std::int64_t sum_of_counts(const HostLinks::Counts& counts) {
-  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
-}
-
 inline at::Tensor scratch_bytes(std::int64_t count) {
   return at::empty({count}, at::TensorOptions().dtype(at::kByte));
-}
-
-// The same memory as bytes. A tensor of one element may have any stride.
-inline at::Tensor bytes_view(const at::Tensor& flat) {
-  return flat.as_strided({flat.numel()}, {1}).view(at::kByte);
 }
 
 inline void copy_range(const at::Tensor& to, std::int64_t to_begin, const at::Tensor& from,
@@ -32,35 +25,37 @@ inline void copy_range(const at::Tensor& to, std::int64_t to_begin, const at::Te
               static_cast<std::size_t>(bytes));
 }
 
-inline HostLinks::Counts begins_of(const HostLinks::Counts& counts) {
-  HostLinks::Counts begins;
-  std::int64_t begin = 0;
-  for (const auto count : counts) {
-    begins.push_back(begin);
-    begin += count;
-  }
-  return begins;
-}
-
 inline std::uint64_t sign_of_step(std::uint64_t call, std::uint64_t step) {
   return call == 0 ? 0 : Hash().number(call).number(step).value();
 }
 
-template <class Options>
-Options HostLinks::near_options(HostCall& call) {
-  const CallLimit limit = near_limit(call);
-  Options options;
-  options.timeout = limit.timeout;
-  options.asyncOp = false;
-  return options;
+/// A call of a step, of which `output` is the result.
+inline TransportCall step_of(const at::Tensor& output, const at::Tensor& input = {},
+                             HostLinks::Counts counts = {}, int root = -1) {
+  TransportCall step;
+  step.output = output;
+  step.input = input;
+  step.counts = std::move(counts);
+  step.root = root;
+  return step;
 }
 
-template <class Options>
-Options HostLinks::far_options(HostCall& call) {
-  far_can_.sign(sign_of_step(call.sign, ++call.far));
-  Options options;
-  options.timeout = call.limit;
-  return options;
+template <class Make>
+void HostLinks::near_step(HostCall& call, TransportCall step, const Make& make) {
+  if (!near_) return;
+  step.sign = sign_of_step(call.sign, ++call.near);
+  step.timeout = call.limit;
+  step.blocking = true;
+  std::invoke(make, *near_, step);
+  step.wait();
+}
+
+template <class Make>
+void HostLinks::far_step(HostCall& call, TransportCall step, const Make& make) {
+  step.sign = sign_of_step(call.sign, ++call.far);
+  step.timeout = call.limit;
+  std::invoke(make, *leaders_, step);
+  step.wait();
 }
 
 }  // namespace tessera::detail

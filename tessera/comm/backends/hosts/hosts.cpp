@@ -15,7 +15,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
 #include "tessera/comm/backends/hosts/host_map.h"
-#include "tessera/comm/backends/hosts/hosts_backend.h"
+#include "tessera/comm/backends/hosts/hosts_transport.h"
 #include "tessera/comm/backends/mpi/mpi_attempt.h"
 #include "tessera/comm/backends/shm/shm.h"
 #include "tessera/comm/group/detail/group_watch.h"
@@ -78,7 +78,7 @@ class ByHost {
         options_(options),
         deadline_(deadline_after(options.timeout)) {}
 
-  ChosenBackend make() {
+  ChosenTransport make() {
     auto marks = gather("mark", options_.host.empty() ? mark_of_host() : options_.host);
     const std::string apart = first_difference(marks);
     meet(HostMap::of(marks));
@@ -162,23 +162,23 @@ class ByHost {
   }
 
   /// The group over the hosts of `map`, of which there are several.
-  ChosenBackend over_hosts(HostMap map, bool mpi, const std::string& why) {
+  ChosenTransport over_hosts(HostMap map, bool mpi, const std::string& why) {
     const bool alone = map.count() == size_;
     const std::string way = mpi ? "mpi" : "gloo";
     if (alone && mpi && options_.plain)
       return {over_mpi_of(everybody()), way,
               concat("no two of its ranks share memory, and all have MPI: ", why), ""};
     const std::string address = options_.find_address ? options_.find_address() : options_.address;
-    auto wide = make_gloo_backend(prefixed("wide"), rank_, size_, options_.timeout, address);
+    auto wide = make_gloo_transport(prefixed("wide"), rank_, size_, options_.timeout, address);
     if (alone && options_.plain)
       return {std::move(wide), way, concat("no two of its ranks share memory: ", why, no_mpi_), ""};
-    c10::intrusive_ptr<c10d::Backend> leaders;
+    std::shared_ptr<detail::Transport> leaders;
     if (map.place_of[me()] == 0) {
       std::vector<int> ranks;
       for (const auto& host : map.hosts) ranks.push_back(global(host.front()));
       leaders = mpi ? over_mpi_of(ranks)
-                    : make_gloo_backend(prefixed("leaders"), map.host_of[me()], map.count(),
-                                        options_.timeout, address);
+                    : make_gloo_transport(prefixed("leaders"), map.host_of[me()], map.count(),
+                                          options_.timeout, address);
     }
     const std::string text = alone ? concat("no two of its ranks share memory: ", way,
                                             " between them (", why, no_mpi_, ")")
@@ -187,8 +187,8 @@ class ByHost {
                                             " between the hosts (", why, no_mpi_, ")");
     auto links = std::make_shared<detail::HostLinks>(std::move(map), rank_, std::move(near_),
                                                      std::move(wide), std::move(leaders));
-    return {c10::make_intrusive<detail::HostsBackend>(std::move(links), rank_, options_.timeout,
-                                                      !options_.watch),
+    return {std::make_shared<detail::HostsTransport>(std::move(links), rank_, options_.timeout,
+                                                     !options_.watch),
             "hosts", text, ""};
   }
 
@@ -198,14 +198,14 @@ class ByHost {
     return ranks;
   }
 
-  c10::intrusive_ptr<c10d::Backend> over_mpi_of(const std::vector<int>& ranks) const {
+  std::shared_ptr<detail::Transport> over_mpi_of(const std::vector<int>& ranks) const {
     MpiBackendOptions options;
     options.name = options_.name;
     options.timeout = options_.timeout;
     detail::MpiAttempt attempt{Hash().text(options_.name).value(), {}};
     if (options_.watch)
       attempt.given_up = [watch = options_.watch] { return watch->poison() != nullptr; };
-    return detail::make_mpi_backend(*options_.mpi, ranks, options, attempt);
+    return detail::make_mpi_transport(*options_.mpi, ranks, options, attempt);
   }
 
   /// Meets the ranks of this host, if there are any.
@@ -213,14 +213,14 @@ class ByHost {
     const auto host = map.host_of[me()];
     const auto& mates = map.hosts[static_cast<std::size_t>(host)];
     if (mates.size() < 2) return;
-    ShmBackendOptions options;
+    ShmOptions options;
     options.name = options_.name;
     options.timeout = options_.timeout;
     for (const int mate : mates) options.ranks.push_back(global(mate));
     options.watch = options_.watch;
     try {
-      near_ = make_shm_backend(prefixed(concat("of host ", host)), map.place_of[me()],
-                               static_cast<int>(mates.size()), options);
+      near_ = make_shm_transport(prefixed(concat("of host ", host)), map.place_of[me()],
+                                 static_cast<int>(mates.size()), options);
       verdict_ = kMet;
     } catch (const NotAvailable& error) {
       const std::string what = error.what();
@@ -244,7 +244,7 @@ class ByHost {
   const int rank_, size_;
   const HostsOptions& options_;
   const Deadline deadline_;
-  c10::intrusive_ptr<c10d::Backend> near_;
+  std::shared_ptr<detail::Transport> near_;
   std::string verdict_;
   /// Why MPI is not used although a rank has it, for the reason.
   std::string no_mpi_;
@@ -252,8 +252,8 @@ class ByHost {
 
 }  // namespace
 
-ChosenBackend make_backend_by_host(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                   const HostsOptions& options) {
+ChosenTransport make_transport_by_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                       int size, const HostsOptions& options) {
   return ByHost(store, rank, size, options).make();
 }
 

@@ -1,5 +1,5 @@
 #pragma once
-// The backend that fits where a group's ranks are: found out when the group is made, by all ranks
+// The transport that fits where a group's ranks are: found out when the group is made, by all ranks
 // alike.
 
 #include <c10/util/intrusive_ptr.h>
@@ -14,15 +14,12 @@
 
 #include "tessera/comm/backends/mpi/mpi.h"
 
-namespace c10d {
-class Backend;
-}
-
 namespace tessera {
 
 namespace detail {
 class GroupWatch;
-}
+class Transport;
+}  // namespace detail
 
 struct HostsOptions {
   /// Name of the group, for messages.
@@ -46,13 +43,13 @@ struct HostsOptions {
   /// thread level of at least `serialized`, since a thread of the group makes the calls.
   std::optional<MpiWorld> mpi;
   /// Where no two ranks share memory: true gives Gloo as it is, for tessera::Group, which adds what
-  /// Gloo lacks (averages, NaN, half precision rounded once); false gives the backend "hosts",
+  /// Gloo lacks (averages, NaN, half precision rounded once); false gives "hosts",
   /// which does that by itself.
   bool plain = true;
 };
 
-struct ChosenBackend {
-  c10::intrusive_ptr<c10d::Backend> backend;
+struct ChosenTransport {
+  std::shared_ptr<detail::Transport> transport;
   /// "shm": all ranks share memory. "gloo" or "mpi": no two do. "hosts": some do; collectives go
   /// through memory inside a host, and over Gloo or MPI between the first ranks of the hosts.
   std::string name;
@@ -69,8 +66,9 @@ struct ChosenBackend {
 /// What goes between hosts follows from what the ranks have, never from a measurement: Gloo and MPI
 /// add in different orders, so a choice by time would change the last bits from run to run.
 ///
-/// Throws what the backends throw whose ranks do not come, and NotAvailable for `between` = "mpi".
-ChosenBackend make_backend_by_host(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                   const HostsOptions& options);
+/// Throws what the transports throw whose ranks do not come, and NotAvailable for `between` =
+/// "mpi".
+ChosenTransport make_transport_by_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                       int size, const HostsOptions& options);
 
 }  // namespace tessera

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/backends/own_backend.h"
+#include "tessera/comm/backends/own_work.h"
 
 namespace tessera::detail {
 

@@ -37,9 +37,10 @@ c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld&, const std::v
                                                    const MpiBackendOptions&) {
   not_available();
 }
-c10::intrusive_ptr<c10d::Backend> detail::make_mpi_backend(const MpiWorld&, const std::vector<int>&,
-                                                           const MpiBackendOptions&,
-                                                           const MpiAttempt&) {
+std::shared_ptr<detail::Transport> detail::make_mpi_transport(const MpiWorld&,
+                                                              const std::vector<int>&,
+                                                              const MpiBackendOptions&,
+                                                              const MpiAttempt&) {
   not_available();
 }
 

@@ -96,7 +96,7 @@ struct MpiBackendOptions {
 /// alone, all with the same list, one group after the other. Throws InvalidArgument for a bad list,
 /// and TimeoutError naming the ranks of `world` that did not come.
 ///
-/// The result is also a detail::UnevenBackend. It moves CPU tensors of any dtype. It reduces by
+/// The result moves CPU tensors of any dtype, with any counts. It reduces by
 /// sum, product, min and max all numeric dtypes and bool (as or, and, and, or), by band, bor and
 /// bxor integers and bool, and by avg and premultiplied floating and complex ones. half and
 /// bfloat16 are summed in float32.

@@ -1,10 +1,9 @@
 #pragma once
 // MpiAttempt: one of several tries of a manager to make a group over MPI.
 
-#include <c10/util/intrusive_ptr.h>
-
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "tessera/comm/backends/mpi/mpi.h"
@@ -19,10 +18,11 @@ struct MpiAttempt {
   std::function<bool()> given_up;
 };
 
+class Transport;
+
 /// As tessera::make_mpi_backend().
-c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
-                                                   const std::vector<int>& ranks,
-                                                   const MpiBackendOptions& options,
-                                                   const MpiAttempt& attempt);
+std::shared_ptr<Transport> make_mpi_transport(const MpiWorld& world, const std::vector<int>& ranks,
+                                              const MpiBackendOptions& options,
+                                              const MpiAttempt& attempt);
 
 }  // namespace tessera::detail

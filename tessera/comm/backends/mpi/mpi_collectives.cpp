@@ -3,10 +3,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
+#include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/backends/mpi/mpi_backend.h"
+#include "tessera/comm/backends/flat.h"
+#include "tessera/comm/backends/mpi/mpi_transport.h"
 
 namespace tessera::detail {
 
@@ -17,56 +18,33 @@ namespace {
 constexpr std::int64_t kPieceBytes = 1 << 20;
 constexpr std::int64_t kMaxPieces = 64;
 
-// MPI wants an address that is neither null nor MPI_IN_PLACE, also if there is nothing to move.
-char nothing[16];
-
-void* address(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.numel() > 0 ? tensor.data_ptr() : nothing;
-}
-
-bool shares_storage(const at::Tensor& a, const at::Tensor& b) {
-  return a.numel() > 0 && b.numel() > 0 &&
-         a.storage().data_ptr().get() == b.storage().data_ptr().get();
-}
-
-std::vector<int> narrow(const std::vector<std::int64_t>& counts) {
-  return {counts.begin(), counts.end()};
-}
-
-std::vector<std::int64_t> offsets(const std::vector<std::int64_t>& counts) {
-  std::vector<std::int64_t> result(counts.size(), 0);
-  std::exclusive_scan(counts.begin(), counts.end(), result.begin(), std::int64_t{0});
-  return result;
-}
-
-std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
-}
-
-bool all_equal(const std::vector<std::int64_t>& counts) {
-  return std::all_of(counts.begin(), counts.end(),
-                     [&](std::int64_t n) { return n == counts.front(); });
-}
-
-char* at_element(const at::Tensor& t, std::int64_t element) {
-  return static_cast<char*>(address(t)) + element * static_cast<std::int64_t>(t.element_size());
-}
-
 std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
-void copy_bytes(const void* from, void* to, std::int64_t bytes) {
-  std::memcpy(to, from, static_cast<std::size_t>(bytes));
-}
+std::int64_t item_of(const at::Tensor& t) { return static_cast<std::int64_t>(t.element_size()); }
+
+char* begin_of(const at::Tensor& t) { return static_cast<char*>(mpi_address(t)); }
 
 void check(int code, const MpiCall& call) { check_mpi(code, call.name); }
 
-/// The values of `tensor` as the reduction needs them: scaled, in its wire type. The tensor itself
-/// if nothing has to change.
-at::Tensor staged(const at::Tensor& tensor, const MpiReduction& plan) {
-  at::Tensor t = tensor;
-  if (plan.recipe.wide != t.scalar_type()) t = t.to(plan.recipe.wide);
-  if (plan.recipe.scale) t = t.mul(plan.factor);
-  return in_order(t) ? t : t.contiguous().resolve_conj().resolve_neg();
+/// What the ranks compare: `like` is a tensor that all ranks have alike, or, with counts, in which
+/// they have those elements.
+CallCard mpi_card(const at::Tensor& like, const TransportCall& given,
+                  const TransportCall::Counts& counts = {}) {
+  CallCard card;
+  card.dtype = like.scalar_type();
+  card.root = given.root;
+  card.elements = counts.empty() ? like.numel() : 1;
+  card.sizes = counts;
+  return card;
+}
+
+/// As above, of a reduction.
+CallCard mpi_reduce_card(const at::Tensor& like, const TransportCall& given,
+                         const TransportCall::Counts& counts = {}) {
+  CallCard card = mpi_card(like, given, counts);
+  card.op = given.bits == Bits::none ? static_cast<int>(given.op.kind)
+                                     : 16 + static_cast<int>(given.bits);
+  return card;
 }
 
 struct Blocks {
@@ -77,353 +55,290 @@ struct Blocks {
 /// Counts and displacements as MPI reads them until the call ends.
 Blocks blocks(MpiCall& call, const std::vector<std::int64_t>& counts,
               const std::vector<std::int64_t>& starts) {
-  int* n = call.keep(narrow(counts));
-  return {n, call.keep(narrow(starts))};
+  int* n = call.keep({counts.begin(), counts.end()});
+  return {n, call.keep({starts.begin(), starts.end()})};
 }
 
 }  // namespace
 
-at::Tensor MpiBackend::readable(MpiCall& call, const at::Tensor& tensor) const {
-  const at::Tensor t = in_order(tensor) ? tensor : tensor.contiguous().resolve_conj().resolve_neg();
-  call.tensors.push_back(t);
-  call.bytes += static_cast<std::int64_t>(t.nbytes());
-  return t;
+void* mpi_address(const at::Tensor& tensor) {
+  static char nothing[16];
+  return tensor.defined() && tensor.numel() > 0 ? tensor.data_ptr() : nothing;
 }
 
-at::Tensor MpiBackend::writable(MpiCall& call, const at::Tensor& tensor) const {
-  if (in_order(tensor)) {
-    call.tensors.push_back(tensor);
-    return tensor;
-  }
-  const at::Tensor t =
-      at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
-  call.tensors.push_back(t);
-  call.finish.emplace_back([tensor, t] { tensor.copy_(t); });
-  return t;
-}
-
-void MpiBackend::add_all_reduce(MpiCall& call, const at::Tensor& tensor, const c10d::ReduceOp& op) {
-  const MpiReduction plan = reductions_.plan(tensor.scalar_type(), op);
-  const at::Tensor t = staged(tensor, plan);
-  call.tensors.push_back(t);
-  call.bytes += static_cast<std::int64_t>(t.nbytes());
-  const std::int64_t count = t.numel() * plan.recipe.width();
-  std::int64_t piece = max_count_;
-  if (comm_->one_host() && ranks() > 1 && static_cast<std::int64_t>(t.nbytes()) > 4 * kPieceBytes) {
-    const std::int64_t wanted =
-        kPieceBytes * plan.recipe.width() / static_cast<std::int64_t>(t.element_size());
-    piece = std::min(piece, std::max(wanted, (count + kMaxPieces - 1) / kMaxPieces));
-  }
-  const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.recipe.width();
-  const bool same = t.is_same(tensor);
-  if (!same || plan.recipe.divide)
-    call.finish.emplace_back([tensor, t, same, average = plan.recipe.divide, n = ranks()] {
-      if (average) t.div_(n);
-      if (!same) tensor.copy_(t);
-    });
-  after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count, piece, item,
-                       type = plan.type, op = plan.op] {
+template <class Move>
+void MpiTransport::in_pieces(MpiCall& call, char* begin, std::int64_t count, std::int64_t item,
+                             std::int64_t piece, const Move& move) {
+  after_meeting(call, [&call, begin, count, item, piece, move] {
     std::int64_t done = 0;
     do {
       const int n = static_cast<int>(std::min(piece, count - done));
-      char* data = begin + done * item;
-      check(call.blocking
-                ? MPI_Allreduce(MPI_IN_PLACE, data, n, type, op, comm_->handle())
-                : MPI_Iallreduce(MPI_IN_PLACE, data, n, type, op, comm_->handle(), call.request()),
-            call);
+      check(move(begin + done * item, n), call);
       done += n;
     } while (done < count);
   });
 }
 
-void MpiBackend::add_broadcast(MpiCall& call, const at::Tensor& tensor, int root) {
-  const at::Tensor t = rank() == root ? readable(call, tensor) : writable(call, tensor);
-  call.bytes = static_cast<std::int64_t>(t.nbytes());
-  after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count = t.numel(),
-                       item = static_cast<std::int64_t>(t.element_size()), root] {
-    const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
-    std::int64_t done = 0;
-    do {
-      const int n = static_cast<int>(std::min(max_count_, count - done));
-      char* data = begin + done * item;
-      check(call.blocking ? MPI_Bcast(data, n, type, root, comm_->handle())
-                          : MPI_Ibcast(data, n, type, root, comm_->handle(), call.request()),
-            call);
-      done += n;
-    } while (done < count);
+void MpiTransport::reduce_to(const char* name, TransportCall& given, int root) {
+  const at::Tensor& t = given.output;
+  const MpiReduction plan = reductions_.plan(t.scalar_type(), given.op.kind, given.bits);
+  run(name, given, Kind::collective, mpi_reduce_card(t, given), [&](MpiCall& call) {
+    call.bytes = static_cast<std::int64_t>(t.nbytes());
+    std::int64_t piece = max_count_;
+    if (root < 0 && comm_->one_host() && size_ > 1 && call.bytes > 4 * kPieceBytes)
+      piece = std::min(
+          piece, std::max(kPieceBytes / item_of(t), (t.numel() + kMaxPieces - 1) / kMaxPieces));
+    in_pieces(call, begin_of(t), t.numel(), item_of(t), piece,
+              [this, &call, root, type = plan.type, op = plan.op](char* data, int n) {
+                const auto comm = comm_->handle();
+                const bool in_place = root < 0 || rank_ == root;
+                const void* from = in_place ? MPI_IN_PLACE : data;
+                void* to = in_place ? data : nullptr;
+                if (root < 0)
+                  return call.blocking
+                             ? MPI_Allreduce(from, to, n, type, op, comm)
+                             : MPI_Iallreduce(from, to, n, type, op, comm, call.request());
+                return call.blocking
+                           ? MPI_Reduce(from, to, n, type, op, root, comm)
+                           : MPI_Ireduce(from, to, n, type, op, root, comm, call.request());
+              });
   });
 }
 
-void MpiBackend::add_reduce(MpiCall& call, const at::Tensor& tensor, int root,
-                            const c10d::ReduceOp& op) {
-  const MpiReduction plan = reductions_.plan(tensor.scalar_type(), op);
-  const bool is_root = rank() == root;
-  const at::Tensor t = staged(tensor, plan);
-  call.tensors.push_back(t);
-  call.bytes += static_cast<std::int64_t>(t.nbytes());
-  const std::int64_t count = t.numel() * plan.recipe.width();
-  const std::int64_t item = static_cast<std::int64_t>(t.element_size()) / plan.recipe.width();
-  const bool same = t.is_same(tensor);
-  if (is_root && (!same || plan.recipe.divide))
-    call.finish.emplace_back([tensor, t, same, average = plan.recipe.divide, n = ranks()] {
-      if (average) t.div_(n);
-      if (!same) tensor.copy_(t);
-    });
-  after_meeting(call, [this, &call, begin = static_cast<char*>(address(t)), count, item, is_root,
-                       root, type = plan.type, op = plan.op] {
-    std::int64_t done = 0;
-    do {
-      const int n = static_cast<int>(std::min(max_count_, count - done));
-      char* data = begin + done * item;
-      const void* from = is_root ? MPI_IN_PLACE : data;
-      void* to = is_root ? data : nullptr;
+void MpiTransport::all_reduce(TransportCall& given) { reduce_to("all_reduce", given, -1); }
+
+void MpiTransport::reduce(TransportCall& given) { reduce_to("reduce", given, given.root); }
+
+void MpiTransport::broadcast(TransportCall& given) {
+  const at::Tensor& t = given.output;
+  run("broadcast", given, Kind::collective, mpi_card(t, given), [&](MpiCall& call) {
+    call.bytes = static_cast<std::int64_t>(t.nbytes());
+    in_pieces(call, begin_of(t), t.numel(), item_of(t), max_count_,
+              [this, &call, root = given.root, type = mpi_bytes_type(t.element_size())](char* data,
+                                                                                        int n) {
+                return call.blocking
+                           ? MPI_Bcast(data, n, type, root, comm_->handle())
+                           : MPI_Ibcast(data, n, type, root, comm_->handle(), call.request());
+              });
+  });
+}
+
+void MpiTransport::all_gather(TransportCall& given) {
+  const at::Tensor &out = given.output, &in = given.input;
+  const Counts &counts = given.counts, starts = begins_of(counts);
+  const auto item = item_of(out);
+  char *to = begin_of(out), *mine = begin_of(in);
+  const bool in_place = mine == to + starts[me()] * item;
+  run("all_gather", given, Kind::collective, mpi_card(in, given, counts), [&](MpiCall& call) {
+    call.bytes = static_cast<std::int64_t>(out.nbytes());
+    const MPI_Datatype type = mpi_bytes_type(out.element_size());
+    if (!fits(total_of(counts))) {
+      after_meeting(
+          call, [this, &call, counts, starts, to, mine, item, in_place, dtype = out.scalar_type()] {
+            for (int r = 0; r < size_; ++r) {
+              char* const place = to + starts[index(r)] * item;
+              if (r == rank_) {
+                if (!in_place)
+                  std::memcpy(place, mine, static_cast<std::size_t>(counts[index(r)] * item));
+                continue;
+              }
+              post_receive(call, place, counts[index(r)], dtype, r);
+              post_send(call, mine, counts[me()], dtype, r);
+            }
+          });
+      return;
+    }
+    // Not copied to the output and sent from there: the peers would read memory that this core has
+    // just written, at half the speed.
+    const void* from = in_place ? MPI_IN_PLACE : mine;
+    const int n = static_cast<int>(counts[me()]);
+    if (all_equal(counts)) {
+      after_meeting(call, [this, &call, from, to, n, type] {
+        check(call.blocking
+                  ? MPI_Allgather(from, n, type, to, n, type, comm_->handle())
+                  : MPI_Iallgather(from, n, type, to, n, type, comm_->handle(), call.request()),
+              call);
+      });
+      return;
+    }
+    after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type] {
       check(call.blocking
-                ? MPI_Reduce(from, to, n, type, op, root, comm_->handle())
-                : MPI_Ireduce(from, to, n, type, op, root, comm_->handle(), call.request()),
+                ? MPI_Allgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle())
+                : MPI_Iallgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle(),
+                                  call.request()),
             call);
-      done += n;
-    } while (done < count);
+    });
   });
 }
 
-void MpiBackend::add_all_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
-                                const Counts& counts) {
-  const Counts starts = offsets(counts);
-  const at::Tensor out = writable(call, output);
-  const bool in_place = in_order(input) && shares_storage(out, input) &&
-                        address(input) == at_element(out, starts[index(rank())]);
-  const at::Tensor in = in_place || !shares_storage(out, input) ? readable(call, input)
-                                                                : readable(call, input.clone());
-  call.bytes = static_cast<std::int64_t>(out.nbytes());
-  const MPI_Datatype type = mpi_bytes_type(out.element_size());
-  const auto dtype = out.scalar_type();
-  const auto item = static_cast<std::int64_t>(out.element_size());
-  char *to = static_cast<char*>(address(out)), *mine = static_cast<char*>(address(in));
-  if (!fits(sum_of(counts))) {
-    after_meeting(call, [this, &call, counts, starts, to, mine, item, dtype, in_place] {
-      for (int r = 0; r < ranks(); ++r) {
-        char* const place = to + starts[index(r)] * item;
-        if (r == rank()) {
-          if (!in_place) copy_bytes(mine, place, counts[index(r)] * item);
-          continue;
-        }
-        post_receive(call, place, counts[index(r)], dtype, r);
-        post_send(call, mine, counts[index(rank())], dtype, r);
-      }
-    });
-    return;
-  }
-  // Not copied to the output and sent from there: the peers would read memory that this core has
-  // just written, at half the speed.
-  const void* from = in_place ? MPI_IN_PLACE : mine;
-  const int n = static_cast<int>(counts[index(rank())]);
-  if (all_equal(counts)) {
-    after_meeting(call, [this, &call, from, to, n, type] {
-      check(call.blocking
-                ? MPI_Allgather(from, n, type, to, n, type, comm_->handle())
-                : MPI_Iallgather(from, n, type, to, n, type, comm_->handle(), call.request()),
-            call);
-    });
-    return;
-  }
-  after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type] {
-    check(call.blocking
-              ? MPI_Allgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle())
-              : MPI_Iallgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle(),
-                                call.request()),
-          call);
-  });
-}
-
-void MpiBackend::add_reduce_scatter(MpiCall& call, const at::Tensor& output,
-                                    const at::Tensor& input, const Counts& counts,
-                                    const c10d::ReduceOp& op) {
-  const MpiReduction plan = reductions_.plan(input.scalar_type(), op);
-  const at::Tensor in = staged(input, plan);
-  const bool direct =
-      in_order(output) && plan.recipe.wide == output.scalar_type() && !shares_storage(output, in);
-  const at::Tensor out =
-      direct ? output
-             : at::empty(output.sizes(), output.options()
-                                             .dtype(plan.recipe.wide)
-                                             .memory_format(at::MemoryFormat::Contiguous));
-  call.tensors.insert(call.tensors.end(), {in, out});
-  call.bytes += static_cast<std::int64_t>(in.nbytes());
-  const std::int64_t item = static_cast<std::int64_t>(in.element_size()) / plan.recipe.width();
-  Counts items = counts;
-  for (auto& n : items) n *= plan.recipe.width();
-  if (!direct || plan.recipe.divide)
-    call.finish.emplace_back([output, out, direct, average = plan.recipe.divide, n = ranks()] {
-      if (average) out.div_(n);
-      if (!direct) output.copy_(out);
-    });
+void MpiTransport::reduce_scatter(TransportCall& given) {
+  const at::Tensor &out = given.output, &in = given.input;
+  const Counts& counts = given.counts;
+  const MpiReduction plan = reductions_.plan(in.scalar_type(), given.op.kind, given.bits);
   const MPI_Datatype type = plan.type;
-  const MPI_Op reduce = plan.op;
-  char *given = static_cast<char*>(address(in)), *result = static_cast<char*>(address(out));
-  if (!fits(sum_of(items))) {
-    after_meeting(call, [this, &call, items, starts = offsets(items), given, result, item, type,
-                         reduce] {
-      for (int r = 0; r < ranks(); ++r) {
-        for (std::int64_t done = 0; done < items[index(r)]; done += max_count_) {
-          const int n = static_cast<int>(std::min(max_count_, items[index(r)] - done));
-          const char* from = given + (starts[index(r)] + done) * item;
-          char* to = r == rank() ? result + done * item : nullptr;
-          check(call.blocking
-                    ? MPI_Reduce(from, to, n, type, reduce, r, comm_->handle())
-                    : MPI_Ireduce(from, to, n, type, reduce, r, comm_->handle(), call.request()),
-                call);
+  const MPI_Op op = plan.op;
+  char *from = begin_of(in), *to = begin_of(out);
+  run("reduce_scatter", given, Kind::collective, mpi_reduce_card(in, given, counts),
+      [&](MpiCall& call) {
+        call.bytes = static_cast<std::int64_t>(in.nbytes());
+        if (!fits(total_of(counts))) {
+          after_meeting(call, [this, &call, counts, starts = begins_of(counts), from, to,
+                               item = item_of(in), type, op] {
+            for (int r = 0; r < size_; ++r) {
+              for (std::int64_t done = 0; done < counts[index(r)]; done += max_count_) {
+                const int n = static_cast<int>(std::min(max_count_, counts[index(r)] - done));
+                const char* data = from + (starts[index(r)] + done) * item;
+                char* result = r == rank_ ? to + done * item : nullptr;
+                check(call.blocking ? MPI_Reduce(data, result, n, type, op, r, comm_->handle())
+                                    : MPI_Ireduce(data, result, n, type, op, r, comm_->handle(),
+                                                  call.request()),
+                      call);
+              }
+            }
+          });
+        } else if (all_equal(counts)) {
+          after_meeting(call, [this, &call, n = static_cast<int>(counts.front()), from, to, type,
+                               op] {
+            check(call.blocking ? MPI_Reduce_scatter_block(from, to, n, type, op, comm_->handle())
+                                : MPI_Ireduce_scatter_block(from, to, n, type, op, comm_->handle(),
+                                                            call.request()),
+                  call);
+          });
+        } else {
+          after_meeting(call, [this, &call, n = call.keep({counts.begin(), counts.end()}), from, to,
+                               type, op] {
+            check(call.blocking
+                      ? MPI_Reduce_scatter(from, to, n, type, op, comm_->handle())
+                      : MPI_Ireduce_scatter(from, to, n, type, op, comm_->handle(), call.request()),
+                  call);
+          });
         }
-      }
+      });
+}
+
+void MpiTransport::gather(TransportCall& given) {
+  const Counts &counts = given.counts, starts = begins_of(counts);
+  const int root = given.root;
+  const auto item = item_of(given.input);
+  char *from = begin_of(given.input), *to = begin_of(given.output);
+  run("gather", given, Kind::collective, mpi_card(given.input, given, counts), [&](MpiCall& call) {
+    call.bytes = total_of(counts) * item;
+    const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
+    if (!fits(total_of(counts))) {
+      after_meeting(call, [this, &call, counts, starts, from, to, item, root,
+                           dtype = given.input.scalar_type()] {
+        if (rank_ != root) return post_send(call, from, counts[me()], dtype, root);
+        for (int r = 0; r < size_; ++r) {
+          char* const place = to + starts[index(r)] * item;
+          if (r == root)
+            std::memcpy(place, from, static_cast<std::size_t>(counts[index(r)] * item));
+          else
+            post_receive(call, place, counts[index(r)], dtype, r);
+        }
+      });
+      return;
+    }
+    const int n = static_cast<int>(counts[me()]);
+    if (all_equal(counts)) {
+      after_meeting(call, [this, &call, from, to, n, type, root] {
+        check(call.blocking
+                  ? MPI_Gather(from, n, type, to, n, type, root, comm_->handle())
+                  : MPI_Igather(from, n, type, to, n, type, root, comm_->handle(), call.request()),
+              call);
+      });
+      return;
+    }
+    after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root] {
+      check(call.blocking
+                ? MPI_Gatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle())
+                : MPI_Igatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle(),
+                               call.request()),
+            call);
     });
-  } else if (all_equal(items)) {
-    after_meeting(
-        call, [this, &call, n = static_cast<int>(items.front()), given, result, type, reduce] {
-          check(call.blocking
-                    ? MPI_Reduce_scatter_block(given, result, n, type, reduce, comm_->handle())
-                    : MPI_Ireduce_scatter_block(given, result, n, type, reduce, comm_->handle(),
-                                                call.request()),
+  });
+}
+
+void MpiTransport::scatter(TransportCall& given) {
+  const Counts &counts = given.counts, starts = begins_of(counts);
+  const int root = given.root;
+  const auto item = item_of(given.output);
+  char *from = begin_of(given.input), *to = begin_of(given.output);
+  run("scatter", given, Kind::collective, mpi_card(given.output, given, counts),
+      [&](MpiCall& call) {
+        call.bytes = total_of(counts) * item;
+        const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
+        if (!fits(total_of(counts))) {
+          after_meeting(call, [this, &call, counts, starts, from, to, item, root,
+                               dtype = given.output.scalar_type()] {
+            if (rank_ != root) return post_receive(call, to, counts[me()], dtype, root);
+            for (int r = 0; r < size_; ++r) {
+              const char* place = from + starts[index(r)] * item;
+              if (r == root)
+                std::memcpy(to, place, static_cast<std::size_t>(counts[index(r)] * item));
+              else
+                post_send(call, place, counts[index(r)], dtype, r);
+            }
+          });
+          return;
+        }
+        after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to,
+                             n = static_cast<int>(counts[me()]), type, root] {
+          check(call.blocking ? MPI_Scatterv(from, v.counts, v.starts, type, to, n, type, root,
+                                             comm_->handle())
+                              : MPI_Iscatterv(from, v.counts, v.starts, type, to, n, type, root,
+                                              comm_->handle(), call.request()),
                 call);
         });
-  } else {
-    after_meeting(call, [this, &call, n = call.keep(narrow(items)), given, result, type, reduce] {
-      check(call.blocking ? MPI_Reduce_scatter(given, result, n, type, reduce, comm_->handle())
-                          : MPI_Ireduce_scatter(given, result, n, type, reduce, comm_->handle(),
-                                                call.request()),
-            call);
-    });
-  }
-}
-
-void MpiBackend::add_gather(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
-                            const Counts& counts, int root) {
-  const bool is_root = rank() == root;
-  const Counts starts = offsets(counts);
-  const at::Tensor out = is_root ? writable(call, output) : at::Tensor();
-  const at::Tensor in =
-      is_root && shares_storage(out, input) ? readable(call, input.clone()) : readable(call, input);
-  call.bytes = sum_of(counts) * static_cast<std::int64_t>(in.element_size());
-  const MPI_Datatype type = mpi_bytes_type(in.element_size());
-  const std::int64_t mine = counts[index(rank())];
-  const auto dtype = in.scalar_type();
-  const auto item = static_cast<std::int64_t>(in.element_size());
-  char *from = static_cast<char*>(address(in)), *to = static_cast<char*>(address(out));
-  if (!fits(sum_of(counts))) {
-    after_meeting(call, [this, &call, counts, starts, from, to, mine, item, dtype, is_root, root] {
-      if (!is_root) return post_send(call, from, mine, dtype, root);
-      for (int r = 0; r < ranks(); ++r) {
-        char* const place = to + starts[index(r)] * item;
-        if (r == root)
-          copy_bytes(from, place, mine * item);
-        else
-          post_receive(call, place, counts[index(r)], dtype, r);
-      }
-    });
-    return;
-  }
-  const int n = static_cast<int>(mine);
-  if (all_equal(counts)) {
-    after_meeting(call, [this, &call, from, to, n, type, root] {
-      check(call.blocking
-                ? MPI_Gather(from, n, type, to, n, type, root, comm_->handle())
-                : MPI_Igather(from, n, type, to, n, type, root, comm_->handle(), call.request()),
-            call);
-    });
-    return;
-  }
-  after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root] {
-    check(call.blocking
-              ? MPI_Gatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle())
-              : MPI_Igatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle(),
-                             call.request()),
-          call);
-  });
-}
-
-void MpiBackend::add_scatter(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
-                             const Counts& counts, int root) {
-  const bool is_root = rank() == root;
-  const Counts starts = offsets(counts);
-  const at::Tensor in = is_root ? readable(call, input) : at::Tensor();
-  at::Tensor out;
-  if (is_root && shares_storage(output, in)) {
-    out = at::empty(output.sizes(), output.options().memory_format(at::MemoryFormat::Contiguous));
-    call.tensors.push_back(out);
-    call.finish.emplace_back([output, out] { output.copy_(out); });
-  } else {
-    out = writable(call, output);
-  }
-  call.bytes = sum_of(counts) * static_cast<std::int64_t>(out.element_size());
-  const MPI_Datatype type = mpi_bytes_type(out.element_size());
-  const std::int64_t mine = counts[index(rank())];
-  const auto dtype = out.scalar_type();
-  const auto item = static_cast<std::int64_t>(out.element_size());
-  char *from = static_cast<char*>(address(in)), *to = static_cast<char*>(address(out));
-  if (!fits(sum_of(counts))) {
-    after_meeting(call, [this, &call, counts, starts, from, to, mine, item, dtype, is_root, root] {
-      if (!is_root) return post_receive(call, to, mine, dtype, root);
-      for (int r = 0; r < ranks(); ++r) {
-        const char* place = from + starts[index(r)] * item;
-        if (r == root)
-          copy_bytes(place, to, mine * item);
-        else
-          post_send(call, place, counts[index(r)], dtype, r);
-      }
-    });
-    return;
-  }
-  after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to,
-                       n = static_cast<int>(mine), type, root] {
-    check(call.blocking
-              ? MPI_Scatterv(from, v.counts, v.starts, type, to, n, type, root, comm_->handle())
-              : MPI_Iscatterv(from, v.counts, v.starts, type, to, n, type, root, comm_->handle(),
-                              call.request()),
-          call);
-  });
+      });
 }
 
 // Made of messages: each rank knows its own counts alone, so no rank can tell whether all counts
 // are equal, or fit, as MPI's collectives demand.
-void MpiBackend::add_all_to_all(MpiCall& call, const at::Tensor& output, const at::Tensor& input,
-                                const Counts& output_counts, const Counts& input_counts) {
-  const std::int64_t mine = input_counts[index(rank())];
-  if (mine != output_counts[index(rank())])
-    throw InvalidArgument(concat(call.name, ": rank ", rank(), " sends ", mine,
-                                 " elements to itself and expects ", output_counts[index(rank())]));
-  const at::Tensor out = writable(call, output);
-  const at::Tensor in =
-      shares_storage(out, input) ? readable(call, input.clone()) : readable(call, input);
-  const auto dtype = out.scalar_type();
-  const auto item = static_cast<std::int64_t>(out.element_size());
-  after_meeting(call, [this, &call, output_counts, input_counts, mine, dtype, item,
-                       out_starts = offsets(output_counts), in_starts = offsets(input_counts),
-                       from = static_cast<char*>(address(in)),
-                       to = static_cast<char*>(address(out))] {
-    for (int step = 1; step < ranks(); ++step) {
-      const int peer = (rank() - step + ranks()) % ranks();
-      post_receive(call, to + out_starts[index(peer)] * item, output_counts[index(peer)], dtype,
-                   peer);
-    }
-    for (int step = 1; step < ranks(); ++step) {
-      const int peer = (rank() + step) % ranks();
-      post_send(call, from + in_starts[index(peer)] * item, input_counts[index(peer)], dtype, peer);
-    }
-    copy_bytes(from + in_starts[index(rank())] * item, to + out_starts[index(rank())] * item,
-               mine * item);
+void MpiTransport::all_to_all(TransportCall& given) {
+  const Counts &out = given.counts, &in = given.input_counts;
+  if (in[me()] != out[me()])
+    throw InvalidArgument(concat("all_to_all: rank ", rank_, " sends ", in[me()],
+                                 " elements to itself and expects ", out[me()]));
+  // The messages would be taken for those of another call if the ranks did not compare at least
+  // this.
+  CallCard card = mpi_card(given.input, given);
+  card.elements = -1;
+  // Lists of any sizes are gathered and scattered as this.
+  const char* name = given.type == c10d::OpType::GATHER    ? "gather"
+                     : given.type == c10d::OpType::SCATTER ? "scatter"
+                                                           : "all_to_all";
+  run(name, given, Kind::collective, std::move(card), [&](MpiCall& call) {
+    call.bytes = static_cast<std::int64_t>(given.input.nbytes());
+    after_meeting(call, [this, &call, out, in, out_starts = begins_of(out),
+                         in_starts = begins_of(in), item = item_of(given.output),
+                         dtype = given.output.scalar_type(), from = begin_of(given.input),
+                         to = begin_of(given.output)] {
+      for (int step = 1; step < size_; ++step) {
+        const auto peer = index((rank_ - step + size_) % size_);
+        post_receive(call, to + out_starts[peer] * item, out[peer], dtype, static_cast<int>(peer));
+      }
+      for (int step = 1; step < size_; ++step) {
+        const auto peer = index((rank_ + step) % size_);
+        post_send(call, from + in_starts[peer] * item, in[peer], dtype, static_cast<int>(peer));
+      }
+      std::memcpy(to + out_starts[me()] * item, from + in_starts[me()] * item,
+                  static_cast<std::size_t>(in[me()] * item));
+    });
   });
 }
 
-void MpiBackend::post_send(MpiCall& call, const void* data, std::int64_t count,
-                           c10::ScalarType dtype, int to) {
+void MpiTransport::post_send(MpiCall& call, const void* data, std::int64_t count,
+                             c10::ScalarType dtype, int to) {
   post_send(call, data, count, c10::elementSize(dtype), to, numbered(call, dtype, count));
 }
 
-void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count, c10::ScalarType dtype,
-                              int from) {
+void MpiTransport::post_receive(MpiCall& call, void* data, std::int64_t count,
+                                c10::ScalarType dtype, int from) {
   post_receive(call, data, count, c10::elementSize(dtype), from, numbered(call, dtype, count));
 }
 
-void MpiBackend::post_send(MpiCall& call, const void* data, std::int64_t count,
-                           std::size_t element_size, int to, const Route& route) {
+void MpiTransport::post_send(MpiCall& call, const void* data, std::int64_t count,
+                             std::size_t element_size, int to, const Route& route) {
   const MPI_Datatype type = mpi_bytes_type(element_size);
   const auto size = static_cast<std::int64_t>(element_size);
   std::int64_t done = 0;
@@ -437,8 +352,8 @@ void MpiBackend::post_send(MpiCall& call, const void* data, std::int64_t count,
   } while (done < count);
 }
 
-void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count,
-                              std::size_t element_size, int from, const Route& route) {
+void MpiTransport::post_receive(MpiCall& call, void* data, std::int64_t count,
+                                std::size_t element_size, int from, const Route& route) {
   const MPI_Datatype type = mpi_bytes_type(element_size);
   const auto size = static_cast<std::int64_t>(element_size);
   call.expected.push_back({route.comm, from, route.tag, count * size, call.requests.size()});
@@ -452,18 +367,6 @@ void MpiBackend::post_receive(MpiCall& call, void* data, std::int64_t count,
     call.receives.back() = static_cast<std::int64_t>(n) * size;
     done += n;
   } while (done < count);
-}
-
-void MpiBackend::add_send(MpiCall& call, const at::Tensor& tensor, int to, const Route& route) {
-  const at::Tensor t = readable(call, tensor);
-  post_send(call, address(t), t.numel(), t.element_size(), to, route);
-}
-
-void MpiBackend::add_receive(MpiCall& call, const at::Tensor& tensor, int from,
-                             const Route& route) {
-  const at::Tensor t = writable(call, tensor);
-  call.bytes += static_cast<std::int64_t>(t.nbytes());
-  post_receive(call, address(t), t.numel(), t.element_size(), from, route);
 }
 
 }  // namespace tessera::detail

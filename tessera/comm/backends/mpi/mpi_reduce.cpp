@@ -13,8 +13,6 @@ namespace tessera::detail {
 
 namespace {
 
-using Op = c10d::ReduceOp;
-
 // `a` unless `b` is larger (smaller) or NaN, or `a` is NaN; two NaNs give one of them. As
 // at::maximum and at::minimum.
 template <class T>
@@ -60,6 +58,7 @@ Native native(c10::ScalarType dtype) {
     case c10::ScalarType::Long:
       return {MPI_INT64_T, nullptr, nullptr};
     case c10::ScalarType::Byte:
+    case c10::ScalarType::Bool:
       return {MPI_UINT8_T, nullptr, nullptr};
     case c10::ScalarType::UInt16:
       return {MPI_UINT16_T, nullptr, nullptr};
@@ -85,16 +84,15 @@ bool is_mpi_complex(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::ComplexFloat || dtype == c10::ScalarType::ComplexDouble;
 }
 
-/// What MPI, and the operations made here, reduce as it is.
-bool mpi_native(c10::ScalarType dtype, ReduceOp::Kind op) {
+}  // namespace
+
+bool mpi_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
   using Kind = ReduceOp::Kind;
   if (op == Kind::avg || op == Kind::premultiplied) return false;
   if (is_mpi_complex(dtype)) return op == Kind::product;
   const bool ordered = op == Kind::min || op == Kind::max;
   return native(dtype).type != MPI_DATATYPE_NULL && (ordered || !is_16bit_float(dtype));
 }
-
-}  // namespace
 
 MPI_Datatype mpi_bytes_type(std::size_t element_size) {
   switch (element_size) {
@@ -131,32 +129,9 @@ MPI_Op MpiReductions::make(MPI_User_function* function) {
   return op;
 }
 
-bool MpiReductions::supports(c10::ScalarType dtype, Op::RedOpType op) {
-  const bool integer = c10::isIntegralType(dtype, /*includeBool=*/false);
-  const bool complex = is_mpi_complex(dtype);
-  const bool floating =
-      dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double || is_16bit_float(dtype);
-  const bool boolean = dtype == c10::ScalarType::Bool;
-  switch (op) {
-    case Op::SUM:
-    case Op::PRODUCT:
-      return integer || complex || floating || boolean;
-    case Op::MIN:
-    case Op::MAX:
-      return integer || floating || boolean;
-    case Op::AVG:
-    case Op::PREMUL_SUM:
-      return complex || floating;
-    case Op::BAND:
-    case Op::BOR:
-    case Op::BXOR:
-      return integer || boolean;
-    default:
-      return false;
-  }
-}
-
 MPI_Op MpiReductions::op_for(ReduceOp::Kind op, c10::ScalarType dtype) {
+  if (dtype == c10::ScalarType::Bool)  // or, and
+    return op == ReduceOp::Kind::sum || op == ReduceOp::Kind::max ? MPI_MAX : MPI_MIN;
   switch (op) {
     case ReduceOp::Kind::product:
       if (dtype == c10::ScalarType::ComplexDouble) return make(multiply<c10::complex<double>>);
@@ -171,31 +146,21 @@ MPI_Op MpiReductions::op_for(ReduceOp::Kind op, c10::ScalarType dtype) {
   }
 }
 
-MpiReduction MpiReductions::plan(c10::ScalarType dtype, const c10d::ReduceOp& op) {
-  if (!supports(dtype, op.op_))
-    throw InvalidArgument(
-        concat("MPI groups do not reduce ", c10::toString(dtype), " by operation ",
-               static_cast<int>(op.op_),
-               " of c10d; convert the tensor first (integers have no average, complex numbers no "
-               "order)"));
-  const bool boolean = dtype == c10::ScalarType::Bool;
-  MpiReduction plan{.recipe = {ReduceOp::Kind::sum, dtype}};
-  if (const auto known = from_c10d(op)) {
-    // A sum of bool is or.
-    const auto kind =
-        boolean && known->kind == ReduceOp::Kind::sum ? ReduceOp::Kind::max : known->kind;
-    plan.recipe = recipe_of(mpi_native, dtype, kind);
-    plan.factor = known->factor;
-    plan.op = op_for(plan.recipe.op, plan.recipe.wire_type());
-  } else {
-    plan.recipe.bytes = boolean;
-    plan.op = op.op_ == Op::BAND ? MPI_BAND : op.op_ == Op::BOR ? MPI_BOR : MPI_BXOR;
+MpiReduction MpiReductions::plan(c10::ScalarType dtype, ReduceOp::Kind op, Bits bits) {
+  const MPI_Datatype type = dtype == c10::ScalarType::ComplexDouble  ? MPI_C_DOUBLE_COMPLEX
+                            : dtype == c10::ScalarType::ComplexFloat ? MPI_C_FLOAT_COMPLEX
+                                                                     : native(dtype).type;
+  switch (bits) {
+    case Bits::bit_and:
+      return {type, MPI_BAND};
+    case Bits::bit_or:
+      return {type, MPI_BOR};
+    case Bits::bit_xor:
+      return {type, MPI_BXOR};
+    case Bits::none:
+      break;
   }
-  const auto wire = plan.recipe.wire_type();
-  plan.type = wire == c10::ScalarType::ComplexDouble  ? MPI_C_DOUBLE_COMPLEX
-              : wire == c10::ScalarType::ComplexFloat ? MPI_C_FLOAT_COMPLEX
-                                                      : native(wire).type;
-  return plan;
+  return {type, op_for(op, dtype)};
 }
 
 }  // namespace tessera::detail

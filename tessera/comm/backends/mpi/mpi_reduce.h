@@ -1,23 +1,22 @@
 #pragma once
-// Which MPI datatype and operation a dtype and a c10d reduce operation correspond to.
+// Which MPI datatype and operation a dtype and a reduce operation correspond to.
 
 #include <ATen/core/Tensor.h>
 #include <mpi.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <map>
 #include <mutex>
 
-#include "tessera/comm/group/detail/reduction.h"
+#include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {
 
-/// How one reduction is carried out: as its recipe says, by `op` over items of `type`.
+/// True for what MPI, and the operations made here, reduce as it is.
+bool mpi_reduces(c10::ScalarType dtype, ReduceOp::Kind op);
+
+/// One reduction: `op` over items of `type`.
 struct MpiReduction {
-  Recipe recipe;
-  /// Of a premultiplied sum.
-  double factor = 1;
   MPI_Datatype type = MPI_DATATYPE_NULL;
   MPI_Op op = MPI_OP_NULL;
 };
@@ -31,10 +30,9 @@ class MpiReductions {
   MpiReductions(const MpiReductions&) = delete;
   MpiReductions& operator=(const MpiReductions&) = delete;
 
-  static bool supports(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
-  /// How values of `dtype` are reduced by `op`. Throws InvalidArgument if the pair makes no sense
-  /// (an average of integers, a maximum of complex numbers).
-  MpiReduction plan(c10::ScalarType dtype, const c10d::ReduceOp& op);
+  /// How values of `dtype` are reduced by `op`, or by an operation on bits, which takes integers
+  /// and bool.
+  MpiReduction plan(c10::ScalarType dtype, ReduceOp::Kind op, Bits bits);
 
  private:
   MPI_Op make(MPI_User_function* function);

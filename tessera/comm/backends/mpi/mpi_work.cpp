@@ -46,9 +46,9 @@ void check_received(int code, const MpiCall& call) {
 }
 
 void finish(const MpiCall& call) {
-  if (call.finish.empty()) return;
+  if (!call.finish) return;
   const at::NoGradGuard no_grad;  // Results are written below autograd, as MPI itself does.
-  for (const auto& step : call.finish) step();
+  call.finish();
 }
 
 }  // namespace
@@ -276,7 +276,7 @@ std::string MpiComm::difference(const MpiCall& call, MismatchAt at) const {
 }
 
 std::string MpiComm::tell_difference(MpiCall& call) {
-  constexpr int kText = 160;
+  constexpr int kText = 400;
   std::vector<char> texts(ranks_.size() * kText, '\0'), mine(kText, '\0');
   const auto text = call.card.text();
   std::copy_n(text.begin(), std::min<std::size_t>(text.size(), kText - 1), mine.begin());
@@ -456,10 +456,10 @@ bool MpiComm::drain(std::chrono::milliseconds limit) noexcept {
   }
 }
 
-MpiWork::MpiWork(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<MpiComm> comm,
+MpiWork::MpiWork(std::shared_ptr<Transport> transport, std::shared_ptr<MpiComm> comm,
                  std::unique_ptr<MpiCall> call)
     : c10d::Work(comm->rank(), call->type),
-      backend_(std::move(backend)),
+      transport_(std::move(transport)),
       comm_(std::move(comm)),
       call_(std::move(call)) {
   // A mismatch that is known already is for wait() to throw.

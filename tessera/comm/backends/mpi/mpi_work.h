@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <mpi.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <array>
@@ -22,6 +21,7 @@
 
 #include "tessera/comm/backends/mpi/mpi_context.h"
 #include "tessera/comm/backends/mpi/mpi_tags.h"
+#include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/mismatch.h"
@@ -55,8 +55,8 @@ struct MpiCall {
   std::vector<at::Tensor> results;
   /// Counts and displacements that MPI reads until the end.
   std::vector<std::vector<int>> numbers;
-  /// Run in order once all requests are complete.
-  std::vector<std::function<void()>> finish;
+  /// Empty, or run once all requests are complete.
+  std::function<void()> finish;
   /// Global ranks of the peers, for point-to-point calls.
   std::vector<int> peers;
   std::int64_t bytes = 0;
@@ -100,7 +100,7 @@ struct MpiCall {
   int* keep(std::vector<int> values) { return numbers.emplace_back(std::move(values)).data(); }
 };
 
-/// The communicators of one group, and how this process waits on them. Shared by the backend and
+/// The communicators of one group, and how this process waits on them. Shared by the transport and
 /// its works.
 ///
 /// A collective moves no data before the ranks have compared it, since an MPI library may write
@@ -120,7 +120,7 @@ class MpiComm final : public MpiQueue {
 
   /// For the data of collectives, and messages with a tag that the program gave.
   MPI_Comm handle() const { return comm_; }
-  /// For meetings, and messages that the backend numbers.
+  /// For meetings, and messages that the transport numbers.
   MPI_Comm gate() const { return gate_; }
   const MpiTags& tags() const { return tags_; }
   int rank() const { return rank_; }
@@ -213,8 +213,8 @@ class MpiComm final : public MpiQueue {
 /// of this process.
 class MpiWork : public c10d::Work {
  public:
-  /// `backend` lives as long as the work: the moves of the call use it.
-  MpiWork(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<MpiComm> comm,
+  /// `transport` lives as long as the work: the moves of the call use it.
+  MpiWork(std::shared_ptr<Transport> transport, std::shared_ptr<MpiComm> comm,
           std::unique_ptr<MpiCall> call);
   ~MpiWork() override;
 
@@ -233,7 +233,7 @@ class MpiWork : public c10d::Work {
   void complete();
   void fail();
 
-  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<MpiComm> comm_;
   std::unique_ptr<MpiCall> call_;
   std::vector<at::Tensor> results_;

@@ -95,15 +95,15 @@ std::string nccl_version() {
   return part().version();
 }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    int rank, int size,
-                                                    std::chrono::milliseconds timeout,
-                                                    c10::Device device) {
+std::shared_ptr<detail::Transport> make_nccl_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       int rank, int size,
+                                                       std::chrono::milliseconds timeout,
+                                                       c10::Device device) {
   const std::string problem = nccl_unavailable();
   if (!problem.empty()) throw NotAvailable(concat("NCCL: ", problem));
-  const auto backend = part().make(store, rank, size, timeout, device);
-  if (device.has_index()) connect_within(backend, device, timeout);
-  return backend;
+  auto transport = part().make(store, rank, size, timeout, device);
+  if (device.has_index()) connect_within(transport->backend(), device, timeout);
+  return transport;
 }
 
 void connect_within(const c10::intrusive_ptr<c10d::Backend>& backend, c10::Device device,

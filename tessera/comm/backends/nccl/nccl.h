@@ -1,5 +1,5 @@
 #pragma once
-// NCCL as a backend of groups, for CUDA tensors: the one inside libtorch_cuda.so. The code that
+// NCCL as a transport of groups, for CUDA tensors: the one inside libtorch_cuda.so. The code that
 // uses it is in a library of its own, libtessera_nccl.so, loaded on first use, so that the rest
 // needs no CUDA.
 
@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <memory>
 #include <string>
 
 namespace c10d {
@@ -16,12 +17,16 @@ class Backend;
 
 namespace tessera {
 
+namespace detail {
+class Transport;
+}
+
 /// Number of CUDA devices that the driver shows; 0 without a driver. Does not load
 /// libtorch_cuda.so, and does not start CUDA in this process beyond cuInit.
 int cuda_device_count();
 
-/// Says why make_nccl_backend() cannot work here (this build lacks the part, libtessera_nccl.so or
-/// a library that it needs is not found, no device); empty if it can. Loads the libraries on the
+/// Says why make_nccl_transport() cannot work here (this build lacks the part, libtessera_nccl.so
+/// or a library that it needs is not found, no device); empty if it can. Loads the libraries on the
 /// first call. libtorch looks for CUDA only once: a program that has used a random generator before
 /// this call may not see it, so programs for GPUs link libtorch_cuda.so themselves, or make their
 /// manager first.
@@ -45,15 +50,15 @@ std::string nccl_version();
 /// in the first call. `timeout` limits that. Throws NotAvailable with nccl_unavailable(), and
 /// TimeoutError if not all ranks come.
 ///
-/// The result is also a detail::UnevenBackend: uneven all-gather pads where that costs little,
+/// An uneven all-gather pads where that costs little,
 /// broadcasts where one rank holds most, and otherwise sends and receives in one NCCL group. Sums,
 /// products, averages and premultiplied sums of float and double, and integer reductions, are
 /// NCCL's; the group composes the rest from these (NaN-propagating min and max, half and bfloat16
 /// accumulated in float32).
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    int rank, int size,
-                                                    std::chrono::milliseconds timeout,
-                                                    c10::Device device = c10::DeviceType::CUDA);
+std::shared_ptr<detail::Transport> make_nccl_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       int rank, int size,
+                                                       std::chrono::milliseconds timeout,
+                                                       c10::Device device = c10::DeviceType::CUDA);
 
 /// Connects a backend that connects on demand to its peers, for `device`, in a thread that is left
 /// behind when `timeout` is over. Throws TimeoutError, or what the backend throws.

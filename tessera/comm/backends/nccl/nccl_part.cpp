@@ -1,4 +1,5 @@
-// libtessera_nccl.so: c10d's NCCL backend with uneven collectives and batched messages.
+// libtessera_nccl.so: c10d's NCCL backend as a transport, with uneven collectives and batched
+// messages.
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAEvent.h>
@@ -9,37 +10,27 @@
 #include <algorithm>
 #include <cstddef>
 #include <new>
-#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/flat.h"
 #include "tessera/comm/backends/nccl/nccl_part.h"
+#include "tessera/comm/backends/of_c10d.h"
 #include "tessera/comm/group/detail/abilities.h"
-#include "tessera/comm/group/detail/uneven.h"
+#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
 namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Sizes = std::vector<std::int64_t>;
 
 /// Padding to the largest block is one kernel; it is used while it moves at most this much more
 /// than needed,
 constexpr double kPaddingFactor = 1.25;
 /// or while all of it is small.
 constexpr std::int64_t kSmallBytes = 64 << 10;
-
-/// The work of a call that had nothing to do.
-class DoneWork : public c10d::Work {
- public:
-  DoneWork() : c10d::Work(-1, c10d::OpType::UNKNOWN) { finish(); }
-  bool wait(std::chrono::milliseconds = kNoTimeout) override { return true; }
-  void synchronize() override {}
-};
-
-WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
 
 /// NCCL's work together with what was done on the current stream after or beside it, such as
 /// copies: a wait is for both, also on another stream.
@@ -49,18 +40,21 @@ class WorkAndCopies : public c10d::Work {
       : c10d::Work(-1, c10d::OpType::UNKNOWN), work_(std::move(work)) {
     copied_.record();
   }
-  bool isCompleted() override { return work_->isCompleted() && copied_.query(); }
-  bool isSuccess() const override { return work_->isSuccess(); }
-  std::exception_ptr exception() const override { return work_->exception(); }
+  bool isCompleted() override { return (!work_ || work_->isCompleted()) && copied_.query(); }
+  bool isSuccess() const override { return !work_ || work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_ ? work_->exception() : nullptr; }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    const bool done = work_->wait(timeout);
+    const bool done = !work_ || work_->wait(timeout);
     copied_.block(c10::cuda::getCurrentCUDAStream());
     return done;
   }
   void synchronize() override { wait(); }
-  void abort() override { work_->abort(); }
+  void abort() override {
+    if (work_) work_->abort();
+  }
 
  private:
+  /// Null if there were copies alone.
   WorkPtr work_;
   at::cuda::CUDAEvent copied_;
 };
@@ -81,18 +75,13 @@ class Batch {
   Batch& operator=(const Batch&) = delete;
   WorkPtr end() {
     ended_ = true;
-    const WorkPtr work = backend_.endCoalescing();
-    return work ? work : done();
+    return backend_.endCoalescing();
   }
 
  private:
   c10d::Backend& backend_;
   bool ended_ = false;
 };
-
-std::vector<at::Tensor> rows(const at::Tensor& whole, const Sizes& sizes) {
-  return whole.split_with_sizes(sizes);
-}
 
 bool nccl_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
   switch (dtype) {
@@ -113,7 +102,7 @@ bool nccl_moves(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::BFloat16 || every_library_moves(dtype);
 }
 
-class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend {
+class NcclBackend final : public c10d::ProcessGroupNCCL {
  public:
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
               c10::intrusive_ptr<Options> options)
@@ -121,96 +110,94 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend {
     // Limits are the group's: c10d's would end the process.
     asyncErrorHandling_ = c10d::NoHandling;
   }
+};
 
-  WorkPtr all_gather_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes,
-                       CallLimit limit) override {
-    at::Tensor out = output, in = input;
-    c10d::AllgatherOptions options;
-    set(options, limit);
-    const std::int64_t largest = *std::max_element(sizes.begin(), sizes.end()),
-                       smallest = *std::min_element(sizes.begin(), sizes.end());
-    const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-    if (total == 0) return done();
-    if (largest == smallest) return _allgather_base(out, in, options);
-    const std::int64_t padded = largest * getSize();
-    const std::int64_t padded_bytes =
-        padded * (output.numel() / total) * static_cast<std::int64_t>(output.element_size());
-    if (padded_bytes <= kSmallBytes ||
-        static_cast<double>(padded) <= kPaddingFactor * static_cast<double>(total))
-      return padded_gather(output, input, sizes, largest, options);
-    auto blocks = rows(output, sizes);
-    if (smallest > 0 && 2 * largest > total && getSize() > 2) {
-      std::vector<std::vector<at::Tensor>> lists{blocks};
-      std::vector<at::Tensor> inputs{in};
-      return allgather(lists, inputs, options);  // Unequal blocks: a group of broadcasts.
-    }
-    std::vector<Message> messages;
-    for (int r = 0; r < getSize(); ++r) {
-      messages.push_back({Message::Kind::send, input, r});
-      messages.push_back({Message::Kind::receive, blocks[static_cast<std::size_t>(r)], r});
-    }
-    return exchange(messages, limit);
+class NcclTransport final : public OfC10d {
+ public:
+  using OfC10d::OfC10d;
+  bool batches(int) const override { return true; }
+
+  void reduce(TransportCall& call) override {
+    add(call, reduced(call.output, call.root, call.op, call.timeout));
   }
 
-  WorkPtr reduce_scatter_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes,
-                           const c10d::ReduceOp& op, CallLimit limit) override {
-    c10d::ReduceScatterOptions options;
-    set(options, limit);
-    options.reduceOp = op;
-    at::Tensor out = output, in = input;
-    if (std::equal(sizes.begin() + 1, sizes.end(), sizes.begin()))
-      return _reduce_scatter_base(out, in, options);
-    // One reduction to each rank that gets rows.
-    const auto blocks = rows(input, sizes);
-    // NCCL reduces in place on the root: its rows are copied to the output first, so that the input
-    // keeps its values.
-    out.copy_(blocks[static_cast<std::size_t>(getRank())], /*non_blocking=*/true);
-    if (input.numel() == 0) return done();
-    Batch batch(*this);
-    for (int r = 0; r < getSize(); ++r) {
+  void all_gather(TransportCall& call) override {
+    const Counts& counts = call.counts;
+    at::Tensor out = call.output, in = call.input;
+    const auto how = options<c10d::AllgatherOptions>(call);
+    const std::int64_t largest = *std::max_element(counts.begin(), counts.end()),
+                       smallest = *std::min_element(counts.begin(), counts.end());
+    if (largest == smallest) return add(call, backend_->_allgather_base(out, in, how));
+    const std::int64_t padded = largest * size_;
+    if (padded * static_cast<std::int64_t>(out.element_size()) <= kSmallBytes ||
+        static_cast<double>(padded) <= kPaddingFactor * static_cast<double>(out.numel()))
+      return padded_gather(call, largest, how);
+    auto blocks = split_flat(out, counts);
+    if (smallest > 0 && 2 * largest > out.numel() && size_ > 2) {
+      std::vector<Tensors> lists{blocks};
+      Tensors inputs{in};
+      // Unequal blocks: a group of broadcasts.
+      return add(call, backend_->allgather(lists, inputs, how));
+    }
+    for (int r = 0; r < size_; ++r) {
+      call.messages.push_back({Message::Kind::send, in, r});
+      call.messages.push_back({Message::Kind::receive, blocks[static_cast<std::size_t>(r)], r});
+    }
+    exchange(call);
+  }
+
+  void reduce_scatter(TransportCall& call) override {
+    if (all_equal(call.counts)) {
+      auto how = options<c10d::ReduceScatterOptions>(call);
+      how.reduceOp = to_c10d(call.op.kind, call.op.factor);
+      at::Tensor out = call.output, in = call.input;
+      return add(call, backend_->_reduce_scatter_base(out, in, how));
+    }
+    // One reduction to each rank that gets rows. NCCL reduces in place on the root: its rows are
+    // copied to the output first, so that the input keeps its values.
+    const auto blocks = split_flat(call.input, call.counts);
+    call.output.copy_(blocks[me()], /*non_blocking=*/true);
+    if (call.input.numel() == 0) return;
+    Batch batch(*backend_);
+    for (int r = 0; r < size_; ++r) {
       const at::Tensor& block = blocks[static_cast<std::size_t>(r)];
-      if (block.numel() == 0) continue;
-      const at::Tensor& target = r == getRank() ? out : block;
-      c10d::ReduceOptions to_rank;
-      to_rank.rootRank = r;
-      to_rank.reduceOp = op;
-      to_rank.timeout = options.timeout;
-      std::vector<at::Tensor> list{target};
-      reduce(list, to_rank);
+      if (block.numel() > 0) reduced(r == rank_ ? call.output : block, r, call.op, call.timeout);
     }
-    return batch.end();
+    add(call, batch.end());
   }
 
-  WorkPtr gather_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, int root,
-                   CallLimit limit) override {
-    std::vector<Message> messages{{Message::Kind::send, input, root}};
-    if (getRank() == root) {
-      const auto blocks = rows(output, sizes);
-      for (int r = 0; r < getSize(); ++r)
-        messages.push_back({Message::Kind::receive, blocks[static_cast<std::size_t>(r)], r});
+  void gather(TransportCall& call) override {
+    call.messages = {{Message::Kind::send, call.input, call.root}};
+    if (rank_ == call.root) {
+      const auto blocks = split_flat(call.output, call.counts);
+      for (int r = 0; r < size_; ++r)
+        call.messages.push_back({Message::Kind::receive, blocks[static_cast<std::size_t>(r)], r});
     }
-    return exchange(messages, limit);
+    exchange(call);
   }
 
-  WorkPtr scatter_v(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes, int root,
-                    CallLimit limit) override {
-    std::vector<Message> messages{{Message::Kind::receive, output, root}};
-    if (getRank() == root) {
-      const auto blocks = rows(input, sizes);
-      for (int r = 0; r < getSize(); ++r)
-        messages.push_back({Message::Kind::send, blocks[static_cast<std::size_t>(r)], r});
+  void scatter(TransportCall& call) override {
+    call.messages = {{Message::Kind::receive, call.output, call.root}};
+    if (rank_ == call.root) {
+      const auto blocks = split_flat(call.input, call.counts);
+      for (int r = 0; r < size_; ++r)
+        call.messages.push_back({Message::Kind::send, blocks[static_cast<std::size_t>(r)], r});
     }
-    return exchange(messages, limit);
+    exchange(call);
   }
 
-  WorkPtr exchange(const std::vector<Message>& messages, CallLimit) override {
+  void all_to_all(TransportCall& call) override {
+    OfC10d::all_to_all(call, call.output, call.counts, call.input, call.input_counts);
+  }
+
+  void exchange(TransportCall& call) override {
     // Messages to this rank itself are copies, matched in list order; empty messages are left out
     // on both sides.
-    std::vector<at::Tensor> to_self, from_self;
+    Tensors to_self, from_self;
     bool any = false;
-    for (const auto& message : messages) {
+    for (const auto& message : call.messages) {
       if (message.tensor.numel() == 0) continue;
-      if (message.peer == getRank())
+      if (message.peer == rank_)
         (message.kind == Message::Kind::send ? to_self : from_self).push_back(message.tensor);
       else
         any = true;
@@ -225,55 +212,46 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public UnevenBackend {
             "exchange: a message to this rank itself has another size than its receiver");
       from_self[i].copy_(to_self[i].view(from_self[i].sizes()), /*non_blocking=*/true);
     }
-    if (!any) return copied_here(done(), !to_self.empty());
-    Batch batch(*this);
-    for (const auto& message : messages) {
-      if (message.peer == getRank() || message.tensor.numel() == 0) continue;
-      std::vector<at::Tensor> list{message.tensor};
-      if (message.kind == Message::Kind::send)
-        send(list, message.peer, 0);
-      else
-        recv(list, message.peer, 0);
+    WorkPtr work;
+    if (any) {
+      Batch batch(*backend_);
+      for (const auto& message : call.messages) {
+        if (message.peer == rank_ || message.tensor.numel() == 0) continue;
+        Tensors list{message.tensor};
+        if (message.kind == Message::Kind::send)
+          backend_->send(list, message.peer, 0);
+        else
+          backend_->recv(list, message.peer, 0);
+      }
+      work = batch.end();
     }
-    return copied_here(batch.end(), !to_self.empty());
-  }
-
-  Abilities abilities() override {
-    Abilities result;
-    result.reduces = nccl_reduces;
-    result.moves = nccl_moves;
-    result.keeps_inputs = true;
-    result.uneven = this;
-    result.aborts_slowly = true;
-    return result;
+    if (!to_self.empty()) work = c10::make_intrusive<WorkAndCopies>(std::move(work));
+    add(call, std::move(work));
   }
 
  private:
-  template <class Options>
-  static void set(Options& options, CallLimit limit) {
-    if (limit.timeout.count() > 0) options.timeout = limit.timeout;
+  WorkPtr reduced(const at::Tensor& tensor, int root, ReduceOp op,
+                  std::chrono::milliseconds timeout) {
+    c10d::ReduceOptions how;
+    how.rootRank = root;
+    how.reduceOp = to_c10d(op.kind, op.factor);
+    how.timeout = timeout;
+    Tensors list{tensor};
+    return backend_->reduce(list, how);
   }
 
-  WorkPtr padded_gather(const at::Tensor& output, const at::Tensor& input, const Sizes& sizes,
-                        std::int64_t largest, const c10d::AllgatherOptions& options) {
-    auto shape = output.sizes().vec();
-    shape[0] = largest;
-    at::Tensor mine = at::empty(shape, output.options());
-    mine.narrow(0, 0, input.size(0)).copy_(input, /*non_blocking=*/true);
-    shape[0] = largest * getSize();
-    at::Tensor all = at::empty(shape, output.options());
-    const WorkPtr work = _allgather_base(all, mine, options);
+  void padded_gather(TransportCall& call, std::int64_t largest, const c10d::AllgatherOptions& how) {
+    at::Tensor mine = at::empty({largest}, call.output.options());
+    mine.narrow(0, 0, call.input.numel()).copy_(call.input, /*non_blocking=*/true);
+    at::Tensor all = at::empty({largest * size_}, call.output.options());
+    const WorkPtr work = backend_->_allgather_base(all, mine, how);
     work->wait();  // The stream waits, not the host.
-    const auto blocks = rows(output, sizes);
-    for (int r = 0; r < getSize(); ++r)
+    const auto blocks = split_flat(call.output, call.counts);
+    for (int r = 0; r < size_; ++r)
       blocks[static_cast<std::size_t>(r)].copy_(
-          all.narrow(0, r * largest, sizes[static_cast<std::size_t>(r)]), /*non_blocking=*/true);
-    return copied_here(work, true);
-  }
-
-  static WorkPtr copied_here(WorkPtr work, bool copied) {
-    if (copied) return c10::make_intrusive<WorkAndCopies>(std::move(work));
-    return work;
+          all.narrow(0, r * largest, call.counts[static_cast<std::size_t>(r)]),
+          /*non_blocking=*/true);
+    add(call, c10::make_intrusive<WorkAndCopies>(work));
   }
 };
 
@@ -289,13 +267,18 @@ extern "C" std::string tessera_nccl_version() {
   return tessera::concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
-extern "C" c10::intrusive_ptr<c10d::Backend> tessera_nccl_make(
+extern "C" std::shared_ptr<tessera::detail::Transport> tessera_nccl_make(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, c10::Device device) {
   if (device.has_index()) c10::cuda::set_device(device.index());
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
-  return c10::make_intrusive<tessera::detail::NcclBackend>(store, rank, size, options);
+  tessera::detail::Abilities can;
+  can.reduces = tessera::detail::nccl_reduces;
+  can.moves = tessera::detail::nccl_moves;
+  can.aborts_slowly = true;
+  return std::make_shared<tessera::detail::NcclTransport>(
+      c10::make_intrusive<tessera::detail::NcclBackend>(store, rank, size, options), timeout, can);
 }
 
 // The options contain a structure of NCCL's, whose size differs between its versions. The

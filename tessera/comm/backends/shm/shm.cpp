@@ -1,7 +1,5 @@
 #include "tessera/comm/backends/shm/shm.h"
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -9,7 +7,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/backends/shm/shm_backend.h"
+#include "tessera/comm/backends/shm/shm_transport.h"
 #include "tessera/shm/group.h"
 
 namespace tessera {
@@ -29,14 +27,14 @@ shm::Directory directory_at(const c10::intrusive_ptr<c10d::Store>& store) {
   return directory;
 }
 
-c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   int rank, int size,
-                                                   const ShmBackendOptions& options) {
-  return make_shm_backend(directory_at(store), rank, size, options);
+std::shared_ptr<detail::Transport> make_shm_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      int rank, int size,
+                                                      const ShmOptions& options) {
+  return make_shm_transport(directory_at(store), rank, size, options);
 }
 
-c10::intrusive_ptr<c10d::Backend> make_shm_backend(const shm::Directory& directory, int rank,
-                                                   int size, const ShmBackendOptions& options) {
+std::shared_ptr<detail::Transport> make_shm_transport(const shm::Directory& directory, int rank,
+                                                      int size, const ShmOptions& options) {
   shm::Options meeting;
   meeting.name = options.name;
   meeting.timeout = bounded_limit(options.timeout);
@@ -49,7 +47,7 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const shm::Directory& directo
   try {
     auto link = std::make_shared<detail::ShmLink>(shm::Group::meet(rank, size, directory, meeting),
                                                   std::move(ranks), options.watch);
-    return c10::make_intrusive<detail::ShmBackend>(std::move(link), meeting.timeout);
+    return std::make_shared<detail::ShmTransport>(std::move(link), meeting.timeout);
   } catch (const shm::SetupError& error) {
     // The group's watch derives from the text which rank is missing or gone.
     if (error.cause() == shm::Cause::absent)

@@ -1,5 +1,5 @@
 #pragma once
-// A backend for groups whose ranks share a host, over tessera/shm.
+// A transport for groups whose ranks share a host, over tessera/shm.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -11,17 +11,14 @@
 
 #include "tessera/shm/meeting.h"
 
-namespace c10d {
-class Backend;
-}
-
 namespace tessera {
 
 namespace detail {
 class GroupWatch;
-}
+class Transport;
+}  // namespace detail
 
-struct ShmBackendOptions {
+struct ShmOptions {
   /// Name of the group, for messages.
   std::string name = "shm";
   /// Time limit of calls that give none, and of the meeting.
@@ -44,12 +41,12 @@ shm::Directory directory_at(const c10::intrusive_ptr<c10d::Store>& store);
 ///
 /// Throws NotAvailable on every rank that came if they cannot share memory, with the reason
 /// (another host, another user, no memory, a forbidden system call). If a rank does not come,
-/// throws what any backend throws: TimeoutError, PeerLostError or CommError.
-c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   int rank, int size,
-                                                   const ShmBackendOptions& options);
+/// throws what any transport throws: TimeoutError, PeerLostError or CommError.
+std::shared_ptr<detail::Transport> make_shm_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      int rank, int size,
+                                                      const ShmOptions& options);
 /// As above, for ranks that meet through something other than a store.
-c10::intrusive_ptr<c10d::Backend> make_shm_backend(const shm::Directory& directory, int rank,
-                                                   int size, const ShmBackendOptions& options);
+std::shared_ptr<detail::Transport> make_shm_transport(const shm::Directory& directory, int rank,
+                                                      int size, const ShmOptions& options);
 
 }  // namespace tessera

@@ -1,7 +1,6 @@
 #include "tessera/comm/backends/shm/shm_elements.h"
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
 
@@ -42,50 +41,46 @@ std::optional<shm::Element> element_of(c10::ScalarType dtype) {
   }
 }
 
-shm::Reduction::Kind kind_of(ReduceOp::Kind op) {
-  switch (op) {
+shm::Reduction reduction_of(ReduceOp op) {
+  using Kind = shm::Reduction::Kind;
+  switch (op.kind) {
     case ReduceOp::Kind::sum:
-      return shm::Reduction::Kind::sum;
+      return {Kind::sum};
     case ReduceOp::Kind::avg:
-      return shm::Reduction::Kind::average;
+      return {Kind::average};
     case ReduceOp::Kind::product:
-      return shm::Reduction::Kind::product;
+      return {Kind::product};
     case ReduceOp::Kind::min:
-      return shm::Reduction::Kind::min;
+      return {Kind::min};
     case ReduceOp::Kind::max:
-      return shm::Reduction::Kind::max;
+      return {Kind::max};
     case ReduceOp::Kind::premultiplied:
-      return shm::Reduction::Kind::premultiplied;
+      return {Kind::premultiplied, op.factor};
   }
-  return shm::Reduction::Kind::sum;
+  return {};
 }
 
 namespace {
 
-shm::Reduction reduction_of(const c10d::ReduceOp& op) {
-  using Kind = shm::Reduction::Kind;
-  switch (op.op_) {
-    case c10d::ReduceOp::BAND:
-      return {Kind::bit_and};
-    case c10d::ReduceOp::BOR:
-      return {Kind::bit_or};
-    case c10d::ReduceOp::BXOR:
-      return {Kind::bit_xor};
-    default:
+shm::Reduction reduction_in(const TransportCall& call) {
+  switch (call.bits) {
+    case Bits::bit_and:
+      return {shm::Reduction::Kind::bit_and};
+    case Bits::bit_or:
+      return {shm::Reduction::Kind::bit_or};
+    case Bits::bit_xor:
+      return {shm::Reduction::Kind::bit_xor};
+    case Bits::none:
       break;
   }
-  const auto known = from_c10d(op);
-  if (!known)
-    throw InvalidArgument(
-        "shared memory reduces by sum, product, min, max, average, premultiplied sum and bits");
-  return {kind_of(known->kind), known->factor};
+  return reduction_of(call.op);
 }
 
 }  // namespace
 
-Reduces reduces_of(const char* name, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+Reduces reduces_of(const char* name, const TransportCall& call, const at::Tensor& tensor) {
   const auto element = element_of(tensor.scalar_type());
-  const auto reduction = reduction_of(op);
+  const auto reduction = reduction_in(call);
   if (!element || !shm::reduces(*element, reduction.kind))
     throw InvalidArgument(concat(name, ": ", c10::toString(tensor.scalar_type()),
                                  " has no reduction by ", to_string(reduction.kind),

@@ -1,19 +1,19 @@
 #pragma once
-// What tessera/shm calls the dtypes and the reductions of c10d.
+// What tessera/shm calls the dtypes and the reductions of groups.
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <optional>
 
-#include "tessera/comm/group/types.h"
+#include "tessera/comm/backends/transport_call.h"
 #include "tessera/shm/types.h"
 
 namespace tessera::detail {
 
 /// nullopt for dtypes without arithmetic here.
 std::optional<shm::Element> element_of(c10::ScalarType dtype);
-shm::Reduction::Kind kind_of(ReduceOp::Kind op);
+shm::Reduction reduction_of(ReduceOp op);
+inline shm::Reduction reduction_of(ReduceOp::Kind kind) { return reduction_of(ReduceOp{kind}); }
 
 /// What a reduction works on.
 struct Reduces {
@@ -21,7 +21,7 @@ struct Reduces {
   shm::Reduction reduction;
 };
 
-/// Throws InvalidArgument if there is no such reduction.
-Reduces reduces_of(const char* name, const at::Tensor& tensor, const c10d::ReduceOp& op);
+/// What reduces `tensor` as the call says. Throws InvalidArgument if nothing does.
+Reduces reduces_of(const char* name, const TransportCall& call, const at::Tensor& tensor);
 
 }  // namespace tessera::detail

@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "tessera/base/text.h"
 
@@ -116,18 +117,16 @@ void ShmLink::close() {
 
 // ---- the work ----
 
-ShmWork::ShmWork(std::shared_ptr<ShmLink> link, ShmCall call)
-    : OwnWork(link->rank(), call.type, std::move(call.results)),
+ShmWork::ShmWork(std::shared_ptr<ShmLink> link, TransportCall& call,
+                 std::vector<shm::Request> requests)
+    : OwnWork(link->rank(), call.type, call.results),
       link_(std::move(link)),
-      call_(std::move(call)) {
-  complete();
+      tensors_{call.output, call.input},
+      finish_(std::exchange(call.finish, nullptr)),
+      timeout_(call.timeout),
+      requests_(std::move(requests)) {
+  for (const auto& message : call.messages) tensors_.push_back(message.tensor);
 }
-
-ShmWork::ShmWork(std::shared_ptr<ShmLink> link, ShmCall call, std::vector<shm::Request> requests)
-    : OwnWork(link->rank(), call.type, std::move(call.results)),
-      link_(std::move(link)),
-      call_(std::move(call)),
-      requests_(std::move(requests)) {}
 
 ShmWork::~ShmWork() { requests_.clear(); }
 
@@ -139,19 +138,17 @@ bool ShmWork::over() const {
 // To be called with the turn held.
 void ShmWork::complete() {
   if (!requests_.empty()) source_ = requests_.front().source();
-  if (!call_.finish.empty() || call_.last) {
+  if (finish_) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    for (const auto& step : call_.finish) step();
-    if (call_.last) call_.last();
+    finish_();
   }
   end(nullptr);
 }
 
 void ShmWork::end(std::exception_ptr error) {
   requests_.clear();
-  call_.tensors.clear();
-  call_.finish.clear();
-  call_.last = nullptr;
+  tensors_.clear();
+  finish_ = nullptr;
   const std::lock_guard lock(mutex_);
   exception_ = std::move(error);
   completed_ = true;
@@ -175,7 +172,7 @@ void ShmWork::finish(std::chrono::milliseconds timeout) {
   const std::lock_guard turn(turn_);
   if (over()) return;
   try {
-    for (auto& request : requests_) request.wait(timeout.count() > 0 ? timeout : call_.timeout);
+    for (auto& request : requests_) request.wait(timeout.count() > 0 ? timeout : timeout_);
     complete();
   } catch (...) {
     fail();

@@ -13,7 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/backends/own_backend.h"
+#include "tessera/comm/backends/own_work.h"
+#include "tessera/comm/backends/transport_call.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/group_watch.h"
 #include "tessera/shm/group.h"
@@ -74,27 +75,12 @@ class ShmLink : public std::enable_shared_from_this<ShmLink> {
   std::atomic<bool> stops_{false};
 };
 
-/// What a call keeps alive, and what is left to do when its data has arrived.
-struct ShmCall {
-  const char* name = "";
-  c10d::OpType type = c10d::OpType::UNKNOWN;
-  /// Tensors read or written during the call.
-  std::vector<at::Tensor> tensors;
-  /// The result of Work::result().
-  std::vector<at::Tensor> results;
-  std::vector<std::function<void()>> finish;
-  /// After all of `finish`; may be empty.
-  std::function<void()> last;
-  std::chrono::milliseconds timeout{0};
-};
-
 /// A call as a c10d::Work, for which any thread may wait. Its future is completed by a thread that
 /// waits for the work, at the latest by one of the group's.
 class ShmWork : public OwnWork {
  public:
-  /// For a call that is complete but for its `finish`.
-  ShmWork(std::shared_ptr<ShmLink> link, ShmCall call);
-  ShmWork(std::shared_ptr<ShmLink> link, ShmCall call, std::vector<shm::Request> requests);
+  /// Takes the results and `finish` of the call.
+  ShmWork(std::shared_ptr<ShmLink> link, TransportCall& call, std::vector<shm::Request> requests);
   ~ShmWork() override;
 
   bool isCompleted() override;
@@ -121,7 +107,10 @@ class ShmWork : public OwnWork {
   const std::shared_ptr<ShmLink> link_;
   /// Held while testing or waiting; mutex_ of the base class guards what the end leaves.
   std::mutex turn_;
-  ShmCall call_;
+  /// Read or written during the call.
+  std::vector<at::Tensor> tensors_;
+  std::function<void()> finish_;
+  const std::chrono::milliseconds timeout_;
   std::vector<shm::Request> requests_;
   int source_ = -1;
 };

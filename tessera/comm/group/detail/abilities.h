@@ -1,6 +1,6 @@
 #pragma once
-// Abilities: what a backend does by itself and what its calls need, as a value. A group asks for it
-// once, when it is made. No other place asks which backend it has.
+// Abilities: what a transport does by itself and what its calls need, as a value. A group asks for
+// it once, when it is made. No other place asks which transport it has.
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/intrusive_ptr.h>
@@ -13,10 +13,6 @@
 #include <memory>
 
 #include "tessera/comm/group/types.h"
-
-namespace c10d {
-class Backend;
-}
 
 namespace tessera::shm {
 class Arena;
@@ -61,39 +57,39 @@ inline bool gloo_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
 
 inline bool moves_every_dtype(c10::ScalarType) { return true; }
 
-class UnevenBackend;
+/// Reductions of bits, which c10d has and groups have not.
+enum class Bits : unsigned char { none, bit_and, bit_or, bit_xor };
 
-/// The defaults are those of a backend of c10d that says nothing: it is treated like Gloo.
+/// The defaults are those of a transport over a backend of c10d that says nothing: like Gloo.
 struct Abilities {
-  /// True if the backend does all-reduce, reduce and reduce-scatter of this dtype and operation
-  /// exactly as types.h promises (NaN of any rank propagates, min / max of bool are and / or, half
-  /// and bfloat16 are accumulated in float32). Otherwise the group composes the result itself.
-  bool (*reduces)(c10::ScalarType dtype, ReduceOp::Kind op) = gloo_reduces;
-  /// True if the backend takes tensors of this dtype as they are; otherwise the group passes their
-  /// bytes as uint8.
+  using Reduces = bool (*)(c10::ScalarType dtype, ReduceOp::Kind op);
+  /// True if the transport does all-reduce and reduce of this dtype and operation exactly as
+  /// types.h promises (NaN of any rank propagates, min / max of bool are and / or, half and
+  /// bfloat16 are accumulated in float32). Otherwise what it is given has gone through a Recipe
+  /// (reduction.h).
+  Reduces reduces = gloo_reduces;
+  /// Of reduce-scatter; null: as `reduces`.
+  Reduces reduce_scatters = nullptr;
+  /// True if it reduces integers and bool by operations on bits.
+  bool reduces_bits = false;
+  /// True if the transport takes tensors of this dtype as they are; otherwise the group passes
+  /// their bytes as uint8.
   bool (*moves)(c10::ScalarType dtype) = every_library_moves;
-  /// True if reduce() leaves the tensors of the ranks other than the root unchanged.
-  bool keeps_inputs = false;
-  /// Null where the backend has no uneven collectives.
-  UnevenBackend* uneven = nullptr;
-  /// Null, or where the group announces the next collective by a number that stands for its
-  /// operation and arguments (CallCard::hash()): ranks that announce different numbers for one call
-  /// do not touch each other's memory. 0: nothing is known of the call.
-  std::uint64_t* signature = nullptr;
-  /// True if the calls of `uneven`, too, are told apart by what is announced.
-  bool signs_uneven = false;
+  /// True if it tells calls apart by TransportCall::sign.
+  bool signs = false;
   /// True if the wait for a collective, or for a message, returns when the group is aborted, and
   /// its time limit ends the call. The thread that made the call then waits without interruption,
   /// since the library may allow no other thread.
   bool ends_collectives = false, ends_messages = false;
-  /// True if an all-gather of two ranks needs less memory as a call with counts.
-  bool gathers_through_copies = false;
+  /// True if the lists of c10d's gather and scatter may hold tensors of different sizes on the
+  /// root, which the other ranks do not know.
+  bool gathers_any_sizes = false;
   /// Is added to the time limits that calls get: the group's own come first.
   std::chrono::milliseconds slack{0};
   /// True if abort() may take minutes, and shutdown() ends a sound group.
   bool aborts_slowly = false;
   /// True if after abort() threads may remain in calls that nothing but their own limit ends: the
-  /// backend is then not destroyed, since its destructor would wait for them.
+  /// transport is then not destroyed, since its destructor would wait for them.
   bool may_hang = false;
   /// False if threads other than the one that made the group may not call it.
   bool any_thread = true;
@@ -104,22 +100,7 @@ struct Abilities {
                                             const c10::intrusive_ptr<c10d::Store>& store,
                                             std::chrono::milliseconds limit)>
       share;
-
-  void sign(std::uint64_t call) const {
-    if (signature) *signature = call;
-  }
 };
-
-/// A backend that says what it is able to do.
-class AbleBackend {
- public:
-  virtual ~AbleBackend() = default;
-  /// What it points to lives as long as the backend.
-  virtual Abilities abilities() = 0;
-};
-
-/// The abilities of any backend; those of null are the defaults.
-Abilities abilities_of(c10d::Backend* backend);
 
 /// A mismatch that the other ranks may not detect by themselves, or after which the backend cannot
 /// continue: the group ends.

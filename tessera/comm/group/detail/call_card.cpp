@@ -6,6 +6,20 @@
 
 namespace tessera::detail {
 
+std::uint64_t CallSource::hash() const {
+  // The names of an operator's calls follow from it.
+  if (origin) return origin->hash() + counted * 0x9e3779b97f4a7c15ull;
+  return name.empty() ? 0 : Hash().text(name).value();
+}
+
+std::string CallSource::text() const {
+  if (!origin) return {};
+  std::string text = concat(", for ", origin->text());
+  if (counted > 0)
+    text += concat(" (", counted - 1, " operators on sharded tensors since the call before)");
+  return text;
+}
+
 std::uint64_t CallCard::hash() const {
   if (*operation == '\0') return 0;
   Hash hash;
@@ -14,12 +28,14 @@ std::uint64_t CallCard::hash() const {
               static_cast<std::uint64_t>(op + 1) << 16 |
               static_cast<std::uint64_t>(root + 1) << 32);
   hash.number(static_cast<std::uint64_t>(elements));
+  if (const auto asked = source.hash()) hash.number(asked);
   for (const auto size : sizes) hash.number(static_cast<std::uint64_t>(size));
   return hash.value();
 }
 
 std::string CallCard::text() const {
   std::string text = operation;
+  if (!source.name.empty()) text += concat(" '", source.name, "'");
   if (op >= 0) text += concat(", ", to_string(static_cast<ReduceOp::Kind>(op)));
   if (dtype != c10::ScalarType::Undefined) text += concat(", ", c10::toString(dtype));
   if (elements >= 0)
@@ -27,14 +43,21 @@ std::string CallCard::text() const {
                           : concat(", rows of ", elements, " elements, sizes ", list(sizes));
   if (root >= 0) text += concat(", root ", root);
   if (device != c10::DeviceType::CPU) text += concat(" on ", c10::DeviceTypeName(device));
-  return text;
+  return text + source.text();
 }
 
 std::uint64_t MessageCard::hash() const {
   return Hash()
       .number(static_cast<std::uint64_t>(dtype))
       .number(static_cast<std::uint64_t>(elements))
+      .number(call)
       .value();
+}
+
+int MessageCard::tag() const {
+  constexpr int kOurs = 1 << 30, kOfCall = 1 << 29;
+  return kOurs | (of_call ? kOfCall : 0) | static_cast<int>((number & 0xff) << 21) |
+         static_cast<int>(hash() & 0x1fffff);
 }
 
 std::string MessageCard::text() const {

@@ -6,10 +6,30 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "tessera/comm/group/internal/call_origin.h"
+
 namespace tessera::detail {
+
+/// What a collective call is for. Two ranks whose calls are for different things are not in the
+/// same call, however alike their arguments.
+struct CallSource {
+  /// CallOptions::name.
+  std::string name;
+  /// Null: the call is not an operator's.
+  std::shared_ptr<const CallOrigin> origin;
+  /// 1 + what was counted since the group's call before (OriginScope); 0: not known.
+  std::uint64_t counted = 0;
+
+  /// 0 for a call without name and origin.
+  std::uint64_t hash() const;
+  /// ", for aten::mm of [4, 8], [8, 3] (3 operators on sharded tensors since the call before)";
+  /// empty without origin.
+  std::string text() const;
+};
 
 /// Describes a collective call. Two ranks whose cards differ cannot complete the call together.
 struct CallCard {
@@ -25,9 +45,10 @@ struct CallCard {
   std::int64_t elements = -1;
   /// Rows of each rank; empty: the same number on all.
   std::vector<std::int64_t> sizes;
+  CallSource source;
 
   std::uint64_t hash() const;
-  /// "all_reduce, sum, Float, 10 elements".
+  /// "all_reduce 'gradients', sum, Float, 10 elements".
   std::string text() const;
 };
 
@@ -40,10 +61,16 @@ struct MessageCard {
   bool sends = false;
   /// The message belongs to a collective call, and `number` is that call's sequence number.
   bool of_call = false;
+  /// CallCard::hash() of that call.
+  std::uint64_t call = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   std::int64_t elements = 0;
 
   std::uint64_t hash() const;
+  /// The tag of a message that is delivered only to an end with the same description: above those
+  /// of users, of the cards and of compared messages (checks.cpp). 8 bits of the message's number,
+  /// 21 of its hash.
+  int tag() const;
   /// "Float, 10 elements".
   std::string text() const;
 };

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tessera/base/hash.h"
-#include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/group/detail/hand_over.h"
 #include "tessera/comm/group/detail/memory.h"
 #include "tessera/comm/group/detail/mismatch.h"
 
@@ -182,13 +182,17 @@ at::Tensor exchange_rows(RequestState& call, const void* mine, std::int64_t byte
   const auto options = at::TensorOptions().dtype(at::kByte);
   const auto input = at::empty({bytes}, options);
   std::memcpy(input.mutable_data_ptr(), mine, bytes);
-  auto output = at::empty({call.group().size(), bytes}, options);
+  const int n = call.group().size();
+  TransportCall handed;
+  handed.input = input;
+  handed.output = at::empty({n * bytes}, options);
+  handed.counts.assign(n, bytes);
   RequestState part(call.group(), call.operation(), {.timeout = call.left(), .name = call.name()},
                     true);
   part.begin_within(call);
-  all_gather_equal(part, output, input);
+  hand_over(part, endpoint_for(part, input), handed, &Transport::all_gather);
   part.wait();
-  return output;
+  return handed.output;
 }
 
 }  // namespace
@@ -222,7 +226,8 @@ void begin(RequestState& call, c10::function_ref<void()> check,
     refused = std::current_exception();
   }
   call.begin_collective();
-  const std::string same = concat("call ", call.sequence(), ": ", call.describe(), mine.same);
+  const std::string same =
+      concat("call ", call.sequence(), ": ", call.describe(), mine.same, call.card().source.text());
   const Card card = make_card(same, same + mine.shown, problem);
   const auto output = exchange_rows(call, &card, sizeof(card));
   const auto* cards = static_cast<const Card*>(output.const_data_ptr());
@@ -310,22 +315,12 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
   request_->begin_within(call);
   const auto& endpoint = group_.endpoint(c10::DeviceType::CPU);
   request_->start([&](RequestState& request) {
-    for (std::int64_t i = 0; i < n; ++i) {
-      std::vector<at::Tensor> card{theirs_.select(0, i)};
-      request.launch([&] {
-        request.add(
-            endpoint.backend->recv(card, peers_[i], sent_[i] ? kReceiversCard : kSendersCard),
-            message_wait(endpoint, peers_[i]));
-      });
-    }
-    for (std::int64_t i = 0; i < n; ++i) {
-      std::vector<at::Tensor> card{mine_.select(0, i)};
-      request.launch([&] {
-        request.add(
-            endpoint.backend->send(card, peers_[i], sent_[i] ? kSendersCard : kReceiversCard),
-            message_wait(endpoint, peers_[i]));
-      });
-    }
+    for (const auto kind : {Message::Kind::receive, Message::Kind::send})
+      for (std::int64_t i = 0; i < n; ++i) {
+        const bool sends = kind == Message::Kind::send;
+        exchange_one(request, endpoint, {kind, (sends ? mine_ : theirs_).select(0, i), peers_[i]},
+                     sends == sent_[i] ? kSendersCard : kReceiversCard, nullptr);
+      }
   });
 }
 

@@ -16,6 +16,7 @@ void launch_all_gather(RequestState& call, const at::Tensor& output, const at::T
                        const Sizes& sizes);
 void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                            ReduceOp op, const Sizes& sizes);
+void launch_scan(RequestState& call, const at::Tensor& tensor, ReduceOp op);
 void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                        const Sizes& output_sizes, const Sizes& input_sizes);
 void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,

@@ -9,9 +9,10 @@
 #include <optional>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/backends/flat.h"
 #include "tessera/comm/group/detail/checks.h"
 #include "tessera/comm/group/detail/collectives.h"
+#include "tessera/comm/group/detail/hand_over.h"
 #include "tessera/comm/group/detail/memory.h"
 
 namespace tessera::detail {
@@ -25,22 +26,11 @@ std::int64_t width_of(const at::Tensor& t) {
   return width;
 }
 
-Sizes scaled(const Sizes& sizes, std::int64_t factor) {
-  Sizes out(sizes);
-  for (auto& n : out) n *= factor;
-  return out;
-}
-
-bool even(const Sizes& sizes) {
-  for (const auto n : sizes)
-    if (n != sizes.front()) return false;
-  return true;
-}
-
-// Elements on the wire of each rank's tensor. `whole` may be undefined on a rank that has none:
-// then `part` determines the size of a row.
-Sizes wire_counts(RequestState& call, const at::Tensor& like, const Sizes& sizes) {
-  return scaled(sizes, width_of(like) * wire_width(call, like));
+// Elements on the wire of each rank's tensor.
+Sizes wire_counts(RequestState& call, const at::Tensor& part, const Sizes& sizes) {
+  const auto width = wire_width(call, part);
+  return sizes.empty() ? Sizes(call.group().size(), part.numel() * width)
+                       : times(sizes, width_of(part) * width);
 }
 
 std::string kind_of(const at::Tensor& t) {
@@ -99,7 +89,10 @@ void launch_broadcast(RequestState& call, const at::Tensor& given, int root) {
   call.count_bytes(is_root ? bytes_of(tensor) : 0);
   if (call.group().size() == 1 || tensor.numel() == 0) return;
   const Guard guard;
-  broadcast_flat(call, is_root ? wire_input(call, tensor) : wire_output(call, tensor), root);
+  TransportCall handed;
+  handed.output = is_root ? wire_input(call, tensor) : wire_output(call, tensor);
+  handed.root = root;
+  hand_over(call, endpoint_for(call, tensor), handed, &Transport::broadcast);
 }
 
 void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& given,
@@ -120,15 +113,11 @@ void launch_all_gather(RequestState& call, const at::Tensor& output, const at::T
   if (nothing(sizes, input)) return;
   const Guard guard;
   if (call.group().size() == 1) return copy_here(output, input);
-  const auto in = wire_input(call, input), out = wire_output(call, output);
-  const bool equal = sizes.empty() || even(sizes);
-  if (equal && gathers_in_place(call, out)) {
-    all_gather_counts(call, out, in, Sizes(2, in.numel()));
-  } else if (equal) {
-    all_gather_equal(call, out, in);
-  } else {
-    all_gather_counts(call, out, in, wire_counts(call, input, sizes));
-  }
+  TransportCall handed;
+  handed.input = wire_input(call, input);
+  handed.output = wire_output(call, output);
+  handed.counts = wire_counts(call, input, sizes);
+  hand_over(call, endpoint_for(call, input), handed, &Transport::all_gather);
 }
 
 void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& given,
@@ -169,19 +158,21 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
   call.count_bytes(bytes_of(input));
   const int n = call.group().size();
   const Sizes out_rows =
-      output_sizes.empty() ? Sizes(n, output.numel() / n) : scaled(output_sizes, width_of(output));
+      output_sizes.empty() ? Sizes(n, output.numel() / n) : times(output_sizes, width_of(output));
   const Sizes in_rows =
-      input_sizes.empty() ? Sizes(n, input.numel() / n) : scaled(input_sizes, width_of(input));
+      input_sizes.empty() ? Sizes(n, input.numel() / n) : times(input_sizes, width_of(input));
   compare_pairs(call, out_rows, in_rows);
   if (input_sizes.empty() && input.numel() == 0) return;
   const Guard guard;
   if (n == 1) return copy_here(output, input);
-  const auto in = wire_input(call, input), out = wire_output(call, output);
   const auto width = wire_width(call, input);
-  if (input_sizes.empty())
-    all_to_all_counts(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
-  else
-    all_to_all_pairs(call, out, in, scaled(out_rows, width), scaled(in_rows, width));
+  TransportCall handed;
+  handed.input = wire_input(call, input);
+  handed.output = wire_output(call, output);
+  handed.counts = times(out_rows, width);
+  handed.input_counts = times(in_rows, width);
+  handed.agreed = input_sizes.empty();
+  hand_over(call, endpoint_for(call, input), handed, &Transport::all_to_all);
 }
 
 // Gather (`whole` on the root is written) and scatter (it is read); every rank has a `part`.
@@ -219,11 +210,13 @@ void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::
     if (!t.defined()) return t;
     return written ? wire_output(call, t) : wire_input(call, t);
   };
-  const auto wire = on_wire(whole, gathers), wire_part = on_wire(part, !gathers);
-  if (sizes.empty() || even(sizes))
-    rooted_equal(call, wire, wire_part, root, gathers);
-  else
-    rooted_counts(call, wire, wire_part, wire_counts(call, part, sizes), root, gathers);
+  TransportCall handed;
+  (gathers ? handed.output : handed.input) = on_wire(whole, gathers);
+  (gathers ? handed.input : handed.output) = on_wire(part, !gathers);
+  handed.counts = wire_counts(call, part, sizes);
+  handed.root = root;
+  hand_over(call, endpoint_for(call, part), handed,
+            gathers ? &Transport::gather : &Transport::scatter);
 }
 
 void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
@@ -355,9 +348,8 @@ void launch_barrier(RequestState& call) {
   if (call.group().size() == 1) return;
   const auto device = call.group().has_endpoint(c10::DeviceType::CPU) ? c10::DeviceType::CPU
                                                                       : c10::DeviceType::CUDA;
-  const auto& endpoint = call.group().endpoint(device);
-  hand_over<c10d::BarrierOptions>(
-      call, endpoint, [&](const auto& options) { return endpoint.backend->barrier(options); });
+  TransportCall handed;
+  hand_over(call, call.group().endpoint(device), handed, &Transport::barrier);
 }
 
 }  // namespace tessera::detail

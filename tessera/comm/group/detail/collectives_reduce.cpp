@@ -1,15 +1,15 @@
-// Collectives that reduce. What a backend reduces exactly by itself is passed on unchanged;
+// Collectives that reduce. What a transport reduces exactly by itself is passed on unchanged;
 // otherwise its recipe says how (reduction.h). What it composes is an all-gather (for reduce a
-// gather), then a reduction in rank order here: n times the memory.
-// reduce_scatter on such a backend: see backend_calls.h.
+// gather), then a reduction in rank order here, n times the memory; of reduce-scatter an
+// all-to-all.
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/backend_calls.h"
+#include "tessera/comm/backends/flat.h"
 #include "tessera/comm/group/detail/checks.h"
 #include "tessera/comm/group/detail/collectives.h"
+#include "tessera/comm/group/detail/hand_over.h"
 #include "tessera/comm/group/detail/memory.h"
 #include "tessera/comm/group/detail/reduction.h"
 
@@ -42,121 +42,37 @@ void reduce_alone(const at::Tensor& tensor, ReduceOp op) {
     tensor.copy_(tensor.to(accumulation_type(tensor.scalar_type())).mul(op.factor));
 }
 
-// Hands one flat tensor to the backend's all-reduce (root < 0) or reduce.
-void reduce_flat(RequestState& call, const at::Tensor& tensor, Kind op, double factor, int root) {
-  const auto& endpoint = endpoint_for(call, tensor);
-  std::vector<at::Tensor> tensors{tensor};
-  if (root < 0)
-    return hand_over<c10d::AllreduceOptions>(call, endpoint, [&](auto& options) {
-      options.reduceOp = to_c10d(op, factor);
-      return endpoint.backend->allreduce(tensors, options);
-    });
-  hand_over<c10d::ReduceOptions>(call, endpoint, [&](auto& options) {
-    options.reduceOp = to_c10d(op, factor);
-    options.rootRank = root;
-    return endpoint.backend->reduce(tensors, options);
-  });
-}
-
-// Gloo reduces in place on every rank, but only the root's tensor may change. With two ranks the
-// other rank sends its values, and they are added here: as many bytes as in Gloo's reduce, and no
-// copy. With more ranks a copy costs less than what the root would receive.
-void reduce_pair(RequestState& call, const at::Tensor& work, const Recipe& recipe, int root) {
-  const bool is_root = call.group().rank() == root;
-  const std::int64_t count = work.numel() * wire_width(call, work);
-  const auto nothing = at::empty({0}, work.options());
-  Sizes received(2, 0), sent(2, 0);
-  if (!is_root) {
-    sent[root] = count;
-    return all_to_all_counts(call, wire_input(call, nothing), wire_input(call, work), received,
-                             sent);
-  }
-  received[1 - root] = count;
-  const auto other = at::empty(work.sizes(), work.options());
-  all_to_all_counts(call, wire_output(call, other), wire_input(call, nothing), received, sent);
-  call.then([work, other, recipe, root] {
-    reduce_in_order(work, root == 0 ? std::vector{work, other} : std::vector{other, work},
-                    recipe.op);
-    if (recipe.divide) work.div_(2);
-  });
-}
-
-// Reduce-scatter of two ranks without scratch: what the other rank sends lands in the output, and
-// this rank's rows are added where they lie.
-void reduce_scatter_pair(RequestState& call, const at::Tensor& output, const at::Tensor& input,
-                         Kind op, const Sizes& counts) {
-  const int me = call.group().rank(), peer = 1 - me;
-  const auto width = wire_width(call, input);
-  const auto source = is_plain(input) ? input : input.resolve_conj().resolve_neg().contiguous();
-  const auto in = wire_input(call, source);
-  const auto sends = split_flat(in, {counts[0] * width, counts[1] * width})[peer];
-  Sizes received(2, 0), sent(2, 0);
-  received[peer] = counts[me] * width;
-  sent[peer] = counts[peer] * width;
-  all_to_all_counts(call, wire_output(call, output), sends, received, sent);
-  if (output.numel() == 0) return;
-  const auto mine = split_flat(source.view({-1}), counts)[me].view(output.sizes());
-  call.then([output, mine, me, op] {
-    reduce_in_order(output, me == 0 ? std::vector{mine, output} : std::vector{output, mine}, op);
-  });
-}
-
 // All-reduce (root < 0) or reduce of any tensor. `writes`: this rank's tensor gets the result.
 void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, int root,
                    bool writes) {
-  const auto& abilities = call.group().endpoint(tensor.device().type()).abilities;
-  const auto dtype = tensor.scalar_type();
-  const Recipe recipe = recipe_of(abilities.reduces, dtype, op.kind);
+  const auto& endpoint = endpoint_for(call, tensor);
+  const Recipe recipe = recipe_of(endpoint.abilities.reduces, tensor.scalar_type(), op);
   const int n = call.group().size();
   if (writes && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-
-  // `work` holds the data that is reduced; if it is not the caller's memory it is copied back at
-  // the end, which also rounds to the caller's dtype.
-  const bool own = recipe.direct(dtype) && is_plain(tensor) && writes;
-  const bool pair = root >= 0 && n == 2 && !abilities.keeps_inputs && recipe.direct(dtype);
-  at::Tensor work;
-  if (own) {
-    work = tensor;
-    if (recipe.scale) work.mul_(op.factor);
-    call.keep(work);
-  } else {
-    work = tensor.resolve_conj().resolve_neg().to(recipe.wide).contiguous();
-    if (recipe.scale) {
-      work = work.mul(op.factor);
-    } else if (!recipe.compose && !recipe.keys && work.is_alias_of(tensor) &&
-               !abilities.keeps_inputs && !pair) {
-      work = work.clone();  // Gloo works in place on every rank, and this tensor keeps its values
-    }
-    call.keep(work);
-    if (writes && !recipe.keys && !work.is_alias_of(tensor)) call.copy_back(tensor, work);
-  }
-
-  if (pair) return reduce_pair(call, work, recipe, root);
+  const at::Tensor wire = recipe.outgoing(tensor, writes);
+  call.keep(wire);
+  TransportCall given;
+  given.root = root;
   if (recipe.compose) {
-    const auto in = wire_input(call, work);
+    given.input = wire_input(call, wire);
+    given.counts.assign(n, given.input.numel());
     at::Tensor gathered;
-    if (root < 0 || writes) gathered = at::empty({n * work.numel()}, work.options());
-    if (root < 0) {
-      all_gather_equal(call, wire_output(call, gathered), in);
-    } else {
-      rooted_equal(call, writes ? wire_output(call, gathered) : at::Tensor(), in, root, true);
+    if (writes) {
+      gathered = at::empty({n * wire.numel()}, wire.options());
+      given.output = wire_output(call, gathered);
     }
+    hand_over(call, endpoint, given, root < 0 ? &Transport::all_gather : &Transport::gather);
     if (writes)
-      call.then([work, gathered, recipe, n] {
-        reduce_in_order(work.view({-1}), split_flat(gathered, Sizes(n, work.numel())), recipe.op);
-        if (recipe.divide) work.div_(n);
+      call.then([wire, gathered, n, kind = recipe.op.kind] {
+        reduce_in_order(wire.view({-1}), split_flat(gathered, Sizes(n, wire.numel())), kind);
       });
-    return;
+  } else {
+    given.output = wire;
+    given.op = recipe.op;
+    hand_over(call, endpoint, given, root < 0 ? &Transport::all_reduce : &Transport::reduce);
   }
-  const at::Tensor wire = recipe.wire(work);
-  if (recipe.keys) call.keep(wire);
-  reduce_flat(call, wire, recipe.op, op.factor, root);
-  if (!writes) return;
-  if (recipe.divide) call.then([work, n] { work.div_(n); });
-  if (!recipe.keys) return;
-  const auto result = work.is_alias_of(tensor) ? tensor : at::empty_like(work);
-  call.then([result, wire, op = recipe.op] { from_order_keys(result.view({-1}), wire, op); });
-  if (!result.is_same(tensor)) call.copy_back(tensor, result);
+  if (writes && recipe.settles(tensor, wire))
+    call.then([tensor, wire, recipe, n] { recipe.settle(tensor, wire, n); });
 }
 
 }  // namespace
@@ -226,51 +142,64 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
     output.copy_(input.reshape(output.sizes()));
     return reduce_alone(output, op);
   }
-  const auto& abilities = call.group().endpoint(input.device().type()).abilities;
-  const auto dtype = input.scalar_type();
-  Sizes counts(sizes);
+  const auto& endpoint = endpoint_for(call, input);
+  const auto& can = endpoint.abilities;
+  const Recipe recipe =
+      recipe_of(can.reduce_scatters ? can.reduce_scatters : can.reduces, input.scalar_type(), op);
+  TransportCall handed;
+  handed.input = flat(recipe.outgoing(input, false));
+  handed.op = recipe.op;
   const std::int64_t rows = sizes.empty() ? n : input.size(0);
-  if (sizes.empty()) counts.assign(n, 1);
-  for (auto& c : counts) c = rows == 0 ? 0 : c * (input.numel() / rows);
-
-  const Recipe recipe = recipe_of(abilities.reduces, dtype, op.kind);
-  if (abilities.uneven && !recipe.compose && !recipe.keys && !recipe.real && !recipe.bytes) {
-    auto in = input.resolve_conj().resolve_neg().to(recipe.wide);
-    if (recipe.scale) in = in.mul(op.factor);
-    in = in.contiguous().view({-1});
-    at::Tensor out = recipe.wide == dtype
-                         ? wire_output(call, output)
-                         : at::empty({output.numel()}, output.options().dtype(recipe.wide));
-    if (recipe.wide != dtype) call.copy_back(output, out);
-    call.keep(in);
-    call.keep(out);
-    hand_over_uneven(call, endpoint_for(call, in), [&](UnevenBackend& uneven, CallLimit limit) {
-      return uneven.reduce_scatter_v(out, in, counts, to_c10d(recipe.op, op.factor), limit);
-    });
-    if (recipe.divide) call.then([out, n] { out.div_(n); });
-    return;
-  }
-
-  if (n == 2 && op.kind != Kind::premultiplied && is_plain(output))
-    return reduce_scatter_pair(call, output, input, op.kind, counts);
-
-  // Every rank gets its rows from every rank, and reduces them in rank order.
-  auto source = input;
-  if (op.kind == Kind::premultiplied) source = input.to(accumulation_type(dtype)).mul(op.factor);
-  const auto in = wire_input(call, source);
-  const auto scratch = at::empty({n * counts[me]}, source.options());
-  const auto width = wire_width(call, source);
-  Sizes in_counts(counts), out_counts(n, counts[me] * width);
-  for (auto& c : in_counts) c *= width;
-  call.keep(scratch);
-  all_to_all_counts(call, wire_output(call, scratch), in, out_counts, in_counts);
-  if (output.numel() == 0) return;
+  handed.counts = times(sizes.empty() ? Sizes(n, 1) : sizes,
+                        rows == 0 ? 0 : input.numel() / rows * recipe.width());
+  const bool direct = recipe.wire_type() == output.scalar_type() && is_plain(output);
+  const at::Tensor result =
+      direct ? flat(output)
+             : at::empty({handed.counts[me]}, output.options().dtype(recipe.wire_type()));
+  handed.output = result;
+  call.keep(handed.input);
+  call.keep(result);
   if (!output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
-  call.then([output, scratch, n, count = counts[me],
-             kind = op.kind == Kind::premultiplied ? Kind::sum : op.kind] {
-    auto parts = split_flat(scratch, Sizes(n, count));
-    for (auto& part : parts) part = part.view(output.sizes());
-    reduce_in_order(output, parts, kind);
+  if (recipe.compose)
+    hand_over(call, endpoint, handed, compose_reduce_scatter);
+  else
+    hand_over(call, endpoint, handed, &Transport::reduce_scatter);
+  if (output.numel() > 0 && recipe.settles(output, result))
+    call.then([output, result, recipe, n] { recipe.settle(output, result, n); });
+}
+
+void launch_scan(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
+  begin(
+      call,
+      [&] {
+        check_target(call, "the tensor", tensor);
+        check_reducible(call.operation(), tensor.scalar_type(), op.kind);
+        if (op.kind == Kind::avg)
+          refuse(call, "the number of summands differs between ranks; divide the sums");
+        check_overlap(call, tensor, {});
+      },
+      [&] { return Signature{text_of(tensor, op), {}}; });
+  call.set_card(reduce_card(tensor, op, -1));
+  call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
+  if (tensor.numel() == 0) return;
+  const Guard guard;
+  const int n = call.group().size(), me = call.group().rank();
+  if (n == 1) return reduce_alone(tensor, op);
+  const Recipe recipe =
+      recipe_of([](c10::ScalarType, Kind kind) { return kind != Kind::premultiplied; },
+                tensor.scalar_type(), op);
+  const at::Tensor mine = recipe.outgoing(tensor, false);
+  const at::Tensor gathered = at::empty({n * mine.numel()}, mine.options());
+  TransportCall handed;
+  handed.input = wire_input(call, mine);
+  handed.output = wire_output(call, gathered);
+  handed.counts.assign(n, handed.input.numel());
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  hand_over(call, endpoint_for(call, tensor), handed, &Transport::all_gather);
+  call.then([tensor, gathered, recipe, me, count = mine.numel()] {
+    const at::Tensor result = at::empty({count}, gathered.options());
+    reduce_in_order(result, split_flat(gathered, Sizes(me + 1, count)), recipe.op.kind);
+    recipe.settle(tensor, result, me + 1);
   });
 }
 

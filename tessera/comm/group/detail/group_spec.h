@@ -31,7 +31,7 @@ struct GroupSpec {
   /// Position of this process in `ranks`.
   int rank = 0;
   /// The backend for CPU tensors: "gloo", "shm", "mpi", "threads", "self"; "auto": by where the
-  /// ranks are (make_backend_by_host()); "store": none, the ranks only meet at the store.
+  /// ranks are (make_transport_by_host()); "store": none, the ranks only meet at the store.
   std::string backend;
   /// For "auto": HostsOptions::host.
   std::string host;
@@ -43,6 +43,9 @@ struct GroupSpec {
   c10::intrusive_ptr<c10d::Store> store;
   std::chrono::milliseconds timeout{0};
   CheckLevel check_level = CheckLevel::local;
+  /// The group takes the place of one that a failure of one rank alone has ended: what ranks had
+  /// counted until then differs.
+  bool after_failure = false;
   /// Never null.
   std::shared_ptr<GroupWatch> watch;
   /// Null: calls are not traced.

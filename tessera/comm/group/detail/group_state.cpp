@@ -1,5 +1,6 @@
 #include "tessera/comm/group/detail/group_state.h"
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -39,11 +40,6 @@ c10::intrusive_ptr<c10d::Store> at_once(const c10::intrusive_ptr<c10d::Store>& s
 
 }  // namespace
 
-Abilities abilities_of(c10d::Backend* backend) {
-  auto* able = dynamic_cast<AbleBackend*>(backend);
-  return able ? able->abilities() : Abilities{};
-}
-
 GroupState::GroupState(const GroupSpec& spec)
     : name_(spec.name),
       ranks_(spec.ranks),
@@ -51,18 +47,19 @@ GroupState::GroupState(const GroupSpec& spec)
       timeout_ms_(0),
       level_(spec.check_level),
       store_alone_(spec.backend == "store"),
+      counts_from_start_(!spec.after_failure),
       watch_(spec.watch),
       store_(spec.store) {
   set_timeout(spec.timeout);
   if (spec.trace) set_trace(spec.trace);
   watch_->set_interrupt([this] {
     for (Endpoint* endpoint : {&cpu_, &cuda_}) {
-      if (!endpoint->backend) continue;
+      if (!endpoint->transport) continue;
       // This thread answers for the rank.
       if (endpoint->abilities.aborts_slowly)
-        std::thread([backend = endpoint->backend] { quietly([&] { backend->abort(); }); }).detach();
+        std::thread([slow = endpoint->transport] { quietly([&] { slow->abort(); }); }).detach();
       else
-        quietly([&] { endpoint->backend->abort(); });
+        quietly([&] { endpoint->transport->abort(); });
     }
     const std::lock_guard lock(waiting_mutex_);
     for (const auto& waiting : waiting_) waiting.work->abort();
@@ -85,10 +82,12 @@ void GroupState::close() {
   for (Endpoint* endpoint : {&cpu_, &cuda_}) {
     // c10d's destructor aborts what is still on the streams of a sound group.
     if (endpoint->abilities.aborts_slowly)
-      quietly(
-          [&] { watch_->poison() ? endpoint->backend->abort() : endpoint->backend->shutdown(); });
+      quietly([&] {
+        watch_->poison() ? endpoint->transport->abort() : endpoint->transport->shutdown();
+      });
     // on purpose never freed
-    if (endpoint->abilities.may_hang && watch_->poison()) endpoint->backend.release();
+    if (endpoint->abilities.may_hang && watch_->poison())
+      new std::shared_ptr<Transport>(endpoint->transport);
     *endpoint = {};
   }
 }
@@ -235,6 +234,27 @@ void GroupState::withdraw(const std::string& place) noexcept {
   }
 }
 
+std::uint64_t GroupState::count_since_call(const std::shared_ptr<const CallCount>& counted) {
+  if (!counted && !any_counted_.load(std::memory_order_relaxed)) return 0;
+  const std::lock_guard lock(counted_mutex_);
+  std::uint64_t since = 0;
+  for (auto& [count, at] : counted_) {
+    const auto now = count->value();
+    if (count == counted) since = now - at + 1;
+    at = now;
+  }
+  if (!counted || since > 0) return since;
+  counted_.emplace_back(counted, counted->value());
+  any_counted_.store(true, std::memory_order_relaxed);
+  return counts_from_start_ ? counted->value() + 1 : 0;
+}
+
+void GroupState::forget_counts() {
+  const std::lock_guard lock(counted_mutex_);
+  counted_.clear();
+  counts_from_start_ = false;
+}
+
 std::uint64_t GroupState::next_message(int peer, bool to_peer) {
   const std::lock_guard lock(messages_mutex_);
   if (messages_.empty()) messages_.resize(ranks_.size());
@@ -248,23 +268,23 @@ void GroupState::set_timeout(std::chrono::milliseconds limit) {
   timeout_ms_.store(bounded_limit(limit).count(), std::memory_order_relaxed);
 }
 
-void GroupState::set_endpoint(c10::Device device, std::string name,
-                              c10::intrusive_ptr<c10d::Backend> backend, std::string reason) {
+void GroupState::set_endpoint(c10::Device device, std::shared_ptr<Transport> transport,
+                              std::string reason) {
   // One besides the CPU's: CUDA, or a device that another library brings.
   Endpoint& endpoint = device.is_cpu() ? cpu_ : cuda_;
-  if (endpoint.backend && endpoint.device.type() != device.type())
+  if (endpoint.transport && endpoint.device.type() != device.type())
     throw InvalidArgument(concat("group '", name_, "' serves ", endpoint.device, " and the CPU, ",
                                  "and no third kind of device: ", device));
   endpoint.device = device;
-  endpoint.abilities = abilities_of(backend.get());
-  endpoint.name = std::move(name);
+  endpoint.abilities = transport->abilities();
+  endpoint.name = transport->name();
   endpoint.reason = std::move(reason);
-  endpoint.backend = std::move(backend);
+  endpoint.transport = std::move(transport);
 }
 
 bool GroupState::has_endpoint(c10::DeviceType device) const {
   const Endpoint& endpoint = device == c10::DeviceType::CPU ? cpu_ : cuda_;
-  return endpoint.backend && endpoint.device.type() == device;
+  return endpoint.transport && endpoint.device.type() == device;
 }
 
 void GroupState::require_open() const {
@@ -280,13 +300,13 @@ bool GroupState::meets_at_store() const {
 const Endpoint& GroupState::endpoint(c10::DeviceType device) const {
   if (has_endpoint(device)) return device == c10::DeviceType::CPU ? cpu_ : cuda_;
   require_open();
-  throw NotAvailable(
-      concat("group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
-             " tensors (it has: ", cpu_.backend ? "CPU over " : "no CPU", cpu_.name,
-             cuda_.backend ? concat(", ", c10::DeviceTypeName(cuda_.device.type()), " over ") : "",
-             cuda_.name,
-             "). Move the tensor to a device the group serves, or build and choose "
-             "a backend for it (tessera doctor lists them)"));
+  throw NotAvailable(concat(
+      "group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
+      " tensors (it has: ", cpu_.transport ? "CPU over " : "no CPU", cpu_.name,
+      cuda_.transport ? concat(", ", c10::DeviceTypeName(cuda_.device.type()), " over ") : "",
+      cuda_.name,
+      "). Move the tensor to a device the group serves, or build and choose "
+      "a backend for it (tessera doctor lists them)"));
 }
 
 void GroupState::set_trace(std::shared_ptr<CommTrace> trace) {
@@ -301,13 +321,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> GroupState::process_group() {
     auto store =
         store_ ? store_ : c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>());
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank_, size());
-    if (cpu_.backend)
-      group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::strToBackendType(cpu_.name),
-                        cpu_.backend);
-    if (cuda_.backend)
-      group->setBackend(cuda_.device.type(), c10d::ProcessGroup::strToBackendType(cuda_.name),
-                        cuda_.backend);
-    if (cpu_.backend) group->setDefaultBackend(c10d::ProcessGroup::strToBackendType(cpu_.name));
+    for (const Endpoint* endpoint : {&cpu_, &cuda_})
+      if (endpoint->transport)
+        group->setBackend(endpoint->device.type(),
+                          c10d::ProcessGroup::strToBackendType(endpoint->name),
+                          endpoint->transport->backend());
+    if (cpu_.transport) group->setDefaultBackend(c10d::ProcessGroup::strToBackendType(cpu_.name));
     group->setGroupName(name_);
     process_group_ = std::move(group);
   }

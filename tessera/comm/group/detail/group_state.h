@@ -4,7 +4,6 @@
 
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <array>
@@ -21,11 +20,11 @@
 #include <vector>
 
 #include "tessera/base/deadline.h"
+#include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/group_spec.h"
 #include "tessera/comm/group/detail/group_watch.h"
-#include "tessera/comm/group/detail/uneven.h"
 #include "tessera/comm/group/types.h"
 
 namespace c10d {
@@ -40,9 +39,9 @@ namespace tessera::detail {
 
 class RequestState;
 
-/// A backend of the group and the interfaces it implements.
+/// The transport for tensors of one device type.
 struct Endpoint {
-  c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<Transport> transport;
   /// "gloo", "shm", "hosts", "mpi", "nccl", "threads".
   std::string name;
   /// Why it is this one; empty where the program named it.
@@ -67,8 +66,8 @@ class GroupState {
   int size() const { return static_cast<int>(ranks_.size()); }
   GroupWatch& watch() const { return *watch_; }
 
-  /// Sets the backend for tensors of a device type. Only before the first call.
-  void set_endpoint(c10::Device device, std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+  /// Sets the transport for tensors of a device type. Only before the first call.
+  void set_endpoint(c10::Device device, std::shared_ptr<Transport> transport,
                     std::string reason = "");
   bool has_endpoint(c10::DeviceType device) const;
   /// Throws NotAvailable if the group has no backend for that device type.
@@ -128,6 +127,14 @@ class GroupState {
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   std::uint64_t next_sequence() { return sequence_.fetch_add(1, std::memory_order_relaxed); }
 
+  /// Returns 1 + by how much `counted` has grown since the collective before, or at all if there is
+  /// none; 0 where that is not known, after a failure or forget_counts(). Null: only notes that
+  /// there is a collective.
+  std::uint64_t count_since_call(const std::shared_ptr<const CallCount>& counted);
+  /// To be called on all ranks where their calls have differed: from the next one on they count
+  /// anew.
+  void forget_counts();
+
   /// The number of the next message between this rank and `peer`, in one direction.
   std::uint64_t next_message(int peer, bool to_peer);
 
@@ -170,6 +177,11 @@ class GroupState {
   Endpoint cpu_, cuda_;
   bool closed_ = false;
   bool store_alone_;
+  bool counts_from_start_;
+  // What was counted by operators that call this group, at its last collective.
+  std::atomic<bool> any_counted_{false};
+  std::mutex counted_mutex_;
+  std::vector<std::pair<std::shared_ptr<const CallCount>, std::uint64_t>> counted_;
   std::mutex messages_mutex_;
   // numbers of messages per peer: received, sent
   std::vector<std::array<std::uint64_t, 2>> messages_;

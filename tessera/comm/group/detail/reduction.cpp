@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/flat.h"
 
 namespace tessera::detail {
 
@@ -105,7 +106,14 @@ void combine(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, ReduceOp
       at::maximum_out(out, a, b);
       return;
     default:
-      at::add_out(out, a, b);
+      if (!out.is_complex()) {
+        at::add_out(out, a, b);
+        return;
+      }
+      // By component: libtorch's sum of complex numbers multiplies by a factor first, which loses
+      // the sign of zeros.
+      at::Tensor components = at::view_as_real(out);
+      at::add_out(components, at::view_as_real(a), at::view_as_real(b));
   }
 }
 
@@ -162,31 +170,51 @@ c10::ScalarType Recipe::wire_type() const {
   return wide == c10::ScalarType::Float ? c10::ScalarType::Int : c10::ScalarType::Long;
 }
 
-at::Tensor Recipe::wire(const at::Tensor& work) const {
-  if (keys) return order_keys(work.view({-1}), op);
+at::Tensor Recipe::outgoing(const at::Tensor& tensor, bool writes) const {
+  at::Tensor work = plain(tensor);
+  if (wide != work.scalar_type()) work = work.to(wide);
+  if (scale) work = writes && work.is_same(tensor) ? work.mul_(op.factor) : work.mul(op.factor);
+  if (keys) return order_keys(work.view({-1}), op.kind);
   if (real) return at::view_as_real(work);
   return bytes ? work.view(at::kByte) : work;
 }
 
+bool Recipe::settles(const at::Tensor& target, const at::Tensor& result) const {
+  return divide || keys || result.const_data_ptr() != target.const_data_ptr();
+}
+
+void Recipe::settle(const at::Tensor& target, const at::Tensor& result, int ranks) const {
+  if (keys) {
+    const bool direct = target.scalar_type() == wide && is_plain(target);
+    const auto decoded = direct ? target : at::empty(target.sizes(), target.options().dtype(wide));
+    from_order_keys(decoded.view({-1}), result.view({-1}), op.kind);
+    if (!direct) target.copy_(decoded);
+    return;
+  }
+  const auto values = real ? at::view_as_complex(result.view({-1, 2})) : result;
+  if (divide) values.div_(ranks);
+  if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(values.view(target.sizes()));
+}
+
 Recipe recipe_of(bool (*native)(c10::ScalarType, ReduceOp::Kind), c10::ScalarType dtype,
-                 ReduceOp::Kind op) {
+                 ReduceOp op) {
   using Kind = ReduceOp::Kind;
   Recipe recipe{op, dtype};
-  if (native(dtype, op)) return recipe;
-  if (op == Kind::avg || op == Kind::premultiplied) {
-    (op == Kind::avg ? recipe.divide : recipe.scale) = true;
-    recipe.op = Kind::sum;
+  if (native(dtype, op.kind)) return recipe;
+  if (op.kind == Kind::avg || op.kind == Kind::premultiplied) {
+    (op.kind == Kind::avg ? recipe.divide : recipe.scale) = true;
+    recipe.op.kind = Kind::sum;
     // Half precision is scaled and divided in float32, before the one rounding.
     if (native(dtype, Kind::sum) && accumulation_type(dtype) == dtype) return recipe;
   }
   recipe.wide = dtype == c10::ScalarType::Short ? c10::ScalarType::Int : accumulation_type(dtype);
   if (recipe.wide == c10::ScalarType::Bool) {
     recipe.bytes = true;
-    if (recipe.op == Kind::product) recipe.op = Kind::min;
+    if (recipe.op.kind == Kind::product) recipe.op.kind = Kind::min;
   }
-  recipe.real = c10::isComplexType(recipe.wide) && recipe.op == Kind::sum;
-  if (native(recipe.wire_type(), recipe.op)) return recipe;
-  const bool ordered = recipe.op == Kind::min || recipe.op == Kind::max;
+  recipe.real = c10::isComplexType(recipe.wide) && recipe.op.kind == Kind::sum;
+  if (native(recipe.wire_type(), recipe.op.kind)) return recipe;
+  const bool ordered = recipe.op.kind == Kind::min || recipe.op.kind == Kind::max;
   recipe.keys =
       ordered && (recipe.wide == c10::ScalarType::Float || recipe.wide == c10::ScalarType::Double);
   recipe.compose = !recipe.keys;
@@ -196,19 +224,6 @@ Recipe recipe_of(bool (*native)(c10::ScalarType, ReduceOp::Kind), c10::ScalarTyp
 void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& parts,
                      ReduceOp::Kind op) {
   const auto wide = accumulation_type(output.scalar_type());
-  // A sum of complex numbers is one of each component; libtorch's multiplies by a factor first,
-  // which loses the sign of zeros.
-  if (output.is_complex() && (op == ReduceOp::Kind::sum || op == ReduceOp::Kind::avg)) {
-    const at::Tensor sum = wide == output.scalar_type()
-                               ? output
-                               : at::empty(output.sizes(), output.options().dtype(wide));
-    std::vector<at::Tensor> components;
-    for (const at::Tensor& part : parts) components.push_back(at::view_as_real(part.to(wide)));
-    reduce_in_order(at::view_as_real(sum), components, ReduceOp::Kind::sum);
-    if (op == ReduceOp::Kind::avg) sum.div_(static_cast<double>(parts.size()));
-    if (!sum.is_same(output)) output.copy_(sum);
-    return;
-  }
   // Computed in the output itself, unless it is narrower or holds values that are still needed.
   const bool in_place =
       wide == output.scalar_type() &&

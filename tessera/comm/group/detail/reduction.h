@@ -29,7 +29,7 @@ void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kin
 /// for complex32, else the dtype itself.
 c10::ScalarType accumulation_type(c10::ScalarType dtype);
 
-/// How one reduction is done, exactly, on a backend that does only some of them:
+/// How one reduction is done, exactly, on a transport that does only some of them:
 ///   premultiplied      the tensor times its factor first, then a sum
 ///   avg                a sum, then divided by the number of ranks
 ///   half, bfloat16     travel and accumulate as float32, rounded once at the end
@@ -37,9 +37,9 @@ c10::ScalarType accumulation_type(c10::ScalarType dtype);
 ///   complex sum        as pairs of real numbers
 ///   float min, max     as integers in the same order, so that NaN propagates (order_keys); costs
 ///                      two passes over the local data
-///   what is left       (complex products) is not for the backend: `compose`
+///   what is left       (complex products) is not for the transport: `compose`
 struct Recipe {
-  ReduceOp::Kind op;     // given to the backend
+  ReduceOp op;           // given to the transport
   c10::ScalarType wide;  // dtype of the data before the conversions of wire()
   bool scale = false;    // times the factor before
   bool divide = false;   // by the number of ranks after
@@ -47,19 +47,22 @@ struct Recipe {
   bool keys = false;     // order keys
   bool bytes = false;    // bool as uint8
   bool compose = false;  // gather the data, and reduce it in order
-  /// True if the backend works on the caller's own memory.
-  bool direct(c10::ScalarType dtype) const { return wide == dtype && !keys && !compose; }
-  /// The dtype in which the backend reduces.
+  /// The dtype in which the transport reduces.
   c10::ScalarType wire_type() const;
   /// Numbers that travel for each element.
   std::int64_t width() const { return real ? 2 : 1; }
-  /// A contiguous tensor of dtype `wide`, as the backend reduces it: the same memory, but for keys.
-  at::Tensor wire(const at::Tensor& work) const;
+  /// The values of `tensor` as the transport reduces them, in plain order: its own memory where
+  /// nothing changes. With `writes`, that memory may be changed.
+  at::Tensor outgoing(const at::Tensor& tensor, bool writes) const;
+  /// True if settle() has anything to do.
+  bool settles(const at::Tensor& target, const at::Tensor& result) const;
+  /// Ends a reduction over `ranks` ranks: `result`, of wire_type(), becomes the values of `target`.
+  void settle(const at::Tensor& target, const at::Tensor& result, int ranks) const;
 };
 
-/// The recipe for a backend that does by itself what `native` says.
+/// The recipe for a transport that does by itself what `native` says.
 Recipe recipe_of(bool (*native)(c10::ScalarType, ReduceOp::Kind), c10::ScalarType dtype,
-                 ReduceOp::Kind op);
+                 ReduceOp op);
 
 /// Computes output = parts[0] op parts[1] op ... in that order, accumulated in accumulation_type
 /// and rounded once; NaN propagates. All tensors have the same shape and dtype; `op` is sum, avg,

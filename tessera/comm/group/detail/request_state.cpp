@@ -26,9 +26,9 @@ RequestState::RequestState(GroupState& group, const char* operation, const CallO
                            bool blocking)
     : group_(group),
       operation_(operation),
-      name_(options.name),
       blocking_(blocking),
       limit_(bounded_limit(options.timeout.count() > 0 ? options.timeout : group.timeout())) {
+  card_.source.name = options.name;
   begin_ = std::chrono::steady_clock::now();
   deadline_ = deadline_after(limit_, begin_);
   group_.watch().require_healthy(operation_, group_.sequence());
@@ -54,12 +54,18 @@ RequestState::~RequestState() {
 }
 
 std::string RequestState::describe() const {
-  return name_.empty() ? std::string(operation_) : concat(operation_, " '", name_, "'");
+  return name().empty() ? std::string(operation_) : concat(operation_, " '", name(), "'");
 }
 
 void RequestState::begin_collective() {
   sequence_ = group_.next_sequence();
   begun_ = collective_ = true;
+  if (const OriginScope* scope = OriginScope::current()) {
+    card_.source.origin = scope->origin();
+    card_.source.counted = group_.count_since_call(scope->counted());
+  } else if (blocking_) {
+    group_.count_since_call(nullptr);  // others are started when it suits this rank
+  }
   group_.watch().begin(sequence_, operation_);
 }
 
@@ -154,16 +160,14 @@ void RequestState::agree_first(std::shared_ptr<RequestState> cards, std::functio
 }
 
 void RequestState::go_on(const Endpoint& endpoint) {
-  if (endpoint.abilities.uneven) {
-    turn_ = std::make_shared<Turn>();
-    step_ = std::make_shared<const std::function<bool()>>([this, turn = turn_] {
-      const std::unique_lock lock(turn->mutex, std::try_to_lock);
-      return lock && (turn->over || step());
-    });
-    if (endpoint.abilities.uneven->step_in_waits(step_)) return;
-    step_.reset();
-    turn_.reset();
-  }
+  turn_ = std::make_shared<Turn>();
+  step_ = std::make_shared<const std::function<bool()>>([this, turn = turn_] {
+    const std::unique_lock lock(turn->mutex, std::try_to_lock);
+    return lock && (turn->over || step());
+  });
+  if (endpoint.transport->step_in_waits(step_)) return;
+  step_.reset();
+  turn_.reset();
   poller_ = std::thread([this] { poll(); });
 }
 
@@ -262,6 +266,9 @@ void RequestState::fail(const std::exception_ptr& cause) {
       if (!group_.watch().poison()) end_by_mismatch(e.what());
       group_.watch().require_healthy(operation_, sequence_);
       throw;
+    } catch (const MismatchError&) {
+      if (collective_) group_.forget_counts();
+      throw;
     } catch (const TimeoutError& e) {
       if (e.missing().empty()) group_.watch().expire(describe(), sequence_, limit_, collective_);
       if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});
@@ -286,7 +293,8 @@ void RequestState::broken(const std::exception_ptr& cause) {
   if (finished_) std::rethrow_exception(cause);  // raised by a backend: fail() has handled it
   try {
     std::rethrow_exception(cause);
-  } catch (const Error&) {  // arguments, or ranks that disagree: nothing was handed to the backend
+  } catch (const Error& error) {  // arguments, or ranks that disagree: nothing was handed over
+    if (collective_ && dynamic_cast<const MismatchError*>(&error)) group_.forget_counts();
     finished_ = true;
     throw;
   } catch (...) {
@@ -301,9 +309,9 @@ void RequestState::wait() {
   }
   try {
     wait_for_works();
-    if (finish_ || !copies_.empty()) {
+    if (!finish_.empty() || !copies_.empty()) {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      if (finish_) finish_();
+      for (const auto& step : finish_) step();
       for (const auto& [target, source] : copies_) target.copy_(source.view(target.sizes()));
     }
   } catch (...) {
@@ -315,7 +323,7 @@ void RequestState::wait() {
   works_.clear();
   kept_.clear();
   copies_.clear();
-  finish_ = nullptr;
+  finish_.clear();
 }
 
 void RequestState::poll() {

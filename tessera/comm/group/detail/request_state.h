@@ -43,7 +43,7 @@ class RequestState final : public Unfinished<void> {
   GroupState& group() const { return group_; }
   const char* operation() const { return operation_; }
   std::uint64_t sequence() const { return sequence_; }
-  const std::string& name() const { return name_; }
+  const std::string& name() const { return card_.source.name; }
   bool blocking() const { return blocking_; }
   std::chrono::milliseconds limit() const { return limit_; }
   /// Time left until the limit, at least 1 ms.
@@ -63,6 +63,7 @@ class RequestState final : public Unfinished<void> {
   void add(c10::intrusive_ptr<c10d::Work> work, Wait wait, const MessageCard* card = nullptr);
   /// Sets what the ranks must have in common for this call.
   void set_card(CallCard card) {
+    card.source = std::move(card_.source);
     card_ = std::move(card);
     card_.operation = operation_;
   }
@@ -75,8 +76,8 @@ class RequestState final : public Unfinished<void> {
   void keep_group(std::shared_ptr<GroupState> group) { owner_ = std::move(group); }
   /// Adds to the payload in bytes that this rank gives, for traces.
   void count_bytes(std::int64_t bytes) { bytes_ += bytes; }
-  /// Sets the local work that wait() runs when all data has arrived.
-  void then(std::function<void()> finish) { finish_ = std::move(finish); }
+  /// Adds local work that wait() runs, in order, when all data has arrived.
+  void then(std::function<void()> finish) { finish_.push_back(std::move(finish)); }
   /// Registers target = source, done when all data has arrived and the local work has run.
   void copy_back(const at::Tensor& target, const at::Tensor& source) {
     copies_.push_back({target, source});
@@ -150,7 +151,6 @@ class RequestState final : public Unfinished<void> {
   GroupState& group_;
   std::shared_ptr<GroupState> owner_;  // requests only: keeps group_ alive
   const char* operation_;
-  std::string name_;
   std::uint64_t sequence_ = 0;
   bool begun_ = false;
   bool collective_ = false;
@@ -163,7 +163,8 @@ class RequestState final : public Unfinished<void> {
   c10::SmallVector<PendingWork, 1> works_;
   c10::SmallVector<at::Tensor, 4> kept_;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies_;
-  std::function<void()> finish_, agreed_;
+  c10::SmallVector<std::function<void()>, 1> finish_;
+  std::function<void()> agreed_;
   std::shared_ptr<RequestState> cards_;
   std::shared_ptr<const std::function<bool()>> step_;
   std::shared_ptr<Turn> turn_;  // with step_

@@ -1,4 +1,4 @@
-// make_group_state: the backends that a GroupSpec names.
+// make_group_state: the transports that a GroupSpec names.
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
@@ -28,8 +28,8 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   const int size = static_cast<int>(spec.ranks.size());
   if (size == 1 || spec.backend == "store") return state;
   if (spec.backend == "gloo") {
-    state->set_endpoint(c10::DeviceType::CPU, "gloo",
-                        make_gloo_backend(spec.store, spec.rank, size, spec.timeout, spec.address));
+    state->set_endpoint(c10::DeviceType::CPU, make_gloo_transport(spec.store, spec.rank, size,
+                                                                  spec.timeout, spec.address));
   } else if (spec.backend == "auto") {
     require_store(spec);
     HostsOptions options;
@@ -41,18 +41,18 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
     options.host = spec.host;
     options.between = spec.between;
     options.mpi = spec.mpi;
-    auto chosen = make_backend_by_host(spec.store, spec.rank, size, options);
-    state->set_endpoint(c10::DeviceType::CPU, std::move(chosen.name), std::move(chosen.backend),
+    auto chosen = make_transport_by_host(spec.store, spec.rank, size, options);
+    state->set_endpoint(c10::DeviceType::CPU, std::move(chosen.transport),
                         std::move(chosen.reason));
   } else if (spec.backend == "shm") {
     require_store(spec);
-    ShmBackendOptions options;
+    ShmOptions options;
     options.name = spec.name;
     options.timeout = spec.timeout;
     options.ranks = spec.ranks;
     options.watch = spec.watch;
-    state->set_endpoint(c10::DeviceType::CPU, "shm",
-                        make_shm_backend(spec.store, spec.rank, size, options));
+    state->set_endpoint(c10::DeviceType::CPU,
+                        make_shm_transport(spec.store, spec.rank, size, options));
   } else if (spec.backend == "mpi") {
     if (!spec.mpi)
       throw InvalidArgument(concat("group '", spec.name,
@@ -63,15 +63,15 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
     // Failures and tries that others have made are part of the name.
     const MpiAttempt attempt{Hash().text(spec.name).value(),
                              [watch = spec.watch] { return watch->poison() != nullptr; }};
-    state->set_endpoint(c10::DeviceType::CPU, "mpi",
-                        make_mpi_backend(*spec.mpi, spec.ranks, options, attempt));
+    state->set_endpoint(c10::DeviceType::CPU,
+                        make_mpi_transport(*spec.mpi, spec.ranks, options, attempt));
   } else {
     throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
                                  "'; choose auto, gloo, shm or mpi"));
   }
   if (spec.device.is_cuda())
-    state->set_endpoint(spec.device, "nccl",
-                        make_nccl_backend(spec.store, spec.rank, size, spec.timeout, spec.device));
+    state->set_endpoint(
+        spec.device, make_nccl_transport(spec.store, spec.rank, size, spec.timeout, spec.device));
   return state;
 }
 

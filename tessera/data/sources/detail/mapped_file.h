@@ -4,16 +4,16 @@
 #include <cstddef>
 #include <string>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera::detail {
 
-class MappedFile {
+class MappedFile : Pinned {
  public:
   /// Throws FileError if it is no regular file or cannot be opened or mapped. An empty file has
   /// null data.
   explicit MappedFile(const std::string& path);
   ~MappedFile();
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
 
   const std::string& path() const { return path_; }
   const char* data() const { return data_; }

@@ -169,30 +169,26 @@ at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& sla
   const std::lock_guard lock(library());
   // The call names the type in memory; an unsigned type stored in a wider tensor is converted by
   // the library.
+  const auto get = [&](auto* function, auto* into) {
+    return function(id_, variable.id, start.data(), count.data(), stride.data(), into);
+  };
   const int status = [&] {
     switch (variable.info.stored) {
       case at::kChar:
-        return nc_get_vars_schar(id_, variable.id, start.data(), count.data(), stride.data(),
-                                 out.mutable_data_ptr<std::int8_t>());
+        return get(nc_get_vars_schar, out.mutable_data_ptr<std::int8_t>());
       case at::kByte:
-        return nc_get_vars_uchar(id_, variable.id, start.data(), count.data(), stride.data(),
-                                 out.mutable_data_ptr<std::uint8_t>());
+        return get(nc_get_vars_uchar, out.mutable_data_ptr<std::uint8_t>());
       case at::kShort:
-        return nc_get_vars_short(id_, variable.id, start.data(), count.data(), stride.data(),
-                                 out.mutable_data_ptr<std::int16_t>());
+        return get(nc_get_vars_short, out.mutable_data_ptr<std::int16_t>());
       case at::kInt:
-        return nc_get_vars_int(id_, variable.id, start.data(), count.data(), stride.data(),
-                               out.mutable_data_ptr<std::int32_t>());
+        return get(nc_get_vars_int, out.mutable_data_ptr<std::int32_t>());
       case at::kLong:
-        return nc_get_vars_longlong(
-            id_, variable.id, start.data(), count.data(), stride.data(),
-            reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
+        return get(nc_get_vars_longlong,
+                   reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
       case at::kFloat:
-        return nc_get_vars_float(id_, variable.id, start.data(), count.data(), stride.data(),
-                                 out.mutable_data_ptr<float>());
+        return get(nc_get_vars_float, out.mutable_data_ptr<float>());
       default:
-        return nc_get_vars_double(id_, variable.id, start.data(), count.data(), stride.data(),
-                                  out.mutable_data_ptr<double>());
+        return get(nc_get_vars_double, out.mutable_data_ptr<double>());
     }
   }();
   check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ",

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/data/sources/source.h"
 
 namespace tessera::detail {
@@ -21,12 +22,10 @@ struct NetcdfVariable {
   std::optional<at::Scalar> fill;
 };
 
-class NetcdfFile {
+class NetcdfFile : Pinned {
  public:
   explicit NetcdfFile(const std::string& path);
   ~NetcdfFile();
-  NetcdfFile(const NetcdfFile&) = delete;
-  NetcdfFile& operator=(const NetcdfFile&) = delete;
 
   const std::string& path() const { return path_; }
   const std::vector<NetcdfVariable>& variables() const { return variables_; }

@@ -13,13 +13,12 @@
 
 #include "tessera/comm/group/group.h"
 #include "tessera/ops/random/detail/draws.h"
+#include "tessera/ops/rules/detail/labels.h"
 #include "tessera/partition/interval.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail::ring_attention_rules {
-
-using Shape = std::vector<std::int64_t>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 

@@ -215,12 +215,11 @@ at::Tensor matmul(const at::Tensor& given_a, const at::Tensor& given_b) {
   return cast_result(y ? *y : matmul_of_shards(a, b), casts);
 }
 
-const bool contract_registered = [] {
+const AtStart contract_registered([] {
   register_rule("tessera::contract", contract_rule);
   register_decomposition("linear", linear);
   register_decomposition("matmul", matmul);
-  return true;
-}();
+});
 
 }  // namespace
 

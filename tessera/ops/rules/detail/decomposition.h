@@ -8,6 +8,10 @@
 
 namespace tessera::detail {
 
+/// Zeros of `sizes` that are sharded as `like`, whose dims are the same except for `dim`, which is
+/// not sharded.
+at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes);
+
 torch::Library& decompositions_above_autograd();
 /// For inference mode, in which no kernels above autograd run.
 torch::Library& decompositions_below_autograd();

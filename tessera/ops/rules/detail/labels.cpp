@@ -317,14 +317,6 @@ Plan on_gathered(const OpCall&) {
   return plan;
 }
 
-ShardSpec without_partial(const ShardSpec& spec) {
-  auto placements = spec.placements();
-  for (Placement& p : placements) {
-    if (p.is_partial()) p = Replicate();
-  }
-  return spec.with_placements(placements);
-}
-
 ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
                       const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts) {

@@ -10,12 +10,24 @@
 //   p.contract = {K};
 //   return solve(p);
 
+#include <cstdint>
 #include <set>
 #include <vector>
 
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
+
+// What rules write everywhere: sizes or strides, one per dim, and a local function's arguments.
+using Shape = std::vector<std::int64_t>;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+/// Registers a file's rules when the library is loaded: const AtStart registered([] { ... });
+struct AtStart {
+  explicit AtStart(void (*body)()) { body(); }
+};
 
 /// The label of a dim that must not be sharded.
 inline constexpr int kUnsharded = -1;
@@ -77,8 +89,6 @@ Plan per_sample(const OpCall& call);
 /// may depend on every element of them. Subject to Policies::redistribution.
 Plan on_gathered(const OpCall& call);
 
-/// The spec with Replicate in place of Partial.
-ShardSpec without_partial(const ShardSpec& spec);
 /// A spec of another shape on the same mesh: its dim d is sharded like dim from[d] of `like` (-1:
 /// not sharded), whose extent it must have unless `parts` gives another partition for it; Partial
 /// axes stay partial if `partial`.

@@ -43,11 +43,10 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
     if (d.distributed)
       interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
   }
-  const std::vector<Edge> edges(x_.dims(), Edge::zero);
   if (backward) {
-    gradients_ = Halo(y_, edges, needed_gradients());
+    gradients_ = halo_of_gradients();
   } else {
-    inputs_ = Halo(x_, edges, needed_inputs());
+    inputs_ = halo_of_inputs();
   }
   if (aligned_) find_strips(backward);
 }
@@ -99,50 +98,34 @@ bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) con
          weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
 }
 
-// The inputs that a position's outputs read.
-NeededBox ConvolutionHalo::needed_inputs() const {
-  return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
-          transposed = arguments_.transposed](int position) {
-    const Box owned = x.box(position), outputs = y.box(position);
-    Box box = owned;
-    if (volume(outputs) == 0) return Box(box.size());
-    for (std::size_t i = 0; i < dims.size(); ++i) {
-      if (dims[i].distributed)
-        box[i + 2] = transposed ? dims[i].window.transposed_inputs(outputs[i + 2])
-                                : dims[i].window.inputs(outputs[i + 2]);
-    }
-    return box;
-  };
+// The inputs that a rank's outputs read.
+Halo ConvolutionHalo::halo_of_inputs() const {
+  return halo_of_windows(
+      x_, y_, dims_.size(),
+      [dims = dims_, transposed = arguments_.transposed](std::size_t i, const Interval& outputs) {
+        if (!dims[i].distributed) return Interval{0, dims[i].in_extent};
+        return transposed ? dims[i].window.transposed_inputs(outputs)
+                          : dims[i].window.inputs(outputs);
+      });
 }
 
-// The outputs to which a position's inputs contribute.
-NeededBox ConvolutionHalo::needed_gradients() const {
-  return [x = x_.sharding(), y = y_.sharding(), dims = dims_,
-          transposed = arguments_.transposed](int position) {
-    const Box inputs = x.box(position);
-    Box box = y.box(position);
-    if (volume(inputs) == 0) return Box(box.size());
-    for (std::size_t i = 0; i < dims.size(); ++i) {
-      if (!dims[i].distributed) continue;
-      const Interval touched = transposed ? dims[i].window.inputs(inputs[i + 2])
-                                          : dims[i].window.transposed_inputs(inputs[i + 2]);
-      box[i + 2] = intersect(touched, {0, dims[i].out_extent});
-    }
-    return box;
-  };
+// The outputs to which a rank's inputs contribute.
+Halo ConvolutionHalo::halo_of_gradients() const {
+  return halo_of_windows(
+      y_, x_, dims_.size(),
+      [dims = dims_, transposed = arguments_.transposed](std::size_t i, const Interval& inputs) {
+        const Interval all{0, dims[i].out_extent};
+        if (!dims[i].distributed) return all;
+        return intersect(
+            transposed ? dims[i].window.inputs(inputs) : dims[i].window.transposed_inputs(inputs),
+            all);
+      });
 }
 
 HaloPolicy ConvolutionHalo::policy() const { return context_of(x_)->state->halo_policy; }
 
-bool ConvolutionHalo::interior_first(HaloPolicy::Order order) const {
-  switch (order) {
-    case HaloPolicy::Order::assemble:
-      return false;
-    case HaloPolicy::Order::automatic:
-      return volume(in_) >= HaloPolicy::kInteriorElements;
-    default:
-      return true;
-  }
+bool ConvolutionHalo::splits(HaloPolicy::Order order) const {
+  return interior_first(order, volume(in_), HaloPolicy::kInteriorElements);
 }
 
 ConvolutionHalo::Call ConvolutionHalo::whole_dims() const {
@@ -154,26 +137,13 @@ ConvolutionHalo::Call ConvolutionHalo::whole_dims() const {
   return call;
 }
 
-ConvolutionHalo::Call ConvolutionHalo::forward_call(const Box& outputs) const {
+ConvolutionHalo::Call ConvolutionHalo::call_for(const Box& box,
+                                                BoxCall (*of_dim)(const Window&, Interval,
+                                                                  bool)) const {
   Call call = whole_dims();
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     if (!dims_[i].distributed) continue;
-    const BoxCall one =
-        tessera::forward_call(dims_[i].window, outputs[i + 2], arguments_.transposed);
-    call.in[i + 2] = one.inputs;
-    call.out[i + 2] = one.outputs;
-    call.padding[i] = one.padding;
-    call.output_padding[i] = 0;
-  }
-  return call;
-}
-
-ConvolutionHalo::Call ConvolutionHalo::backward_call(const Box& inputs) const {
-  Call call = whole_dims();
-  for (std::size_t i = 0; i < dims_.size(); ++i) {
-    if (!dims_[i].distributed) continue;
-    const BoxCall one =
-        tessera::backward_call(dims_[i].window, inputs[i + 2], arguments_.transposed);
+    const BoxCall one = of_dim(dims_[i].window, box[i + 2], arguments_.transposed);
     call.in[i + 2] = one.inputs;
     call.out[i + 2] = one.outputs;
     call.padding[i] = one.padding;
@@ -247,7 +217,7 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
   // Without a halo to wait for, the call on the shard alone computes everything.
   const bool complete = aligned_ && interior_ == out_;
   const bool taps = order != HaloPolicy::Order::assemble && by_taps(x, weight);
-  if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && interior_first(order)))
+  if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && splits(order)))
     return compute(values, out_, forward_call(out_), weight, bias);
   if (order == HaloPolicy::Order::wait_first) values.arrival().wait();
   at::Tensor y = convolve(*aligned_, x, weight, bias);
@@ -283,7 +253,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   const bool complete = aligned_ && gradients_.needed() == out_;
   const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) &&
                     gradient.scalar_type() == x.scalar_type();
-  if (!complete && !taps && !(aligned_ && interior_first(policy.order))) {
+  if (!complete && !taps && !(aligned_ && splits(policy.order))) {
     at::Tensor of_bias = mask[2] ? bias_gradient(gradient) : at::Tensor();
     const Call call = backward_call(in_);
     auto result = gradients(call, values.assemble(call.out), x, weight, {mask[0], mask[1], false});
@@ -299,8 +269,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
       add_strip(strip, values.assemble(strip.box), result, x, weight, mask);
       continue;
     }
-    const at::Tensor box = at::zeros(shape_of(strip.call.out), gradient.options());
-    part(box, strip.call.out, strip.inside).copy_(values.assemble(strip.inside));
+    const at::Tensor box = embedded(values.assemble(strip.inside), strip.inside, strip.call.out);
     const auto more =
         gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
     if (mask[0]) part(result[0], in_, strip.own).add_(more[0]);
@@ -326,7 +295,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
                                                            const at::Tensor& x,
                                                            const at::Tensor& weight,
                                                            std::array<bool, 3> mask) {
-  if (!inputs_) inputs_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero), needed_inputs());
+  if (!inputs_) inputs_ = halo_of_inputs();
   std::array<at::Tensor, 3> result;
   at::Tensor of_needed = at::zeros(shape_of(inputs_.needed()), x.options());
   HaloValues values = mask[1] ? inputs_.start_exchange(x) : HaloValues();
@@ -336,14 +305,10 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
     // The gradients of the box of inputs of given outputs; outputs that the call computes beyond
     // them have none.
     const Call call = forward_call(out_);
-    at::Tensor box = gradient;
-    if (!(call.out == out_)) {
-      box = at::zeros(shape_of(call.out), gradient.options());
-      part(box, call.out, out_).copy_(gradient);
-    }
     const at::Tensor inputs =
         mask[1] ? values.assemble(call.in) : at::zeros(shape_of(call.in), x.options());
-    result = gradients(call, box, inputs, weight, {mask[0], mask[1], false});
+    result = gradients(call, embedded(gradient, out_, call.out), inputs, weight,
+                       {mask[0], mask[1], false});
     if (mask[2]) result[2] = bias_gradient(gradient);
     const Box inside = intersect(call.in, inputs_.needed());
     if (mask[0]) part(of_needed, inputs_.needed(), inside).copy_(part(result[0], call.in, inside));

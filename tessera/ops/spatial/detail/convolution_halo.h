@@ -10,10 +10,9 @@
 #include <tuple>
 #include <vector>
 
-#include "tessera/ops/halo/halo.h"
+#include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/spatial/detail/tap_sum.h"
 #include "tessera/partition/internal/window_call.h"
-#include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
@@ -65,14 +64,15 @@ class ConvolutionHalo {
   };
 
   HaloPolicy policy() const;
-  bool interior_first(HaloPolicy::Order order) const;
+  bool splits(HaloPolicy::Order order) const;
   bool by_taps(const at::Tensor& x, const at::Tensor& weight) const;
   void find_strips(bool backward);
   void add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result,
                  const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask) const;
   Call whole_dims() const;
-  Call forward_call(const Box& outputs) const;
-  Call backward_call(const Box& inputs) const;
+  Call call_for(const Box& box, BoxCall (*of_dim)(const Window&, Interval, bool)) const;
+  Call forward_call(const Box& outputs) const { return call_for(outputs, tessera::forward_call); }
+  Call backward_call(const Box& inputs) const { return call_for(inputs, tessera::backward_call); }
   std::optional<Call> aligned() const;
   at::Tensor convolve(const Call& call, const at::Tensor& x, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias) const;
@@ -83,8 +83,8 @@ class ConvolutionHalo {
                      const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
   std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x,
                                             const at::Tensor& weight, std::array<bool, 3> mask);
-  NeededBox needed_inputs() const;
-  NeededBox needed_gradients() const;
+  Halo halo_of_inputs() const;
+  Halo halo_of_gradients() const;
 
   ConvolutionArguments arguments_;
   ShardSpec x_, y_;

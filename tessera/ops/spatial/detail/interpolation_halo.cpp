@@ -19,13 +19,11 @@
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
 
 namespace {
 
-using Shape = std::vector<std::int64_t>;
 using Scales = std::vector<std::optional<double>>;
 
 // Calls the operator, or with `input_size` its backward.
@@ -34,7 +32,7 @@ at::Tensor call(const Interpolation& op, const at::Tensor& t, const Shape& outpu
   const LocalCallGuard guard;
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
       concat("aten::", op.name, input_size ? "_backward" : "").c_str(), "");
-  torch::jit::Stack stack{t, outputs};
+  Stack stack{t, outputs};
   if (input_size) stack.emplace_back(*input_size);
   if (op.align_argument) stack.emplace_back(align);
   for (const auto& s : scales) stack.emplace_back(s ? c10::IValue(*s) : c10::IValue());
@@ -215,19 +213,14 @@ std::vector<Taps> interpolation_matrices(const InterpolationCall& call, const Sh
   return all;
 }
 
-InterpolationHalo::InterpolationHalo(InterpolationCall call, ShardSpec x, ShardSpec y,
-                                     std::vector<Taps> matrices, bool plain)
-    : call_(std::move(call)), x_(std::move(x)), y_(std::move(y)), whole_(std::move(matrices)) {
-  out_ = y_.sharding().box(context_of(y_)->position);
-  halo_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero),
-               [to = y_.sharding(), matrices = whole_](int position) {
-                 Box box = to.box(position);
-                 if (volume(box) == 0) return Box(box.size());
-                 const std::size_t first = box.size() - matrices.size();
-                 for (std::size_t i = 0; i < matrices.size(); ++i)
-                   box[first + i] = read_by(matrices[i], box[first + i]);
-                 return box;
-               });
+InterpolationHalo::InterpolationHalo(InterpolationCall call, ShardSpec x, const ShardSpec& y,
+                                     const std::vector<Taps>& matrices, bool plain)
+    : FieldHalo(std::move(x), y, matrices.size(),
+                [matrices](std::size_t i, const Interval& outputs) {
+                  return read_by(matrices[i], outputs);
+                }),
+      call_(std::move(call)),
+      whole_(matrices) {
   if (plain) find_native();
   if (native_) return;
   for (std::size_t i = 0; i < whole_.size(); ++i) {
@@ -340,8 +333,7 @@ at::Tensor InterpolationHalo::along(const at::Tensor& t, const Dense& m, std::si
 }
 
 at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
-  HaloValues values = halo_.start_exchange(x);
-  values.arrival().wait();
+  HaloValues values = arrived(x);
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   if (native_) {
     const at::Tensor y =
@@ -364,13 +356,9 @@ at::Tensor InterpolationHalo::adjoint(const at::Tensor& gradient) const {
   const Box& box = halo_.needed();
   if (volume(out_) == 0) return halo_.sum(at::zeros(shape_of(box), gradient.options()));
   if (native_) {
-    at::Tensor padded = gradient;
-    if (!(native_out_ == out_)) {
-      padded = at::zeros(shape_of(native_out_), gradient.options());
-      part(padded, native_out_, out_).copy_(gradient);
-    }
-    const at::Tensor g = call(*call_.op, padded, spatial_shape(native_out_, lead()),
-                              shape_of(native_in_), call_.align, call_.scales);
+    const at::Tensor g =
+        call(*call_.op, embedded(gradient, out_, native_out_), spatial_shape(native_out_, lead()),
+             shape_of(native_in_), call_.align, call_.scales);
     return halo_.sum(part(g, native_in_, box));
   }
   at::Tensor t = gradient.to(computed_in(gradient.scalar_type()));

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/ops/halo/halo.h"
+#include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
@@ -55,12 +55,12 @@ struct InterpolationCall {
 std::vector<Taps> interpolation_matrices(const InterpolationCall& call,
                                          const std::vector<std::int64_t>& inputs, bool of_backward);
 
-class InterpolationHalo {
+class InterpolationHalo : FieldHalo {
  public:
   /// `x`, `y`: specs without partial axes, spatial dims (the last ones) sharded over the same axes.
   /// `plain`: the matrices are those of libtorch's operator. Collective over the mesh.
-  InterpolationHalo(InterpolationCall call, ShardSpec x, ShardSpec y, std::vector<Taps> matrices,
-                    bool plain);
+  InterpolationHalo(InterpolationCall call, ShardSpec x, const ShardSpec& y,
+                    const std::vector<Taps>& matrices, bool plain);
 
   at::Tensor forward(const at::Tensor& x) const;
   at::Tensor adjoint(const at::Tensor& gradient) const;
@@ -75,14 +75,10 @@ class InterpolationHalo {
   Dense dense(const Taps& taps, std::int64_t inputs) const;
   at::Tensor along(const at::Tensor& t, const Dense& matrix, std::size_t dim) const;
   void find_native();
-  std::size_t lead() const { return out_.size() - call_.outputs.size(); }
 
   InterpolationCall call_;
-  ShardSpec x_, y_;
   std::vector<Taps> whole_;              // of each spatial dim of the global field
   std::vector<Dense> matrix_, adjoint_;  // from the needed box to this rank's outputs, and back
-  Box out_;                              // this rank's box
-  Halo halo_;
   // libtorch's own operator is called, on a box of inputs; may differ between ranks
   bool native_ = false;
   Box native_in_, native_out_;  // the inputs and the outputs of libtorch's operator

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
 
@@ -134,24 +133,13 @@ Interval PoolDim::inputs(Interval out) const {
   return adaptive ? Interval{inside(out.begin).begin, inside(out.end - 1).end} : window.inputs(out);
 }
 
-PoolHalo::PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims)
-    : x_(std::move(x)), y_(std::move(y)), dims_(std::move(dims)) {
-  out_ = y_.sharding().box(context_of(y_)->position);
-  halo_ = Halo(x_, std::vector<Edge>(x_.dims(), Edge::zero),
-               [to = y_.sharding(), dims = dims_](int position) {
-                 Box box = to.box(position);
-                 if (volume(box) == 0) return Box(box.size());
-                 for (std::size_t i = 0; i < dims.size(); ++i) {
-                   Interval& one = box[box.size() - dims.size() + i];
-                   one = dims[i].inputs(one);
-                 }
-                 return box;
-               });
-}
+PoolHalo::PoolHalo(ShardSpec x, const ShardSpec& y, const std::vector<PoolDim>& dims)
+    : FieldHalo(std::move(x), y, dims.size(),
+                [dims](std::size_t i, const Interval& out) { return dims[i].inputs(out); }),
+      dims_(dims) {}
 
 std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
-  HaloValues values = halo_.start_exchange(x);
-  values.arrival().wait();
+  HaloValues values = arrived(x);
   const auto shape = shape_of(out_);
   if (volume(out_) == 0)
     return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
@@ -266,8 +254,7 @@ std::vector<Interval> pooling_outputs(const PoolDim& d, const Interval& outputs,
 // Sums over regular windows are libtorch's; adaptive ones, which differ in size, are summed
 // dim by dim.
 at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
-  HaloValues values = halo_.start_exchange(x);
-  values.arrival().wait();
+  HaloValues values = arrived(x);
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   const Box& box = halo_.needed();
   // Windows are summed in float32 if the values are of half precision.

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/ops/halo/halo.h"
+#include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
@@ -26,11 +26,11 @@ struct PoolDim {
   std::int64_t padded_count(std::int64_t o) const;
 };
 
-class PoolHalo {
+class PoolHalo : FieldHalo {
  public:
   /// `x`, `y`: specs of input and output without Partial axes, the spatial dims (the last ones)
   /// sharded by the same axes. Every rank of the mesh calls it.
-  PoolHalo(ShardSpec x, ShardSpec y, std::vector<PoolDim> dims);
+  PoolHalo(ShardSpec x, const ShardSpec& y, const std::vector<PoolDim>& dims);
 
   /// The largest value in each window and its index in the global array, row-major over the spatial
   /// dims.
@@ -44,13 +44,9 @@ class PoolHalo {
                               std::int64_t divisor) const;
 
  private:
-  std::size_t lead() const { return out_.size() - dims_.size(); }
   at::Tensor divided(const at::Tensor& t, bool count_padding, std::int64_t divisor) const;
 
-  ShardSpec x_, y_;
   std::vector<PoolDim> dims_;
-  Box out_;
-  Halo halo_;
 };
 
 }  // namespace tessera::detail

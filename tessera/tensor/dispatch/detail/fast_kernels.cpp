@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "tessera/base/host_lock.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/detail/view_replay.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
@@ -359,7 +360,9 @@ struct Kernels<Op, Result(Arguments...)> {
         at::Tensor made = same_dims(local.strides(), layout->local_strides)
                               ? wrap_checked(std::move(local), layout)
                               : wrap_fresh(std::move(local), layout);
-        if (layout->spec.data()->partial) meta_of(made)->intermediate = true;
+        const bool partial = layout->spec.data()->partial;
+        if (partial) meta_of(made)->intermediate = true;
+        count_operator(plan, *context_of(builder.first->spec()));
         return made;
       }
       if (!same_dims(local.strides(), layout->strides) || local.storage_offset() != layout->offset)
@@ -373,6 +376,7 @@ struct Kernels<Op, Result(Arguments...)> {
                                    at::Tensor local) {
     const LayoutPtr& layout = plan.outputs[0].layout;
     at::Tensor made = guarded(plan, builder, [&] { return wrap_fresh(std::move(local), layout); });
+    count_operator(plan, *context_of(builder.first->spec()));
     if (layout->spec.has_partial()) meta_of(made)->intermediate = true;
     return made;
   }
@@ -385,6 +389,7 @@ struct Kernels<Op, Result(Arguments...)> {
     std::array<at::Tensor, sizeof...(Arguments)> gathered;
     {
       const WithoutHostLock released;
+      const OriginScope scope(plan.origin, context_of(builder.first->spec())->operators);
       for (const ReadyPlan::Move& move : plan.moves) {
         const at::Tensor& t = *tensors[move.argument];
         at::Tensor& local = gathered[move.argument];

@@ -14,6 +14,7 @@
 
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
 
@@ -30,14 +31,6 @@ bool finite(const at::Tensor& t) {
   if (!t.defined() || !t.is_cpu() || t.numel() == 0) return true;
   const at::Tensor real = t.is_complex() ? at::view_as_real(t.resolve_conj()) : t;
   return std::isfinite(at::sum(real, at::toOpMathType(real.scalar_type())).item<double>());
-}
-
-ShardSpec summed(const ShardSpec& spec) {
-  auto placements = spec.placements();
-  for (Placement& p : placements) {
-    if (p.is_partial()) p = Replicate();
-  }
-  return spec.with_placements(placements);
 }
 
 // True if a factor is sharded along an axis of which the tensor is Partial: then it is added to the
@@ -76,7 +69,7 @@ LocalFunction with_finite_factors(const OpCall& call, const Plan& plan, LocalFun
     const ShardSpec& spec = i < plan.inputs.size() && plan.inputs[i] ? *plan.inputs[i] : t.spec;
     if (t.element >= 0) return local;
     if (spec.has_partial()) {
-      summands.push_back({t.argument, spec, summed(spec)});
+      summands.push_back({t.argument, spec, without_partial(spec)});
     } else if (at::isFloatingType(t.dtype) || at::isComplexType(t.dtype)) {
       factors.push_back(t.argument);
       of_factors.push_back(spec);

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/detail/dry_run.h"
 #include "tessera/tensor/dispatch/detail/finite_factors.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -32,7 +33,8 @@ std::string describe_inputs(const OpCall& call) {
   throw NoRuleError(
       concat("no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
              ". Either redistribute the inputs to Replicate first (tessera::redistribute), or "
-             "register a rule (tessera::register_rule)."));
+             "register a rule (tessera::register_rule); from Python tessera.redistribute, or "
+             "tessera.register_rule."));
 }
 
 // Of an operator that draws, whatever the placements.
@@ -317,22 +319,48 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
   return ready;
 }
 
+// "aten::mm of [4, 8], [8, 3]": global shapes, so that all ranks say the same.
+std::shared_ptr<const CallOrigin> origin_of(const OpInfo& info, const ReadyPlan& plan) {
+  if (plan.moves.empty() && !plan.local) return nullptr;
+  std::string text = info.name == "aten::_local_scalar_dense" ? "item()" : info.name;
+  constexpr std::size_t kShown = 6;
+  std::size_t tensors = 0;
+  for (const LayoutPtr& layout : plan.inputs) {
+    if (++tensors <= kShown) text += concat(tensors == 1 ? " of " : ", ", list(layout->sizes()));
+  }
+  if (tensors > kShown) text += concat(" and ", tensors - kShown, " more");
+  return std::make_shared<const CallOrigin>(std::move(text));
+}
+
+// Other operators one rank may call alone: the engine of autograd copies a gradient, or takes it as
+// it is, by what else refers to it on this rank.
+bool moves_or_sums(const OpInfo& info, const ReadyPlan& plan) {
+  if (!plan.moves.empty()) return true;
+  const bool partial =
+      std::any_of(plan.outputs.begin(), plan.outputs.end(),
+                  [](const ReadyPlan::Output& o) { return o.spec && o.spec.has_partial(); });
+  return partial && !info.view && info.name != "aten::clone" && info.name != "aten::copy_" &&
+         !info.name.starts_with("aten::new_empty");
+}
+
 }  // namespace
 
 ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
                     bool& asked_for_numbers) {
-  const auto with_memory = [](ReadyPlan plan) {
+  const auto completed = [&](ReadyPlan plan) {
     plan.on_device = std::any_of(plan.inputs.begin(), plan.inputs.end(),
                                  [](const LayoutPtr& l) { return l && !l->device.is_cpu(); });
+    plan.origin = origin_of(info, plan);
+    plan.counted = moves_or_sums(info, plan);
     return plan;
   };
   try {
-    return with_memory(strict_plan(info, arguments, scan, asked_for_numbers));
+    return completed(strict_plan(info, arguments, scan, asked_for_numbers));
   } catch (const ShardingError& refusal) {
     const auto notes = refusals_of(scan);
     if (!notes || info.writes || info.random) throw;
     notes->add({info.name, refusal.what()});
-    return with_memory(gathered_plan(info, arguments));
+    return completed(gathered_plan(info, arguments));
   }
 }
 

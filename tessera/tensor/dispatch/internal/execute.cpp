@@ -77,8 +77,10 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
     what += concat(what.empty() ? "" : "; ", move.name, " from ", move.from, " to ", move.to);
   }
   if (what.empty()) return;
+  const char* hint =
+      op == "aten::bmm" ? " (an attention: scaled_dot_product_attention gathers nothing)" : "";
   const std::string text =
-      concat(op, " redistributes ", what, ": this rank receives ", bytes, " bytes");
+      concat(op, " redistributes ", what, ": this rank receives ", bytes, " bytes", hint);
   if (state.policies.redistribution == Policy::error) {
     throw ImplicitRedistributionError(
         text +
@@ -86,7 +88,8 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
   }
   const bool first = state.warned.insert(concat(text, ' ', call_site())).second;
   lock.unlock();  // a user's handler of warnings may come here again
-  if (first) TORCH_WARN(text);
+  // Every rank would say the same.
+  if (first && context.position == 0) TORCH_WARN(text);
 }
 
 namespace {

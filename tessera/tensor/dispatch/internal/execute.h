@@ -23,8 +23,9 @@ struct ImplicitMove {
   std::int64_t element_size;
 };
 /// Applies Policies::redistribution to the moves between ranks: throws ImplicitRedistributionError,
-/// or warns once for each place in the program that calls the operator, with the operator, its
-/// arguments, their placements, and the bytes that this rank receives.
+/// or warns, on the mesh's first rank and once for each place in the program that calls the
+/// operator, with the operator, its arguments, their placements, and the bytes that this rank
+/// receives.
 void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>& moves,
                           const MeshContext& context);
 

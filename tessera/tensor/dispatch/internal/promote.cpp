@@ -14,6 +14,7 @@
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
@@ -112,6 +113,9 @@ void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext
   const Group all = context.mesh.all();
   if (all.check_level() == CheckLevel::collective || !readable(plain)) return;
   const LocalCallGuard guard;
+  const auto origin = std::make_shared<const CallOrigin>(
+      concat("the plain tensor of ", plain.sizes(), " in ", info.name));
+  const OriginScope scope(origin, context.operators);
   const auto differs = differs_by_rank(plain.detach().resolve_conj().resolve_neg(), all);
   if (differs && policy == Policy::error) throw MismatchError(concat(info.name, ": ", *differs));
   state.compared.add(ranks, failures, what.value());
@@ -326,7 +330,7 @@ void apply_policy(const OpInfo& info, const std::shared_ptr<MeshContext>& contex
     throw ShardingError(text + ". Distribute it first, or set Policies::promotion to allow.");
   const bool first = state.warned.insert(text).second;
   lock.unlock();  // a user's handler of warnings may come here again
-  if (first) TORCH_WARN(text);
+  if (first && context->position == 0) TORCH_WARN(text);
 }
 
 }  // namespace

@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <limits>
 #include <numeric>
+#include <optional>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -170,6 +172,8 @@ Group Redistribution::group(const std::vector<int>& axes) const {
 bool Redistribution::done() const { return stage_ >= plan_->reductions.size() && request_.done(); }
 
 void Redistribution::launch() {
+  std::optional<OriginScope> scope;
+  if (!OriginScope::current()) scope.emplace(plan_->origin, context_of(from_)->operators);
   request_ = {};
   complete_ = {};
   if (stage_ < plan_->reductions.size()) {

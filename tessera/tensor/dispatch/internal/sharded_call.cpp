@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
 #include "tessera/tensor/dispatch/internal/failure.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
@@ -19,19 +20,11 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
+#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
 
 namespace {
-
-// The spec without partial axes.
-ShardSpec partial_reduced(const ShardSpec& spec) {
-  auto placements = spec.placements();
-  for (Placement& p : placements) {
-    if (p.is_partial()) p = Replicate();
-  }
-  return spec.with_placements(placements);
-}
 
 // Reduces a tensor that is written to in place, together with its aliases and the views of its
 // memory, which see the write.
@@ -61,7 +54,7 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
 // result is then reduced, of which the view is one again, so that its other uses find it so. The
 // conditions are global ones, and follow from the program alone.
 bool shows_intermediate(const ShardMeta& meta, const ShardSpec& to) {
-  if (!meta.base || meta.copy || !(to == partial_reduced(meta.spec()))) return false;
+  if (!meta.base || meta.copy || !(to == without_partial(meta.spec()))) return false;
   const ShardMeta& base = *meta.base;
   const Layout &own = *meta.layout, &whole = *base.layout;
   const auto lazy = [](const at::Tensor& t) { return t.is_conj() || t.is_neg(); };
@@ -73,7 +66,7 @@ bool shows_intermediate(const ShardMeta& meta, const ShardSpec& to) {
 
 // The local without partial axes, in the memory order that it has.
 at::Tensor reduced_in_order(const ShardMeta& meta) {
-  const ShardSpec to = partial_reduced(meta.spec());
+  const ShardSpec to = without_partial(meta.spec());
   return aligned(redistribute_local(meta.local, meta.spec(), to), *under(*meta.layout, to));
 }
 
@@ -82,7 +75,7 @@ at::Tensor reduced_in_order(const ShardMeta& meta) {
 // done to the tensor, not on which other tensors refer to it.
 void keep_reduced(const at::Tensor& t, const ShardSpec& from, const ShardSpec& to,
                   const at::Tensor& local) {
-  if (!from.has_partial() || !(to == partial_reduced(from))) return;
+  if (!from.has_partial() || !(to == without_partial(from))) return;
   const ShardMeta& meta = *meta_of(t);
   if (meta.base || meta.copy || !(meta.spec() == from) || (t.is_leaf() && t.requires_grad()))
     return;
@@ -301,6 +294,16 @@ void ShardedCall::refresh_copies() const {
 }
 
 void ShardedCall::run() {
+  if (plan_.origin) {
+    const OriginScope scope(plan_.origin, context_.operators);
+    run_steps();
+  } else {
+    run_steps();
+  }
+  count_operator(plan_, context_);
+}
+
+void ShardedCall::run_steps() {
   if (context_.state->copies.any()) refresh_copies();
   if (plan_.moves_shards) check_policy();
   if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
@@ -455,7 +458,7 @@ void ShardedCall::substitute_locals() {
   for (const Moved& m : moved_) {
     if (m.below.defined()) {
       if (const ShardMeta& meta = *meta_of(m.source); meta.base)
-        install_reduced(m.source, m.below, partial_reduced(meta.base->spec()));
+        install_reduced(m.source, m.below, without_partial(meta.base->spec()));
     } else if (m.move) {
       keep_reduced(m.source, m.move->from, m.move->to, m.local);
     }
@@ -695,10 +698,10 @@ at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t posi
 bool reduce_intermediate(const at::Tensor& tensor) {
   const ShardMeta* meta = tensor.defined() ? meta_of(tensor) : nullptr;
   if (!meta || !meta->spec().has_partial()) return false;
-  const bool shows = shows_intermediate(*meta, partial_reduced(meta->spec()));
+  const bool shows = shows_intermediate(*meta, without_partial(meta->spec()));
   if (!shows && (!meta->intermediate || meta->base || meta->copy)) return false;
   const ShardMeta& of = shows ? *meta->base : *meta;
-  install_reduced(tensor, reduced_in_order(of), partial_reduced(of.spec()));
+  install_reduced(tensor, reduced_in_order(of), without_partial(of.spec()));
   return true;
 }
 

@@ -48,6 +48,7 @@ class ShardedCall {
     at::Tensor below = {};
   };
 
+  void run_steps();
   void refresh_copies() const;
   void check_policy() const;
   void refuse_overlap() const;

@@ -5,6 +5,8 @@
 #include <numeric>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
@@ -310,6 +312,39 @@ bool one_op(const ShardSpec& spec) {
   return true;
 }
 
+// Plans the reductions over the axes that have `ended`, by which `now` becomes what is left to be
+// moved to `target`.
+void reduce_ended(RedistributionPlan& plan, const MeshContext& context, const Axes& ended,
+                  ReduceOp::Kind op, const ShardedDims& target, ShardedDims& now) {
+  const auto& mesh = context.sizes;
+  const auto& me = context.coordinate;
+  if (contained(target, now)) {
+    Axes scattered, alike;
+    for (const int a : ended) (target.sharded_by(a) ? scattered : alike).push_back(a);
+    if (!scattered.empty())
+      plan.reductions.push_back(
+          reduction(context, scattered, op, plan.before, boxes_over(target, scattered, me)));
+    if (!alike.empty()) plan.reductions.push_back(reduction(context, alike, op, target.box(me)));
+    now.dims = target.dims;
+  } else {
+    std::vector<Axes> slices(now.dims.size()), pieces(now.dims.size());
+    for (int a = 0; a < static_cast<int>(mesh.size()); ++a) {
+      const int d = target.dim_of(a);
+      if (has(ended, a)) {
+        pieces[d >= 0 ? d : now.longest()].push_back(a);
+      } else if (d >= 0 && !now.sharded_by(a)) {
+        slices[d].push_back(a);
+      }
+    }
+    for (std::size_t d = 0; d < now.dims.size(); ++d) {
+      now.dims[d] = refine(mesh, now.dims[d], now.shape[d], slices[d], target.dims[d]);
+      now.dims[d] = refine(mesh, now.dims[d], now.shape[d], pieces[d], target.dims[d]);
+    }
+    plan.reductions.push_back(
+        reduction(context, ended, op, plan.before, boxes_over(now, ended, me)));
+  }
+}
+
 }  // namespace
 
 RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSpec& to) {
@@ -370,33 +405,7 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
     plan.clear = true;
   }
 
-  if (!ended.empty()) {
-    if (contained(target, now)) {
-      Axes scattered, alike;
-      for (const int a : ended) (target.sharded_by(a) ? scattered : alike).push_back(a);
-      if (!scattered.empty())
-        plan.reductions.push_back(
-            reduction(context, scattered, op, plan.before, boxes_over(target, scattered, me)));
-      if (!alike.empty()) plan.reductions.push_back(reduction(context, alike, op, target.box(me)));
-      now.dims = target.dims;
-    } else {
-      std::vector<Axes> slices(now.dims.size()), pieces(now.dims.size());
-      for (int a = 0; a < from.mesh_dims(); ++a) {
-        const int d = target.dim_of(a);
-        if (has(ended, a)) {
-          pieces[d >= 0 ? d : now.longest()].push_back(a);
-        } else if (d >= 0 && !now.sharded_by(a)) {
-          slices[d].push_back(a);
-        }
-      }
-      for (std::size_t d = 0; d < now.dims.size(); ++d) {
-        now.dims[d] = refine(mesh, now.dims[d], from.shape()[d], slices[d], target.dims[d]);
-        now.dims[d] = refine(mesh, now.dims[d], from.shape()[d], pieces[d], target.dims[d]);
-      }
-      plan.reductions.push_back(
-          reduction(context, ended, op, plan.before, boxes_over(now, ended, me)));
-    }
-  }
+  if (!ended.empty()) reduce_ended(plan, context, ended, op, target, now);
   plan.move = plan_move(now, target, context);
   return plan;
 }
@@ -442,7 +451,11 @@ std::shared_ptr<const RedistributionPlan> RedistributionPlans::of(const ShardSpe
     }
   }
   if (entries_.size() >= kLimit) entries_.clear();
-  auto plan = std::make_shared<const RedistributionPlan>(make_redistribution_plan(from, to));
+  RedistributionPlan made = make_redistribution_plan(from, to);
+  made.origin = std::make_shared<const CallOrigin>(
+      concat("the redistribution of ", list(from.shape()), " from ", list(from.placements()),
+             " to ", list(to.placements())));
+  auto plan = std::make_shared<const RedistributionPlan>(std::move(made));
   entries_.emplace(key,
                    Entry{from.placements(), to.placements(), from.sharding(), to.sharding(), plan});
   return plan;

@@ -26,6 +26,8 @@
 
 namespace tessera::detail {
 
+class CallOrigin;
+
 struct RedistributionPlan {
   /// The value in `whole` is reduced over a group. Without `pieces` every rank gets all of it;
   /// otherwise rank r of the group gets pieces[r].
@@ -57,6 +59,8 @@ struct RedistributionPlan {
   bool clear = false;
   ReduceOp::Kind identity = ReduceOp::Kind::sum;  // of this reduction
   std::int64_t scale = 1;  // for a mean: the number of ranks, since all but one hold zeros
+  // Of a redistribution that no operator asks for.
+  std::shared_ptr<const CallOrigin> origin;
 
   /// Number of elements that this rank receives; a reduction counts as a reduce-scatter, an
   /// all-reduce as a reduce-scatter and an all-gather.

@@ -1,0 +1,46 @@
+"""Deferred construction: a model that fits on no rank is made on no rank."""
+
+import contextlib
+
+from tessera._library import classes, ops
+
+
+class deferred(contextlib.ContextDecorator):
+    """Modules that are made in this scope have no values until they are placed: a model that fits on no rank is made on no rank.
+
+    >>> with ts.deferred():
+    ...     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    >>> ts.distribute_module(net, mesh, lambda name, t: [ts.Shard(0)])   # each rank fills its shards
+
+    What the constructor does, initialisation included, is recorded instead of computed, and run parameter by parameter on tensors that are sharded from the
+    start. Random numbers come from the stream of sharded tensors (`manual_seed`), so that values are those of one rank, bit for bit. What needs values
+    (`item()`, a forward pass) raises NotAvailable until then, and so do random operators that cannot be drawn shard by shard (`randperm`, one with a
+    generator of its own). Scopes nest; one object is entered once at a time.
+    """
+
+    def __init__(self):
+        self._scope = classes.Deferred()
+
+    def __enter__(self):
+        self._scope.begin()
+        return self
+
+    def __exit__(self, *exception):
+        self._scope.end()
+
+    def _recreate_cm(self):
+        return deferred()
+
+
+def is_deferred(tensor):
+    """True if the tensor was made in a `deferred` scope and has no values yet."""
+    return ops.is_deferred(tensor)
+
+
+def materialize(module, device="cpu"):
+    """Gives what is deferred in `module` its values on this process, whole, as its constructor would have, and returns the module.
+
+    For modules that nothing places. Not collective. Raises NotAvailable as `deferred`, InvalidArgument inside such a scope.
+    """
+    ops.materialize([*module.parameters(), *module.buffers()], str(device))
+    return module

@@ -1,0 +1,157 @@
+#include "tessera/comm/backends/mpi/mpi_transport.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "tessera/base/hash.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/mpi/mpi_attempt.h"
+#include "tessera/comm/backends/mpi/mpi_meet.h"
+
+namespace tessera::detail {
+
+MpiTransport::MpiTransport(std::shared_ptr<MpiComm> comm, const MpiBackendOptions& options)
+    : Transport(comm->rank(), comm->size(), options.timeout),
+      comm_(std::move(comm)),
+      max_count_(options.max_count),
+      sent_(comm_->ranks().size()),
+      received_(comm_->ranks().size()) {
+  if (max_count_ < 1 || max_count_ > std::numeric_limits<int>::max())
+    throw InvalidArgument(concat("max_count of an MPI group is ", max_count_, "; it must be 1 to ",
+                                 std::numeric_limits<int>::max()));
+  if (timeout_.count() <= 0)
+    throw InvalidArgument(
+        concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
+}
+
+Abilities MpiTransport::abilities() {
+  Abilities result;
+  result.reduces = mpi_reduces;
+  result.moves = moves_every_dtype;
+  result.reduces_bits = result.signs = result.gathers_any_sizes = true;
+  result.ends_collectives = result.ends_messages = true;
+  result.any_thread = false;
+  return result;
+}
+
+void MpiTransport::run(const char* name, TransportCall& given, Kind kind, CallCard card,
+                       const std::function<void(MpiCall&)>& add) {
+  comm_->require_usable(name);
+  const at::NoGradGuard no_grad;
+  auto call = std::make_unique<MpiCall>();
+  call->name = name;
+  call->type = given.type;
+  call->timeout = given.timeout;
+  call->tensors = {given.output, given.input};
+  call->results = given.results;
+  call->finish = std::exchange(given.finish, nullptr);
+  if (kind == Kind::collective) {
+    card.operation = name;
+    if (given.source) card.source = *given.source;
+    call->hash = Hash().number(given.sign).number(card.hash()).value();
+    call->card = std::move(card);
+  }
+  try {
+    // At level `serialized` a blocking call would hold the lock that the thread needs for which the
+    // other ranks wait.
+    if (kind == Kind::collective && given.blocking &&
+        comm_->library().level() != MpiThreadLevel::serialized) {
+      call->blocking = call->at_once = true;
+      add(*call);
+      comm_->meet(*call);
+      call->phase.reset();
+    } else {
+      {
+        const auto lock = comm_->library().serialize();
+        add(*call);
+      }
+      if (kind == Kind::collective) comm_->begin(*call);
+    }
+  } catch (...) {
+    call->phase.reset();
+    if (call->pending()) {
+      comm_->set_stuck();
+      comm_->adopt(std::move(call));
+    }
+    throw;
+  }
+  const auto work = c10::make_intrusive<MpiWork>(shared_from_this(), comm_, std::move(call));
+  if (given.blocking)
+    work->wait();
+  else
+    given.works.push_back({work});
+}
+
+void MpiTransport::barrier(TransportCall& given) {
+  // A barrier is the meeting alone.
+  run("barrier", given, Kind::collective, {}, [](MpiCall&) {});
+}
+
+MpiTransport::Route MpiTransport::route_of(const Message& message, int tag) {
+  const auto count = message.tensor.numel();
+  if (tag == TransportCall::kInOrder) {
+    auto& counts = message.kind == Message::Kind::send ? sent_ : received_;
+    const auto number = counts[static_cast<std::size_t>(message.peer)]++;
+    return {comm_->gate(),
+            comm_->tags().numbered(false, number, message.tensor.scalar_type(), count)};
+  }
+  if (tag < 0 || tag >= comm_->tags().users())
+    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", comm_->tags().users() - 1,
+                                 ", which this MPI library allows"));
+  return {comm_->handle(),
+          comm_->tags().users(tag, static_cast<std::int64_t>(message.tensor.nbytes()))};
+}
+
+void MpiTransport::exchange(TransportCall& given) {
+  const auto& messages = given.messages;
+  const bool any = messages.front().peer == TransportCall::kAnyRank;
+  if (any && !fits(messages.front().tensor.numel()))
+    throw InvalidArgument(concat("receive from any rank: ", messages.front().tensor.numel(),
+                                 " elements, and one MPI message holds ", max_count_,
+                                 "; name the sender"));
+  const char* name = given.tag == TransportCall::kInOrder           ? "exchange"
+                     : messages.front().kind == Message::Kind::send ? "send"
+                     : any                                          ? "receive from any rank"
+                                                                    : "receive";
+  run(name, given, Kind::messages, {}, [&](MpiCall& call) {
+    for (const auto kind : {Message::Kind::receive, Message::Kind::send})
+      for (const auto& m : messages) {
+        if (m.kind != kind) continue;
+        const Route route = route_of(m, given.tag);
+        call.tensors.push_back(m.tensor);
+        call.bytes += static_cast<std::int64_t>(m.tensor.nbytes());
+        if (!any) call.peers.push_back(comm_->ranks()[static_cast<std::size_t>(m.peer)]);
+        if (kind == Message::Kind::send)
+          post_send(call, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(), m.peer,
+                    route);
+        else
+          post_receive(call, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(),
+                       any ? MPI_ANY_SOURCE : m.peer, route);
+      }
+    std::sort(call.peers.begin(), call.peers.end());
+    call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());
+  });
+}
+
+std::shared_ptr<Transport> make_mpi_transport(const MpiWorld& world, const std::vector<int>& ranks,
+                                              const MpiBackendOptions& options,
+                                              const MpiAttempt& attempt) {
+  return std::make_shared<MpiTransport>(make_mpi_comm(world.context(), ranks, options, attempt),
+                                        options);
+}
+
+}  // namespace tessera::detail
+
+namespace tessera {
+
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
+                                                   const std::vector<int>& ranks,
+                                                   const MpiBackendOptions& options) {
+  return detail::make_mpi_transport(world, ranks, options, {})->backend();
+}
+
+}  // namespace tessera

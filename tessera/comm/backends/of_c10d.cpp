@@ -1,0 +1,211 @@
+#include "tessera/comm/backends/of_c10d.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "tessera/comm/backends/flat.h"
+#include "tessera/comm/group/detail/reduction.h"
+
+namespace tessera::detail {
+
+OfC10d::OfC10d(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout,
+               Abilities abilities, std::uint64_t* sign)
+    : Transport(backend->getRank(), backend->getSize(), timeout),
+      backend_(std::move(backend)),
+      name_(backend_->getBackendName()),
+      abilities_(std::move(abilities)),
+      sign_(sign) {}
+
+void OfC10d::broadcast(TransportCall& call) {
+  auto how = options<c10d::BroadcastOptions>(call);
+  how.rootRank = call.root;
+  Tensors tensors{call.output};
+  add(call, backend_->broadcast(tensors, how));
+}
+
+void OfC10d::all_reduce(TransportCall& call) {
+  auto how = options<c10d::AllreduceOptions>(call);
+  how.reduceOp = to_c10d(call.op.kind, call.op.factor);
+  Tensors tensors{call.output};
+  add(call, backend_->allreduce(tensors, how));
+}
+
+void OfC10d::reduce(TransportCall& call) {
+  const bool is_root = rank_ == call.root;
+  if (size_ > 2) {
+    auto how = options<c10d::ReduceOptions>(call);
+    how.reduceOp = to_c10d(call.op.kind, call.op.factor);
+    how.rootRank = call.root;
+    Tensors tensors{is_root ? call.output : call.output.clone()};
+    call.kept.push_back(tensors.front());
+    return add(call, backend_->reduce(tensors, how));
+  }
+  const at::Tensor data = flat(call.output), nothing = at::empty({0}, data.options());
+  Counts received(2, 0), sent(2, 0);
+  if (!is_root) {
+    sent[call.root] = data.numel();
+    return all_to_all(call, nothing, received, data, sent);
+  }
+  received[1 - rank_] = data.numel();
+  const at::Tensor other = at::empty_like(data);
+  all_to_all(call, other, received, nothing, sent);
+  call.then = [data, other, first = rank_ == 0, kind = call.op.kind] {
+    reduce_in_order(data, first ? Tensors{data, other} : Tensors{other, data}, kind);
+  };
+}
+
+void OfC10d::all_gather(TransportCall& call) {
+  const auto& counts = call.counts;
+  at::Tensor output = call.output, input = call.input;
+  // Gloo's own needs the memory of the result twice.
+  if (all_equal(counts) && size_ != 2)
+    return add(call,
+               backend_->_allgather_base(output, input, options<c10d::AllgatherOptions>(call)));
+  const auto parts = split_flat(output, counts);
+  const std::int64_t largest = *std::max_element(counts.begin(), counts.end()),
+                     levels = std::bit_width(static_cast<unsigned>(size_ - 1));
+  if (size_ == 2) {
+    const int peer = 1 - rank_;
+    if (input.numel() > 0) parts[me()].copy_(input);
+    Counts received(2, 0), sent(2, 0);
+    received[peer] = counts[peer];
+    sent[peer] = input.numel();
+    return all_to_all(call, parts[peer], received, input, sent);
+  }
+  if (levels * output.numel() < (size_ - 1) * largest) {
+    if (input.numel() > 0) parts[me()].copy_(input);
+    for (int r = 0; r < size_; ++r) {
+      if (counts[r] == 0) continue;
+      auto how = options<c10d::BroadcastOptions>(call);
+      how.rootRank = r;
+      Tensors tensors{parts[r]};
+      add(call, backend_->broadcast(tensors, how));
+    }
+    return;
+  }
+  const at::Tensor copies = input.repeat({size_});
+  call.kept.push_back(copies);
+  all_to_all(call, output, counts, copies, Counts(size_, input.numel()));
+}
+
+void OfC10d::gather(TransportCall& call) {
+  const bool is_root = rank_ == call.root;
+  if (all_equal(call.counts)) {
+    auto how = options<c10d::GatherOptions>(call);
+    how.rootRank = call.root;
+    std::vector<Tensors> wholes;
+    if (is_root) wholes.push_back(split_flat(call.output, call.counts));
+    Tensors parts{call.input};
+    return add(call, backend_->gather(wholes, parts, how));
+  }
+  Counts mine(size_, 0);
+  mine[call.root] = call.input.numel();
+  all_to_all(call, is_root ? call.output : call.input.new_empty({0}),
+             is_root ? call.counts : Counts(size_, 0), call.input, mine);
+}
+
+void OfC10d::scatter(TransportCall& call) {
+  const bool is_root = rank_ == call.root;
+  if (all_equal(call.counts)) {
+    auto how = options<c10d::ScatterOptions>(call);
+    how.rootRank = call.root;
+    std::vector<Tensors> wholes;
+    if (is_root) wholes.push_back(split_flat(call.input, call.counts));
+    Tensors parts{call.output};
+    return add(call, backend_->scatter(parts, wholes, how));
+  }
+  Counts mine(size_, 0);
+  mine[call.root] = call.output.numel();
+  all_to_all(call, call.output, mine, is_root ? call.input : call.output.new_empty({0}),
+             is_root ? call.counts : Counts(size_, 0));
+}
+
+void OfC10d::all_to_all(TransportCall& call) {
+  if (!call.agreed) return all_to_all_pairs(call);
+  all_to_all(call, call.output, call.counts, call.input, call.input_counts);
+}
+
+void OfC10d::all_to_all(TransportCall& call, at::Tensor output, Counts output_counts,
+                        at::Tensor input, Counts input_counts) {
+  add(call, backend_->alltoall_base(output, input, output_counts, input_counts,
+                                    options<c10d::AllToAllOptions>(call)));
+}
+
+void OfC10d::all_to_all_pairs(TransportCall& call) {
+  const auto to = split_flat(call.input, call.input_counts),
+             from = split_flat(call.output, call.counts);
+  if (to[me()].numel() > 0) from[me()].copy_(to[me()]);
+  for (const bool sends : {false, true})
+    for (int step = 1; step < size_; ++step) {
+      const int peer = sends ? (rank_ + step) % size_ : (rank_ - step + size_) % size_;
+      Tensors part{sends ? to[peer] : from[peer]};
+      if (part[0].numel() == 0) continue;
+      const MessageCard card{.number = call.number,
+                             .peer = peer,
+                             .sends = sends,
+                             .of_call = true,
+                             .call = call.sign,
+                             .dtype = part[0].scalar_type(),
+                             .elements = part[0].numel()};
+      const int tag = card.tag();
+      call.works.push_back(
+          {sends ? backend_->send(part, peer, tag) : backend_->recv(part, peer, tag), true, card});
+    }
+}
+
+void OfC10d::exchange(TransportCall& call) {
+  for (const auto& m : call.messages) {
+    Tensors tensors{m.tensor};
+    call.works.push_back({m.kind == Message::Kind::send ? backend_->send(tensors, m.peer, call.tag)
+                          : m.peer == TransportCall::kAnyRank
+                              ? backend_->recvAnysource(tensors, call.tag)
+                              : backend_->recv(tensors, m.peer, call.tag),
+                          true});
+  }
+}
+
+void OfC10d::barrier(TransportCall& call) {
+  add(call, backend_->barrier(options<c10d::BarrierOptions>(call)));
+}
+
+void compose_reduce_scatter(Transport& transport, TransportCall& call) {
+  const int n = transport.size();
+  const auto me = static_cast<std::size_t>(transport.rank());
+  const at::Tensor output = call.output;
+  const auto parts = split_flat(call.input, call.counts);
+  const auto item = static_cast<std::int64_t>(output.element_size());
+  const auto kind = call.op.kind;
+  if (n == 2) {
+    // Without scratch: what the other rank sends lands in the output, and this rank's elements are
+    // added where they lie.
+    const auto mine = parts[me], theirs = parts[1 - me];
+    call.output = flat_bytes(output);
+    call.input = flat_bytes(theirs);
+    call.counts = call.input_counts = {0, 0};
+    call.counts[1 - me] = output.numel() * item;
+    call.input_counts[1 - me] = theirs.numel() * item;
+    call.then = [output, mine, first = me == 0, kind] {
+      if (output.numel() > 0)
+        reduce_in_order(output, first ? std::vector{mine, output} : std::vector{output, mine},
+                        kind);
+    };
+  } else {
+    const auto scratch = at::empty({n * output.numel()}, output.options());
+    call.output = flat_bytes(scratch);
+    call.input_counts = times(call.counts, item);
+    call.input = flat_bytes(call.input);
+    call.counts.assign(n, output.numel() * item);
+    call.then = [output, scratch, n, kind] {
+      if (output.numel() > 0)
+        reduce_in_order(output, split_flat(scratch, TransportCall::Counts(n, output.numel())),
+                        kind);
+    };
+  }
+  call.kept.push_back(call.input);
+  call.kept.push_back(call.output);
+  transport.all_to_all(call);
+}
+
+}  // namespace tessera::detail

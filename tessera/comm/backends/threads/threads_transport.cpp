@@ -1,0 +1,396 @@
+#include "tessera/comm/backends/threads/threads_transport.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+#include "tessera/base/deadline.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/flat.h"
+#include "tessera/comm/backends/own_work.h"
+#include "tessera/comm/group/detail/mismatch.h"
+#include "tessera/comm/group/detail/reduction.h"
+#include "tessera/comm/group/types.h"
+
+namespace tessera::detail {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+Tensors pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& counts) {
+  return split_flat(flat(tensor), counts);
+}
+
+bool threads_reduce(c10::ScalarType, ReduceOp::Kind op) {
+  return op != ReduceOp::Kind::premultiplied;
+}
+
+std::string describe(const ThreadsCall& call) {
+  std::string text = call.operation;
+  if (!call.source.name.empty()) text += concat(" '", call.source.name, "'");
+  if (call.root >= 0) text += concat(", root ", call.root);
+  for (const auto* side : {&call.in, &call.out}) {
+    if (side->empty()) continue;
+    text += side == &call.in ? ", in" : ", out";
+    for (const auto& t : *side) text += concat(' ', c10::toString(t.scalar_type()), t.sizes());
+  }
+  return text + call.source.text();
+}
+
+[[noreturn]] void mismatch(const ThreadsSlot& slot, int a, int b) {
+  throw MismatchError(mismatch_text({a, "called " + describe(slot.calls[a])},
+                                    {b, "called " + describe(slot.calls[b])},
+                                    MismatchAt::before_data));
+}
+
+void require_same(const ThreadsSlot& slot, int a, const at::Tensor& x, int b, const at::Tensor& y) {
+  if (x.scalar_type() != y.scalar_type() || x.numel() != y.numel()) mismatch(slot, a, b);
+}
+
+void move(const ThreadsSlot& slot, int from, const at::Tensor& source, int to,
+          const at::Tensor& target) {
+  require_same(slot, from, source, to, target);
+  if (source.data_ptr() != target.data_ptr()) target.view({-1}).copy_(source.view({-1}));
+}
+
+// Moves and computes all data of a call. First all checks, so that a call that fails touches no
+// rank's data.
+void move_all(const ThreadsSlot& slot) {
+  const int n = static_cast<int>(slot.calls.size());
+  const auto& first = slot.calls.front();
+  for (int r = 1; r < n; ++r) {
+    const auto& call = slot.calls[r];
+    if (std::string_view(call.operation) != first.operation || call.root != first.root ||
+        call.op != first.op || call.source.hash() != first.source.hash())
+      mismatch(slot, 0, r);
+  }
+  const std::string_view operation = first.operation;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+
+  if (operation == "broadcast") {
+    const auto& source = slot.calls[first.root].in[0];
+    for (int r = 0; r < n; ++r) require_same(slot, first.root, source, r, slot.calls[r].in[0]);
+    for (int r = 0; r < n; ++r)
+      if (r != first.root) move(slot, first.root, source, r, slot.calls[r].in[0]);
+  } else if (operation == "all_reduce" || operation == "reduce") {
+    for (std::size_t i = 0; i < first.in.size(); ++i) {
+      Tensors parts;
+      for (int r = 0; r < n; ++r) {
+        if (slot.calls[r].in.size() != first.in.size()) mismatch(slot, 0, r);
+        require_same(slot, 0, first.in[i], r, slot.calls[r].in[i]);
+        parts.push_back(slot.calls[r].in[i].view({-1}));
+      }
+      const int root = std::max(first.root, 0);
+      reduce_in_order(parts[root], parts, first.op);
+      if (operation == "all_reduce")
+        for (int r = 0; r < n; ++r)
+          if (r != root) parts[r].copy_(parts[root]);
+    }
+  } else if (operation == "all_gather" || operation == "gather") {
+    for (const bool check : {true, false})
+      for (int r = 0; r < n; ++r) {
+        if (first.root >= 0 && r != first.root) continue;
+        for (int from = 0; from < n; ++from) {
+          const auto &source = slot.calls[from].in[0], &target = slot.calls[r].out[from];
+          check ? require_same(slot, from, source, r, target) : move(slot, from, source, r, target);
+        }
+      }
+  } else if (operation == "scatter") {
+    for (const bool check : {true, false})
+      for (int r = 0; r < n; ++r) {
+        const auto &source = slot.calls[first.root].in[r], &target = slot.calls[r].out[0];
+        check ? require_same(slot, first.root, source, r, target)
+              : move(slot, first.root, source, r, target);
+      }
+  } else if (operation == "reduce_scatter") {
+    for (int r = 0; r < n; ++r)
+      for (int from = 0; from < n; ++from)
+        require_same(slot, from, slot.calls[from].in[r], r, slot.calls[r].out[0]);
+    for (int r = 0; r < n; ++r) {
+      Tensors parts;
+      for (int from = 0; from < n; ++from) parts.push_back(slot.calls[from].in[r].view({-1}));
+      reduce_in_order(slot.calls[r].out[0].view({-1}), parts, first.op);
+    }
+  } else if (operation == "all_to_all") {
+    for (const bool check : {true, false})
+      for (int r = 0; r < n; ++r)
+        for (int from = 0; from < n; ++from) {
+          const auto &source = slot.calls[from].in[r], &target = slot.calls[r].out[from];
+          check ? require_same(slot, from, source, r, target) : move(slot, from, source, r, target);
+        }
+  }
+}
+
+// Performs the whole operation, for all ranks.
+void execute(const ThreadsSlot& slot) {
+  move_all(slot);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (const auto& call : slot.calls)
+    if (call.finish) call.finish();
+}
+
+// Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes all
+// ranks.
+class ThreadsWork final : public OwnWork {
+ public:
+  ThreadsWork(std::shared_ptr<ThreadsRoom> room, std::shared_ptr<GroupWatch> watch, int rank,
+              std::chrono::milliseconds limit, c10d::OpType type, Tensors results)
+      : OwnWork(rank, type, std::move(results)),
+        room_(std::move(room)),
+        watch_(std::move(watch)),
+        limit_(limit) {}
+
+  void set(std::shared_ptr<ThreadsSlot> slot) { slot_ = std::move(slot); }
+  void add(std::shared_ptr<ThreadsMessage> message, int peer) {
+    messages_.emplace_back(std::move(message), peer);
+  }
+
+  bool isCompleted() override {
+    const std::lock_guard lock(room_->mutex());
+    return failed_ || ready();
+  }
+  bool isSuccess() const override {
+    const std::lock_guard lock(room_->mutex());
+    return !failed_ && ready() && !error();
+  }
+  std::exception_ptr exception() const override {
+    const std::lock_guard lock(room_->mutex());
+    return failed_ ? failed_ : error();
+  }
+
+  // False: the time is over, and the work continues.
+  bool wait(std::chrono::milliseconds timeout) override {
+    std::unique_lock lock(room_->mutex());
+    const auto limit = timeout == kNoTimeout ? limit_ : timeout;
+    const bool woken = room_->changed().wait_until(lock, deadline_after(limit), [this] {
+      return failed_ || ready() || watch_->poison() || !gone().empty();
+    });
+    if (failed_) std::rethrow_exception(failed_);
+    if (ready()) {
+      if (error()) std::rethrow_exception(error());
+      return true;
+    }
+    if (!woken) {
+      if (timeout == kNoTimeout)
+        throw std::runtime_error("threads: a call ran into its limit of " +
+                                 std::to_string(limit.count()) + " ms");
+      return false;
+    }
+    if (!watch_->poison()) {
+      auto ranks = gone();
+      auto reason = concat(ranks.size() > 1 ? "ranks " : "rank ", list(ranks),
+                           " ended without making this call");
+      lock.unlock();
+      watch_->set_poison({std::move(ranks), std::move(reason)});
+      lock.lock();
+    }
+    failed_ = std::make_exception_ptr(std::runtime_error(watch_->poison()->reason));
+    std::rethrow_exception(failed_);
+  }
+
+  // Complete as soon as it is asked for: c10d's own users of futures chain to them at once, so the
+  // work is waited for here.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    try {
+      future->markCompleted(c10::IValue(result()));
+    } catch (...) {
+      future->setError(std::current_exception());
+    }
+    return future;
+  }
+
+ private:
+  bool ready() const {
+    if (slot_) return slot_->done;
+    return std::all_of(messages_.begin(), messages_.end(),
+                       [](const auto& m) { return m.first->done; });
+  }
+  std::exception_ptr error() const {
+    if (slot_) return slot_->error;
+    for (const auto& [message, peer] : messages_)
+      if (message->error) return message->error;
+    return nullptr;
+  }
+  std::vector<int> gone() const {
+    if (slot_) return room_->left_without(*slot_);
+    std::vector<int> ranks;
+    for (const auto& [message, peer] : messages_)
+      if (!message->done && room_->has_left(peer)) ranks.push_back(room_->global(peer));
+    return ranks;
+  }
+
+  std::shared_ptr<ThreadsRoom> room_;
+  std::shared_ptr<GroupWatch> watch_;
+  std::chrono::milliseconds limit_;
+  std::shared_ptr<ThreadsSlot> slot_;
+  std::vector<std::pair<std::shared_ptr<ThreadsMessage>, int>> messages_;
+  std::exception_ptr failed_;
+};
+
+}  // namespace
+
+// ---- room ----
+
+ThreadsRoom::ThreadsRoom(std::string name, std::vector<int> ranks)
+    : name_(std::move(name)), ranks_(std::move(ranks)), left_(ranks_.size(), false) {}
+
+std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank,
+                                                ThreadsCall call) {
+  std::unique_lock lock(mutex_);
+  auto& entry = slots_[sequence];
+  if (!entry) {
+    entry = std::make_shared<ThreadsSlot>();
+    entry->calls.resize(ranks_.size());
+    entry->arrived.resize(ranks_.size(), false);
+  }
+  auto slot = entry;
+  slot->calls[rank] = std::move(call);
+  slot->arrived[rank] = true;
+  if (++slot->count < static_cast<int>(ranks_.size())) return slot;
+  slots_.erase(sequence);
+  lock.unlock();  // all ranks have arrived: no other thread touches the slot until it is done
+  std::exception_ptr error;
+  try {
+    execute(*slot);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Not under the lock: to let a tensor go may take an interpreter's.
+  slot->calls.clear();
+  lock.lock();
+  slot->error = error;
+  slot->done = true;
+  changed_.notify_all();
+  return slot;
+}
+
+std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Tensor& tensor,
+                                                  bool is_send) {
+  std::unique_lock lock(mutex_);
+  auto& queue = queues_[pair];
+  auto mine = std::make_shared<ThreadsMessage>();
+  mine->tensor = tensor;
+  auto& waiting = is_send ? queue.receives : queue.sends;
+  if (waiting.empty()) {
+    (is_send ? queue.sends : queue.receives).push_back(mine);
+    return mine;
+  }
+  auto other = waiting.front();
+  waiting.pop_front();
+  // compared messages have tags of their own
+  if (queue.sends.empty() && queue.receives.empty()) queues_.erase(pair);
+  lock.unlock();
+  const auto &source = is_send ? mine->tensor : other->tensor,
+             &target = is_send ? other->tensor : mine->tensor;
+  std::exception_ptr error;
+  try {
+    if (source.scalar_type() != target.scalar_type() || source.numel() != target.numel()) {
+      const auto [from, to, tag] = pair;
+      throw MismatchError(concat("message from rank ", from, " to rank ", to, " of group '", name_,
+                                 "': sent ", c10::toString(source.scalar_type()), source.sizes(),
+                                 ", but the receiver waits for ",
+                                 c10::toString(target.scalar_type()), target.sizes()));
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    target.view({-1}).copy_(source.view({-1}));
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Not under the lock: to let a tensor go may take an interpreter's.
+  for (const auto& message : {mine, other}) message->tensor = at::Tensor();
+  lock.lock();
+  for (const auto& message : {mine, other}) {
+    message->error = error;
+    message->done = true;
+  }
+  changed_.notify_all();
+  return mine;
+}
+
+std::shared_ptr<ThreadsMessage> ThreadsRoom::send(int from, int to, int tag,
+                                                  const at::Tensor& tensor) {
+  return post({from, to, tag}, tensor, true);
+}
+
+std::shared_ptr<ThreadsMessage> ThreadsRoom::receive(int from, int to, int tag,
+                                                     const at::Tensor& tensor) {
+  return post({from, to, tag}, tensor, false);
+}
+
+void ThreadsRoom::leave(int rank) {
+  const std::lock_guard lock(mutex_);
+  left_[rank] = true;
+  changed_.notify_all();
+}
+
+void ThreadsRoom::wake() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+std::vector<int> ThreadsRoom::left_without(const ThreadsSlot& slot) const {
+  std::vector<int> ranks;
+  for (std::size_t r = 0; r < ranks_.size(); ++r)
+    if (left_[r] && !slot.arrived[r]) ranks.push_back(ranks_[r]);
+  return ranks;
+}
+
+// ---- transport ----
+
+Abilities ThreadsTransport::abilities() {
+  Abilities result;  // signs no calls: a slot compares them
+  result.reduces = threads_reduce;
+  result.moves = moves_every_dtype;
+  return result;
+}
+
+void ThreadsTransport::enter(const char* operation, TransportCall& call, Tensors in, Tensors out) {
+  const auto work =
+      c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, call.timeout, call.type, call.results);
+  work->set(room_->enter(slots_++, rank_,
+                         {operation, call.root, call.op.kind, std::move(in), std::move(out),
+                          std::move(call.finish), call.source ? *call.source : CallSource()}));
+  call.works.push_back({work});
+}
+
+void ThreadsTransport::all_gather(TransportCall& call) {
+  enter("all_gather", call, {call.input}, pieces(call.output, call.counts));
+}
+
+void ThreadsTransport::reduce_scatter(TransportCall& call) {
+  enter("reduce_scatter", call, pieces(call.input, call.counts), {call.output});
+}
+
+void ThreadsTransport::gather(TransportCall& call) {
+  enter("gather", call, {call.input},
+        call.root == rank_ ? pieces(call.output, call.counts) : Tensors{});
+}
+
+void ThreadsTransport::scatter(TransportCall& call) {
+  enter("scatter", call, call.root == rank_ ? pieces(call.input, call.counts) : Tensors{},
+        {call.output});
+}
+
+void ThreadsTransport::all_to_all(TransportCall& call) {
+  enter("all_to_all", call, pieces(call.input, call.input_counts),
+        pieces(call.output, call.counts));
+}
+
+void ThreadsTransport::exchange(TransportCall& call) {
+  auto work =
+      c10::make_intrusive<ThreadsWork>(room_, watch_, rank_, call.timeout, call.type, call.results);
+  for (const auto& m : call.messages) {
+    if (m.peer == TransportCall::kAnyRank)
+      throw NotAvailable("ranks as threads receive from a rank that is named");
+    work->add(m.kind == Message::Kind::send ? room_->send(rank_, m.peer, call.tag, m.tensor)
+                                            : room_->receive(m.peer, rank_, call.tag, m.tensor),
+              m.peer);
+  }
+  call.works.push_back({std::move(work)});
+}
+
+}  // namespace tessera::detail

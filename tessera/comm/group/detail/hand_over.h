@@ -1,0 +1,50 @@
+#pragma once
+// What a group's calls hand to the transport of their tensors' device.
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+
+#include "tessera/comm/backends/transport.h"
+#include "tessera/comm/group/detail/request_state.h"
+#include "tessera/comm/group/group.h"
+
+namespace tessera::detail {
+
+/// `tensor` as the transport reads it: in plain order, one-dimensional, as bytes if the transport
+/// does not know the dtype.
+at::Tensor wire_input(RequestState& call, const at::Tensor& tensor);
+/// The flat tensor that the transport writes for `tensor`: its own memory where possible, else
+/// scratch that is copied back when the call ends.
+at::Tensor wire_output(RequestState& call, const at::Tensor& tensor);
+/// Elements of the wire tensor per element of `tensor`: its item size if it travels as bytes, else
+/// 1.
+std::int64_t wire_width(RequestState& call, const at::Tensor& tensor);
+
+/// The endpoint for `tensor`, whose device's stream waits for the call if it has one.
+const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor);
+
+/// Completes `given` with what the transport is told of a collective.
+void prepare(RequestState& call, const Endpoint& endpoint, TransportCall& given);
+/// Lets the call wait for what the transport has left, in the manner of `wait`.
+void take_works(RequestState& call, TransportCall& given, Wait wait);
+
+/// Hands one collective to the transport, which `make` calls.
+template <class Make>
+void hand_over(RequestState& call, const Endpoint& endpoint, TransportCall& given,
+               const Make& make) {
+  call.launch([&] {
+    prepare(call, endpoint, given);
+    std::invoke(make, *endpoint.transport, given);
+    take_works(call, given, endpoint.abilities.ends_collectives ? Wait::for_all : Wait::in_slices);
+  });
+}
+
+/// Sends and receives `messages`, none of which is empty or from this rank to itself.
+void exchange_flat(RequestState& call, const std::vector<Message>& messages);
+/// Sends or receives one message with a tag. With a `card`, the message is not delivered to a
+/// receive with another card.
+void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
+                  const MessageCard* card);
+
+}  // namespace tessera::detail

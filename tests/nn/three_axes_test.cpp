@@ -1,0 +1,236 @@
+// Three kinds of parallelism above 1 at once, on eight ranks that are processes, over a mesh whose
+// ranks are in an order of their own: equal to one process, and nothing moves that has no name.
+
+#include "fully_shard_case.h"
+#include "tessera/nn/tensor_parallel.h"
+#include "tessera/pipeline/pipeline.h"
+#include "tessera/schedule/generators.h"
+
+namespace tessera::test {
+
+namespace {
+
+constexpr std::int64_t kItem = 8;  // bytes of a double
+
+/// "all_reduce [data, domain]" -> bytes that this rank gave to such calls.
+using Moved = std::map<std::string, std::int64_t>;
+
+/// The groups of a mesh, by the axes that they are along.
+class Groups {
+ public:
+  explicit Groups(const DeviceMesh& mesh) {
+    const int axes = mesh.mesh().dims();
+    for (int set = 1; set < 1 << axes; ++set) {
+      std::vector<int> some;
+      std::vector<std::string> names;
+      for (int a = 0; a < axes; ++a) {
+        if ((set >> a & 1) == 0) continue;
+        some.push_back(a);
+        names.push_back(mesh.mesh().axes()[a].name);
+      }
+      axes_of_[mesh.group(some).name()] = list(names);
+    }
+  }
+  Moved moved(const CommTrace& trace) const {
+    Moved all;
+    for (const CommEvent& e : trace.events()) {
+      const auto found = axes_of_.find(e.group);
+      all[concat(e.operation, " ", found == axes_of_.end() ? e.group : found->second)] += e.bytes;
+    }
+    std::erase_if(all, [](const auto& one) { return one.second == 0; });
+    return all;
+  }
+
+ private:
+  std::map<std::string, std::string> axes_of_;
+};
+
+std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::int64_t sum = 0;
+  for (const at::Tensor& t : tensors) sum += (is_sharded(t) ? to_local(t.detach()) : t).numel();
+  return sum * kItem;
+}
+
+// A convolution, then two layers on the channels of each cell: a column and a row layer.
+struct CellsImpl : torch::nn::Module {
+  CellsImpl() {
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1)));
+    up = register_module("up", Linear(4, 6));
+    down = register_module("down", Linear(6, 2));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return down(at::gelu(up(torch::tanh(conv(x)).permute({0, 2, 3, 1}))));
+  }
+  torch::nn::Conv2d conv = nullptr;
+  Linear up = nullptr, down = nullptr;
+};
+TORCH_MODULE(Cells);
+
+// A table, column and row layers with residuals, and the table again.
+struct WordsImpl : torch::nn::Module {
+  WordsImpl() {
+    table = register_module("table", torch::nn::Embedding(8, 6));
+    for (int i = 0; i < 2; ++i) {
+      up.push_back(register_module(concat("up", i), Linear(6, 4)));
+      down.push_back(register_module(concat("down", i), Linear(4, 6)));
+    }
+  }
+  at::Tensor forward(const at::Tensor& words) {
+    at::Tensor h = table(words);
+    for (int i = 0; i < 2; ++i) h = h + down[i](at::gelu(up[i](h)));
+    return at::linear(h, table->weight);
+  }
+  torch::nn::Embedding table = nullptr;
+  std::vector<Linear> up, down;
+};
+TORCH_MODULE(Words);
+
+Sequential stage_net(int stage) {
+  Sequential net(Linear(5, 7), torch::nn::Tanh(), Linear(7, 5));
+  net->to(at::kDouble);
+  fill(*net, 40 + static_cast<std::uint64_t>(stage));
+  return net;
+}
+
+DistributedManager& world() {
+  static DistributedManager manager =
+      DistributedManager::initialize({.timeout = std::chrono::seconds(60)});
+  set_policies(manager, {.redistribution = Policy::error});
+  return manager;
+}
+
+template <class Net>
+Net prepared() {
+  Net net;
+  net->to(at::kDouble);
+  fill(*net, 17);
+  return net;
+}
+
+}  // namespace
+
+TEST(ThreeAxes, DataDomainTensor) {
+  DistributedManager& manager = world();
+  const auto mesh = manager.mesh(mapped({{"data", 2}, {"domain", 2}, {"tensor", 2}}));
+  const Groups groups(mesh);
+  auto net = prepared<Cells>(), expected = prepared<Cells>();
+  tensor_parallel(*net, mesh, {{"up", column()}, {"down", row()}});
+  torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
+  const Sizes samples{2, 1}, rows{4, 3};
+  const std::int64_t n = samples[mesh.coordinate()[0]], h = rows[mesh.coordinate()[1]], w = 5;
+  for (int step = 0; step < 2; ++step) {
+    const at::Tensor x = randn({3, 2, 7, w}, at::kDouble);
+    opt.zero_grad();
+    expected_opt.zero_grad();
+    const at::Tensor wanted = expected(x);
+    loss_of(wanted).backward();
+    const at::Tensor input =
+        distribute_tensor(x, mesh, {Shard(0), Shard(2), Replicate()}, {{0, samples}, {2, rows}});
+    CommTraceScope trace(manager);
+    const at::Tensor y = net(input), loss = loss_of(y);
+    EXPECT_EQ(groups.moved(*trace),
+              (Moved{// The row beside the boundary, to the neighbour and from it.
+                     {"exchange [domain]", 2 * n * 2 * w * kItem},
+                     // What the row layer adds up.
+                     {"all_reduce [tensor]", n * h * w * 2 * kItem}}))
+        << trace->table();
+    EXPECT_LT(difference(y, wanted), 1e-12);
+    trace->clear();
+    loss.backward();
+    EXPECT_EQ(groups.moved(*trace),
+              (Moved{// The gradient of what the column layer takes.
+                     {"all_reduce [tensor]", n * h * w * 4 * kItem},
+                     {"all_reduce [data, domain]", bytes_of(net->parameters())}}))
+        << trace->table();
+    expect_same(*net, *expected, concat("step ", step));
+    opt.step();
+    expected_opt.step();
+  }
+  expect_same(*net, *expected, "the end", false);
+}
+
+TEST(ThreeAxes, DataShardedTensor) {
+  DistributedManager& manager = world();
+  const auto mesh = manager.mesh(mapped({{"data", 2}, {"sharded", 2}, {"tensor", 2}}));
+  const Groups groups(mesh);
+  auto net = prepared<Words>(), expected = prepared<Words>();
+  tensor_parallel(*net, mesh, {{"up*", column()}, {"down*", row()}, {"table", vocabulary()}});
+  fully_shard(*net, mesh, {.axes = {"sharded"}});
+  torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
+  const Sizes samples{2, 1, 0, 3};
+  const std::int64_t n = samples[mesh.coordinate()[0] * 2 + mesh.coordinate()[1]];
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor words = randint(8, {6, 3});
+    opt.zero_grad();
+    expected_opt.zero_grad();
+    const at::Tensor wanted = expected(words);
+    loss_of(wanted).backward();
+    const at::Tensor input =
+        distribute_tensor(words, mesh, {Shard(0), Shard(0), Replicate()}, {{0, samples}});
+    CommTraceScope trace(manager);
+    const at::Tensor y = net(input);
+    EXPECT_LT(difference(y, wanted), 1e-12);
+    loss_of(y).backward();
+    const Moved all = groups.moved(*trace);
+    for (const auto& [call, bytes] : all)
+      std::printf("rank %d step %d: %s %lld (n %lld, p %lld)\n", manager.rank(), step, call.c_str(),
+                  static_cast<long long>(bytes), static_cast<long long>(n),
+                  static_cast<long long>(bytes_of(net->parameters())));
+    expect_same(*net, *expected, concat("step ", step));
+    opt.step();
+    expected_opt.step();
+  }
+  expect_same(*net, *expected, "the end", false);
+}
+
+TEST(ThreeAxes, DataPipelineSharded) {
+  DistributedManager& manager = world();
+  const auto mesh = manager.mesh(mapped({{"data", 2}, {"pipe", 2}, {"sharded", 2}}));
+  const Groups groups(mesh);
+  const int stage = mesh.coordinate()[1], micro_batches = 3;
+  const auto shards = stage_mesh(mesh, "pipe");
+  Sequential net = stage_net(stage), first = stage_net(0), second = stage_net(1);
+  fully_shard(*net, shards, {.axes = {"sharded"}, .coalesce_bytes = 0});
+  const auto squared = [](const auto& out, const auto& y) { return torch::mse_loss(out[0], y[0]); };
+  Pipeline pipeline(
+      mesh, "pipe", schedule_1f1b(2, micro_batches),
+      {make_stage(net.ptr(), {.gather = gather_parameters, .release = release_parameters})},
+      squared);
+  std::vector<at::Tensor> of_both = first->parameters();
+  for (const at::Tensor& p : second->parameters()) of_both.push_back(p);
+  torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(of_both, 0.01);
+  // Rows of a micro-batch of each rank beside the pipelines.
+  const Sizes rows{2, 1, 0, 3};
+  const auto at = static_cast<std::size_t>(mesh.coordinate()[0] * 2 + mesh.coordinate()[2]);
+  for (int step = 0; step < 2; ++step) {
+    const at::Tensor x = randn({6 * micro_batches, 5}, at::kDouble),
+                     y = randn({6 * micro_batches, 5}, at::kDouble);
+    PipelineBatch batch = split_batch({x}, {y}, micro_batches);
+    for (auto* lists : {&batch.inputs, &batch.targets})
+      for (auto& list : *lists) list[0] = list[0].split_with_sizes(rows)[at];
+    opt.zero_grad();
+    expected_opt.zero_grad();
+    const at::Tensor wanted = torch::mse_loss(second->forward(first->forward(x)), y);
+    wanted.backward();
+    CommTraceScope trace(manager);
+    const double loss = pipeline.step(batch).loss;
+    EXPECT_NEAR(loss, wanted.item<double>(), 1e-12);
+    if (step > 0) {
+      for (const auto& [call, bytes] : groups.moved(*trace))
+        std::printf("rank %d: %s %lld\n", manager.rank(), call.c_str(),
+                    static_cast<long long>(bytes));
+    }
+    expect_same(*net, stage == 0 ? *first : *second, concat("step ", step));
+    opt.step();
+    expected_opt.step();
+  }
+  expect_same(*net, stage == 0 ? *first : *second, "the end", false);
+}
+
+}  // namespace tessera::test
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -1,0 +1,44 @@
+"""PyTorch's own tests of process groups and of DDP (torch.testing._internal.distributed.distributed_test), as they are, on two ranks."""
+
+import ast
+import inspect
+import os
+import textwrap
+
+os.environ["BACKEND"] = "gloo"
+os.environ["WORLD_SIZE"] = "2"
+
+from place import take_the_place_of_gloo
+
+take_the_place_of_gloo()
+
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+
+
+class C10d(TestDistBackend, DistributedTest._DistTestBase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+
+# What `tessera` lacks, as docs/backends.md says.
+NOT_OURS = {
+    "test_sparse_all_reduce_sum": "sums of sparse tensors are not there",
+}
+
+
+def left_out():
+    """Why a test is not run, by name: it would ask for GPUs in each of its processes, and skip itself there."""
+    source = textwrap.dedent(inspect.getsource(DistributedTest._DistTestBase))
+    why = dict(NOT_OURS)
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
+            continue
+        words = " ".join(ast.unparse(one) for one in function.decorator_list)
+        if any(word in words for word in ("skip_if_no_gpu", "skip_if_lt_x_gpu", "require_n_gpus", "at_least_x_gpu")):
+            why[function.name] = "needs GPUs"
+        elif "NCCL Batch Send Recv Only" in words or "nccl' or" in words or "!= 'nccl'" in words:
+            why[function.name] = "is of NCCL"
+        elif "'mpi'" in words and "!=" in words:
+            why[function.name] = "is of MPI"
+    return why
