@@ -7,9 +7,14 @@ import tessera as ts
 ts.init(timeout=60)
 mesh = ts.Mesh({"data": ts.world_size()})
 x = ts.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [ts.Shard(0)])
+weight = ts.distribute_tensor(torch.full((3,), 0.5), mesh, [ts.Replicate()]).requires_grad_()
+optimizer = torch.optim.SGD([weight], 0.01)
 try:
     for step in range(1, 4):
-        loss = (x * step).square().mean()
+        optimizer.zero_grad()
+        loss = (x * weight).square().mean()
+        loss.backward()
+        optimizer.step()
         if ts.rank() == 0:
             print(f"step {step}: loss {loss.item()}", flush=True)
     print(f"at the end {loss.item()}", flush=True)

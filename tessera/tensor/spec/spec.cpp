@@ -112,7 +112,6 @@ std::shared_ptr<MeshContext> MeshContext::of(const DeviceMesh& mesh) {
   if (found) return found;
   found = std::make_shared<MeshContext>(mesh);
   found->state = state_locked(all, mesh.manager());
-  found->operators = found->state->operators.of(mesh.mesh().ranks());
   all.contexts.push_back(found);
   return found;
 }

@@ -8,16 +8,12 @@ namespace tessera::detail {
 
 std::uint64_t CallSource::hash() const {
   // The names of an operator's calls follow from it.
-  if (origin) return origin->hash() + counted * 0x9e3779b97f4a7c15ull;
+  if (origin) return origin->hash();
   return name.empty() ? 0 : Hash().text(name).value();
 }
 
 std::string CallSource::text() const {
-  if (!origin) return {};
-  std::string text = concat(", for ", origin->text());
-  if (counted > 0)
-    text += concat(" (", counted - 1, " operators on sharded tensors since the call before)");
-  return text;
+  return origin ? concat(", for ", origin->text()) : std::string();
 }
 
 std::uint64_t CallCard::hash() const {

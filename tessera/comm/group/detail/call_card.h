@@ -21,13 +21,10 @@ struct CallSource {
   std::string name;
   /// Null: the call is not an operator's.
   std::shared_ptr<const CallOrigin> origin;
-  /// 1 + what was counted since the group's call before (OriginScope); 0: not known.
-  std::uint64_t counted = 0;
 
   /// 0 for a call without name and origin.
   std::uint64_t hash() const;
-  /// ", for aten::mm of [4, 8], [8, 3] (3 operators on sharded tensors since the call before)";
-  /// empty without origin.
+  /// ", for aten::mm of [4, 8], [8, 3]"; empty without origin.
   std::string text() const;
 };
 

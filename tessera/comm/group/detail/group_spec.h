@@ -43,9 +43,6 @@ struct GroupSpec {
   c10::intrusive_ptr<c10d::Store> store;
   std::chrono::milliseconds timeout{0};
   CheckLevel check_level = CheckLevel::local;
-  /// The group takes the place of one that a failure of one rank alone has ended: what ranks had
-  /// counted until then differs.
-  bool after_failure = false;
   /// Never null.
   std::shared_ptr<GroupWatch> watch;
   /// Null: calls are not traced.

@@ -47,7 +47,6 @@ GroupState::GroupState(const GroupSpec& spec)
       timeout_ms_(0),
       level_(spec.check_level),
       store_alone_(spec.backend == "store"),
-      counts_from_start_(!spec.after_failure),
       watch_(spec.watch),
       store_(spec.store) {
   set_timeout(spec.timeout);
@@ -232,27 +231,6 @@ void GroupState::withdraw(const std::string& place) noexcept {
   } catch (const std::exception&) {
     // one more key in a store that ends with the job
   }
-}
-
-std::uint64_t GroupState::count_since_call(const std::shared_ptr<const CallCount>& counted) {
-  if (!counted && !any_counted_.load(std::memory_order_relaxed)) return 0;
-  const std::lock_guard lock(counted_mutex_);
-  std::uint64_t since = 0;
-  for (auto& [count, at] : counted_) {
-    const auto now = count->value();
-    if (count == counted) since = now - at + 1;
-    at = now;
-  }
-  if (!counted || since > 0) return since;
-  counted_.emplace_back(counted, counted->value());
-  any_counted_.store(true, std::memory_order_relaxed);
-  return counts_from_start_ ? counted->value() + 1 : 0;
-}
-
-void GroupState::forget_counts() {
-  const std::lock_guard lock(counted_mutex_);
-  counted_.clear();
-  counts_from_start_ = false;
 }
 
 std::uint64_t GroupState::next_message(int peer, bool to_peer) {

@@ -127,14 +127,6 @@ class GroupState {
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   std::uint64_t next_sequence() { return sequence_.fetch_add(1, std::memory_order_relaxed); }
 
-  /// Returns 1 + by how much `counted` has grown since the collective before, or at all if there is
-  /// none; 0 where that is not known, after a failure or forget_counts(). Null: only notes that
-  /// there is a collective.
-  std::uint64_t count_since_call(const std::shared_ptr<const CallCount>& counted);
-  /// To be called on all ranks where their calls have differed: from the next one on they count
-  /// anew.
-  void forget_counts();
-
   /// The number of the next message between this rank and `peer`, in one direction.
   std::uint64_t next_message(int peer, bool to_peer);
 
@@ -177,11 +169,6 @@ class GroupState {
   Endpoint cpu_, cuda_;
   bool closed_ = false;
   bool store_alone_;
-  bool counts_from_start_;
-  // What was counted by operators that call this group, at its last collective.
-  std::atomic<bool> any_counted_{false};
-  std::mutex counted_mutex_;
-  std::vector<std::pair<std::shared_ptr<const CallCount>, std::uint64_t>> counted_;
   std::mutex messages_mutex_;
   // numbers of messages per peer: received, sent
   std::vector<std::array<std::uint64_t, 2>> messages_;

@@ -60,12 +60,7 @@ std::string RequestState::describe() const {
 void RequestState::begin_collective() {
   sequence_ = group_.next_sequence();
   begun_ = collective_ = true;
-  if (const OriginScope* scope = OriginScope::current()) {
-    card_.source.origin = scope->origin();
-    card_.source.counted = group_.count_since_call(scope->counted());
-  } else if (blocking_) {
-    group_.count_since_call(nullptr);  // others are started when it suits this rank
-  }
+  if (const OriginScope* scope = OriginScope::current()) card_.source.origin = scope->origin();
   group_.watch().begin(sequence_, operation_);
 }
 
@@ -266,9 +261,6 @@ void RequestState::fail(const std::exception_ptr& cause) {
       if (!group_.watch().poison()) end_by_mismatch(e.what());
       group_.watch().require_healthy(operation_, sequence_);
       throw;
-    } catch (const MismatchError&) {
-      if (collective_) group_.forget_counts();
-      throw;
     } catch (const TimeoutError& e) {
       if (e.missing().empty()) group_.watch().expire(describe(), sequence_, limit_, collective_);
       if (!group_.watch().poison()) group_.watch().spread({e.missing(), e.what(), true});
@@ -293,8 +285,7 @@ void RequestState::broken(const std::exception_ptr& cause) {
   if (finished_) std::rethrow_exception(cause);  // raised by a backend: fail() has handled it
   try {
     std::rethrow_exception(cause);
-  } catch (const Error& error) {  // arguments, or ranks that disagree: nothing was handed over
-    if (collective_ && dynamic_cast<const MismatchError*>(&error)) group_.forget_counts();
+  } catch (const Error&) {  // arguments, or ranks that disagree: nothing was handed over
     finished_ = true;
     throw;
   } catch (...) {

@@ -18,9 +18,8 @@ CallOrigin::CallOrigin(std::string text)
     : text_(std::move(text)), hash_(Hash().text(text_).value()) {}
 
 OriginScope::OriginScope() : outer_(std::exchange(innermost(), this)) {}
-OriginScope::OriginScope(const std::shared_ptr<const CallOrigin>& origin,
-                         const std::shared_ptr<CallCount>& counted)
-    : origin_(&origin), counted_(&counted), outer_(std::exchange(innermost(), this)) {}
+OriginScope::OriginScope(const std::shared_ptr<const CallOrigin>& origin)
+    : origin_(&origin), outer_(std::exchange(innermost(), this)) {}
 OriginScope::~OriginScope() { innermost() = outer_; }
 
 const OriginScope* OriginScope::current() {

@@ -3,10 +3,9 @@
 // reasons (one reads a loss, another is in backward) do not take each other's data.
 //
 //   const auto origin = std::make_shared<const CallOrigin>("aten::mm of [4, 8], [8, 3]");  // once
-//   const OriginScope scope(origin, counted);
+//   const OriginScope scope(origin);
 //   group.all_reduce(t);  // compared with what the other ranks' calls are for
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -25,27 +24,15 @@ class CallOrigin {
   std::uint64_t hash_;
 };
 
-/// Counts what the ranks of a mesh do alike, whether or not it communicates. One thread counts.
-class CallCount {
- public:
-  std::uint64_t value() const { return value_.load(std::memory_order_relaxed); }
-  void add_one() { value_.store(value() + 1, std::memory_order_relaxed); }
-
- private:
-  std::atomic<std::uint64_t> value_{0};
-};
-
-/// While it lives, the collectives that this thread calls are made for `origin`. The innermost
-/// scope of a thread counts. Ranks compare, beside the origin, by how much `counted` has grown
-/// since the last call of the group.
+/// While it lives, the collectives that this thread calls are made for `origin`, which ranks
+/// compare. The innermost scope of a thread counts.
 class OriginScope {
  public:
   /// The calls are no operator's, whatever this thread is in: for calls that the library starts
   /// when it suits this rank.
   OriginScope();
-  /// What is given lives longer than the scope, and is not null.
-  OriginScope(const std::shared_ptr<const CallOrigin>& origin,
-              const std::shared_ptr<CallCount>& counted);
+  /// `origin` lives longer than the scope, and is not null.
+  explicit OriginScope(const std::shared_ptr<const CallOrigin>& origin);
   ~OriginScope();
   OriginScope(const OriginScope&) = delete;
   OriginScope& operator=(const OriginScope&) = delete;
@@ -53,11 +40,9 @@ class OriginScope {
   /// Null where this thread's calls are no operator's.
   static const OriginScope* current();
   const std::shared_ptr<const CallOrigin>& origin() const { return *origin_; }
-  const std::shared_ptr<CallCount>& counted() const { return *counted_; }
 
  private:
   const std::shared_ptr<const CallOrigin>* origin_ = nullptr;
-  const std::shared_ptr<CallCount>* counted_ = nullptr;
   const OriginScope* outer_;
 };
 

@@ -28,7 +28,6 @@ constexpr std::chrono::seconds kLingerAfterFault{3};
 constexpr std::chrono::seconds kNewsOfFailure{5};
 
 constexpr auto kMeetingTag = "plans";
-constexpr auto kAfterFailure = " after failure ";
 
 /// True for backends whose ranks find each other through the job's store.
 bool met_at_store(const std::string& backend) {
@@ -119,7 +118,7 @@ std::string ManagerState::name_of(const Key& key, int round, std::uint64_t failu
   if (limit != base_.options.timeout.count()) name += concat(" within ", limit, " ms");
   if (!tag.empty()) name += concat(" of ", tag);
   if (round > 0) name += concat(" ~", round);
-  if (failures > 0) name += concat(kAfterFailure, failures);
+  if (failures > 0) name += concat(" after failure ", failures);
   return name;
 }
 
@@ -204,7 +203,6 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
   const auto& [ranks, backend, limit, tag] = key;
   GroupSpec spec;
   spec.name = watch->group();
-  spec.after_failure = spec.name.find(kAfterFailure) != std::string::npos;
   spec.ranks = ranks;
   spec.rank =
       static_cast<int>(std::find(ranks.begin(), ranks.end(), base_.launch.rank) - ranks.begin());

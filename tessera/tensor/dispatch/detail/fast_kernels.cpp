@@ -362,7 +362,6 @@ struct Kernels<Op, Result(Arguments...)> {
                               : wrap_fresh(std::move(local), layout);
         const bool partial = layout->spec.data()->partial;
         if (partial) meta_of(made)->intermediate = true;
-        count_operator(plan, *context_of(builder.first->spec()));
         return made;
       }
       if (!same_dims(local.strides(), layout->strides) || local.storage_offset() != layout->offset)
@@ -376,7 +375,6 @@ struct Kernels<Op, Result(Arguments...)> {
                                    at::Tensor local) {
     const LayoutPtr& layout = plan.outputs[0].layout;
     at::Tensor made = guarded(plan, builder, [&] { return wrap_fresh(std::move(local), layout); });
-    count_operator(plan, *context_of(builder.first->spec()));
     if (layout->spec.has_partial()) meta_of(made)->intermediate = true;
     return made;
   }
@@ -389,7 +387,7 @@ struct Kernels<Op, Result(Arguments...)> {
     std::array<at::Tensor, sizeof...(Arguments)> gathered;
     {
       const WithoutHostLock released;
-      const OriginScope scope(plan.origin, context_of(builder.first->spec())->operators);
+      const OriginScope scope(plan.origin);
       for (const ReadyPlan::Move& move : plan.moves) {
         const at::Tensor& t = *tensors[move.argument];
         at::Tensor& local = gathered[move.argument];

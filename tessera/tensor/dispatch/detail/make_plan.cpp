@@ -323,6 +323,9 @@ ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
 std::shared_ptr<const CallOrigin> origin_of(const OpInfo& info, const ReadyPlan& plan) {
   if (plan.moves.empty() && !plan.local) return nullptr;
   std::string text = info.name == "aten::_local_scalar_dense" ? "item()" : info.name;
+  // Whether autograd adds gradients in place depends on what else refers to them on this rank.
+  const std::size_t end = std::min(text.find('.'), text.size());
+  if (text[end - 1] == '_') text.erase(end - 1, 1);
   constexpr std::size_t kShown = 6;
   std::size_t tensors = 0;
   for (const LayoutPtr& layout : plan.inputs) {
@@ -330,17 +333,6 @@ std::shared_ptr<const CallOrigin> origin_of(const OpInfo& info, const ReadyPlan&
   }
   if (tensors > kShown) text += concat(" and ", tensors - kShown, " more");
   return std::make_shared<const CallOrigin>(std::move(text));
-}
-
-// Other operators one rank may call alone: the engine of autograd copies a gradient, or takes it as
-// it is, by what else refers to it on this rank.
-bool moves_or_sums(const OpInfo& info, const ReadyPlan& plan) {
-  if (!plan.moves.empty()) return true;
-  const bool partial =
-      std::any_of(plan.outputs.begin(), plan.outputs.end(),
-                  [](const ReadyPlan::Output& o) { return o.spec && o.spec.has_partial(); });
-  return partial && !info.view && info.name != "aten::clone" && info.name != "aten::copy_" &&
-         !info.name.starts_with("aten::new_empty");
 }
 
 }  // namespace
@@ -351,7 +343,6 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
     plan.on_device = std::any_of(plan.inputs.begin(), plan.inputs.end(),
                                  [](const LayoutPtr& l) { return l && !l->device.is_cpu(); });
     plan.origin = origin_of(info, plan);
-    plan.counted = moves_or_sums(info, plan);
     return plan;
   };
   try {

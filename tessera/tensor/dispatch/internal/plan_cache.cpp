@@ -1,13 +1,9 @@
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
 
@@ -141,10 +137,6 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
     key.push_back(default_dtype());
   }
   return scan;
-}
-
-void count_operator(const ReadyPlan& plan, const MeshContext& context) {
-  if (plan.counted && torch::autograd::get_current_graph_task_id() < 0) context.operators->add_one();
 }
 
 PlanCache& PlanCache::of_thread() {

@@ -20,7 +20,6 @@
 namespace tessera::detail {
 
 class CallOrigin;
-struct MeshContext;
 
 // What a key contains beside pointers and numbers: small values that no pointer equals.
 enum Mark : std::uint64_t {
@@ -107,13 +106,7 @@ struct ReadyPlan {
   bool once = false;  // not kept: the operator was refused within a RefusalScope
   // What the plan's collectives are for; null: it has none.
   std::shared_ptr<const CallOrigin> origin;
-  // Moves or sums over ranks: all ranks of the mesh call it alike (MeshContext::operators).
-  bool counted = false;
 };
-
-/// To be called when a call of `plan` is done. In backward nothing is counted: how often autograd
-/// sums and copies gradients may differ by rank.
-void count_operator(const ReadyPlan& plan, const MeshContext& context);
 
 /// What one pass over the arguments finds.
 struct Scan {

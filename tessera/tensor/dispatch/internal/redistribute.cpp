@@ -173,7 +173,7 @@ bool Redistribution::done() const { return stage_ >= plan_->reductions.size() &&
 
 void Redistribution::launch() {
   std::optional<OriginScope> scope;
-  if (!OriginScope::current()) scope.emplace(plan_->origin, context_of(from_)->operators);
+  if (!OriginScope::current()) scope.emplace(plan_->origin);
   request_ = {};
   complete_ = {};
   if (stage_ < plan_->reductions.size()) {

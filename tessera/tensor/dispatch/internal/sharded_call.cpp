@@ -295,12 +295,11 @@ void ShardedCall::refresh_copies() const {
 
 void ShardedCall::run() {
   if (plan_.origin) {
-    const OriginScope scope(plan_.origin, context_.operators);
+    const OriginScope scope(plan_.origin);
     run_steps();
   } else {
     run_steps();
   }
-  count_operator(plan_, context_);
 }
 
 void ShardedCall::run_steps() {

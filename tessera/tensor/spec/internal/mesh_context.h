@@ -13,7 +13,6 @@
 
 namespace tessera::detail {
 
-class CallCount;
 struct Layout;
 struct RankState;
 class RedistributionPlans;
@@ -80,9 +79,6 @@ struct MeshContext {
 
   InternTable<SpecData> specs;
   InternTable<Layout> layouts;
-
-  /// Of operators on tensors that are not replicated, views left out (OriginScope).
-  std::shared_ptr<CallCount> operators;
 };
 
 /// The state of a rank of a manager, made on first use.

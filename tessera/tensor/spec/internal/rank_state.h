@@ -14,7 +14,6 @@
 
 #include <ATen/core/TensorBase.h>
 
-#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/policy.h"
@@ -61,22 +60,6 @@ class Agreed {
   const std::size_t most_;
   std::mutex mutex_;
   std::map<std::vector<int>, Known> known_;
-};
-
-/// Counts the operators that the ranks of a mesh run alike. Belongs to the rank and not to the
-/// context of a mesh, for the reason that Agreed says.
-class OperatorCounts {
- public:
-  std::shared_ptr<CallCount> of(const std::vector<int>& ranks) {
-    const std::lock_guard lock(mutex_);
-    auto& count = counts_[ranks];
-    if (!count) count = std::make_shared<CallCount>();
-    return count;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::vector<int>, std::shared_ptr<CallCount>> counts_;
 };
 
 /// For meshes whose ranks failed alone: the number of the failure after which they have agreed on a
@@ -137,7 +120,6 @@ struct RankState {
   ViewCopies copies;
   ParameterSources sources;
   std::shared_ptr<RefusalNotes> refusals;  // of the innermost RefusalScope
-  OperatorCounts operators;
 };
 
 }  // namespace tessera::detail
