@@ -55,6 +55,31 @@ TEST(Writes, ToAliasesInOneList) {
   });
 }
 
+// A part of a module is sharded, and its optimizer works on lists of all parameters.
+TEST(Writes, ToListsOfPlainAndShardedTensors) {
+  on_two([](const DeviceMesh& mesh) {
+    const auto updated = [](const at::Tensor& first, const at::Tensor& plain) {
+      plain.requires_grad_(true);
+      const at::NoGradGuard no_grad;
+      const std::vector<at::Tensor> roots = at::_foreach_sqrt({at::full_like(plain, 0.25), first});
+      const at::Tensor step = roots[0], other = at::ones_like(first);
+      at::_foreach_mul_({plain, first, plain}, 3);
+      at::_foreach_addcmul_({first, plain}, {other, step}, {other, step},
+                            std::vector<at::Scalar>{2, 4});
+      EXPECT_FALSE(is_sharded(plain) || is_sharded(step));
+      return Results{first, plain.detach(), roots[1]};
+    };
+    const Results expected = updated(counted(), at::ones({2}, at::kDouble)),
+                  got = updated(distribute_tensor(counted(), mesh, {Shard(0)}).detach(),
+                                at::ones({2}, at::kDouble));
+    for (std::size_t i = 0; i < 3; ++i) EXPECT_LT(difference(got[i], expected[i]), 1e-14);
+    // A plain tensor that a sharded value is written into.
+    const at::Tensor leaf = at::ones({4, 3}, at::kDouble).requires_grad_(true);
+    const at::NoGradGuard no_grad;
+    EXPECT_THROW(at::_foreach_add_({got[0], leaf}, {got[0], got[0]}), ShardingError);
+  });
+}
+
 TEST(Writes, ToAViewOfWhatTheSameCallReduces) {
   as_plain(counted(), [](const at::Tensor& x) -> Results {
     const at::Tensor g = x.sum(0), part = g.narrow(0, 0, 3);

@@ -13,6 +13,7 @@
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/fast_kernels.h"
+#include "tessera/tensor/dispatch/detail/plain_elements.h"
 #include "tessera/tensor/dispatch/detail/view_replay.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
@@ -90,6 +91,7 @@ struct Above final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     raising([&] {
+      if (run_plain_elements_apart(*info, stack)) return;
       ParameterCasts casts;
       const PromotedTargets promoted = prepare_above(*info, stack, casts);
       after_promotion(promoted, [&] {

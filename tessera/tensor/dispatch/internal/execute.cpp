@@ -10,6 +10,7 @@
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
+#include "tessera/tensor/dispatch/detail/plain_elements.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
@@ -112,6 +113,7 @@ void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
   if (!scan.first)
     throw ShardingError(concat(info.name, " reached the kernel of sharded tensors without one"));
   if (scan.plain) {
+    if (run_plain_elements_apart(info, stack)) return;
     const PromotedTargets promoted =
         promote_arguments(info, arguments, context_of(scan.first->spec()), false);
     after_promotion(promoted, [&] { run_sharded(info, stack); });
