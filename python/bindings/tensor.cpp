@@ -159,6 +159,7 @@ void register_tensor(Library& library) {
   library.def("distribute_parameters", &distribute_parameters);
   library.def("is_reduced",
               [](const at::Tensor& t) { return is_sharded(t) && !gradient_syncs({t}).empty(); });
+  library.def("copy_parameter", &copy_parameter);
   library.def("reduce_copies", [](const Texts& names, const std::vector<at::Tensor>& parameters) {
     reduce_copies(named(names, parameters));
   });

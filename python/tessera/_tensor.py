@@ -74,10 +74,9 @@ def _deepcopy(tensor, memo):
         if tensor.grad_fn is not None:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
         with torch.no_grad():
-            copy = tensor.detach().clone()
+            copy = ops.copy_parameter(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, tensor.requires_grad)
-            copy.requires_grad_(tensor.requires_grad)
             if tensor.grad is not None:
                 copy.grad = copy_module.deepcopy(tensor.grad, memo)
         if copy.requires_grad and (ops.is_reduced(tensor) or getattr(tensor, "_reduced_later", False)):

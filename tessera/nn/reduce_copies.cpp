@@ -3,9 +3,23 @@
 #include <algorithm>
 
 #include "tessera/nn/detail/parameter_gradient.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
+
+at::Tensor copy_parameter(const at::Tensor& parameter) {
+  spec(parameter);  // throws for a plain one
+  const at::NoGradGuard no_grad;
+  at::Tensor copy = parameter.detach().clone();
+  const detail::Layout& like = *detail::meta_of(parameter)->layout;
+  const detail::ShardMeta& meta = *detail::meta_of(copy);
+  detail::LayoutPtr layout = meta.layout;
+  if (like.parameter) layout = detail::as_parameter(layout, like.sequence);
+  if (like.stays) layout = detail::as_staying(layout);
+  detail::install(copy, meta.local, layout);
+  return copy.requires_grad_(parameter.requires_grad());
+}
 
 void reduce_copies(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                    const ReducerOptions& options) {

@@ -15,7 +15,7 @@ X = torch.arange(42, dtype=torch.float64).reshape(7, 6)
 
 
 def test_errors_come_by_their_class():
-    """From functions of the package and from torch's operators; other errors stay what they are."""
+    """From functions of the package, from torch's operators, and from backward; other errors stay what they are."""
     assert issubclass(ts.MismatchError, ts.CommError) and issubclass(ts.CommError, RuntimeError) and issubclass(ts.InvalidArgument, ValueError)
 
     def body(rank):
@@ -36,6 +36,10 @@ def test_errors_come_by_their_class():
         ts.set_policies("error")
         with pytest.raises(ts.ImplicitRedistributionError):
             x.t() @ x.t().cumsum(1).t()
+        leaf = x.clone().requires_grad_(True)
+        y = (SumsInBackward.apply(leaf * 2) * x).sum()
+        with pytest.raises(ts.ImplicitRedistributionError):
+            y.backward()
         with pytest.raises(RuntimeError, match="same reduction dim|mat1 and mat2") as error:
             x @ x
         assert not isinstance(error.value, (ts.CommError, ts.ImplicitRedistributionError))
@@ -43,6 +47,16 @@ def test_errors_come_by_their_class():
     on_ranks(2, body)
     with pytest.raises(ts.ConfigurationError, match="no rank yet"):
         ts.rank()
+
+
+class SumsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.cumsum(0)
 
 
 def test_every_error_of_the_library_has_a_class():
@@ -180,6 +194,20 @@ def test_a_copy_of_a_distributed_module_is_reduced_as_its_original():
                     assert_same(p.grad, step * q.grad)
             ts.clip_gradients(each.parameters(), 1.0)
             optimizer.step()
+        # A copy sends as much as its original, and waits in no_sync() as it does.
+        sent = []
+        for each in (net, twin, twins):
+            each.zero_grad()
+            loss = each(field).square().mean()
+            with ts.CommTrace() as trace:
+                loss.backward()
+            sent.append(trace.bytes)
+            loss = each(field).square().mean()
+            with ts.no_sync(each), ts.CommTrace() as trace:
+                loss.backward()
+            sent.append(trace.bytes)
+        assert sent == 3 * sent[:2], sent
+
     on_ranks(2, body)
 
 
