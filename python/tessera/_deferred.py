@@ -1,8 +1,29 @@
 """Deferred construction: a model that fits on no rank is made on no rank."""
 
 import contextlib
+import functools
+import math
+
+import torch
 
 from tessera._library import classes, ops
+
+
+@functools.cache
+def _initialise_as_others():
+    """Functions of torch.nn.init leave a meta tensor as it is, and draw a truncated normal distribution by looking at the values: a deferred tensor says that
+    it is no meta tensor, and inverts the distribution."""
+    meta, rejecting = torch.Tensor.is_meta, torch.nn.init._no_grad_trunc_normal_
+    torch.Tensor.is_meta = property(lambda t: meta.__get__(t) and not ops.is_deferred(t), doc=meta.__doc__)
+
+    def truncated(tensor, mean, std, a, b, generator=None):
+        if not ops.is_deferred(tensor):
+            return rejecting(tensor, mean, std, a, b, generator)
+        below, above = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+        with torch.no_grad():
+            return tensor.uniform_(below, above, generator=generator).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
+
+    torch.nn.init._no_grad_trunc_normal_ = truncated
 
 
 class deferred(contextlib.ContextDecorator):
@@ -15,10 +36,12 @@ class deferred(contextlib.ContextDecorator):
     What the constructor does, initialisation included, is recorded instead of computed, and run parameter by parameter on tensors that are sharded from the
     start. Random numbers come from the stream of sharded tensors (`manual_seed`), so that values are those of one rank, bit for bit. What needs values
     (`item()`, a forward pass) raises NotAvailable until then, and so do random operators that cannot be drawn shard by shard (`randperm`, one with a
-    generator of its own). Scopes nest; one object is entered once at a time.
+    generator of its own). `torch.nn.init.trunc_normal_` inverts the distribution, where torch rejects numbers until they fit. Scopes nest; one object is
+    entered once at a time.
     """
 
     def __init__(self):
+        _initialise_as_others()
         self._scope = classes.Deferred()
 
     def __enter__(self):
@@ -40,7 +63,7 @@ def is_deferred(tensor):
 def materialize(module, device="cpu"):
     """Gives what is deferred in `module` its values on this process, whole, as its constructor would have, and returns the module.
 
-    For modules that nothing places. Not collective. Raises NotAvailable as `deferred`, InvalidArgument inside such a scope.
+    For modules that nothing places; numbers of `trunc_normal_` and what is drawn after it are others. Not collective. Raises NotAvailable as `deferred`, InvalidArgument inside such a scope.
     """
     ops.materialize([*module.parameters(), *module.buffers()], str(device))
     return module

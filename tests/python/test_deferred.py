@@ -11,7 +11,7 @@ from support import on_ranks, whole
 class Block(nn.Module):
     """As authors write them: functions of nn.init, `.data`, a buffer, a tied weight."""
 
-    def __init__(self):
+    def __init__(self, truncated=True):
         super().__init__()
         self.table = nn.Embedding(7, 6, padding_idx=1)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
@@ -22,11 +22,13 @@ class Block(nn.Module):
         self.head.weight = self.table.weight
         self.gain = nn.Parameter(torch.full((6,), 0.5))
         self.register_buffer("positions", torch.arange(12).reshape(3, 4))
-        nn.init.trunc_normal_(self.mlp[0].weight, std=0.02)
         nn.init.orthogonal_(self.mlp[2].weight)
-        self.conv.weight.data.normal_(0, 0.02)
+        nn.init.dirac_(self.conv.weight)
+        self.mlp[0].weight.data.normal_(0, 0.02)
         with torch.no_grad():
             self.conv.bias[2:4] = 3
+        if truncated:
+            nn.init.trunc_normal_(self.mlp[0].weight, mean=0.5, std=0.2, a=0.3, b=0.8)
 
     def forward(self, words):
         x = self.table(words)
@@ -40,7 +42,7 @@ def values(ranks, rule):
         ts.manual_seed(5)
         with ts.deferred():
             net = Block()
-        assert all(ts.is_deferred(p) and p.is_meta for p in net.parameters())
+        assert all(ts.is_deferred(p) and not p.is_meta for p in net.parameters())
         ts.distribute_module(net, ts.Mesh({"x": ranks}), rule)
         assert net.head.weight is net.table.weight
         assert all(ts.is_sharded(p) and p.requires_grad and not ts.is_deferred(p) for p in net.parameters())
@@ -57,6 +59,7 @@ def test_values_depend_on_neither_ranks_nor_placements():
     expected = values(1, None)
     assert torch.equal(expected["positions"], torch.arange(12).reshape(3, 4))
     assert (expected["table.weight"][1] == 0).all() and (expected["conv.bias"][2:4] == 3).all()
+    assert torch.equal(expected["conv.weight"][:, :, 1], torch.eye(6)) and torch.allclose(expected["mlp.2.weight"] @ expected["mlp.2.weight"].T, torch.eye(6), atol=1e-6)
     for ranks in [2, 3]:
         for rule in [None, rows]:
             got = values(ranks, rule)
@@ -67,10 +70,10 @@ def test_values_depend_on_neither_ranks_nor_placements():
 
 def test_materialized_as_constructed():
     torch.manual_seed(3)
-    expected = Block().state_dict()
+    expected = Block(truncated=False).state_dict()
     torch.manual_seed(3)
     with ts.deferred():
-        net = Block()
+        net = Block(truncated=False)
     assert ts.materialize(net) is net
     for name, value in net.state_dict().items():
         assert torch.equal(value, expected[name]), name
@@ -78,10 +81,24 @@ def test_materialized_as_constructed():
     net(torch.tensor([[1, 2, 3]])).sum().backward()
 
 
+def test_truncated_normal():
+    with ts.deferred():
+        weight = nn.Parameter(torch.empty(200, 100, dtype=torch.float64))
+        nn.init.trunc_normal_(weight, mean=0.5, std=0.2, a=0.3, b=0.8)
+    made = ts.materialize(nn.ParameterList([weight]))[0]
+    plain = nn.init.trunc_normal_(torch.empty(200, 100, dtype=torch.float64), mean=0.5, std=0.2, a=0.3, b=0.8)
+    assert made.min() >= 0.3 and made.max() <= 0.8
+    levels = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+    assert torch.allclose(made.quantile(levels), plain.quantile(levels), atol=0.01)
+    assert torch.empty(2, device="meta").is_meta and not plain.is_meta
+
+
 def test_mistakes():
     with ts.deferred():
         with pytest.raises(ts.NotAvailable, match="randperm"):
             torch.randperm(4)
+        with pytest.raises(ts.NotAvailable, match="randperm"):
+            nn.init.sparse_(torch.empty(3, 4), 0.5)
         with pytest.raises(ts.NotAvailable, match="generator"):
             torch.empty(3).uniform_(generator=torch.Generator())
         given = torch.tensor([1.0, 2.0])

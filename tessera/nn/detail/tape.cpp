@@ -11,6 +11,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
@@ -142,7 +143,7 @@ void Tape::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::j
     each_tensor((*stack)[i], [&](const at::Tensor& t, int) {
       if (const Recorded* is = recorded(t)) tape = is->tape;
     });
-  if (tape) return tape->call(op, stack);
+  if (tape) return raising([&] { tape->call(op, stack); });
   const c10::impl::ExcludeDispatchKeyGuard rest(kKey);
   op.callBoxed(stack);
 }
@@ -255,9 +256,13 @@ void Tape::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 // All that writes to the memory of these values, and what that takes.
-std::vector<const Tape::Step*> Tape::steps_of(const std::vector<std::size_t>& values) const {
+std::vector<const Tape::Step*> Tape::steps_of(const std::vector<std::size_t>& values,
+                                              bool draws) const {
   std::set<std::size_t> memories;
   for (const std::size_t value : values) memories.insert(values_[value].memory);
+  for (const Step& step : steps_) {
+    if (draws && step.draw) memories.insert(step.touched.begin(), step.touched.end());
+  }
   std::vector<const Step*> all;
   for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
     if (std::none_of(step->touched.begin(), step->touched.end(),
@@ -331,12 +336,12 @@ at::Tensor Tape::placed(std::size_t value, const ShardSpec& spec, c10::Device de
   return tessera::spec(got) == spec ? got : redistribute(got, spec).clone();
 }
 
-std::vector<at::Tensor> Tape::plain(const std::vector<std::size_t>& values,
-                                    c10::Device device) const {
+std::vector<at::Tensor> Tape::plain(const std::vector<std::size_t>& values, c10::Device device) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   Values all;
-  for (const Step* step : steps_of(values)) run(*step, all, device);
+  // A parameter that another one took the place of was drawn too.
+  for (const Step* step : steps_of(values, !std::exchange(drawn_, true))) run(*step, all, device);
   std::vector<at::Tensor> made;
   for (const std::size_t value : values) made.push_back(all.at(value).detach());
   return made;

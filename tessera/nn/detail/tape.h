@@ -43,8 +43,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   /// The value of a tensor, sharded as `spec` says. Collective over its mesh if what was recorded
   /// moves data. Draws are numbered as if all that was recorded ran at the first call.
   at::Tensor placed(std::size_t value, const ShardSpec& spec, c10::Device device);
-  /// The values of tensors on this process alone, in the order of the recording.
-  std::vector<at::Tensor> plain(const std::vector<std::size_t>& values, c10::Device device) const;
+  /// The values of tensors on this process alone, in the order of the recording. The first call
+  /// draws all that the recording draws.
+  std::vector<at::Tensor> plain(const std::vector<std::size_t>& values, c10::Device device);
   /// A number that stands for what was recorded of a value: equal on ranks that did the same.
   std::uint64_t hash(std::size_t value) const;
 
@@ -81,7 +82,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void take_results(Step& step, const torch::jit::Stack& stack, std::size_t first,
                     const std::vector<at::Tensor>& inputs);
   std::size_t add_value(const at::Tensor& tensor, const std::vector<at::Tensor>& inputs);
-  std::vector<const Step*> steps_of(const std::vector<std::size_t>& values) const;
+  std::vector<const Step*> steps_of(const std::vector<std::size_t>& values,
+                                    bool draws = false) const;
   void run(const Step& step, Values& values, c10::Device device) const;
   at::Tensor created(const Step& step, const ShardSpec& spec, c10::Device device) const;
 
@@ -91,6 +93,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<Step> steps_;
   std::size_t memories_ = 0;
   std::uint64_t draws_ = 0;
+  bool drawn_ = false;
   /// Of the first placed() value.
   std::optional<RandomState> start_;
 };
