@@ -14,7 +14,7 @@ import tessera as ts
 
 def parts(place=lambda net: net):
     torch.manual_seed(0)
-    net = place(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).double())
+    net = place(nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).double())
     adam = torch.optim.Adam(net.parameters(), 0.02)
     return net, adam, torch.optim.lr_scheduler.StepLR(adam, 4, 0.5)
 

@@ -154,14 +154,17 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
   };
   // One tensor may be a parameter of two layers, and lies in one way.
   std::unordered_map<const void*, std::size_t> known;
+  const auto way_of = [](const Parameter& p) {
+    return p.how.empty() ? std::string("as no pattern of the plan says") : p.how;
+  };
   const auto add = [&](Parameter p, const at::Tensor& t) {
     const auto [at, fresh] = known.emplace(t.unsafeGetTensorImpl(), parameters_.size());
     Parameter* before = fresh ? nullptr : &parameters_[at->second];
     if (before && !(before->placement.placements == p.placement.placements &&
                     before->placement.sizes == p.placement.sizes))
       throw InvalidArgument(concat("tensor_parallel: ", p.name, " and ", before->name,
-                                   " are one tensor, and lie in two ways: ", p.how, " and ",
-                                   before->how));
+                                   " are one tensor, and lie in two ways: ", way_of(p), " and ",
+                                   way_of(*before), ". Give both layers one sharding"));
     for (int r = 0; r < planner.ranks; ++r) p.elements.push_back(elements_on(p, axis, r));
     if (before) {
       // it is held once, and what either layer asks for holds

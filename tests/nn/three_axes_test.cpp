@@ -15,6 +15,12 @@ constexpr std::int64_t kItem = 8;  // bytes of a double
 /// "all_reduce [data, domain]" -> bytes that this rank gave to such calls.
 using Moved = std::map<std::string, std::int64_t>;
 
+/// Those that have bytes.
+Moved some(Moved all) {
+  std::erase_if(all, [](const auto& one) { return one.second == 0; });
+  return all;
+}
+
 /// The groups of a mesh, by the axes that they are along.
 class Groups {
  public:
@@ -37,8 +43,7 @@ class Groups {
       const auto found = axes_of_.find(e.group);
       all[concat(e.operation, " ", found == axes_of_.end() ? e.group : found->second)] += e.bytes;
     }
-    std::erase_if(all, [](const auto& one) { return one.second == 0; });
-    return all;
+    return some(std::move(all));
   }
 
  private:
@@ -138,7 +143,9 @@ TEST(ThreeAxes, DataDomainTensor) {
     trace->clear();
     loss.backward();
     EXPECT_EQ(groups.moved(*trace),
-              (Moved{// The gradient of what the column layer takes.
+              (Moved{// The gradient of the convolution's outputs beside the boundary.
+                     {"exchange [domain]", 2 * n * 4 * w * kItem},
+                     // The gradient of what the column layer takes.
                      {"all_reduce [tensor]", n * h * w * 4 * kItem},
                      {"all_reduce [data, domain]", bytes_of(net->parameters())}}))
         << trace->table();
@@ -159,6 +166,14 @@ TEST(ThreeAxes, DataShardedTensor) {
   torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
   const Sizes samples{2, 1, 0, 3};
   const std::int64_t n = samples[mesh.coordinate()[0] * 2 + mesh.coordinate()[1]];
+  // Of this rank: all its shards; column layers' biases, whose only dim the tensor axis has taken,
+  // so that they are not sharded again; row layers' biases, the same on the tensor axis.
+  const std::int64_t shards = bytes_of(net->parameters()),
+                     kept = bytes_of({net->up[0]->bias, net->up[1]->bias}),
+                     shared = bytes_of({net->down[0]->bias, net->down[1]->bias});
+  // Of this rank on the tensor axis: rows of the table, and of each pair of layers two matrices and
+  // two biases.
+  const std::int64_t whole = (4 * 6 + 2 * (2 * 6 + 2 + 6 * 2 + 6)) * kItem;
   for (int step = 0; step < 3; ++step) {
     const at::Tensor words = randint(8, {6, 3});
     opt.zero_grad();
@@ -169,13 +184,18 @@ TEST(ThreeAxes, DataShardedTensor) {
         distribute_tensor(words, mesh, {Shard(0), Shard(0), Replicate()}, {{0, samples}});
     CommTraceScope trace(manager);
     const at::Tensor y = net(input);
-    EXPECT_LT(difference(y, wanted), 1e-12);
     loss_of(y).backward();
-    const Moved all = groups.moved(*trace);
-    for (const auto& [call, bytes] : all)
-      std::printf("rank %d step %d: %s %lld (n %lld, p %lld)\n", manager.rank(), step, call.c_str(),
-                  static_cast<long long>(bytes), static_cast<long long>(n),
-                  static_cast<long long>(bytes_of(net->parameters())));
+    EXPECT_EQ(groups.moved(*trace),
+              some({// Table, row layers' sums and the gradients of what column layers take: three
+                    // of 6 columns in forward, three in backward.
+                    {"all_reduce [tensor]", 6 * n * 3 * 6 * kItem},
+                    {"all_gather [sharded]", shards - kept},
+                    {"reduce_scatter [sharded]", whole - kept},
+                    {"all_reduce [data]", shards - kept - shared},
+                    {"all_reduce [data, tensor]", shared},
+                    {"all_reduce [data, sharded]", kept}}))
+        << trace->table();
+    EXPECT_LT(difference(y, wanted), 1e-12);
     expect_same(*net, *expected, concat("step ", step));
     opt.step();
     expected_opt.step();
@@ -192,16 +212,22 @@ TEST(ThreeAxes, DataPipelineSharded) {
   Sequential net = stage_net(stage), first = stage_net(0), second = stage_net(1);
   fully_shard(*net, shards, {.axes = {"sharded"}, .coalesce_bytes = 0});
   const auto squared = [](const auto& out, const auto& y) { return torch::mse_loss(out[0], y[0]); };
-  Pipeline pipeline(
-      mesh, "pipe", schedule_1f1b(2, micro_batches),
-      {make_stage(net.ptr(), {.gather = gather_parameters, .release = release_parameters})},
-      squared);
+  Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, micro_batches),
+                    {make_stage(net.ptr(),
+                                [&](const std::vector<at::Tensor>& in) {
+                                  const at::Tensor x =
+                                      from_local(in[0], shards, {Shard(0), Shard(0)});
+                                  return std::vector{to_local(net->forward(x))};
+                                },
+                                {.gather = gather_parameters, .release = release_parameters})},
+                    squared);
   std::vector<at::Tensor> of_both = first->parameters();
   for (const at::Tensor& p : second->parameters()) of_both.push_back(p);
   torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(of_both, 0.01);
   // Rows of a micro-batch of each rank beside the pipelines.
   const Sizes rows{2, 1, 0, 3};
   const auto at = static_cast<std::size_t>(mesh.coordinate()[0] * 2 + mesh.coordinate()[2]);
+  const std::int64_t whole = bytes_of(first->parameters());  // of either stage
   for (int step = 0; step < 2; ++step) {
     const at::Tensor x = randn({6 * micro_batches, 5}, at::kDouble),
                      y = randn({6 * micro_batches, 5}, at::kDouble);
@@ -215,11 +241,27 @@ TEST(ThreeAxes, DataPipelineSharded) {
     CommTraceScope trace(manager);
     const double loss = pipeline.step(batch).loss;
     EXPECT_NEAR(loss, wanted.item<double>(), 1e-12);
-    if (step > 0) {
-      for (const auto& [call, bytes] : groups.moved(*trace))
-        std::printf("rank %d: %s %lld\n", manager.rank(), call.c_str(),
-                    static_cast<long long>(bytes));
-    }
+    Moved all = groups.moved(*trace);
+    // What ranks agree on: sizes of the plain rows, signatures of the micro-batches.
+    EXPECT_LT(all["all_gather [data, sharded]"], micro_batches * 100);
+    EXPECT_LT(all["all_gather [pipe]"], 200);
+    // Shards, and what makes them equally large.
+    EXPECT_GE(all["all_gather [sharded]"], bytes_of(net->parameters()));
+    EXPECT_LT(all["all_gather [sharded]"], bytes_of(net->parameters()) + 4 * kItem);
+    // The first stage says once what it passes on.
+    EXPECT_EQ(all["send [pipe]"] > 0, step == 0 && stage == 0);
+    EXPECT_EQ(all["receive [pipe]"] > 0, step == 0 && stage == 1);
+    for (const char* known : {"send [pipe]", "receive [pipe]", "all_gather [data, sharded]",
+                              "all_gather [pipe]", "all_gather [sharded]"})
+      all.erase(known);
+    EXPECT_EQ(all, some({// Activations one way, their gradients the other.
+                         {"exchange [pipe]", 2 * micro_batches * rows[at] * 5 * kItem},
+                         {"reduce_scatter [sharded]", whole},
+                         {"all_reduce [data]", whole / 2},
+                         // Samples of each micro-batch, the loss.
+                         {"all_reduce [data, sharded]", 4 * micro_batches * kItem},
+                         {"all_reduce [data, pipe, sharded]", kItem}}))
+        << trace->table();
     expect_same(*net, stage == 0 ? *first : *second, concat("step ", step));
     opt.step();
     expected_opt.step();

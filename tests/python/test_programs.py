@@ -452,7 +452,7 @@ def test_check_shows_the_worst_ten():
     def body(rank):
         report = ts.check(Wrong(), draw(4, 6), ts.Mesh({"x": 2}))
         lines = [line for line in str(report).splitlines() if "differs:" in line]
-        assert len(lines) == 11 and "output 14 " in lines[0] and "more (report.text(None)" in lines[-1]
+        assert len(lines) == 11 and "gradient of input 0 " in lines[0] and "output 14 " in lines[1] and "more (report.text(None)" in lines[-1]
         assert report.text(None).count("differs:") == len(report.wrong) >= 15
 
     on_ranks(2, body)

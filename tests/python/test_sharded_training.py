@@ -354,10 +354,14 @@ def test_states_go_between_meshes_and_one_process(tmp_path):
 # ---- tensor parallelism ----
 
 
-def layers(model):
-    heads = GPT.HEADS
-    plan = {"*.qkv": ts.column(heads), "*.out": ts.row(heads), "*.up": ts.column(), "*.down": ts.row(), "embedding": ts.vocabulary()}
-    return plan if model == "tied" else {**plan, "head": ts.vocabulary()}
+LAYERS = {
+    "*.qkv": ts.column(GPT.HEADS),
+    "*.out": ts.row(GPT.HEADS),
+    "*.up": ts.column(),
+    "*.down": ts.row(),
+    "embedding": ts.vocabulary(),
+    "head": ts.vocabulary(),
+}
 
 
 TENSOR_MESHES = {
@@ -378,7 +382,7 @@ def test_tensor_parallel_training_is_that_of_one_process(model, optimizer, mesh,
     def body(rank):
         net, on = nets[rank], ts.Mesh(axes)
         ts.set_policies("error", "allow")  # nothing but what the plan says is moved
-        plan = ts.tensor_parallel(net, on, layers(model), sequence_dim=sequence_dim)
+        plan = ts.tensor_parallel(net, on, LAYERS, sequence_dim=sequence_dim)
         if mesh == "with sharded data":
             ts.fully_shard(net, on, "data")
             assert ts.spec(net.blocks[0].up.weight).placements.count(ts.Replicate()) == 0
@@ -394,7 +398,7 @@ def test_plans_are_looked_at_and_are_rules():
 
     def body(rank):
         mesh, net = ts.Mesh({"tensor": 2}), nets[rank]
-        plan = ts.TensorParallelPlan(net, mesh, {**layers("gpt"), "position.weight": ts.sharded(1, 2)}, sequence_dim=1)
+        plan = ts.TensorParallelPlan(net, mesh, {**LAYERS, "position.weight": ts.sharded(1, 2)}, sequence_dim=1)
         assert not ts.is_sharded(net.position.weight)
         text = str(plan)
         assert "position.weight [5, 6]: sharded along dim 1 of 2 units, Shard(1) [3, 3]" in text and "column of 3 units, Shard(0) [12, 6]" in text

@@ -218,8 +218,13 @@ TEST_P(TrainProcesses, KilledAndResumedByOtherRanksAndStrategies) {
     const Folder folder;
     const auto killed = run(places[i], folder.path(),
                             {1, static_cast<std::int64_t>(2 + i), "accumulated", SIGKILL});
-    EXPECT_EQ(killed[1].signal, SIGKILL);
-    EXPECT_EQ(killed[0].exit_code, 9) << killed[0].report;
+    // The second rank of the strategy, whose mesh may have the ranks in another order.
+    int dead = 0;
+    for (const RankEnd& end : killed) {
+      dead += end.signal == SIGKILL;
+      if (end.signal == 0) EXPECT_EQ(end.exit_code, 9) << end.report;
+    }
+    EXPECT_EQ(dead, 1) << to_string(places[i]);
     const Place& other = places[(i + 1) % places.size()];
     for (const RankEnd& end : run(other, folder.path(), {}))
       EXPECT_EQ(end.report, "right") << to_string(other) << " after " << to_string(places[i]);
