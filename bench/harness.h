@@ -35,13 +35,13 @@ struct Record {
   /// What it is compared with; empty: nothing.
   std::string reference;
   /// Median.
-  std::optional<double> reference_value;
+  std::optional<double> reference_value = {};
   /// Upper 95 % bound of the median of ours / reference, of times also where the metric is a
   /// bandwidth.
-  std::optional<double> ratio;
-  std::optional<double> median_ratio;
+  std::optional<double> ratio = {};
+  std::optional<double> median_ratio = {};
   /// Of `ratio`, or of `value` where there is no ratio.
-  std::optional<double> limit;
+  std::optional<double> limit = {};
   bool holds = true;
 };
 

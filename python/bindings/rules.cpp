@@ -44,8 +44,8 @@ void require_operator(const std::string& op) {
 // The call that a function of Python's plans on this thread, and what it has answered.
 struct Planning {
   const OpCall* call;
-  std::vector<Placed> inputs, outputs;
-  std::string problem;
+  std::vector<Placed> inputs = {}, outputs = {};
+  std::string problem = {};
 };
 Planning*& planning() {
   thread_local Planning* here = nullptr;

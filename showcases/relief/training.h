@@ -17,7 +17,7 @@ struct TrainingOptions {
   std::uint64_t seed = 1;
   std::int64_t steps = 20;
   double learning_rate = 1e-2;
-  NetworkOptions network;
+  NetworkOptions network = {};
 };
 
 /// The network after the training, and its losses in m^2, one a step. Each step sees two thirds of

@@ -20,7 +20,7 @@ struct TrainingOptions {
   double learning_rate = 2e-3;
   double weight_decay = 1e-2;
   /// The folder to save in after every epoch, and to go on from; empty: neither.
-  std::string checkpoint;
+  std::string checkpoint = {};
   NetworkOptions network;
 };
 

@@ -15,11 +15,11 @@ namespace tessera {
 struct TensorBatch {
   std::uint64_t step = 0, epoch = 0;
   /// Tensors with the rows in dim 0.
-  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> tensors = {};
   /// The number of rows, and of those that count: the weight of their mean. Others are padding.
   std::int64_t rows = 0, real = 0;
   /// Bool [rows], true where a row counts; undefined if all do.
-  at::Tensor mask;
+  at::Tensor mask = {};
   /// The names of `tensors`, nested by '/' (see Fields); empty: they have none.
   std::vector<std::string> names = {};
   /// The tensor of that name: field("inputs/wind"). Throws InvalidArgument where there is none.

@@ -99,12 +99,12 @@ struct LaunchOverrides {
   std::optional<int> world_size;
   std::optional<int> local_rank;
   std::optional<int> local_size;
-  std::optional<int> node_rank;
-  std::optional<std::vector<std::string>> hosts;
-  std::optional<std::vector<int>> ranks_per_host;
+  std::optional<int> node_rank = {};
+  std::optional<std::vector<std::string>> hosts = {};
+  std::optional<std::vector<int>> ranks_per_host = {};
   std::optional<std::string> address;
   std::optional<int> port;
-  std::optional<std::string> secret;
+  std::optional<std::string> secret = {};
 };
 
 /// Reads rank, world and rendezvous of this process. Reads no file but LSB_DJOB_RANKFILE (jsm).

@@ -27,7 +27,7 @@
 namespace tessera {
 
 struct DistributedDataParallelOptions {
-  ReducerOptions reducer;
+  ReducerOptions reducer = {};
   /// How the ranks' gradients come together. avg: each rank's loss is a mean of its own, as of
   /// ordinary data parallelism. sum: each rank's gradient is a summand of one loss's, as where
   /// sharded tensors are made of the module's output (from_local), or its input is a sharded
@@ -38,7 +38,7 @@ struct DistributedDataParallelOptions {
   /// those of a step with no_sync() before the first.
   bool broadcast_buffers = true;
   /// Names of parameters and buffers that the user takes care of: neither broadcast nor reduced.
-  std::vector<std::string> ignore;
+  std::vector<std::string> ignore = {};
 };
 
 namespace detail {

@@ -214,7 +214,7 @@ const Output kOfUNet = {.windows = {{2, 0}}, .enlarged = 2},
              kOfNeighborhood = {.windows = {{2, 0}}};
 
 struct How {
-  Output output;
+  Output output = {};
   /// error: nothing may be redistributed on the way.
   Policy moves = Policy::allow;
   bool checkpointed = false, accumulated = false, autocast = false;

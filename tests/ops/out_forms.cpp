@@ -51,7 +51,7 @@ struct Recording {
   /// Of operators with an `out=` form alone.
   bool with_out = true;
   int depth = 0;
-  std::optional<OutCall> last;
+  std::optional<OutCall> last = {};
 };
 Recording*& recording() {
   static thread_local Recording* one = nullptr;

@@ -118,7 +118,6 @@ TEST(Rule18DirectReads, SayWhatToDo) {
 }
 
 TEST(Rule17Registration, OfOperatorsDefinedLater) {
-  static const auto twice = [](const at::Tensor& t) { return t * 2; };
   static auto library = [] {
     torch::Library lib(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__, __LINE__);
     lib.def("cpu_only(Tensor x) -> Tensor");

@@ -45,7 +45,7 @@ struct CallOptions {
   /// Time limit of this call; 0: the group's own.
   std::chrono::milliseconds timeout{0};
   /// Shown in errors and traces, and compared across ranks by CheckLevel::collective.
-  std::string_view name;
+  std::string_view name = {};
 };
 
 /// A failure between ranks; `what()` names the group, the operation and the sequence number.

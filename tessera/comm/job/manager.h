@@ -49,7 +49,7 @@ struct ManagerOptions {
   /// through memory inside a host and over Gloo between hosts; Group::backend() and
   /// backend_reason() say which it is. CUDA tensors go to "nccl" where it is built and a GPU is
   /// present.
-  std::string backend;
+  std::string backend = {};
   /// What collectives of "auto" groups go over between hosts; messages between hosts always go over
   /// Gloo. "auto" (default): MPI where `mpi` is given, else Gloo. "mpi": MPI, which is initialised
   /// here at the thread level `multiple` unless `mpi` is given; the job must have been started by
@@ -60,10 +60,10 @@ struct ManagerOptions {
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
   /// Replaces what the environment says.
-  std::optional<Launch> launch;
+  std::optional<Launch> launch = {};
   /// The device of this rank. Default: cuda:(local rank % devices) where the NCCL part can run,
   /// else the CPU. A CUDA device where NCCL cannot run throws NotAvailable.
-  std::optional<c10::Device> device;
+  std::optional<c10::Device> device = {};
   /// Ranks of MPI: the backend is then "mpi" unless another one is named: "auto", with a `launch`,
   /// uses them between hosts alone. The world consists of these ranks, for a communicator of the
   /// program those of mpi_world() (mpi_interop.h); no store, no sockets and no launcher's
@@ -71,7 +71,7 @@ struct ManagerOptions {
   /// the ranks also share a store, which other backends and news of lost ranks need:
   ///   options.launch = detect_launch({}, {.rank = mpi->rank(), .world_size = mpi->size(), .address
   ///     = host_of_rank_0, .port = port});
-  std::optional<MpiWorld> mpi;
+  std::optional<MpiWorld> mpi = {};
 };
 
 namespace detail {

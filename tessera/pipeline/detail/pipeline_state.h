@@ -14,10 +14,10 @@ namespace tessera {
 
 struct Pipeline::State {
   detail::PipelinePlan plan;
-  detail::TiedParameters ties;
+  detail::TiedParameters ties = {};
   std::uint64_t steps = 0;
   /// Of the last step, by action of this rank's row.
-  std::vector<std::optional<ActionSpan>> spans;
+  std::vector<std::optional<ActionSpan>> spans = {};
 
   PipelineResult run(const PipelineBatch& batch, bool training, const PipelineStepOptions& options);
   PipelineResult finish(detail::StepRun& step, const detail::StepFacts& facts);

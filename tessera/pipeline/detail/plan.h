@@ -21,18 +21,18 @@ struct PipelinePlan {
   std::string axis;
   /// Position along the axis.
   int rank = 0;
-  PipelineSchedule training, evaluation;
+  PipelineSchedule training = {}, evaluation = {};
   /// By stage: whether its parameters are gathered and released.
   std::vector<bool> sharded = {};
   /// By stage; null for those of other ranks.
-  std::vector<std::shared_ptr<PipelineStage>> stages;
-  PipelineLoss loss;
-  PipelineOptions options;
+  std::vector<std::shared_ptr<PipelineStage>> stages = {};
+  PipelineLoss loss = {};
+  PipelineOptions options = {};
   /// known[s]: what stage s passes on to s + 1, by the signature of the micro-batch.
-  std::vector<std::map<std::uint64_t, ListSpec>> known;
+  std::vector<std::map<std::uint64_t, ListSpec>> known = {};
   /// The signatures of all steps that this rank has ended well since it last knew none. Where
   /// ranks differ in it, they begin anew.
-  std::set<std::uint64_t> settled;
+  std::set<std::uint64_t> settled = {};
 
   int count() const { return training.stages(); }
   bool holds(int stage) const { return training.placement[stage] == rank; }

@@ -24,9 +24,9 @@ struct ShmOptions {
   /// Time limit of calls that give none, and of the meeting.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
   /// Global ranks in group order, for errors; empty: 0, 1, ...
-  std::vector<int> ranks;
+  std::vector<int> ranks = {};
   /// What the group knows of faults; null: the backend itself tells the other ranks.
-  std::shared_ptr<detail::GroupWatch> watch;
+  std::shared_ptr<detail::GroupWatch> watch = {};
 };
 
 /// The ranks meet at `store`, which belongs to their group alone.
