@@ -76,7 +76,7 @@ ctest:
 	@$(RUN) ctest --preset $(PRESET) $(CTEST_ARGS); status=$$?; scripts/skipped $(BUILD); exit $$status
 
 bench: configure
-	@$(RUN) cmake --build --preset $(PRESET)
+	@$(RUN) cmake --build --preset $(PRESET) --target all benchmarks
 	@$(RUN) scripts/bench $(BUILD) $(NAME) $(ARGS)
 
 sweep: python build

@@ -1,5 +1,5 @@
-"""Every installed header is compiled alone, and all of them in one file: two headers that define one name differently,
-or that need another one before them, cannot land."""
+"""All installed headers are compiled in one file, in one order and in the other, and each that needs no libtorch alone: two headers that define one name
+differently, or that need another one before them, cannot land. With --alone each of them is, which takes ten minutes (scripts/matrix headers)."""
 
 import argparse
 import concurrent.futures
@@ -12,6 +12,7 @@ def main():
     parser = argparse.ArgumentParser()
     for name in ("compiler", "include", "torch"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--parts", nargs="*", default=[])  # where the headers of optional libraries are
     arguments = parser.parse_args()
     include = pathlib.Path(arguments.include)
@@ -24,18 +25,25 @@ def main():
     for folder in (torch / "include", torch / "include/torch/csrc/api/include", *arguments.parts):
         options += ["-isystem", str(folder)]
 
+    def heavy(header, seen=()):
+        lines = (include / header).read_text().splitlines()
+        named = [line.split()[1].strip('<>"') for line in lines if line.startswith("#include ")]
+        own = [name for name in named if name.startswith("tessera/") and name not in seen]
+        return any(name.split("/")[0] in ("ATen", "c10", "torch") for name in named) or any(heavy(name, (*seen, header)) for name in own)
+
     def compiled(names):
         text = "".join(f'#include "{name}"\n' for name in names)
         run = subprocess.run([arguments.compiler, *options], input=text, capture_output=True, text=True, timeout=300)
         return names, run.returncode, run.stderr
 
+    alone = [[header] for header in headers if arguments.alone or not heavy(header)]
     faults = 0
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for names, status, errors in pool.map(compiled, [headers] + [[header] for header in headers]):
+        for names, status, errors in pool.map(compiled, [headers, headers[::-1], *alone]):
             if status:
                 faults += 1
                 print(f"{'all headers together' if len(names) > 1 else names[0]}:\n{errors[:2000]}", file=sys.stderr)
-    print(f"{len(headers)} headers, {faults} faults")
+    print(f"{len(headers)} headers, {len(alone)} of them alone, {faults} faults")
     return 1 if faults or len(headers) < 50 else 0
 
 
