@@ -13,7 +13,8 @@ from tessera._library import classes, ops
 def _initialise_as_others():
     """Functions of torch.nn.init leave a meta tensor as it is, and draw a truncated normal distribution by looking at the values: a deferred tensor says that
     it is no meta tensor, and inverts the distribution."""
-    meta, rejecting = torch.Tensor.is_meta, torch.nn.init._no_grad_trunc_normal_
+    meta, shown, rejecting = torch.Tensor.is_meta, torch.Tensor.__repr__, torch.nn.init._no_grad_trunc_normal_
+    torch.Tensor.__repr__ = lambda t, **how: f"<deferred {list(t.shape)} {t.dtype}>" if ops.is_deferred(t) else shown(t, **how)
     torch.Tensor.is_meta = property(lambda t: meta.__get__(t) and not ops.is_deferred(t), doc=meta.__doc__)
 
     def truncated(tensor, mean, std, a, b, generator=None):

@@ -105,6 +105,7 @@ def test_mistakes():
     assert not ts.is_deferred(given)
     with ts.deferred():
         net = nn.Linear(3, 2)
+    assert "<deferred [2, 3] torch.float32>" in repr(net.weight)
     with pytest.raises(ts.NotAvailable, match="after the module is placed"):
         net(torch.ones(1, 3)).sum().item()
 
