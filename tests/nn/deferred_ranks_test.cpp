@@ -1,4 +1,4 @@
-// Deferred construction on ranks that are processes: a model of four times what a rank comes to hold.
+// Deferred construction on ranks that are processes: a model of four times what a rank holds of it.
 
 #include <gtest/gtest.h>
 #include <malloc.h>
@@ -44,8 +44,8 @@ TEST(DeferredRanks, AModelThatFitsOnNoneIsMade) {
   constexpr std::int64_t kWhole = kLayers * kWidth * kWidth * 4;  // 512 MiB
   // Else the allocator keeps holes of a parameter's size between the shards.
   ASSERT_EQ(::mallopt(M_MMAP_THRESHOLD, 128 << 10), 1);
-  // Threads reserve addresses beside what is used: less than the model; what is touched is a quarter
-  // of it and a few parameters.
+  // Less than the model, since threads reserve addresses too; what is touched is a quarter of the
+  // model and a few parameters.
   rlimit limit{};
   ASSERT_EQ(::getrlimit(RLIMIT_AS, &limit), 0);
   limit.rlim_cur = static_cast<rlim_t>(status("VmSize") + kWhole * 3 / 4);
