@@ -33,6 +33,7 @@ TEST(PlainTensors, ThatDifferByRankAreToldOnce) {
                      own = at::full({3}, 1.0 + manager.rank(), at::kDouble);
     set_policies(manager, {.plain_values = Policy::error});
     for (int i = 0; i < 2; ++i) {
+      EXPECT_NO_THROW(x * at::scalar_tensor(2.0, at::kDouble));
       EXPECT_THROW(x * own, MismatchError) << "not taken for equal after the first time";
       EXPECT_EQ(difference(x * same, at::arange(12, at::kDouble).view({4, 3}) * 2), 0);
     }
@@ -48,13 +49,30 @@ TEST(PlainTensors, ThatDifferByRankAreToldOnce) {
   });
 }
 
-TEST(PlainTensors, ThatDifferAreWarnedOfByTheFirstRankAlone) {
-  struct Counting final : c10::WarningHandler {
-    void process(const c10::Warning& w) override {
-      if (w.msg().find("hold different values") != std::string::npos) ++count;
+struct Counting final : c10::WarningHandler {
+  void process(const c10::Warning& w) override {
+    if (w.msg().find("hold different values") != std::string::npos) ++count;
+  }
+  int count = 0;
+};
+
+// Once they are told, no rank compares alone what has a new shape there.
+TEST(PlainTensors, ThatDifferInShapeAreWarnedOfOnce) {
+  on_threads(2, [](DistributedManager& manager) {
+    Counting counting;
+    const c10::WarningUtils::WarningHandlerGuard guard(&counting);
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor x = cut(mesh, at::arange(12, at::kDouble).view({4, 3}), 0);
+    for (const int with_rows : {1, 0, 1, 2}) {
+      const std::int64_t rows = manager.rank() == with_rows ? 4 : 1;
+      const at::Tensor sum = x + at::ones({rows, 3}, at::kDouble);
+      EXPECT_EQ(difference(sum, at::arange(12, at::kDouble).view({4, 3}) + 1), 0);
     }
-    int count = 0;
-  };
+    EXPECT_EQ(counting.count, manager.rank() == 0 ? 1 : 0);
+  });
+}
+
+TEST(PlainTensors, ThatDifferAreWarnedOfByTheFirstRankAlone) {
   on_threads(2, [](DistributedManager& manager) {
     Counting counting;
     const c10::WarningUtils::WarningHandlerGuard guard(&counting);
