@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tessera._errors import NotAvailable
 from tessera._library import classes, ops
 
 
@@ -21,6 +22,9 @@ def _initialise_as_others():
         if not ops.is_deferred(tensor):
             return rejecting(tensor, mean, std, a, b, generator)
         below, above = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+        if above - below < 0.002:
+            raise NotAvailable(f"deferred construction: trunc_normal_ in [{a}, {b}], which holds less than a thousandth of the numbers of mean {mean} and std {std}: "
+                               "fill this tensor after the module is placed")
         with torch.no_grad():
             return tensor.uniform_(below, above, generator=generator).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
 
@@ -64,7 +68,8 @@ def is_deferred(tensor):
 def materialize(module, device="cpu"):
     """Gives what is deferred in `module` its values on this process, whole, as its constructor would have, and returns the module.
 
-    For modules that nothing places; numbers of `trunc_normal_` and what is drawn after it are others. Not collective. Raises NotAvailable as `deferred`, InvalidArgument inside such a scope.
+    For modules that nothing places; numbers of `trunc_normal_`, and what is drawn after it, are others. Not collective. Raises NotAvailable as `deferred`,
+    InvalidArgument inside such a scope.
     """
     ops.materialize([*module.parameters(), *module.buffers()], str(device))
     return module

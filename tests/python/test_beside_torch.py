@@ -211,6 +211,39 @@ def test_a_copy_of_a_distributed_module_is_reduced_as_its_original():
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_over_sharded_and_plain_parameters(kind, how):
+    """Its lists hold both; what is plain stays plain, states too."""
+    x = torch.randn(5, 6, dtype=torch.float64)
+    parts = [torch.nn.Linear(6, 4).double(), torch.nn.Linear(3, 2).double()]
+
+    def train(first, second, field):
+        optimizer = kind([*second.parameters(), *first.parameters()], 0.1, weight_decay=0.01, **{how: True})
+        for _ in range(3):
+            optimizer.zero_grad()
+            first(field).square().mean().backward()
+            second(torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        return optimizer
+
+    expected = copy.deepcopy(parts)
+    train(*expected, x)
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        first, second = copy.deepcopy(parts)
+        ts.distribute_module(first, mesh, lambda name, t: [ts.Shard(0)])
+        optimizer = train(first, second, ts.distribute_tensor(x, mesh, [ts.Shard(0)]))
+        for mine, other in zip([first, second], expected):
+            for p, q in zip(mine.parameters(), other.parameters()):
+                assert_same(p, q)
+        for p in second.parameters():
+            assert not any(ts.is_sharded(t) for t in [p, p.grad, *optimizer.state[p].values()] if isinstance(t, torch.Tensor))
+
+    on_ranks(2, body)
+
+
 def test_compiled_functions_go_on_uncompiled():
     """Dynamo breaks its graph at a sharded tensor: value and gradient are those of the function."""
 

@@ -99,6 +99,8 @@ def test_mistakes():
             torch.randperm(4)
         with pytest.raises(ts.NotAvailable, match="randperm"):
             nn.init.sparse_(torch.empty(3, 4), 0.5)
+        with pytest.raises(ts.NotAvailable, match="less than a thousandth"):
+            nn.init.trunc_normal_(torch.empty(3), mean=0.0, std=0.01, a=1.0, b=2.0)
         with pytest.raises(ts.NotAvailable, match="generator"):
             torch.empty(3).uniform_(generator=torch.Generator())
         given = torch.tensor([1.0, 2.0])
