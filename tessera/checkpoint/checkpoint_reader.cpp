@@ -309,7 +309,8 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
       [&] {
         const std::string wrong = impl_->misfits_of(state, options, wants);
         if (!wrong.empty())
-          throw InvalidArgument(concat("'", impl_->saved->path(), "' does not fit:", wrong));
+          throw InvalidArgument(concat("'", impl_->saved->path(), "' does not fit:", wrong,
+                                       " Build what was saved, or let LoadOptions leave the rest"));
       },
       call_within(options.timeout));
   std::vector<at::Tensor> staged = impl_->read_all(wants, options);

@@ -20,6 +20,7 @@
 #include "tessera/checkpoint/detail/local_shards.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/files/operations.h"
 #include "tessera/files/read_file.h"
 #include "tessera/partition/transfer.h"
@@ -38,6 +39,12 @@ CallOptions call_on(const Group& all) {
   return {std::max<std::chrono::milliseconds>(all.timeout(), std::chrono::hours(1)), "file"};
 }
 constexpr const char* kLayouts = "tessera.layouts";
+
+// What ranks that do something else read of a call that one of them made alone.
+const auto kSaving =
+    std::make_shared<const detail::CallOrigin>("save(), which all ranks of its mesh call");
+const auto kLoading =
+    std::make_shared<const detail::CallOrigin>("load(), which all ranks of its mesh call");
 
 at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
   at::Tensor part = t;
@@ -99,6 +106,7 @@ NamedTensors state_of(const torch::nn::Module& module) {
 
 // A file open for reading on the first rank; its header known to all.
 struct Reading {
+  detail::OriginScope scope{kLoading};
   std::unique_ptr<ReadFile> file;
   SafetensorsHeader header;
   std::vector<TorchLayout> layouts;
@@ -173,6 +181,7 @@ void refuse_partial(const std::string& name, const ShardSpec& spec) {
 
 void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path) {
   const at::NoGradGuard no_grad;
+  const detail::OriginScope scope(kSaving);
   const Group all = mesh.all();
   std::vector<SafetensorsTensor> stored;
   std::string layouts;

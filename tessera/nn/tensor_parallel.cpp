@@ -174,9 +174,11 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
     }
     parameters_.push_back(std::move(p));
   };
+  std::vector<std::string> seen;
   const std::function<void(const std::string&, const torch::nn::Module&)> visit =
       [&](const std::string& layer, const torch::nn::Module& m) {
         const auto own_parameters = m.named_parameters(/*recurse=*/false);
+        if (!own_parameters.is_empty()) seen.push_back(layer);
         for (const auto& item : own_parameters) {
           const at::Tensor& t = item.value();
           const std::string name = within(layer, item.key());
@@ -200,7 +202,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
     throw InvalidArgument(
         concat("tensor_parallel: no layer with parameters, and no parameter, has "
                "a name like ",
-               list(unused), "; names are as in named_modules() and named_parameters()"));
+               list(unused), "; there are ", list(seen), " and their parameters"));
 }
 
 ModuleRule TensorParallelPlan::rule() const {

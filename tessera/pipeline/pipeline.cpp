@@ -165,7 +165,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
         if (schedule.ranks() != group.size())
           throw InvalidArgument(concat("the schedule is for ", schedule.ranks(),
                                        " ranks, and axis '", plan.axis, "' of the mesh has ",
-                                       group.size()));
+                                       group.size(), ": make one for as many ranks"));
       } catch (const Error& e) {  // its faults stay with this rank
         own = std::current_exception();
         throw InvalidArgument(e.what());

@@ -320,7 +320,8 @@ std::vector<std::vector<std::int64_t>> gather_shapes(
     if (shapes.empty()) first = text.substr(0, end);
     if (first != text.substr(0, end))
       throw InvalidArgument(concat("from_local: the ranks' locals differ: at mesh position 0 ",
-                                   first, "; at ", shapes.size(), " ", text.substr(0, end)));
+                                   first, "; at ", shapes.size(), " ", text.substr(0, end),
+                                   ": give them one dtype, device and placements"));
     std::vector<std::int64_t> shape;
     for (std::size_t at = end + 1; at < text.size();) {
       const auto comma = text.find(',', at);
@@ -339,10 +340,10 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
   const auto shapes = gather_shapes(local, mesh, placements, given, kind, wrong);
   const auto say = [&](const char* what, int dim) {
     std::string all;
-    for (const auto& s : shapes) all += list(s) + " ";
+    for (const auto& s : shapes) all += concat(all.empty() ? "" : " ", list(s));
     return InvalidArgument(concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim),
-                                  " under ", list(placements),
-                                  "; local shapes by mesh position: ", all));
+                                  " under ", list(placements), "; local shapes by mesh position: ",
+                                  all, ". Shard the dims in which they differ, and no others"));
   };
   const std::size_t dims = shapes[0].size();
   for (const auto& s : shapes) {

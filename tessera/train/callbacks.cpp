@@ -25,8 +25,8 @@ double monitored(const Trainer& trainer, const std::string& monitor, const char*
   if (it != trainer.metrics().end()) return it->second;
   std::vector<std::string> known;
   for (const auto& [name, value] : trainer.metrics()) known.push_back(name);
-  throw InvalidArgument(
-      concat(who, " looks at '", monitor, "', which was not logged; known are ", list(known)));
+  throw InvalidArgument(concat(who, " looks at '", monitor, "', which was not logged; known are ",
+                               list(known), ". Give it one of these, or log it"));
 }
 
 void check_decay(double decay) {

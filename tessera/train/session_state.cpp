@@ -48,8 +48,10 @@ void refuse_other_modules(const CheckpointReader& saved, const NamedModules& mod
       left += concat(left.empty() ? "'" : ", '", printable(t.name), "'");
   }
   if (!left.empty())
-    throw InvalidArgument(
-        concat("the checkpoint is that of another model: it has ", left, ", which is not here"));
+    throw InvalidArgument(concat("the checkpoint is that of another model: it has ", left,
+                                 ", which is not here; here are ",
+                                 list(std::vector(known.begin(), known.end())),
+                                 ". Build the model that was saved, or give another folder"));
 }
 
 void refuse_other_optimizers(const CheckpointReader& saved, std::size_t here) {

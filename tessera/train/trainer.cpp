@@ -420,7 +420,9 @@ void Trainer::warn_of_loss(double value, bool mine) {
   const auto said = strategy().all_gather(std::string(mine ? "1" : ""));
   for (std::size_t r = 0; r < said.size(); ++r)
     if (!said[r].empty()) whose.push_back(static_cast<int>(r));
-  warn(concat("the loss of step ", step_, " is ", value, ", by ranks ", list(whose)));
+  warn(concat("the loss of step ", step_, " is ", value, ", by ranks ", list(whose),
+              ": look at their data and the learning rate. SessionOptions::non_finite, with "
+              "measure_norm, ends the run there or leaves such steps out"));
 }
 
 void Trainer::warn(const std::string& text) const {

@@ -107,8 +107,10 @@ TEST(Rendezvous, SaysForWhomItWaitsLongBeforeItsLimit) {
   ::testing::internal::CaptureStderr();
   meet(all, 6s);
   const std::string said = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(said.find("waits on port"), std::string::npos) << said;
-  EXPECT_NE(said.find("for ranks [1] of 3"), std::string::npos) << said;
+  EXPECT_NE(said.find("rank 0 waits on port"), std::string::npos) << said;
+  EXPECT_NE(said.find("for ranks [1] of 3: start them with this address and port"),
+            std::string::npos)
+      << said;
 }
 
 TEST(Rendezvous, RefusesTwoRanksOfOneNumber) {

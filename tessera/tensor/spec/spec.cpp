@@ -189,8 +189,13 @@ void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
     if (!p.is_shard()) continue;
     const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
     if (d < 0 || d >= rank_dims) {
-      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name, "' of a tensor of ",
-                                   rank_dims, " dims ", list(shape)));
+      const auto allowed = rank_dims == 0
+                               ? std::string("it has no dims: give Replicate() or Partial()")
+                               : concat("give Shard(0) to Shard(", rank_dims - 1,
+                                        "), or Shard(-1) for the last dim");
+      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name,
+                                   "' asks for a dim that a tensor of shape ", list(shape),
+                                   " does not have; ", allowed));
     }
     p.dim = d;
   }

@@ -33,10 +33,11 @@ void StoreServer::tell_missing() {
   if (waits && Clock::now() < tell_) return;
   tell_ = Deadline::max();
   if (waits)
-    std::fprintf(stderr, "%s\n",
-                 concat("tessera: rank 0 waits on port ", port_, " for ranks ", list(missing()),
-                        " of ", world_size_)
-                     .c_str());
+    std::fprintf(
+        stderr, "%s\n",
+        concat("tessera: rank 0 waits on port ", port_, " for ranks ", list(missing()), " of ",
+               world_size_, ": start them with this address and port, or look why they do not come")
+            .c_str());
 }
 
 void StoreServer::check_deadline() {
