@@ -50,7 +50,7 @@ def manual_seed(seed):
     ops.manual_seed(seed)
 
 
-def set_policies(redistribution="warn", promotion="allow", plain_values="allow"):
+def set_policies(redistribution="warn", promotion="allow", plain_values="warn"):
     """'allow', 'warn' or 'error': for operators that move shards by themselves, for plain tensors that meet sharded ones, and for such
     tensors whose values differ by rank (unless 'allow', the first of each shape that an operator is given is compared)."""
     ops.set_policies(redistribution, promotion, plain_values)

@@ -9,7 +9,7 @@ import torch
 
 from tessera import _api
 from tessera._draws import draw_alike, empty_beside
-from tessera._errors import GradientError
+from tessera._errors import GradientError, ShardingError
 from tessera._library import classes, ops
 from tessera._placement import Replicate
 
@@ -32,7 +32,7 @@ def _instead(name, answer, of=torch.Tensor):
 
 def _refuse(what, way_out):
     def answer(tensor, *_, **__):
-        raise RuntimeError(f"{what} a ShardTensor: its shards are on several ranks. {way_out} ({_api.summary(tensor)})")
+        raise ShardingError(f"{what} a ShardTensor: its shards are on several ranks. {way_out} ({_api.summary(tensor)})")
 
     return answer
 
