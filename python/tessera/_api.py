@@ -20,51 +20,85 @@ def init(backend="", timeout=300.0, between_hosts="auto"):
 
     `backend`: "auto" (default: memory inside a host, Gloo between hosts), "gloo", "shm" (ranks of one host) or "mpi". `timeout`: seconds, the limit of every wait.
     `between_hosts`: what collectives go over between hosts: "gloo" (and "auto"), or "mpi" in a job that MPI's own launcher started.
+
+    >>> ts.init(timeout=60)              # once, at the start of the program; alone without a launcher
+    >>> ts.rank(), ts.world_size()
+    (0, 1)
     """
     ops.init(backend, float(timeout), between_hosts)
     atexit.register(shutdown)
 
 
 def shutdown():
-    """Deregisters from the job. Called at the end of the program by itself; collective."""
+    """Deregisters from the job. Called at the end of the program by itself; collective.
+
+    >>> ts.shutdown()                    # after the last call of another rank's data; needed only to end the job early
+    """
     ops.shutdown(getattr(sys, "last_value", None) is not None)
 
 
 def rank():
-    """This process' global rank; in `run_threads` this thread's."""
+    """This process' global rank; in `run_threads` this thread's.
+
+    >>> if ts.rank() == 0: print("said once")
+    said once
+    """
     return ops.rank()
 
 
 def world_size():
-    """How many ranks the job has."""
+    """How many ranks the job has.
+
+    >>> ts.run_threads(3, lambda rank: ts.world_size())
+    [3, 3, 3]
+    """
     return ops.world_size()
 
 
 def local_rank():
-    """This rank's number on its host."""
+    """This rank's number on its host.
+
+    >>> ts.run_threads(2, lambda rank: ts.local_rank())
+    [0, 1]
+    """
     return ops.local_rank()
 
 
 def manual_seed(seed):
-    """Restarts the random numbers of sharded tensors. The same seed on all ranks."""
+    """Restarts the random numbers of sharded tensors. The same seed on all ranks.
+
+    >>> ts.manual_seed(7); a = ts.rand([4], mesh, ts.Shard(0))
+    >>> ts.manual_seed(7); b = ts.rand([4], mesh, ts.Replicate())
+    >>> torch.equal(ts.full_tensor(a), ts.full_tensor(b))    # they depend on no placement
+    True
+    """
     ops.manual_seed(seed)
 
 
 def set_policies(redistribution="warn", promotion="allow", plain_values="warn"):
     """'allow', 'warn' or 'error': for operators that move shards by themselves, for plain tensors that meet sharded ones, and for such
-    tensors whose values differ by rank (unless 'allow', the first of each shape that an operator is given is compared)."""
+    tensors whose values differ by rank (unless 'allow', the first of each shape that an operator is given is compared).
+
+    >>> ts.set_policies(redistribution="error")      # from here on nothing moves unasked: ImplicitRedistributionError
+    """
     ops.set_policies(redistribution, promotion, plain_values)
 
 
 class Mesh:
     """Named axes over ranks, outermost first: what tensors are placed on, and the groups along its axes.
 
-    >>> mesh = ts.Mesh({"data": 2, "domain": 3})     # ranks 0..5, row-major: the last axis has adjacent ranks
-    >>> mesh.coordinate                              # rank 4: (1, 1)
-    >>> mesh.group("domain").ranks                   # rank 4: [3, 4, 5]
-    >>> ts.Mesh({"data": -1, "domain": 3})           # an open axis takes what the others leave of the world
-    >>> ts.Mesh({"x": 3}, ranks=[4, 0, 2])           # any ranks, in any order
-    >>> ts.Mesh.of("data_parallel")                  # of `create_process_groups`, or of `add_mesh`
+    >>> def body(rank):
+    ...     mesh = ts.Mesh({"data": 2, "domain": 3})     # ranks 0..5, row-major: the last axis has adjacent ranks
+    ...     return mesh.coordinate, mesh.group("domain").ranks
+    >>> ts.run_threads(6, body)[4]
+    ((1, 1), [3, 4, 5])
+    >>> def body(rank):
+    ...     some = ts.Mesh({"x": 3}, ranks=[4, 0, 2])    # any ranks, in any order
+    ...     return some.contains_me and some.coordinate
+    >>> ts.run_threads(6, body)
+    [(1,), False, (2,), False, (0,), False]
+    >>> ts.Mesh({"data": -1, "domain": 1}).axes          # an open axis takes what the others leave of the world
+    {'data': 1, 'domain': 1}
 
     Without `ranks` the product of the sizes is the world. Made on all ranks that it names, and not collective; groups are made on first use, and two meshes
     share the groups that they have in common. Raises for sizes that do not make the world, and for ranks that are not in it or named twice.
@@ -83,18 +117,32 @@ class Mesh:
     @classmethod
     def of(cls, name):
         """By name: one that `add_mesh` named, or the ranks of a family of `create_process_groups` that this rank belongs to, with one axis per leaf
-        below it. So a module asks for "domain" and needs no mesh from its caller. Raises with the known names."""
+        below it. So a module asks for "domain" and needs no mesh from its caller. Raises with the known names.
+
+        >>> ts.add_mesh("pencils", ts.Mesh({"y": 1, "z": -1}))
+        >>> ts.Mesh.of("pencils").axes
+        {'y': 1, 'z': 1}
+        """
         return cls._of(ops.mesh_named(name))
 
     @classmethod
     def from_device_mesh(cls, device_mesh):
         """The mesh over the ranks of a `torch.distributed.device_mesh.DeviceMesh`, with its names ("dim0", ... where it has none). Not collective. Raises
-        where torch.distributed has other ranks than this job, or none."""
+        where torch.distributed has other ranks than this job, or none.
+
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> def body():                                  # under torchrun, after init_process_group()
+        ...     return ts.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+        """
         return _torch_objects.from_device_mesh(device_mesh)
 
     def to_device_mesh(self, device_type="cpu"):
         """The `torch.distributed.device_mesh.DeviceMesh` over the same ranks, for code written against PyTorch's own. Made once: that is collective over
-        all ranks of torch.distributed, which must be those of this job; later calls give the same one."""
+        all ranks of torch.distributed, which must be those of this job; later calls give the same one.
+
+        >>> def body(net):                               # under torchrun, after init_process_group()
+        ...     return torch.distributed.fsdp.fully_shard(net, mesh=mesh.to_device_mesh())
+        """
         return _torch_objects.to_device_mesh(self, device_type)
 
     @property
@@ -104,7 +152,11 @@ class Mesh:
 
     @property
     def ranks(self):
-        """The rank table, row-major over the axes."""
+        """The rank table, row-major over the axes.
+
+        >>> ts.Mesh({"data": -1}).ranks
+        [0]
+        """
         return list(ops.mesh_ranks(self._handle))
 
     @property
@@ -118,39 +170,85 @@ class Mesh:
         return tuple(self._handle.coordinate())
 
     def rank_at(self, coordinate):
-        """The global rank at a coordinate."""
+        """The global rank at a coordinate.
+
+        >>> ts.run_threads(6, lambda rank: ts.Mesh({"data": 2, "domain": 3}).rank_at([1, 2]))[0]
+        5
+        """
         return ops.mesh_rank_at(self._handle, [int(c) for c in coordinate])
 
     def group(self, *axes):
-        """The group along these axes through this rank, in mesh order; without axes over all of them. Its rank is the coordinate along one axis."""
+        """The group along these axes through this rank, in mesh order; without axes over all of them. Its rank is the coordinate along one axis.
+
+        >>> def body(rank):
+        ...     mesh = ts.Mesh({"data": 2, "domain": 2})
+        ...     return mesh.group("domain").all_reduce(torch.tensor(rank)).item()
+        >>> ts.run_threads(4, body)
+        [1, 1, 5, 5]
+        """
         return Group(ops.mesh_group(self._handle, list(axes) or list(self.axes)))
 
     def groups(self, *axes):
-        """The ranks of every group along these axes; they partition the mesh. Makes none of them."""
+        """The ranks of every group along these axes; they partition the mesh. Makes none of them.
+
+        >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 2, "domain": 2}).groups("data"))[0]
+        [[0, 2], [1, 3]]
+        """
         return [list(ranks) for ranks in ops.mesh_groups(self._handle, list(axes))]
 
     def slice(self, axis, begin, end=None):
-        """The ranks with coordinate `begin` on `axis`, which is gone; or with [begin, end), and the axis stays, shorter."""
+        """The ranks with coordinate `begin` on `axis`, which is gone; or with [begin, end), and the axis stays, shorter.
+
+        >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 2, "domain": 2}).slice("data", 1).ranks)[0]
+        [2, 3]
+        """
         return Mesh._of(ops.mesh_slice(self._handle, axis, begin, end))
 
     def submesh(self, *axes):
-        """The mesh over these axes alone that runs through this rank."""
+        """The mesh over these axes alone that runs through this rank.
+
+        >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 2, "domain": 2}).submesh("data").ranks)
+        [[0, 2], [1, 3], [0, 2], [1, 3]]
+        """
         return Mesh._of(ops.mesh_submesh(self._handle, list(axes)))
 
     def flatten(self, axes, name):
-        """The axes become one, at the place of the outermost of them: `mesh.flatten(["data", "domain"], "all").group("all")`."""
+        """The axes become one, at the place of the outermost of them: `mesh.flatten(["data", "domain"], "all").group("all")`.
+
+        >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 2, "domain": 2}).flatten(["data", "domain"], "all").axes)[0]
+        {'all': 4}
+        """
         return Mesh._of(ops.mesh_flatten(self._handle, list(axes), name))
 
     def view(self, axes):
-        """The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2 x tensor=2."""
+        """The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2 x tensor=2.
+
+        >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 4}).view({"data": 2, "expert": 2}).coordinate)
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        """
         return Mesh._of(ops.mesh_view(self._handle, list(axes), [int(n) for n in axes.values()]))
 
     def barrier(self):
-        """Returns when all ranks of the mesh have come."""
+        """Returns when all ranks of the mesh have come.
+
+        >>> mesh.barrier()
+        """
         self._handle.barrier()
 
     def fail(self, reason):
-        """Tells the other ranks that this one met an error: the pending or next call of each raises, once, and where all catch it the mesh goes on."""
+        """Tells the other ranks that this one met an error: the pending or next call of each raises, once, and where all catch it the mesh goes on.
+
+        >>> def body(rank):
+        ...     mesh = ts.Mesh({"data": 2})
+        ...     if rank == 1:
+        ...         return mesh.fail("the file of rank 1 is empty")
+        ...     try:
+        ...         mesh.barrier()
+        ...     except ts.PeerFailedError as error:
+        ...         return "the file of rank 1 is empty" in str(error)
+        >>> ts.run_threads(2, body)
+        [True, None]
+        """
         self._handle.fail(reason)
 
     def __eq__(self, other):
@@ -164,13 +262,25 @@ class Mesh:
 
 
 def add_mesh(name, mesh):
-    """Gives a mesh a name, for `Mesh.of(name)`. Not collective, but all ranks that use the name name the same mesh."""
+    """Gives a mesh a name, for `Mesh.of(name)`. Not collective, but all ranks that use the name name the same mesh.
+
+    >>> ts.add_mesh("fields", mesh)
+    >>> ts.Mesh.of("fields") == mesh
+    True
+    """
     ops.add_mesh(name, mesh._handle)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Where every element of a tensor is: its placements, and how many rows each rank holds."""
+    """Where every element of a tensor is: its placements, and how many rows each rank holds.
+
+    >>> where = ts.spec(t)
+    >>> where.shape, where.placements, where.sizes, where.local_shape, where.local_offset
+    ((4, 8), (Shard(dim=0),), {0: [4]}, (4, 8), (0, 0))
+    >>> where.mesh == mesh, where.text
+    (True, '[4, 8] data=Shard(0)[4]')
+    """
 
     mesh: Mesh
     shape: tuple
@@ -189,42 +299,84 @@ def _sizes(sizes):
 
 
 def from_local(local, mesh, placements, sizes=None):
-    """The tensor whose shards are the ranks' `local`s; sizes of sharded dims that are not given are gathered. Differentiable."""
+    """The tensor whose shards are the ranks' `local`s; sizes of sharded dims that are not given are gathered. Differentiable.
+
+    >>> def body(rank):
+    ...     mine = torch.full((rank + 1, 2), float(rank))          # any number of rows on each rank
+    ...     return ts.summary(ts.from_local(mine, ts.Mesh({"data": 2}), ts.Shard(0)))
+    >>> ts.run_threads(2, body)[1]
+    'ShardTensor Float [3, 2] data=Shard(0)[1, 2], local [2, 2] at [1, 0]'
+    """
     return ops.from_local(local, mesh._handle, to_text(placements), _sizes(sizes))
 
 
 def distribute_tensor(full, mesh, placements, sizes=None):
-    """Each rank takes its shard of `full`, which is the same on all ranks. Differentiable; no communication."""
+    """Each rank takes its shard of `full`, which is the same on all ranks. Differentiable; no communication.
+
+    >>> def body(rank):
+    ...     full = torch.arange(5)                                  # the same on all ranks
+    ...     t = ts.distribute_tensor(full, ts.Mesh({"data": 2}), ts.Shard(0), {0: [4, 1]})
+    ...     return ts.to_local(t).tolist()
+    >>> ts.run_threads(2, body)
+    [[0, 1, 2, 3], [4]]
+    """
     return ops.distribute_tensor(full, mesh._handle, to_text(placements), _sizes(sizes))
 
 
 def scatter(full, mesh, placements, sizes=None, root=0):
-    """The rank at mesh position `root` holds `full` (others may give None); every rank gets its shard."""
+    """The rank at mesh position `root` holds `full` (others may give None); every rank gets its shard.
+
+    >>> def body(rank):
+    ...     full = torch.arange(4) if rank == 0 else None
+    ...     return ts.to_local(ts.scatter(full, ts.Mesh({"data": 2}), ts.Shard(0))).tolist()
+    >>> ts.run_threads(2, body)
+    [[0, 1], [2, 3]]
+    """
     return ops.scatter(full, mesh._handle, to_text(placements), _sizes(sizes), root)
 
 
 def redistribute(tensor, placements, sizes=None):
-    """The same value in other placements. Differentiable."""
+    """The same value in other placements. Differentiable.
+
+    >>> ts.redistribute(t, ts.Shard(1))
+    <ShardTensor Float [4, 8] data=Shard(1)[8], local [4, 8] at [0, 0]>
+    """
     return ops.redistribute(tensor, to_text(placements), _sizes(sizes))
 
 
 def full_tensor(tensor):
-    """The global value on every rank, as a plain tensor. Differentiable."""
+    """The global value on every rank, as a plain tensor. Differentiable.
+
+    >>> ts.full_tensor(t).shape
+    torch.Size([4, 8])
+    """
     return ops.full_tensor(tensor)
 
 
 def to_local(tensor, gradient=None):
-    """This rank's shard; shares its memory. `gradient`: placements of the gradient that comes back; default the tensor's own."""
+    """This rank's shard; shares its memory. `gradient`: placements of the gradient that comes back; default the tensor's own.
+
+    >>> ts.run_threads(2, lambda rank: ts.to_local(ts.ones([3, 8], ts.Mesh({"data": 2}), ts.Shard(0))).shape)
+    [torch.Size([2, 8]), torch.Size([1, 8])]
+    """
     return ops.to_local(tensor, None if gradient is None else to_text(gradient))
 
 
 def is_sharded(tensor):
-    """False for plain tensors."""
+    """False for plain tensors.
+
+    >>> ts.is_sharded(t), ts.is_sharded(x)
+    (True, False)
+    """
     return ops.is_sharded(tensor)
 
 
 def spec(tensor):
-    """Where the elements of a sharded tensor lie; communicates nothing. Raises for a plain tensor."""
+    """Where the elements of a sharded tensor lie; communicates nothing. Raises for a plain tensor.
+
+    >>> ts.spec(t)
+    Spec([4, 8] data=Shard(0)[4])
+    """
     handle = ops.spec(tensor)
     return Spec(
         Mesh._of(handle.mesh()),
@@ -238,7 +390,11 @@ def spec(tensor):
 
 
 def summary(tensor):
-    """One line: dtype, shape, placements, and this rank's shard. No communication."""
+    """One line: dtype, shape, placements, and this rank's shard. No communication.
+
+    >>> ts.summary(t)
+    'ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]'
+    """
     return ops.summary(tensor)
 
 
@@ -253,6 +409,11 @@ def distribute_module(module, mesh, rule=None):
 
     `rule(name, tensor)` gives placements, or (placements, sizes), or a `ParameterPlacement` (see `stay`), or None for replicated. Before the first forward
     pass.
+
+    >>> net = ts.distribute_module(net, mesh, lambda name, p: ts.Shard(0) if name == "0.weight" else None)
+    >>> net[0].weight.shape, ts.spec(net[0].weight).placements, ts.spec(net[2].weight).placements
+    (torch.Size([16, 8]), (Shard(dim=0),), (Replicate(),))
+    >>> net(t).sum().backward()                      # gradients are those of one process
     """
     parameters, buffers, where = list(module.named_parameters()), list(module.named_buffers()), []
     for name, tensor in [*parameters, *buffers]:
@@ -269,6 +430,11 @@ class no_sync(contextlib.ContextDecorator):
 
     For all that reduce gradients of its parameters; those of `distribute_module` stay partial sums. Scopes nest, and one object may be
     entered several times. An exception ends it as well. Alike on all ranks.
+
+    >>> ddp = ts.DistributedDataParallel(net)
+    >>> with ts.no_sync(net):
+    ...     ddp(x).sum().backward()                  # accumulates, sends nothing
+    >>> ddp(x).sum().backward()                      # reduces both
     """
 
     def __init__(self, module):
@@ -283,7 +449,13 @@ class no_sync(contextlib.ContextDecorator):
 
 
 def reduce_gradients(module):
-    """Reduces now what has been accumulated and not been reduced, after `no_sync` scopes without a last backward. Collective."""
+    """Reduces now what has been accumulated and not been reduced, after `no_sync` scopes without a last backward. Collective.
+
+    >>> ddp = ts.DistributedDataParallel(net)
+    >>> with ts.no_sync(net):
+    ...     ddp(x).sum().backward()
+    >>> ts.reduce_gradients(net)
+    """
     ops.reduce_gradients(list(module.parameters()))
 
 
@@ -299,6 +471,9 @@ def save(tensors, mesh, path, max_bytes=0):
     """A module's parameters and buffers, a dictionary of tensors, or one tensor (named "tensor"), into one safetensors file. Collective.
 
     `max_bytes`: into a folder of files of at most so many bytes, with the index that Hugging Face's tools write and read (model.safetensors.index.json).
+
+    >>> ts.save(net, mesh, "net.safetensors")
+    >>> ts.save({"field": t}, mesh, "folder", max_bytes=1 << 30)
     """
     if max_bytes > 0:
         _foreign_files.save_files(*_named(tensors), mesh, str(path), int(max_bytes))
@@ -310,6 +485,10 @@ def load(path, mesh, placements=None):
     """All tensors of a file, or of a folder of files with an index (model.safetensors.index.json), by name. Collective.
 
     `placements` maps names to placements, or (placements, sizes); the others are replicated.
+
+    >>> ts.save({"field": t}, mesh, "field.safetensors")
+    >>> ts.load("field.safetensors", mesh, {"field": ts.Shard(1)})["field"]
+    <ShardTensor Float [4, 8] data=Shard(1)[8], local [4, 8] at [0, 0]>
     """
     if files := _foreign_files.files_of(str(path), mesh):
         placements, all_tensors = placements or {}, {}
@@ -336,6 +515,9 @@ def load_into(tensors, mesh, path):
     """A file, or a folder of files with an index as for `load`, into the tensors that are there (as for `save`), wherever they lie. Collective.
 
     Nothing is changed where names, shapes or dtypes do not fit; of a folder this holds for the names, and then for each file by itself.
+
+    >>> ts.save(net, mesh, "net.safetensors")
+    >>> ts.load_into(net, mesh, "net.safetensors")
     """
     if files := _foreign_files.files_of(str(path), mesh):
         _foreign_files.load_into_files(files, *_named(tensors), mesh)
@@ -363,7 +545,14 @@ class CommTrace:
 
     @property
     def events(self):
-        """(operation, group, bytes) of each call, in order of completion."""
+        """(operation, group, bytes) of each call, in order of completion.
+
+        >>> with ts.CommTrace() as trace:
+        ...     ts.world().all_reduce(torch.ones(3))
+        tensor([1., 1., 1.])
+        >>> trace.events, trace.count, trace.bytes
+        ([('all_reduce', 'world', 12)], 1, 12)
+        """
         return self._handle.events()
 
     @property
@@ -377,11 +566,22 @@ class CommTrace:
         return sum(e[2] for e in self.events)
 
     def table(self):
-        """One line per operation and group, most time first."""
+        """One line per operation and group, most time first.
+
+        >>> with ts.CommTrace() as trace:
+        ...     ts.world().barrier()
+        >>> print(trace.table())                         # doctest: +ELLIPSIS
+        operation...
+        """
         return self._handle.table()
 
     def write_timeline(self, path):
-        """For chrome://tracing or ui.perfetto.dev; files of several ranks load together."""
+        """For chrome://tracing or ui.perfetto.dev; files of several ranks load together.
+
+        >>> with ts.CommTrace() as trace:
+        ...     ts.world().barrier()
+        >>> trace.write_timeline(f"rank-{ts.rank()}.json")
+        """
         self._handle.write_timeline(path)
 
 
@@ -389,6 +589,9 @@ def run_threads(ranks, fn, backend="", timeout=300.0):
     """Runs `fn(rank)` on `ranks` threads, each a rank of one job in this process; returns their results in order of rank.
 
     The first exception is raised here; the other ranks' waits end. CPU tensors only.
+
+    >>> ts.run_threads(3, lambda rank: ts.world().all_reduce(torch.tensor(rank)).item())
+    [3, 3, 3]
     """
     job = classes.ThreadRanks(ranks, backend, float(timeout))
     results, errors, lock = [None] * ranks, [], threading.Lock()

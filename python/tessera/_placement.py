@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the axis holds the same."""
+    """Every rank of the axis holds the same.
+
+    >>> ts.spec(ts.ones([4], mesh, ts.Replicate())).placements
+    (Replicate(),)
+    """
 
     def __repr__(self):
         return "Replicate()"
@@ -16,7 +20,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """The ranks of the axis hold consecutive shards of `dim`."""
+    """The ranks of the axis hold consecutive shards of `dim`.
+
+    >>> ts.spec(ts.ones([4, 6], mesh, ts.Shard(-1))).placements
+    (Shard(dim=1),)
+    """
 
     dim: int
 
@@ -26,7 +34,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """The value is `op` (sum, avg, product, min or max) over the ranks' locals."""
+    """The value is `op` (sum, avg, product, min or max) over the ranks' locals.
+
+    >>> summands = ts.run_threads(2, lambda rank: ts.from_local(torch.tensor(1.0 + rank), ts.Mesh({"data": 2}), ts.Partial()).item())
+    >>> summands
+    [3.0, 3.0]
+    """
 
     op: str = "sum"
 
@@ -40,6 +53,11 @@ class ParameterPlacement:
 
     `placements`: one for each axis of the mesh. `sizes`: of sharded dims. `sequence`: (number of a mesh axis, dim) where this is the weight of a linear layer
     or an embedding whose data are sharded over that axis along that dim, as a tensor-parallel plan says. `stays`: see `stay`.
+
+    >>> where = ts.ParameterPlacement([ts.Shard(0)], sizes={0: [16]})
+    >>> net = ts.distribute_module(net, mesh, lambda name, p: where if name == "0.weight" else None)
+    >>> ts.spec(net[0].weight).sizes
+    {0: [16]}
     """
 
     placements: object
@@ -51,7 +69,10 @@ class ParameterPlacement:
 def stay(placements, sizes=None):
     """What a rule of `distribute_module` gives for a parameter whose rows (dim 0) are sharded and not gathered where it is used: a table of embeddings.
 
-    >>> ts.distribute_module(net, mesh, lambda name, t: ts.stay([ts.Shard(0)]) if name == "table.weight" else None)
+    >>> net = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 1))
+    >>> net = ts.distribute_module(net, mesh, lambda name, t: ts.stay([ts.Shard(0)]) if name == "0.weight" else None)
+    >>> ts.spec(net[0].weight).placements
+    (Shard(dim=0),)
 
     An embedding sends indices and rows between the ranks, and its gradient stays with the rows; other operators treat the parameter as data. In
     `fully_shard` patterns say so: `stay="table.weight"`.
