@@ -20,7 +20,14 @@ def _row_shape(tensor):
 
 
 class Request:
-    """A call that is under way. What was given to it must not be read or written before `wait()` has returned. Dropped without it, it is waited for."""
+    """A call that is under way. What was given to it must not be read or written before `wait()` has returned. Dropped without it, it is waited for.
+
+    >>> total = torch.ones(3)
+    >>> request = ts.world().all_reduce(total, start=True)
+    >>> ready = request.done()                       # compute something else meanwhile
+    >>> request.wait()
+    tensor([1., 1., 1.])
+    """
 
     def __init__(self, handle, result=None):
         self._handle, self._result = handle, result
@@ -41,8 +48,12 @@ class SharedMemory:
     Of groups whose ranks meet in memory (`group.backend == "shm"`); `DistributedDataParallel` has its gradients in some by itself. Collective: every
     rank asks for the same number, and has its own bytes claimed at once. The memory lives as long as it or a tensor in it.
 
-    >>> memory = ts.SharedMemory(ts.world(), 64 << 20)
-    >>> flat = memory.empty(1 << 20, dtype=torch.float32)
+    >>> def body(rank):
+    ...     memory = ts.SharedMemory(ts.world(), 1 << 20)
+    ...     flat = memory.empty(1000, dtype=torch.float32)
+    ...     return ts.world().all_reduce(flat.fill_(1))[0].item(), memory.used, memory.nbytes
+    >>> ts.run_threads(2, body, backend="shm")[0]
+    (2.0, ..., 1048576)
     """
 
     def __init__(self, group, nbytes, *, timeout=0):
@@ -71,8 +82,17 @@ class Group:
     non-contiguous; what a call fills, it fills in place and returns. `sizes` are rows along dim 0, one number per rank in group order, zeros included;
     without them all ranks have the same number. With `start=True` a call returns a `Request` at once.
 
-    >>> total = ts.world().all_reduce(torch.ones(3))            # of 4 ranks: 4, 4, 4
-    >>> rows = ts.world().all_gather(mine, sizes=[3, 0, 2, 1])  # 6 rows, on every rank
+    >>> ts.run_threads(4, lambda rank: ts.world().all_reduce(torch.ones(3)))[0]
+    tensor([4., 4., 4.])
+    >>> def body(rank):
+    ...     sizes = [3, 0, 2, 1]
+    ...     mine = torch.full((sizes[rank], 8), float(rank))
+    ...     return ts.world().all_gather(mine, sizes=sizes).shape    # 6 rows, on every rank
+    >>> ts.run_threads(4, body)[1]
+    torch.Size([6, 8])
+    >>> world = ts.world()
+    >>> world.rank, world.size, world.ranks, world.name, world.backend, world.backend_reason
+    (0, 1, [0], 'world', 'self', '')
 
     Autograd does not see these calls; those of `ts.functional` it does.
     """
@@ -112,7 +132,12 @@ class Group:
 
     @property
     def timeout(self):
-        """Limit of every wait, in seconds."""
+        """Limit of every wait, in seconds.
+
+        >>> ts.world().timeout = 60
+        >>> ts.world().timeout
+        60.0
+        """
         return self._handle.timeout()
 
     @timeout.setter
@@ -128,15 +153,27 @@ class Group:
         return result
 
     def broadcast(self, tensor, root, *, timeout=0, start=False):
-        """Every rank's `tensor` gets the values of that on `root` (a rank of the group)."""
+        """Every rank's `tensor` gets the values of that on `root` (a rank of the group).
+
+        >>> ts.run_threads(2, lambda rank: ts.world().broadcast(torch.tensor([rank]), root=1).item())
+        [1, 1]
+        """
         return self._call("broadcast", tensor, None, root, "sum", 1, None, None, timeout, start)
 
     def all_reduce(self, tensor, op="sum", *, factor=1, timeout=0, start=False):
-        """`op`: sum, avg, product, min, max, or premultiplied: the sum over ranks of each rank's `factor` times its tensor."""
+        """`op`: sum, avg, product, min, max, or premultiplied: the sum over ranks of each rank's `factor` times its tensor.
+
+        >>> ts.run_threads(3, lambda rank: ts.world().all_reduce(torch.tensor([rank]), "max").item())
+        [2, 2, 2]
+        """
         return self._call("all_reduce", tensor, None, 0, op, factor, None, None, timeout, start)
 
     def reduce(self, tensor, root, op="sum", *, factor=1, timeout=0, start=False):
-        """As `all_reduce`, on `root` alone; the other ranks' tensors keep their values."""
+        """As `all_reduce`, on `root` alone; the other ranks' tensors keep their values.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().reduce(torch.tensor([1.0]), root=0).item())
+        [2.0, 1.0]
+        """
         return self._call("reduce", tensor, None, root, op, factor, None, None, timeout, start)
 
     def _rows(self, tensor, sizes):
@@ -144,12 +181,20 @@ class Group:
         return tensor.new_empty([sum(sizes) if sizes else self.size * tensor.shape[0], *row])
 
     def all_gather(self, tensor, output=None, *, sizes=None, timeout=0, start=False):
-        """The rows of all ranks below each other, in group order. `output`: where they go; made where it is not given."""
+        """The rows of all ranks below each other, in group order. `output`: where they go; made where it is not given.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().all_gather(torch.tensor([rank])).tolist())
+        [[0, 1], [0, 1]]
+        """
         output = self._rows(tensor, sizes) if output is None else output
         return self._call("all_gather", tensor, output, 0, "sum", 1, sizes, None, timeout, start)
 
     def reduce_scatter(self, tensor, output=None, op="sum", *, factor=1, sizes=None, timeout=0, start=False):
-        """`tensor` holds the rows of all ranks; the result is this rank's rows of the reduced value."""
+        """`tensor` holds the rows of all ranks; the result is this rank's rows of the reduced value.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().reduce_scatter(torch.arange(3), sizes=[1, 2]).tolist())
+        [[0], [2, 4]]
+        """
         if output is None:
             row = _row_shape(tensor)
             mine = sizes[self.rank] if sizes else tensor.shape[0] // self.size
@@ -157,14 +202,22 @@ class Group:
         return self._call("reduce_scatter", tensor, output, 0, op, factor, sizes, None, timeout, start)
 
     def all_to_all(self, tensor, output=None, *, output_sizes=None, input_sizes=None, timeout=0, start=False):
-        """Rows of `tensor` go to the ranks, `input_sizes[r]` of them to rank r; those that arrive lie likewise. Sizes are this rank's own."""
+        """Rows of `tensor` go to the ranks, `input_sizes[r]` of them to rank r; those that arrive lie likewise. Sizes are this rank's own.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().all_to_all(torch.tensor([10 * rank, 10 * rank + 1])).tolist())
+        [[0, 10], [1, 11]]
+        """
         if output is None:
             row = _row_shape(tensor)
             output = tensor.new_empty([sum(output_sizes) if output_sizes else tensor.shape[0], *row])
         return self._call("all_to_all", tensor, output, 0, "sum", 1, output_sizes, input_sizes, timeout, start)
 
     def gather(self, tensor, root, output=None, *, sizes=None, timeout=0, start=False):
-        """As `all_gather`, on `root` alone; the other ranks get None."""
+        """As `all_gather`, on `root` alone; the other ranks get None.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().gather(torch.tensor([rank]), root=0))
+        [tensor([0, 1]), None]
+        """
         mine = self.rank == root
         if mine and output is None:
             output = self._rows(tensor, sizes)
@@ -174,11 +227,23 @@ class Group:
         return result if mine else None
 
     def scatter(self, output, root, tensor=None, *, sizes=None, timeout=0, start=False):
-        """`root` holds the rows of all ranks in `tensor`; each rank's `output` gets its own."""
+        """`root` holds the rows of all ranks in `tensor`; each rank's `output` gets its own.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().scatter(torch.zeros(1), 0, torch.tensor([5.0, 6.0])).item())
+        [5.0, 6.0]
+        """
         return self._call("scatter", tensor if self.rank == root else None, output, root, "sum", 1, sizes, None, timeout, start)
 
     def send(self, tensor, to, *, timeout=0, start=False):
-        """To a rank of the group, which calls `receive`. Not collective."""
+        """To a rank of the group, which calls `receive`. Not collective.
+
+        >>> def body(rank):
+        ...     if rank == 0:
+        ...         return ts.world().send(torch.tensor([7]), to=1).item()
+        ...     return ts.world().receive(torch.zeros(1, dtype=torch.int64), source=0).item()
+        >>> ts.run_threads(2, body)
+        [7, 7]
+        """
         return self._call("send", tensor, None, to, "sum", 1, None, None, timeout, start)
 
     def receive(self, tensor, source, *, timeout=0, start=False):
@@ -186,23 +251,50 @@ class Group:
         return self._call("receive", tensor, None, source, "sum", 1, None, None, timeout, start)
 
     def barrier(self, *, timeout=0, start=False):
-        """Returns when all ranks have come."""
+        """Returns when all ranks have come.
+
+        >>> ts.world().barrier(timeout=60)
+        """
         return self._call("barrier", None, None, 0, "sum", 1, None, None, timeout, start)
 
     def all_gather_bytes(self, mine):
-        """A small message of each rank, on all ranks, in group order."""
+        """A small message of each rank, on all ranks, in group order.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().all_gather_bytes(b"rank %d" % rank))[0]
+        [b'rank 0', b'rank 1']
+        """
         return [bytes.fromhex(text) for text in self._handle.all_gather_text(bytes(mine).hex())]
 
     def broadcast_bytes(self, message, root):
-        """A small message of `root`, on all ranks."""
+        """A small message of `root`, on all ranks.
+
+        >>> ts.run_threads(2, lambda rank: ts.world().broadcast_bytes(b"run 7" if rank == 0 else None, root=0))
+        [b'run 7', b'run 7']
+        """
         return bytes.fromhex(self._handle.broadcast_text(bytes(message or b"").hex(), root))
 
     def abort(self, reason):
-        """Tells the other ranks that this one cannot go on: their pending and later calls raise with `reason`."""
+        """Tells the other ranks that this one cannot go on: their pending and later calls raise with `reason`.
+
+        >>> def body(rank):
+        ...     if rank == 1:
+        ...         return ts.world().abort("no memory is left")
+        ...     try:
+        ...         ts.world().barrier()
+        ...     except ts.PeerLostError as error:
+        ...         return "no memory is left" in str(error)
+        >>> ts.run_threads(2, body)
+        [True, None]
+        """
         self._handle.abort(reason)
 
     def process_group(self):
-        """The `torch.distributed.ProcessGroup` of these ranks, for code written against PyTorch's own."""
+        """The `torch.distributed.ProcessGroup` of these ranks, for code written against PyTorch's own.
+
+        >>> pg = ts.world().process_group()              # a torch.distributed.ProcessGroup
+        >>> pg.rank(), pg.size()
+        (0, 1)
+        """
         import torch.distributed as dist
 
         return dist.ProcessGroup.unbox(self._handle.process_group())
@@ -218,7 +310,11 @@ class Group:
 
 
 def world():
-    """The group of all ranks."""
+    """The group of all ranks.
+
+    >>> ts.world().ranks
+    [0]
+    """
     return Group(ops.world())
 
 
@@ -227,6 +323,11 @@ def group(which, backend="", timeout=0):
 
     Called by its members alone; made on first use, then reused. With a `backend` or a `timeout` (seconds) of its own it is another group than the one
     without. Raises where this rank is not a member, and for a name that is unknown, with the known ones.
+
+    >>> def body(rank):
+    ...     return ts.group([0, 2]).all_reduce(torch.tensor(rank)).item() if rank != 1 else None
+    >>> ts.run_threads(3, body)
+    [2, None, 2]
     """
     if isinstance(which, str):
         if backend or timeout:
@@ -236,27 +337,52 @@ def group(which, backend="", timeout=0):
 
 
 def group_names():
-    """The families that `create_process_groups` made, in their order."""
+    """The families that `create_process_groups` made, in their order.
+
+    >>> tree = ts.ProcessGroupConfig().add_node("model", "world", size=1).add_node("data", "world")
+    >>> ts.create_process_groups(tree)
+    >>> ts.group_names()
+    ['world', 'model', 'data']
+    """
     return list(ops.group_names())
 
 
 def group_size(family):
-    """Of a family's group, without making it."""
+    """Of a family's group, without making it.
+
+    >>> ts.create_process_groups(ts.ProcessGroupConfig().add_node("data", "world"))
+    >>> ts.group_size("data")
+    1
+    """
     return ops.group_size(family)
 
 
 def group_rank(family):
-    """This rank's place in its group of a family, without making it."""
+    """This rank's place in its group of a family, without making it.
+
+    >>> ts.create_process_groups(ts.ProcessGroupConfig().add_node("data", "world"))
+    >>> ts.group_rank("data")
+    0
+    """
     return ops.group_rank(family)
 
 
 def set_check_level(level):
-    """'off', 'local' (default) or 'collective': all ranks of a group compare what they call before data moves. The same on all ranks."""
+    """'off', 'local' (default) or 'collective': all ranks of a group compare what they call before data moves. The same on all ranks.
+
+    >>> ts.set_check_level("collective")             # while a program that hangs is looked into
+    >>> ts.set_check_level("local")
+    """
     ops.set_check_level(level)
 
 
 class GroupInfo:
-    """One kind of parallelism, as this rank sees it: `groups.mp.group`, `.ranks`, `.rank`, `.size`."""
+    """One kind of parallelism, as this rank sees it: `groups.mp.group`, `.ranks`, `.rank`, `.size`.
+
+    >>> dp = ts.ParallelGroups().dp
+    >>> dp.ranks, dp.rank, dp.size
+    ([0], 0, 1)
+    """
 
     def __init__(self, handle):
         self._handle, self.group = handle, Group(handle.group())
@@ -273,27 +399,44 @@ class GroupInfo:
 
     @property
     def size(self):
+        """How many ranks."""
         return self.group.size
 
     def all_reduce(self, tensor, op="sum", *, factor=1, start=False):
-        """All-reduce in place. Refused for a tensor of a graph: `ts.functional.all_reduce` is recorded."""
+        """All-reduce in place. Refused for a tensor of a graph: `ts.functional.all_reduce` is recorded.
+
+        >>> ts.run_threads(2, lambda rank: ts.ParallelGroups().dp.all_reduce(torch.ones(2)))[0]
+        tensor([2., 2.])
+        """
         if start:
             return Request(self._handle.start_all_reduce(tensor, op, float(factor)), tensor)
         self._handle.all_reduce(tensor, op, float(factor))
         return tensor
 
     def split(self, tensor, dim=0):
-        """This rank's slice of a tensor that all ranks hold; the first ranks get one row more where it does not divide. Its gradient is gathered."""
+        """This rank's slice of a tensor that all ranks hold; the first ranks get one row more where it does not divide. Its gradient is gathered.
+
+        >>> ts.run_threads(2, lambda rank: ts.ParallelGroups(model=2).mp.split(torch.arange(5)).tolist())
+        [[0, 1, 2], [3, 4]]
+        """
         return self._handle.split(tensor, dim)
 
     def all_gather(self, tensor, dim=0, *, start=False):
-        """The ranks' slices joined along `dim`, any sizes. Inverse of `split`, both ways: its gradient is split."""
+        """The ranks' slices joined along `dim`, any sizes. Inverse of `split`, both ways: its gradient is split.
+
+        >>> ts.run_threads(2, lambda rank: ts.ParallelGroups(model=2).mp.all_gather(torch.full((rank + 1,), rank)).tolist())
+        [[0, 1, 1], [0, 1, 1]]
+        """
         if start:
             return Request(self._handle.start_all_gather(tensor, dim))
         return self._handle.all_gather(tensor, dim)
 
     def gather_to(self, root, tensor, dim=0, *, start=False):
-        """The same for one rank of the group alone; the others get None. Refused for a tensor of a graph."""
+        """The same for one rank of the group alone; the others get None. Refused for a tensor of a graph.
+
+        >>> ts.run_threads(2, lambda rank: ts.ParallelGroups(model=2).mp.gather_to(1, torch.tensor([rank])))
+        [None, tensor([0, 1])]
+        """
         if start:
             return Request(self._handle.start_gather_to(root, tensor, dim))
         return self._handle.gather_to(root, tensor, dim)
@@ -305,10 +448,11 @@ class GroupInfo:
 class ParallelGroups:
     """Model, pipeline and data parallelism given by two numbers; what is left of the world are replicas.
 
-    >>> groups = ts.ParallelGroups(model=2, pipeline=2)   # on 8 ranks, on all
-    >>> groups.mp.ranks, groups.pp.ranks, groups.dp.ranks # rank 5: [4, 5], [5, 7], [1, 5]
-    >>> groups.mesh                                       # axes dp, pp, mp, with the same groups
-    >>> print(groups.summary())                           # one line for the log
+    >>> def body(rank):
+    ...     groups = ts.ParallelGroups(model=2, pipeline=2)
+    ...     return groups.mp.ranks, groups.pp.ranks, groups.dp.ranks, groups.mesh.axes, groups.summary()
+    >>> ts.run_threads(8, body)[5]
+    ([4, 5], [5, 7], [1, 5], {'dp': 2, 'pp': 2, 'mp': 2}, '...')
 
     `backends` and `timeouts` give a kind ("mp", "pp", "dp") its own. Collective over the world; raises on every rank where sizes do not divide the world
     or ranks give different ones.
@@ -342,7 +486,13 @@ class functional:
     result, and it counts once. Backward is collective: each rank's graph holds the same calls, and their results reach its loss. Sizes are rows along
     dim 0, one number per rank.
 
-    >>> y = ts.functional.all_gather(group, x, [3, 0, 2])
+    >>> def body(rank):
+    ...     x = torch.full((rank + 1,), 2.0, requires_grad=True)
+    ...     y = ts.functional.all_gather(ts.world(), x, [1, 2])     # 3 elements
+    ...     (y.sum() * (rank + 1)).backward()                       # each rank's loss counts: 1 + 2
+    ...     return x.grad.tolist()
+    >>> ts.run_threads(2, body)
+    [[3.0], [3.0, 3.0]]
     """
 
     @staticmethod
@@ -354,7 +504,11 @@ class functional:
 
     @staticmethod
     def all_reduce(group, x, op="sum", *, factor=1.0, cotangent="summed"):
-        """`op`: sum, avg or premultiplied; others are not linear and raise."""
+        """`op`: sum, avg or premultiplied; others are not linear and raise.
+
+        >>> ts.functional.all_reduce(ts.world(), torch.ones(2))
+        tensor([1., 1.])
+        """
         return functional._call("all_reduce", group, x, op=op, factor=factor, cotangent=cotangent)
 
     @staticmethod
@@ -364,37 +518,73 @@ class functional:
 
     @staticmethod
     def reduce_scatter(group, x, sizes=None, op="sum", *, factor=1.0):
-        """This rank's rows of the sum."""
+        """This rank's rows of the sum.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.reduce_scatter(ts.world(), torch.ones(3), [2, 1]).tolist())
+        [[2.0, 2.0], [2.0]]
+        """
         return functional._call("reduce_scatter", group, x, op=op, factor=factor, sizes=sizes)
 
     @staticmethod
     def all_to_all(group, x, output_sizes=None, input_sizes=None):
-        """Rows of `x` go to the ranks, `input_sizes[r]` of them to rank r."""
+        """Rows of `x` go to the ranks, `input_sizes[r]` of them to rank r.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.all_to_all(ts.world(), torch.tensor([0.0, 1.0]) + 10 * rank).tolist())
+        [[0.0, 10.0], [1.0, 11.0]]
+        """
         return functional._call("all_to_all", group, x, sizes=output_sizes, input_sizes=input_sizes)
 
     @staticmethod
     def broadcast(group, x, root, *, cotangent="summed"):
-        """The values of `root`; `x` has the same shape on all ranks, and elsewhere its gradient is zero."""
+        """The values of `root`; `x` has the same shape on all ranks, and elsewhere its gradient is zero.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.broadcast(ts.world(), torch.tensor(1.0 + rank), root=1).item())
+        [2.0, 2.0]
+        """
         return functional._call("broadcast", group, x, rank=root, cotangent=cotangent)
 
     @staticmethod
     def reduce(group, x, root, op="sum", *, factor=1.0):
-        """The result on `root`, zeros elsewhere."""
+        """The result on `root`, zeros elsewhere.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.reduce(ts.world(), torch.tensor(1.0), root=0).item())
+        [2.0, 0.0]
+        """
         return functional._call("reduce", group, x, rank=root, op=op, factor=factor)
 
     @staticmethod
     def gather(group, x, root, sizes=None):
-        """All rows on `root`, no rows elsewhere."""
+        """All rows on `root`, no rows elsewhere.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.gather(ts.world(), torch.full((1,), float(rank)), root=0).tolist())
+        [[0.0, 1.0], []]
+        """
         return functional._call("gather", group, x, rank=root, sizes=sizes)
 
     @staticmethod
     def scatter(group, x, root, sizes):
-        """This rank's rows of the root's `x`; elsewhere `x` gives dtype, device and the dims after the first."""
+        """This rank's rows of the root's `x`; elsewhere `x` gives dtype, device and the dims after the first.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.scatter(ts.world(), torch.arange(3.0), 0, [1, 2]).tolist())
+        [[0.0], [1.0, 2.0]]
+        """
         return functional._call("scatter", group, x, rank=root, sizes=sizes)
 
     @staticmethod
     def send(group, x, to):
-        """Not collective. Returns a token without elements, through which the gradient comes back: add its sum to the loss."""
+        """Not collective. Returns a token without elements, through which the gradient comes back: add its sum to the loss.
+
+        >>> def body(rank):
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     if rank == 0:
+        ...         ts.functional.send(ts.world(), 3 * x, to=1).sum().backward()
+        ...         return x.grad.tolist()
+        ...     y = ts.functional.receive(ts.world(), x, source=0)
+        ...     y.sum().backward()
+        ...     return y.tolist()
+        >>> ts.run_threads(2, body)
+        [[3.0, 3.0], [3.0, 3.0]]
+        """
         return functional._call("send", group, x, rank=to)
 
     @staticmethod
@@ -404,10 +594,22 @@ class functional:
 
     @staticmethod
     def replicate(group, x):
-        """A value that all ranks hold alike, entering computation that differs by rank: the gradients of all ranks are summed."""
+        """A value that all ranks hold alike, entering computation that differs by rank: the gradients of all ranks are summed.
+
+        >>> def body(rank):
+        ...     x = torch.ones(1, requires_grad=True)
+        ...     (ts.functional.replicate(ts.world(), x) * (rank + 1)).sum().backward()
+        ...     return x.grad.item()
+        >>> ts.run_threads(2, body)
+        [3.0, 3.0]
+        """
         return functional._call("replicate", group, x)
 
     @staticmethod
     def own_rows(group, x, sizes):
-        """This rank's rows of a value that all ranks hold alike; backward gathers."""
+        """This rank's rows of a value that all ranks hold alike; backward gathers.
+
+        >>> ts.run_threads(2, lambda rank: ts.functional.own_rows(ts.world(), torch.arange(3.0), [1, 2]).tolist())
+        [[0.0], [1.0, 2.0]]
+        """
         return functional._call("own_rows", group, x, sizes=sizes)
