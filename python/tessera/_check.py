@@ -60,7 +60,14 @@ class Refused:
 
 @dataclass
 class Report:
-    """What tessera.check() found. True where the model is safe: equal to one process, with no refusal."""
+    """What tessera.check() found. True where the model is safe: equal to one process, with no refusal.
+
+    >>> report = ts.check(net.double(), x.double(), mesh)
+    >>> bool(report), report.wrong, report.refused
+    (True, [], [])
+    >>> print(report.text(limit=1))
+    safe on Mesh(...): 1 values and 5 gradients as on one process...
+    """
 
     mesh: object
     values: list = field(default_factory=list)
@@ -256,6 +263,9 @@ def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=
     `tolerance`: relative to the largest value, by default by dtype (1e-10 in float64, 1e-4 in float32). Without one, what differs by more in float32
     or less is judged in float64: rounding flips decisions of ReLU or max-pooling, on one process too. The model itself stays as it is. Collective over
     the mesh. Returns a Report, which is true where the model is safe and prints as text.
+
+    >>> report = ts.check(net, x, mesh, ts.Shard(0))
+    >>> assert report, str(report)
     """
     report = Report(mesh)
     arguments = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -392,6 +402,7 @@ def _differentiate(report, loss, sharded_loss, models, inputs, tolerance):
 
 def _placements_of(leaves, mesh, placements):
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    placements = placements if placements is None or isinstance(placements, (list, tuple)) else [placements]
     nested = placements is not None and len(placements) > 0 and isinstance(placements[0], (list, tuple))
     if nested and len(placements) != len(tensors):
         raise ValueError(f"check: {len(placements)} entries of placements for {len(tensors)} tensors among the inputs")

@@ -36,7 +36,9 @@ class deferred(contextlib.ContextDecorator):
 
     >>> with ts.deferred():
     ...     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-    >>> ts.distribute_module(net, mesh, lambda name, t: [ts.Shard(0)])   # each rank fills its shards
+    >>> ts.is_deferred(net[0].weight)
+    True
+    >>> net = ts.distribute_module(net, mesh, lambda name, t: [ts.Shard(0)])   # each rank fills its shards
 
     What the constructor does, initialisation included, is recorded instead of computed, and run parameter by parameter on tensors that are sharded from the
     start. Random numbers come from the stream of sharded tensors (`manual_seed`), so that values are those of one rank, bit for bit. What needs values
@@ -61,7 +63,13 @@ class deferred(contextlib.ContextDecorator):
 
 
 def is_deferred(tensor):
-    """True if the tensor was made in a `deferred` scope and has no values yet."""
+    """True if the tensor was made in a `deferred` scope and has no values yet.
+
+    >>> with ts.deferred():
+    ...     layer = nn.Linear(8, 64)
+    >>> ts.is_deferred(layer.weight), ts.is_deferred(x)
+    (True, False)
+    """
     return ops.is_deferred(tensor)
 
 
@@ -70,6 +78,11 @@ def materialize(module, device="cpu"):
 
     For modules that nothing places; numbers of `trunc_normal_`, and what is drawn after it, are others. Not collective. Raises NotAvailable as `deferred`,
     InvalidArgument inside such a scope.
+
+    >>> with ts.deferred():
+    ...     layer = nn.Linear(8, 64)
+    >>> ts.materialize(layer)(x).shape
+    torch.Size([4, 64])
     """
     ops.materialize([*module.parameters(), *module.buffers()], str(device))
     return module

@@ -35,10 +35,15 @@ class GhostPlan:
     owned rows. Both are tensors or lists of whole numbers. Raises InvalidArgument on every rank, with ids and ranks, for an id that nobody or two own,
     for negative ones, and for a ghost that is owned here.
 
-    >>> needed = ts.ghosts_of(owned, edges[0])                    # sources of this rank's edges that others own
-    >>> plan = ts.GhostPlan(mesh, owned, needed)
-    >>> source = plan.local_rows(edges[0])                        # ids as rows of the local array
-    >>> h = ts.ghost_exchange(plan, x)                            # this rank's rows, then its ghosts
+    >>> def body(rank):
+    ...     owned, sources = ([0, 3], [0, 1, 2]) if rank == 0 else ([2, 1], [3, 3])
+    ...     needed = ts.ghosts_of(owned, sources)                 # sources of this rank's edges that others own
+    ...     plan = ts.GhostPlan(ts.Mesh({"ranks": 2}), owned, needed)
+    ...     source = plan.local_rows(sources)                     # ids as rows of the local array
+    ...     h = ts.ghost_exchange(plan, 10 * torch.tensor(owned)) # this rank's rows, then its ghosts
+    ...     return h[source].tolist(), (plan.owned, plan.ghosts), plan.sends, plan.receives
+    >>> ts.run_threads(2, body)
+    [([0, 10, 20], (2, 2), [(1, 1)], [(1, 2)]), ([30, 30], (2, 1), [(0, 2)], [(0, 1)])]
     """
 
     def __init__(self, over, owned_ids, needed_ids):
@@ -67,7 +72,11 @@ class GhostPlan:
 
     @property
     def group(self):
-        """The ranks that made it."""
+        """The ranks that made it.
+
+        >>> ts.GhostPlan(mesh, [0, 1], []).group.ranks
+        [0]
+        """
         return Group(self._handle.group())
 
     def local_rows(self, ids):
@@ -76,7 +85,11 @@ class GhostPlan:
         return ops.local_rows(*self._ids, ids.reshape(-1)).reshape(ids.shape).to(ids.device)
 
     def summary(self):
-        """This rank's part: a line, and a line for each peer."""
+        """This rank's part: a line, and a line for each peer.
+
+        >>> print(ts.GhostPlan(mesh, [0, 1], []).summary())
+        rank 0...
+        """
         return self._handle.summary()
 
     def __repr__(self):
@@ -84,7 +97,11 @@ class GhostPlan:
 
 
 def ghosts_of(owned_ids, ids):
-    """The distinct `ids` that are not among `owned_ids`, in the order in which they come first: what a rank needs. Communicates nothing."""
+    """The distinct `ids` that are not among `owned_ids`, in the order in which they come first: what a rank needs. Communicates nothing.
+
+    >>> ts.ghosts_of([4, 5], [5, 9, 4, 7, 9]).tolist()
+    [9, 7]
+    """
     return ops.ghosts_of(_ids(owned_ids), _ids(ids).reshape(-1))
 
 
@@ -95,6 +112,12 @@ def ghost_exchange(plan, owned, *, start=False):
     a `Request` at once, whose `wait()` gives the tensor: what needs no ghosts can be computed meanwhile. Collective, and so is backward: on every rank
     `owned` requires a gradient or on none, and the result must reach the rank's loss, also where it has no rows. Raises InvalidArgument for another number
     of rows than the plan's, and PeerFailedError on the other ranks.
+
+    >>> def body(rank):
+    ...     plan = ts.GhostPlan(ts.world(), [2 * rank, 2 * rank + 1], [2 - 2 * rank])
+    ...     return ts.ghost_exchange(plan, torch.tensor([10.0, 11.0]) + 2 * rank).tolist()
+    >>> ts.run_threads(2, body)
+    [[10.0, 11.0, 12.0], [12.0, 13.0, 10.0]]
     """
     if start:
         return Request(ops.start_ghost_exchange(plan._handle, owned))
@@ -107,6 +130,12 @@ def ghost_reduce(plan, rows, op="sum", *, start=False):
     `rows`: a plain tensor with a row for each owned id and each ghost. `op`: sum, min or max; the gradient of an extreme value is shared by the rows that
     have it. On the CPU the order is fixed: the owned row, then ranks in ascending order. The gradient of a sum is `ghost_exchange` of the result's.
     `start`, collectiveness and errors as there.
+
+    >>> def body(rank):
+    ...     plan = ts.GhostPlan(ts.world(), [2 * rank, 2 * rank + 1], [2 - 2 * rank])
+    ...     return ts.ghost_reduce(plan, torch.tensor([1.0, 1.0, 0.5])).tolist()
+    >>> ts.run_threads(2, body)
+    [[1.5, 1.0], [1.5, 1.0]]
     """
     if start:
         return Request(ops.start_ghost_reduce(plan._handle, rows, op))

@@ -12,7 +12,7 @@ class DistributedDataParallel(torch.nn.Module):
     """A module whose gradients are the mean over the ranks of a group. Ranks may hold different numbers of samples, or none.
 
     >>> ddp = ts.DistributedDataParallel(net)                # parameters and buffers are broadcast from rank 0
-    >>> loss = ddp.mean_loss(criterion(ddp(x), y), len(x))   # the mean over all ranks' samples
+    >>> loss = ddp.mean_loss(nn.functional.mse_loss(ddp(x), y), len(x))   # the mean over all ranks' samples
     >>> loss.backward()                                      # gradients are reduced in buckets while it runs
 
     `group`: default the world. `reduction`: avg; sum, where each rank's gradient is a summand of that of one loss; premultiplied, each rank by its `factor`.
@@ -57,7 +57,11 @@ class DistributedDataParallel(torch.nn.Module):
                     )
 
     def forward(self, *args, **kwargs):
-        """Of the module; in training its buffers are broadcast first."""
+        """Of the module; in training its buffers are broadcast first.
+
+        >>> ts.DistributedDataParallel(net).forward(x).shape     # or ddp(x)
+        torch.Size([4, 1])
+        """
         if torch.is_grad_enabled():
             self._require_wrapped()
         self._engine.before_forward(self.module.training)
@@ -68,17 +72,33 @@ class DistributedDataParallel(torch.nn.Module):
         return mean_loss(loss, samples, self.group, self._reduction)
 
     def no_sync(self):
-        """`with ddp.no_sync():` gradients accumulate locally; the next backward outside reduces their sum."""
+        """`with ddp.no_sync():` gradients accumulate locally; the next backward outside reduces their sum.
+
+        >>> ddp = ts.DistributedDataParallel(net)
+        >>> with ddp.no_sync():
+        ...     ddp(x).sum().backward()
+        >>> ddp(x).sum().backward()
+        """
         from tessera._api import no_sync
 
         return no_sync(self.module)
 
     def reduce(self):
-        """Reduces now what has been accumulated and not been reduced, without a backward. Collective."""
+        """Reduces now what has been accumulated and not been reduced, without a backward. Collective.
+
+        >>> ddp = ts.DistributedDataParallel(net)
+        >>> with ddp.no_sync():
+        ...     ddp(x).sum().backward()
+        >>> ddp.reduce()
+        """
         ops.reduce_gradients(list(self.module.parameters()))
 
     def buckets(self):
-        """Indices of the parameters that require grad, bucket by bucket, in the order in which buckets are reduced."""
+        """Indices of the parameters that require grad, bucket by bucket, in the order in which buckets are reduced.
+
+        >>> ts.DistributedDataParallel(net).buckets()
+        [[3, 2, 1, 0]]
+        """
         return [list(bucket) for bucket in self._engine.buckets()]
 
 
@@ -87,6 +107,12 @@ def mean_loss(loss, samples, group=None, reduction="avg"):
 
     `loss`: this rank's mean over `samples` of its own, without dims; 0 samples count nothing, even if the loss is NaN. `reduction`: "avg" under
     DistributedDataParallel, "sum" where the loss reaches parameters through sharded tensors. Collective.
+
+    >>> def body(rank):
+    ...     samples = 1 + 2 * rank
+    ...     return ts.mean_loss(torch.tensor(float(rank)), samples).item()     # (1 * 0 + 3 * 1) / 4
+    >>> ts.run_threads(2, body)
+    [0.75, 0.75]
     """
     return ops.mean_loss(loss, float(samples), (world() if group is None else group)._handle, reduction)
 
@@ -94,12 +120,12 @@ def mean_loss(loss, samples, group=None, reduction="avg"):
 class StepWeight:
     """The denominator of an optimizer step, over ranks and accumulated micro-batches, which may be ragged.
 
-    >>> weight = ts.StepWeight()
+    >>> from contextlib import nullcontext
+    >>> ddp, weight, micro_batches = ts.DistributedDataParallel(net), ts.StepWeight(), [(x, y), (x[:1], y[:1])]
     >>> for k, (x, y) in enumerate(micro_batches):
-    ...     with ts.no_sync(net) if k + 1 < len(micro_batches) else contextlib.nullcontext():
-    ...         weight.weigh(criterion(ddp(x), y), len(x)).backward()
+    ...     with ts.no_sync(net) if k + 1 < len(micro_batches) else nullcontext():
+    ...         weight.weigh(nn.functional.mse_loss(ddp(x), y), len(x)).backward()
     >>> mean = weight.finish(net.parameters())      # divides the gradients, and gives the step's mean loss
-    >>> optimizer.step()
 
     `others`: how the gradients of parameters come together that the program reduces by hand, "averaged" or "summed".
     """
@@ -114,7 +140,12 @@ class StepWeight:
         return self._handle.weigh(loss, float(weight))
 
     def weigh_global(self, loss, weight):
-        """The same for a loss over `weight` samples of all ranks together, the same on every rank (of a sharded tensor): it counts once."""
+        """The same for a loss over `weight` samples of all ranks together, the same on every rank (of a sharded tensor): it counts once.
+
+        >>> net, weight = ts.distribute_module(net, mesh), ts.StepWeight()
+        >>> weight.weigh_global(net(t).square().mean(), len(t)).backward()
+        >>> mean = weight.finish(net.parameters())
+        """
         return self._handle.weigh_global(loss, float(weight))
 
     def finish(self, parameters):
@@ -122,7 +153,12 @@ class StepWeight:
         return self._handle.finish(list(parameters))
 
     def reset(self):
-        """Forgets what was weighed: for a step that an exception ended."""
+        """Forgets what was weighed: for a step that an exception ended.
+
+        >>> weight = ts.StepWeight()
+        >>> weight.weigh(net(x).mean(), len(x)).backward()
+        >>> weight.reset(); net.zero_grad()
+        """
         self._handle.reset()
 
 
@@ -132,6 +168,11 @@ def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None,
     Plain parameters count once (they are replicated), sharded ones each element once, on whatever mesh. `by_hand`: pairs (parameter, group) of plain
     parameters of which each rank of the group holds another shard. `disjoint`: the ranks that hold other parameters of the same model (the stages of a
     pipeline). Collective over `group`, default the world. Where a gradient is NaN or infinite every rank gets infinity and nothing is scaled.
+
+    >>> net(x).sum().backward()
+    >>> norm = ts.clip_gradients(net.parameters(), max_norm=1.0)
+    >>> round(ts.clip_gradients(net.parameters()), 4)         # without a limit: the norm alone
+    1.0
     """
     shards, owners = [p for p, _ in by_hand], [g._handle for _, g in by_hand]
     on = (world() if group is None else group)._handle
@@ -145,8 +186,14 @@ def halo_exchange(tensor, widths, method="automatic"):
     "circular", "reflect" or "replicate". Any widths, larger than the shards too; corners included. Collective over the mesh, and so is its backward: the
     result must reach the loss on every rank.
 
-    >>> h = ts.halo_exchange(u, {0: 1})                             # rows -1 ... n of this rank's n rows
-    >>> du = ts.from_local(h[2:] - h[:-2], mesh, [ts.Shard(0)])     # a centred difference
+    >>> def body(rank):
+    ...     mesh = ts.Mesh({"domain": 2})
+    ...     u = ts.distribute_tensor(torch.tensor([1.0, 4.0, 9.0, 16.0]), mesh, ts.Shard(0))
+    ...     h = ts.halo_exchange(u, {0: 1})                             # rows -1 ... n of this rank's n rows
+    ...     du = ts.from_local(h[2:] - h[:-2], mesh, ts.Shard(0))       # a centred difference
+    ...     return h.tolist(), ts.full_tensor(du).tolist()
+    >>> ts.run_threads(2, body)[0]
+    ([0.0, 1.0, 4.0, 9.0], [4.0, 8.0, 12.0, -9.0])
     """
     all_widths = []
     for dim, width in widths.items():
@@ -161,22 +208,41 @@ def neighborhood_attention(q, k, v, kernel, dilation=(), causal=(), scale=None):
     q, k: batch x spatial dims x heads x channels, v with any channels. `kernel`, `dilation`, `causal`: one number per spatial dim; default dilation 1,
     not causal. At the edges the window is shifted, not shortened. `scale`: default 1 / sqrt(channels). Batch, spatial dims and heads may be sharded.
     Differentiable once.
+
+    >>> q = k = v = torch.ones(2, 6, 5, 3, 4)                 # batch x height x width x heads x channels
+    >>> ts.neighborhood_attention(q, k, v, kernel=[3, 3]).shape
+    torch.Size([2, 6, 5, 3, 4])
     """
     return ops.neighborhood_attention(q, k, v, list(kernel), list(dilation), list(causal), scale)
 
 
 def neighborhood_attention_1d(q, k, v, kernel, dilation=(), causal=(), scale=None):
-    """`neighborhood_attention` of batch x n x heads x channels."""
+    """`neighborhood_attention` of batch x n x heads x channels.
+
+    >>> q = ts.distribute_tensor(torch.ones(2, 9, 3, 4), mesh, ts.Shard(1))
+    >>> ts.neighborhood_attention_1d(q, q, q, [3], causal=[True]).shape
+    torch.Size([2, 9, 3, 4])
+    """
     return _of_dims(1, q, k, v, kernel, dilation, causal, scale)
 
 
 def neighborhood_attention_2d(q, k, v, kernel, dilation=(), causal=(), scale=None):
-    """`neighborhood_attention` of batch x height x width x heads x channels."""
+    """`neighborhood_attention` of batch x height x width x heads x channels.
+
+    >>> q = torch.ones(1, 6, 6, 1, 4)
+    >>> ts.neighborhood_attention_2d(q, q, q, [3, 3], dilation=[2, 1]).shape
+    torch.Size([1, 6, 6, 1, 4])
+    """
     return _of_dims(2, q, k, v, kernel, dilation, causal, scale)
 
 
 def neighborhood_attention_3d(q, k, v, kernel, dilation=(), causal=(), scale=None):
-    """`neighborhood_attention` of batch x depth x height x width x heads x channels."""
+    """`neighborhood_attention` of batch x depth x height x width x heads x channels.
+
+    >>> q = torch.ones(1, 4, 4, 4, 1, 2)
+    >>> ts.neighborhood_attention_3d(q, q, q, [3, 3, 3]).shape
+    torch.Size([1, 4, 4, 4, 1, 2])
+    """
     return _of_dims(3, q, k, v, kernel, dilation, causal, scale)
 
 
@@ -193,56 +259,104 @@ def _made(how, shape, mesh, placements, sizes, dtype, value=0.0):
 
 
 def empty(shape, mesh, placements, sizes=None, dtype=None):
-    """A sharded tensor of a global `shape`, with whatever is in memory. No communication, as for all that follow."""
+    """A sharded tensor of a global `shape`, with whatever is in memory. No communication, as for all that follow.
+
+    >>> ts.empty([6, 2], mesh, ts.Shard(0), dtype=torch.int64).fill_(3).shape
+    torch.Size([6, 2])
+    """
     return _made("empty", shape, mesh, placements, sizes, dtype)
 
 
 def zeros(shape, mesh, placements, sizes=None, dtype=None):
-    """Zeros of a global `shape`."""
+    """Zeros of a global `shape`.
+
+    >>> ts.zeros([6, 2], mesh, ts.Shard(0))
+    <ShardTensor Float [6, 2] data=Shard(0)[6], local [6, 2] at [0, 0]>
+    """
     return _made("zeros", shape, mesh, placements, sizes, dtype)
 
 
 def ones(shape, mesh, placements, sizes=None, dtype=None):
-    """Ones of a global `shape`."""
+    """Ones of a global `shape`.
+
+    >>> ts.ones([6, 2], mesh, ts.Shard(0)).sum().item()
+    12.0
+    """
     return _made("ones", shape, mesh, placements, sizes, dtype)
 
 
 def full(shape, value, mesh, placements, sizes=None, dtype=None):
-    """`value` everywhere in a global `shape`."""
+    """`value` everywhere in a global `shape`.
+
+    >>> ts.full([6], 0.5, mesh, ts.Shard(0)).sum().item()
+    3.0
+    """
     return _made("full", shape, mesh, placements, sizes, dtype, value)
 
 
 def rand(shape, mesh, placements, sizes=None, dtype=None):
-    """Uniform in [0, 1). The numbers depend on the global index alone, so that they are the same for any placement; `manual_seed` restarts them."""
+    """Uniform in [0, 1). The numbers depend on the global index alone, so that they are the same for any placement; `manual_seed` restarts them.
+
+    >>> def body(rank):
+    ...     ts.manual_seed(3)
+    ...     return ts.full_tensor(ts.rand([4], ts.Mesh({"data": -1}), ts.Shard(0)))
+    >>> torch.equal(ts.run_threads(3, body)[0], ts.run_threads(1, body)[0])
+    True
+    """
     return _made("rand", shape, mesh, placements, sizes, dtype)
 
 
 def randn(shape, mesh, placements, sizes=None, dtype=None):
-    """Standard normal; as `rand`."""
+    """Standard normal; as `rand`.
+
+    >>> ts.randn([4, 3], mesh, ts.Shard(1), dtype=torch.float64).shape
+    torch.Size([4, 3])
+    """
     return _made("randn", shape, mesh, placements, sizes, dtype)
 
 
 def start_redistribute(tensor, placements, sizes=None):
-    """Starts `redistribute`; `.wait()` gives the tensor, `.done()` says whether it would block. All ranks wait for theirs in the same order."""
+    """Starts `redistribute`; `.wait()` gives the tensor, `.done()` says whether it would block. All ranks wait for theirs in the same order.
+
+    >>> later = ts.start_redistribute(t, ts.Replicate())
+    >>> ready = later.done()                         # compute something else meanwhile
+    >>> later.wait()
+    <ShardTensor Float [4, 8] data=Replicate, local [4, 8] at [0, 0]>
+    """
     from tessera._api import _sizes
 
     return ops.start_redistribute(tensor, to_text(placements), _sizes(sizes))
 
 
 def explain_redistribution(tensor, placements, sizes=None):
-    """The collectives that `redistribute` would make: (operation, axes, elements that arrive here) each. Communicates nothing."""
+    """The collectives that `redistribute` would make: (operation, axes, elements that arrive here) each. Communicates nothing.
+
+    >>> def body(rank):
+    ...     t = ts.ones([4, 8], ts.Mesh({"data": 2}), ts.Shard(0))
+    ...     return ts.explain_redistribution(t, ts.Replicate())
+    >>> ts.run_threads(2, body)[0]
+    [('all_gather', ('data',), 16)]
+    """
     from tessera._api import _sizes
 
     return [(name, tuple(axes), count) for name, axes, count in ops.explain_redistribution(tensor, to_text(placements), _sizes(sizes))]
 
 
 def visualize_sharding(tensor):
-    """Draws as text which rank holds which shard. Communicates nothing."""
+    """Draws as text which rank holds which shard. Communicates nothing.
+
+    >>> print(ts.visualize_sharding(t))
+    [4, 8]...
+    """
     return ops.visualize_sharding(tensor, False)
 
 
 def visualize_sharding_svg(tensor):
-    """The same as an SVG picture, with the shards to scale: in a notebook, `IPython.display.SVG(...)`."""
+    """The same as an SVG picture, with the shards to scale: in a notebook, `IPython.display.SVG(...)`.
+
+    >>> ts.visualize_sharding_svg(t)[:4]
+    '<svg'
+    """
     return ops.visualize_sharding(tensor, True)
 
 
@@ -251,6 +365,10 @@ def load_as_saved(path, mesh, misfits=None):
 
     Axes are found by name: an axis that the saved mesh did not have replicates. What does not fit raises, or is described in the list `misfits`, a sentence
     each, and gets other shards.
+
+    >>> ts.save({"field": t}, mesh, "field.safetensors")
+    >>> ts.load_as_saved("field.safetensors", mesh)["field"]
+    <ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]>
     """
     names, tensors, words = ops.load_as_saved(mesh._handle, str(path), misfits is not None)
     if misfits is not None:
