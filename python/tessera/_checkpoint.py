@@ -71,15 +71,20 @@ def _saved_as(part, kind):
 class Checkpointer:
     """Saves and loads what ranks hold, from all of them at once: each writes its shards, replicas share the work, and a manifest is written last.
 
+    >>> adam = torch.optim.Adam(net.parameters())
     >>> checkpoints = ts.Checkpointer("runs/7", keep_last=3)
-    >>> state = {"net": net, "adam": adam, "schedule": schedule, "loader": loader, "random": ts.RandomState()}
+    >>> state = {"net": net, "adam": adam, "random": ts.RandomState()}       # a loader, a schedule of learning rates likewise
     >>> step = 0
     >>> if name := checkpoints.to_resume():
     ...     step = checkpoints.load(name, {**state, "step": 0})["step"]      # on these ranks and this mesh, whatever saved it
-    >>> for step in range(step, 1000):
-    ...     ...
+    >>> for step in range(step, 5):
+    ...     net(x).sum().backward(); adam.step()
     ...     checkpoints.start_save(f"step-{step + 1}", {**state, "step": step + 1})  # returns after one copy
     >>> checkpoints.wait()
+    >>> checkpoints.names(), checkpoints.latest(), checkpoints.saving, checkpoints.warnings
+    (['step-3', 'step-4', 'step-5'], 'step-5', False, [])
+    >>> checkpoints.load("step-4", {**state, "step": 0})["step"]
+    4
 
     A state is a dictionary. Modules (parameters and buffers, but for those that a state_dict leaves out), optimizers, tensors and dictionaries of tensors,
     sharded or not; learning rate schedules, `GradScaler` and any other object with `state_dict()` and `load_state_dict()`; `Loader`; `RandomState`; plain
@@ -121,7 +126,13 @@ class Checkpointer:
         return out.handle
 
     def save(self, name, state):
-        """Returns when the checkpoint is on the disk. One by the same name is replaced, and stays complete until then."""
+        """Returns when the checkpoint is on the disk. One by the same name is replaced, and stays complete until then.
+
+        >>> checkpoints = ts.Checkpointer("runs/8")
+        >>> checkpoints.save("best", {"net": net})
+        >>> checkpoints.folder, checkpoints.bytes_written > 0
+        ('runs/8', True)
+        """
         self._handle.save(name, self._out(name, state))
 
     def start_save(self, name, state):
@@ -158,11 +169,24 @@ class Checkpointer:
         return CheckpointReader(self.folder, name, self._group, timeout=self._timeout).load(state, **options)
 
     def remove(self, name):
-        """Removes a checkpoint, its manifest first."""
+        """Removes a checkpoint, its manifest first.
+
+        >>> checkpoints = ts.Checkpointer("runs/9")
+        >>> checkpoints.save("a", {"net": net}); checkpoints.save("b", {"net": net})
+        >>> checkpoints.remove("a"); checkpoints.names()
+        ['b']
+        """
         self._handle.remove(name)
 
     def protect(self, names):
-        """`keep_last` neither removes nor counts these from the next save on; replaces those given before. On all ranks; not collective."""
+        """`keep_last` neither removes nor counts these from the next save on; replaces those given before. On all ranks; not collective.
+
+        >>> checkpoints = ts.Checkpointer("runs/10", keep_last=1)
+        >>> checkpoints.protect(["best"])
+        >>> for name in ("best", "a", "b"): checkpoints.save(name, {"net": net})
+        >>> checkpoints.names()
+        ['best', 'b']
+        """
         self._handle.protect(list(names))
 
     @property
@@ -182,7 +206,12 @@ def _close(handle):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a checkpoint has under a name: dtype and global shape; how it lay: axes by name, a placement for each, and sizes of shards, all empty if plain."""
+    """What a checkpoint has under a name: dtype and global shape; how it lay: axes by name, a placement for each, and sizes of shards, all empty if plain.
+
+    >>> ts.Checkpointer("runs").save("a", {"field": t})
+    >>> ts.CheckpointReader("runs", "a").tensors["field"]
+    SavedTensor(dtype=torch.float32, shape=(4, 8), axes={'data': 1}, placements=(Shard(dim=0),), sizes={0: [4]})
+    """
 
     dtype: torch.dtype
     shape: tuple
@@ -201,11 +230,17 @@ def _saved_tensor(meta, layout):
 class CheckpointReader:
     """One checkpoint of a folder, or a safetensors file of any program, to be loaded on any number of ranks and any mesh.
 
+    >>> ts.Checkpointer("runs/7").save("step-100", {"net": net, "field": t, "step": 100})
     >>> saved = ts.CheckpointReader("runs/7", "step-100")
-    >>> values = saved.load({"net": net, "adam": adam, "step": 0})   # into the placements that they have here
-    >>> w = saved.read("net.0.weight", mesh, [ts.Shard(0)])          # one tensor
+    >>> saved.load({"net": net, "field": t, "step": 0})["step"]      # into the placements that they have here
+    100
+    >>> saved.read("net.0.weight", mesh, [ts.Shard(0)])              # one tensor
+    <ShardTensor Float [16, 8] data=Shard(0)[16], local [16, 8] at [0, 0]>
     >>> saved.export_file("net.safetensors")                         # all of them in one file, which other programs read
-    >>> ts.CheckpointReader("net.safetensors").tensors               # name -> dtype, shape, placements
+    >>> sorted(ts.CheckpointReader("net.safetensors").tensors)       # name -> dtype, shape, placements
+    ['field', 'net.0.bias', 'net.0.weight', 'net.2.bias', 'net.2.weight']
+    >>> saved.saved_ranks, saved.bytes_read > 0
+    (1, True)
 
     Each rank reads the bytes that it needs. Collective over `group` (default the world) unless a call says otherwise; errors of one rank are raised on all:
     `FileError` for files that are absent, truncated or damaged, with their path.
@@ -232,12 +267,22 @@ class CheckpointReader:
         return self._handle.bytes_read()
 
     def values(self):
-        """The bytes of each value that all ranks share, by name: what `CheckpointState::set` of C++ was given."""
+        """The bytes of each value that all ranks share, by name: what `CheckpointState::set` of C++ was given.
+
+        >>> ts.Checkpointer("runs").save("a", {"step": 7})
+        >>> ts.CheckpointReader("runs", "a").values()["step"]
+        b'7'
+        """
         (names, data), _ = self._handle.values(self._timeout)
         return {name: to_bytes(d) for name, d in zip(names, data)}
 
     def values_of_ranks(self, name):
-        """The bytes of a value that each rank had of its own, by rank."""
+        """The bytes of a value that each rank had of its own, by rank.
+
+        >>> ts.Checkpointer("runs").save("a", {"seen": ts.OfRank(7)})
+        >>> ts.CheckpointReader("runs", "a").values_of_ranks("seen")
+        {0: b'7'}
+        """
         return {rank: to_bytes(data) for rank, data in zip(*self._handle.values_of_ranks(name))}
 
     def load(self, state, *, allow_extra=False, allow_missing=False, convert=False, all_or_nothing=True, threads=0):
@@ -288,7 +333,12 @@ class CheckpointReader:
 
     def read_as_saved(self, mesh, misfits=None):
         """All tensors by name, sharded as they were saved, as far as they fit this mesh; axes are found by name. What does not fit raises, or is described
-        in the list `misfits`, a sentence each, and gets other shards."""
+        in the list `misfits`, a sentence each, and gets other shards.
+
+        >>> ts.Checkpointer("runs").save("a", {"field": t})
+        >>> ts.CheckpointReader("runs", "a").read_as_saved(mesh)["field"]
+        <ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]>
+        """
         names, tensors, words = self._handle.read_as_saved(mesh._handle, misfits is not None)
         if misfits is not None:
             misfits.extend(words)
@@ -299,5 +349,9 @@ class CheckpointReader:
         self._handle.export_file(os.fspath(path))
 
     def verify(self):
-        """Compares every checksum; each rank reads its share."""
+        """Compares every checksum; each rank reads its share.
+
+        >>> ts.Checkpointer("runs").save("a", {"net": net})
+        >>> ts.CheckpointReader("runs", "a").verify()    # FileError with the path where it is damaged
+        """
         self._handle.verify()

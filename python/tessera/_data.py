@@ -105,6 +105,13 @@ class Dataset:
     """Samples by index: what `Loader` reads. Made by `TensorDataset`, `TokenFileDataset`, `SourceDataset`, or of any object with `len()` and `[index]`.
 
     A sample is a tensor, a number, or tuples, lists and dictionaries of them, nested in any way. An object of Python's is called from the loader's threads.
+
+    >>> class Images:
+    ...     def __len__(self): return 3
+    ...     def __getitem__(self, i): return {"image": torch.full((2, 2), float(i)), "label": i}
+    >>> data = ts.Dataset.of(Images())
+    >>> len(data), data[2][1]
+    (3, tensor(2))
     """
 
     def __init__(self, handle, errors=None, keep=None):
@@ -156,7 +163,12 @@ class Dataset:
 
 
 def TensorDataset(*tensors):
-    """Tensors in memory that agree in dim 0; sample i is row i of each. `TensorDataset({"inputs": {"wind": x}, "target": y})`: with names."""
+    """Tensors in memory that agree in dim 0; sample i is row i of each. `TensorDataset({"inputs": {"wind": x}, "target": y})`: with names.
+
+    >>> data = ts.TensorDataset(torch.arange(6).view(3, 2), torch.arange(3))
+    >>> data[1]
+    (tensor([2, 3]), tensor(1))
+    """
     named = len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor)
     leaves, nesting = pytree.tree_flatten(tensors[0] if named else tensors)
     dataset = Dataset(ops.tensor_dataset(leaves))
@@ -165,15 +177,25 @@ def TensorDataset(*tensors):
 
 
 def TokenFileDataset(path, dtype, row, stride=0):
-    """A file of tokens of `dtype`: rows of `row` tokens, starting every `stride` tokens (0: every `row`)."""
+    """A file of tokens of `dtype`: rows of `row` tokens, starting every `stride` tokens (0: every `row`).
+
+    >>> size = open("text.bin", "wb").write(bytes(range(10)))
+    >>> data = ts.TokenFileDataset("text.bin", torch.uint8, row=4, stride=3)
+    >>> [row[0].tolist() for row in data]
+    [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+    """
     return Dataset(ops.token_file_dataset(os.fspath(path), dtype, row, stride))
 
 
 class Source:
     """Named arrays in a file, read by hyperslab, so that a rank reads its own shard and nothing else. `kind`: "netcdf", "hdf5" or "safetensors".
 
-    >>> winds = ts.NetcdfSource("winds.nc")
-    >>> winds.read("UWND", start=[5], count=[1])        # month 5, all of the other dims
+    >>> ts.save({"wind": torch.ones(12, 3, 4)}, mesh, "winds.safetensors")
+    >>> winds = ts.Source("safetensors", "winds.safetensors")
+    >>> winds.variables, winds.shape("wind"), winds.dims("wind")
+    (['wind'], (12, 3, 4), ('dim0', 'dim1', 'dim2'))
+    >>> winds.read("wind", start=[5], count=[1]).shape  # month 5, all of the other dims
+    torch.Size([1, 3, 4])
     """
 
     def __init__(self, kind, path):
@@ -189,6 +211,7 @@ class Source:
         return tuple(self._handle.dims(variable))
 
     def shape(self, variable):
+        """Sizes of the dims."""
         return tuple(self._handle.shape(variable))
 
     def read(self, variable, start=(), count=(), stride=(), *, dtype=torch.float32, decode=True, missing=float("nan")):
@@ -203,23 +226,39 @@ class Source:
 
 
 def NetcdfSource(path):
-    """The numeric variables of a netCDF file."""
+    """The numeric variables of a netCDF file.
+
+    >>> def winds_of(month):                             # of a file that there is
+    ...     return ts.NetcdfSource("winds.nc").read("UWND", start=[month], count=[1])
+    """
     return Source("netcdf", path)
 
 
 def Hdf5Source(path):
-    """The numeric datasets of an HDF5 file."""
+    """The numeric datasets of an HDF5 file.
+
+    >>> def snapshot(step):                              # of a file that there is
+    ...     return ts.Hdf5Source("run.h5").read("fields/density", start=[step], count=[1])
+    """
     return Source("hdf5", path)
 
 
 def SafetensorsSource(path):
-    """The tensors of a safetensors file."""
+    """The tensors of a safetensors file.
+
+    >>> ts.save({"wind": torch.ones(12, 3)}, mesh, "winds.safetensors")
+    >>> ts.SafetensorsSource("winds.safetensors").read("wind", [2], [4]).shape
+    torch.Size([4, 3])
+    """
     return Source("safetensors", path)
 
 
 @dataclass(frozen=True)
 class SourceField:
-    """One tensor of a sample: a variable, or a box of it. Dim 0 is the samples'."""
+    """One tensor of a sample: a variable, or a box of it. Dim 0 is the samples'.
+
+    >>> rows = ts.SourceField("wind", start=(0, 1), count=(12, 2))      # of each sample the elements 1 and 2
+    """
 
     variable: str
     start: tuple = ()
@@ -229,18 +268,31 @@ class SourceField:
 
 
 def SourceDataset(source, fields):
-    """Samples out of a source, each a hyperslab; `fields`: names of variables, or `SourceField`s."""
+    """Samples out of a source, each a hyperslab; `fields`: names of variables, or `SourceField`s.
+
+    >>> ts.save({"wind": torch.ones(12, 3), "month": torch.arange(12.0)}, mesh, "winds.safetensors")
+    >>> source = ts.SafetensorsSource("winds.safetensors")
+    >>> data = ts.SourceDataset(source, ["month", ts.SourceField("wind", start=(0, 1), count=(12, 2))])
+    >>> data[3]
+    (tensor(3.), tensor([1., 1.]))
+    """
     fields = [SourceField(f) if isinstance(f, str) else f for f in fields]
     return Dataset(ops.source_dataset(source._handle, [(f.variable, list(f.start), list(f.count), list(f.stride), f.decode) for f in fields]), keep=source)
 
 
 class Order:
-    """The global order of samples: which of them make up step s, whatever the number of ranks or workers. `describe()` says what it depends on."""
+    """The global order of samples: which of them make up step s, whatever the number of ranks or workers. `describe()` says what it depends on.
+
+    >>> order = ts.FixedOrder(100, 8)
+    >>> order.describe()
+    '...100...'
+    """
 
     def __init__(self, handle):
         self._handle = handle
 
     def describe(self):
+        """One line; loaders with equal ones read the same samples at the same steps."""
         return self._handle.describe()
 
     def __repr__(self):
@@ -255,12 +307,19 @@ def FixedOrder(samples, batch, *, seed=0, shuffle=True, last="keep"):
     """One shuffled pass over `samples` samples per epoch, in batches of `batch`, or of a schedule `{step: size}` from step 0 on.
 
     `last`: what becomes of samples at the end of an epoch that fill no batch: "keep" (a smaller one), "pad" (repeats some, marked), "drop".
+
+    >>> ts.FixedOrder(100, {0: 8, 1000: 16}, last="drop")    # batches of 16 from step 1000 on
+    Order(...)
     """
     return Order(ops.fixed_order(samples, seed, shuffle, last, _schedule(batch)))
 
 
 def WeightedOrder(weights, batch, samples_per_epoch, *, seed=0):
-    """Draws with replacement, in proportion to one weight per sample."""
+    """Draws with replacement, in proportion to one weight per sample.
+
+    >>> ts.WeightedOrder([1, 1, 8], batch=4, samples_per_epoch=100)
+    Order(...)
+    """
     return Order(ops.weighted_order([float(w) for w in weights], seed, _schedule(batch), samples_per_epoch))
 
 
@@ -268,6 +327,9 @@ def MixtureOrder(datasets, weights, batch, *, seed=0, shuffle=True):
     """A mixture of datasets `{name: samples}`: at every point each one's share is as close to its weight as whole numbers allow.
 
     `weights`: one per dataset, or `{draw: weights}` from draw 0 on. It has no epochs: count the steps.
+
+    >>> ts.MixtureOrder({"books": 1000, "code": 400}, [0.7, 0.3], batch=10)
+    Order(...)
     """
     stages = sorted(weights.items()) if isinstance(weights, dict) else [(0, weights)]
     stages = [(int(draw), [float(w) for w in values]) for draw, values in stages]
@@ -275,18 +337,31 @@ def MixtureOrder(datasets, weights, batch, *, seed=0, shuffle=True):
 
 
 def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, shuffle=True):
-    """Batches of as many samples as `tokens` tokens take. `lengths`: tokens per sample. `padded`: a batch costs count x longest."""
+    """Batches of as many samples as `tokens` tokens take. `lengths`: tokens per sample. `padded`: a batch costs count x longest.
+
+    >>> ts.TokenBudgetOrder([5, 9, 3, 7], tokens=12)
+    Order(...)
+    """
     return Order(ops.token_budget_order([int(n) for n in lengths], tokens, max_samples, padded, seed, shuffle))
 
 
 def PackedOrder(lengths, rows, capacity, *, seed=0, shuffle=True):
-    """Batches of `rows` rows of `capacity` tokens, packed with complete samples."""
+    """Batches of `rows` rows of `capacity` tokens, packed with complete samples.
+
+    >>> ts.PackedOrder([5, 9, 3, 7], rows=2, capacity=12)
+    Order(...)
+    """
     return Order(ops.packed_order([int(n) for n in lengths], rows, capacity, seed, shuffle))
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """This process' shard of a global batch."""
+    """This process' shard of a global batch.
+
+    >>> batch = ts.Loader(ts.TensorDataset({"x": torch.ones(5, 3)}), ts.FixedOrder(5, 4), mesh, ["data"]).next()
+    >>> batch.step, batch.rows, batch.real, batch.global_real, batch.mask, batch.fields["x"].shape, len(batch.samples)
+    (0, 4, 4, 4, None, torch.Size([4, 3]), 4)
+    """
 
     step: int
     epoch: int
@@ -316,11 +391,24 @@ def _fours(numbers):
 class Loader:
     """Each process reads its shard of every global batch, ahead of time.
 
-    >>> order = ts.FixedOrder(len(data), 256, seed=1)
+    >>> data = ts.TensorDataset(torch.arange(10.0), torch.arange(10))
+    >>> order = ts.FixedOrder(len(data), 4, seed=1)
     >>> loader = ts.Loader(data, order, mesh, ["data"], workers=2)
     >>> for batch in loader:                           # one epoch, as loader.epoch()
     ...     x, y = batch.tensors                       # batch.real of batch.rows rows count
+    ...     print(batch.step, batch.real)
+    0 4
+    1 4
+    2 2
     >>> state = loader.state()                         # a short text; restore(state) goes on there, on any number of ranks
+    >>> loader.next_epoch(), loader.next().step
+    (1, 3)
+    >>> loader.restore(state); loader.next().step
+    3
+    >>> loader.seek(1); loader.next().step
+    1
+    >>> loader.require_agreement()
+    >>> loader.close()
 
     `datasets`: one, or a list of those that a mixture names, in its order; a `Dataset`, or anything with `len()` and `[index]` (a list of samples:
     `Dataset.of(list)`). `batch_axes`: the axes of the mesh
@@ -353,7 +441,12 @@ class Loader:
         return LoadedBatch(step, epoch, tuple(tensors), nested, pairs, _fours(slices), rows, real, global_rows, global_real, mask, paths)
 
     def epoch(self):
-        """Batches until the epoch ends; in the middle of one, until its end."""
+        """Batches until the epoch ends; in the middle of one, until its end.
+
+        >>> loader = ts.Loader(ts.TensorDataset(torch.ones(6)), ts.FixedOrder(6, 4), mesh, ["data"])
+        >>> [batch.rows for batch in loader.epoch()]
+        [4, 2]
+        """
         now = self.next_epoch()
         while True:
             yield self.next()
@@ -390,6 +483,9 @@ class FieldSharding:
     `dims`: axes and the dims that they shard, dim 0 being the batch. `sizes`: of their shards; without them those that the ranks have read are gathered.
     `whole`: what each rank has read, which `shard_batch` must be told. True: the complete tensor in those dims, of which it keeps its shard (an image).
     False: its own shard alone (a hyperslab). `scatter_batch` takes complete tensors and asks for nothing.
+
+    >>> ts.FieldSharding({"domain": 2}, {2: [5, 3]}, whole=False)    # two ranks have read 5 and 3 rows
+    FieldSharding(dims={'domain': 2}, sizes={2: [5, 3]}, whole=False)
     """
 
     dims: dict
@@ -399,7 +495,13 @@ class FieldSharding:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A global batch as sharded tensors."""
+    """A global batch as sharded tensors.
+
+    >>> loader = ts.Loader(ts.TensorDataset({"x": torch.ones(5, 3)}), ts.FixedOrder(5, 4), mesh, ["data"])
+    >>> batch = ts.shard_batch(loader.next(), mesh, ["data"])
+    >>> batch.rows, batch.real, batch.mask, batch.fields["x"].shape
+    (4, 4, None, torch.Size([4, 3]))
+    """
 
     step: int
     epoch: int
@@ -440,8 +542,13 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
     `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes. Of a batch
     whose fields are a dictionary also a dictionary, by names ("inputs/wind") or the names of groups ("inputs"); what it does not name is replicated.
 
-    >>> x, y = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
-    >>> wind = ts.shard_batch(loader.next(), mesh, ["data"], {"inputs": ts.FieldSharding({"domain": 2}, whole=True)}).fields["inputs"]["wind"]
+    >>> mesh = ts.Mesh({"data": -1, "domain": 1})
+    >>> data = ts.TensorDataset({"inputs": {"wind": torch.ones(6, 3, 8, 4)}, "month": torch.arange(6)})
+    >>> loader = ts.Loader(data, ts.FixedOrder(6, 2), mesh, ["data"])
+    >>> fields = {"inputs": ts.FieldSharding({"domain": 2}, whole=True)}               # each rank has read complete images
+    >>> ts.shard_batch(loader.next(), mesh, ["data"], fields).fields["inputs"]["wind"]
+    <ShardTensor Float [2, 3, 8, 4] data=Shard(0)[2] domain=Shard(2)[8], local [2, 3, 8, 4] at [0, 0, 0, 0]>
+    >>> wind, month = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
     """
     return _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
 
@@ -450,18 +557,33 @@ def scatter_batch(batch, mesh, batch_axes, fields=()):
     """The same where one rank has read for all that share its rows: the one for which `reads_for_others` is true; the others give None.
 
     Collective over those ranks. What the reading rank finds wrong raises on all of them.
+
+    >>> mesh = ts.Mesh({"data": -1, "domain": 1})
+    >>> loader = ts.Loader(ts.TensorDataset(torch.ones(6, 3, 8)), ts.FixedOrder(6, 2), mesh, ["data"])
+    >>> batch = loader.next() if ts.reads_for_others(mesh, ["data"]) else None
+    >>> ts.scatter_batch(batch, mesh, ["data"], [{"domain": 2}]).tensors[0].shape
+    torch.Size([2, 3, 8])
     """
     return _sharded(ops.scatter_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
 
 
 def reads_for_others(mesh, batch_axes):
-    """Whether this rank is at coordinate 0 of the axes that do not shard the batch."""
+    """Whether this rank is at coordinate 0 of the axes that do not shard the batch.
+
+    >>> ts.run_threads(4, lambda rank: ts.reads_for_others(ts.Mesh({"data": 2, "domain": 2}), ["data"]))
+    [True, False, True, False]
+    """
     return ops.reads_for_others(mesh._handle, list(batch_axes))
 
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """A batch of this rank's stream; rows from `real` on are padding."""
+    """A batch of this rank's stream; rows from `real` on are padding.
+
+    >>> batch = ts.StreamLoader([[torch.ones(8)]] * 3, rows=4).next()
+    >>> batch.step, batch.rows, batch.real, batch.global_real, batch.mask
+    (0, 3, 3, 3, None)
+    """
 
     step: int
     tensors: tuple
@@ -474,8 +596,19 @@ class StreamBatch:
 class StreamLoader:
     """Batches from iterables, one stream per rank, whose lengths may differ: the ranks agree before every step, so that none waits for one that has ended.
 
-    >>> for batch in ts.StreamLoader(samples, rows=32, uneven="pad", example=(torch.zeros(8),)):
+    >>> samples = ([torch.full((8,), float(i))] for i in range(5))
+    >>> loader = ts.StreamLoader(samples, rows=2, uneven="pad", example=(torch.zeros(8),))
+    >>> loader.next().tensors[0].shape
+    torch.Size([2, 8])
+    >>> state = loader.state()
+    >>> for batch in loader:
     ...     x, = batch.tensors
+    ...     print(batch.step, batch.real)
+    1 2
+    2 1
+    >>> again = ts.StreamLoader(([torch.zeros(8)] for i in range(5)), rows=2)
+    >>> again.restore(state, replay=True); again.next().step
+    1
 
     `uneven`: at a step for which some ranks have a full batch and others do not: "error" (default), "drop", "pad", "weight_zero". `example`: a sample,
     from which a rank whose stream is empty knows the shapes. `transform`: applied to each sample, in the threads.

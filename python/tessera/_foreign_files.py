@@ -136,8 +136,9 @@ class _Shards(torch.Tensor):
 def dcp_state(tensors):
     """The tensors of a module, of a dictionary, or one tensor, for `torch.distributed.checkpoint`: each rank saves and loads its shards, of any sizes.
 
-    >>> dcp.save({"net": ts.dcp_state(net)}, checkpoint_id="runs/7/dcp")      # torch.distributed.checkpoint
-    >>> dcp.load({"net": ts.dcp_state(net)}, checkpoint_id="runs/7/dcp")      # into the tensors, whoever saved it, on any mesh
+    >>> import torch.distributed.checkpoint as dcp
+    >>> saved = dcp.save({"net": ts.dcp_state(net)}, checkpoint_id="runs/7/dcp", no_dist=True)   # on several ranks, under torch.distributed, without no_dist
+    >>> dcp.load({"net": ts.dcp_state(net)}, checkpoint_id="runs/7/dcp", no_dist=True)           # into the tensors, whoever saved it, on any mesh
 
     What it gives shares the tensors' memory, and is for those two calls alone. torch.distributed must be initialised with the ranks of the job. Raises
     `InvalidArgument` for partial values.

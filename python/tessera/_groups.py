@@ -339,9 +339,10 @@ def group(which, backend="", timeout=0):
 def group_names():
     """The families that `create_process_groups` made, in their order.
 
-    >>> tree = ts.ProcessGroupConfig().add_node("model", "world", size=1).add_node("data", "world")
-    >>> ts.create_process_groups(tree)
-    >>> ts.group_names()
+    >>> def body(rank):
+    ...     ts.create_process_groups(ts.ProcessGroupConfig().add_node("model", "world", size=2).add_node("data", "world"))
+    ...     return ts.group_names()
+    >>> ts.run_threads(2, body)[0]
     ['world', 'model', 'data']
     """
     return list(ops.group_names())

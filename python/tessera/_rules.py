@@ -14,7 +14,14 @@ _RULES = []
 
 @dataclass(frozen=True)
 class RuleTensor:
-    """A tensor of a call that a rule plans: the argument's name, its position in a list (else -1), whether it is written to, and how it lies."""
+    """A tensor of a call that a rule plans: the argument's name, its position in a list (else -1), whether it is written to, and how it lies.
+
+    >>> def rule(call):                              # an elementwise operator with a scale for each channel
+    ...     image, scale = call.tensors
+    ...     return [None, [ts.Replicate()] * len(scale.placements)], [(image.placements, image.sizes)]
+    >>> ts.RuleTensor("x", -1, False, (4, 8), (ts.Shard(0),), {0: [4]}).placements
+    (Shard(dim=0),)
+    """
 
     argument: str
     element: int
@@ -25,7 +32,22 @@ class RuleTensor:
 
 
 class RuleCall:
-    """A call that a rule plans: global things alone, the same on all ranks. It answers while the rule runs."""
+    """A call that a rule plans: global things alone, the same on all ranks. It answers while the rule runs.
+
+    >>> @torch.library.custom_op("mylib::flip", mutates_args=())
+    ... def flip(x: torch.Tensor, dims: list[int], by: float) -> torch.Tensor:
+    ...     return x.flip(dims) * by
+    >>> fake = flip.register_fake(lambda x, dims, by: torch.empty_like(x))
+    >>> def rule(call):
+    ...     x, dims = call.tensors[0], call.integers("dims")
+    ...     assert call.name == "mylib::flip" and call.has("by") and call.number("by") == 2 and call.shapes == [x.shape]
+    ...     keep = [p if p != ts.Shard(0) or 0 not in dims else ts.Replicate() for p in x.placements]
+    ...     assert len(keep) == len(call.mesh.axes)
+    ...     return [keep], [keep]
+    >>> ts.register_rule("mylib::flip", rule)
+    >>> flip(t, [1], 2.0)
+    <ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]>
+    """
 
     def __init__(self):
         self._tensors = tuple(RuleTensor(n, e, w, tuple(s), tuple(map(from_text, p)), {d: list(x) for d, x in z.items()}) for n, e, w, s, p, z in ops.planned_tensors())
@@ -99,7 +121,7 @@ def register_rule(operator, rule, *, linear=False, reduce="sum", added=(), repla
     >>> @torch.library.custom_op("mylib::blur", mutates_args=())
     ... def blur(x: torch.Tensor) -> torch.Tensor:                        # averages over neighbours in the last dim
     ...     return (x + x.roll(1, -1) + x.roll(-1, -1)) / 3
-    >>> blur.register_fake(torch.empty_like)
+    >>> fake = blur.register_fake(torch.empty_like)
     >>> ts.register_rule("mylib::blur", "... w! -> ... w!", linear=True)  # the dims before the last may be sharded
 
     `operator`: "mylib::blur" for all overloads, "mylib::blur.out" for one. `rule` in index notation, "inputs -> outputs", one for each tensor: a dim named
@@ -111,7 +133,13 @@ def register_rule(operator, rule, *, linear=False, reduce="sum", added=(), repla
     those that it has then, or (placements, sizes). It decides from global things alone, since all ranks must plan alike, runs once for each new combination,
     and raises where it does not cover a case.
 
+    >>> @torch.library.custom_op("mylib::scale", mutates_args=())
+    ... def scale(x: torch.Tensor, by: float) -> torch.Tensor:
+    ...     return x * by
+    >>> fake = scale.register_fake(lambda x, by: torch.empty_like(x))
     >>> ts.register_rule("mylib::scale", lambda call: ([None], [(call.tensors[0].placements, call.tensors[0].sizes)]))
+    >>> scale(t, 2.0)
+    <ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]>
 
     For the process, before the operator is first used; the backward of the operator is made of operators with rules of their own. Raises `InvalidArgument`
     for an operator that does not exist, `RuleError` for notation that cannot be read, and for a second rule unless `replaces`.

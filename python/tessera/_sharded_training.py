@@ -17,6 +17,10 @@ class UnitPrecision:
     `parameters`: in which the unit is gathered and operators that take its parameters compute; None: each parameter's own. `reduce`: in which gradients
     travel and are added up; None: each parameter's own. `output`: of the results of those operators; None: as they make them. Parameters, gradients and
     optimizer states keep the dtype in which the module was made.
+
+    >>> net = ts.fully_shard(net, mesh, precision=ts.UnitPrecision(torch.bfloat16, torch.float32, torch.float32))
+    >>> net(t).dtype, net[0].weight.dtype
+    (torch.float32, torch.float32)
     """
 
     parameters: torch.dtype | None = None
@@ -29,6 +33,9 @@ class OffloadOptions:
     """Shards of parameters, gradients and optimizer states lie in host memory if `to_host`, and units are gathered on `device`, by default the rank's own.
 
     `pin_memory`: page-locked where that is a CUDA device, without which copies do not overlap with computing.
+
+    >>> def body(net):                               # where there is a GPU
+    ...     return ts.fully_shard(net, mesh, offload=ts.OffloadOptions(to_host=True, device="cuda"))
     """
 
     to_host: bool = False
@@ -59,11 +66,11 @@ def fully_shard(
     """Shards the parameters of `module` over `axes` of `mesh`, in place, and returns it: every rank keeps a shard of each, of its gradient and of its states.
 
     >>> mesh = ts.Mesh({"data": ts.world_size()})
-    >>> ts.fully_shard(net, mesh)                                  # before the optimizer is made
+    >>> net = ts.fully_shard(net, mesh)                            # before the optimizer is made
     >>> optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    >>> x = ts.from_local(batch, mesh, [ts.Shard(0)])              # any number of samples on each rank
-    >>> criterion(net(x), y).backward()                            # loss and gradients of one process with all samples
-    >>> ts.clip_gradients(net.parameters(), 1.0)
+    >>> x, y = ts.from_local(x, mesh, [ts.Shard(0)]), ts.from_local(y, mesh, [ts.Shard(0)])   # any number of samples on each rank
+    >>> nn.functional.mse_loss(net(x), y).backward()               # loss and gradients of one process with all samples
+    >>> norm = ts.clip_gradients(net.parameters(), 1.0)
     >>> optimizer.step()
 
     Parameters are the same objects as before, of the same global shapes, and sharded tensors; buffers are replicated. They are gathered unit by unit where
@@ -99,6 +106,11 @@ def gather_parameters(module):
     """Starts to gather all units of `fully_shard` that hold a parameter of `module`, and keeps them until `release_parameters`: for what uses them several times.
 
     Collective over the axes that shard them. Raises InvalidArgument if `fully_shard` has sharded none of them.
+
+    >>> net = ts.fully_shard(net, mesh)
+    >>> ts.gather_parameters(net[0])                 # once for many uses
+    >>> losses = [net(t).sum() for _ in range(3)]
+    >>> ts.release_parameters(net[0])
     """
     ops.gather_parameters(module_tree(module))
 
@@ -108,13 +120,23 @@ def release_parameters(module):
 
     Needed too where a shard was written to through `to_local` rather than by operators on the parameter, after a forward without a backward. Raises as
     `gather_parameters`.
+
+    >>> net = ts.fully_shard(net, mesh)
+    >>> with torch.no_grad():
+    ...     ts.to_local(net[0].weight).zero_()[0, 0]
+    tensor(0.)
+    >>> ts.release_parameters(net)
     """
     ops.release_parameters(module_tree(module))
 
 
 @dataclass(frozen=True)
 class LayerSharding:
-    """How `tensor_parallel` shards a layer, or one parameter: made by `column`, `row`, `vocabulary`, `replicated` and `sharded`."""
+    """How `tensor_parallel` shards a layer, or one parameter: made by `column`, `row`, `vocabulary`, `replicated` and `sharded`.
+
+    >>> ts.column(8)
+    LayerSharding(kind='column', units=8, dim=0)
+    """
 
     kind: str
     units: int = 0
@@ -126,27 +148,46 @@ def column(units=0):
 
     `units`: equal blocks of features that stay together, dealt to the ranks as evenly as that goes: the heads of attention. A fused projection has its heads
     outermost. 0: each feature by itself.
+
+    >>> plan = ts.TensorParallelPlan(net, mesh, {"0": ts.column(4)}, axis="data")      # 16 features in 4 heads
+    >>> plan.parameters[0].how
+    'column of 4 units'
     """
     return LayerSharding("column", units)
 
 
 def row(units=0):
-    """A linear layer whose input features are sharded: dim 1 of its weight. `units`: as in the `column` layer whose features it takes."""
+    """A linear layer whose input features are sharded: dim 1 of its weight. `units`: as in the `column` layer whose features it takes.
+
+    >>> plan = ts.TensorParallelPlan(net, mesh, {"0": ts.column(), "2": ts.row()}, axis="data")
+    """
     return LayerSharding("row", units)
 
 
 def vocabulary():
-    """An embedding whose rows are sharded, or the linear layer that scores the same vocabulary; cross_entropy takes the sharded scores."""
+    """An embedding whose rows are sharded, or the linear layer that scores the same vocabulary; cross_entropy takes the sharded scores.
+
+    >>> net = nn.ModuleDict({"embed": nn.Embedding(100, 8), "scores": nn.Linear(8, 100)})
+    >>> plan = ts.TensorParallelPlan(net, mesh, {"embed": ts.vocabulary(), "scores": ts.vocabulary()}, axis="data")
+    """
     return LayerSharding("vocabulary")
 
 
 def replicated():
-    """The same on all ranks: what holds for all that no pattern names."""
+    """The same on all ranks: what holds for all that no pattern names.
+
+    >>> plan = ts.TensorParallelPlan(net, mesh, {"0": ts.replicated(), "*": ts.column()}, axis="data")     # all layers but the first
+    """
     return LayerSharding("replicated")
 
 
 def sharded(dim, units=0):
-    """A parameter, named itself, that is sharded along `dim` in `units` equal blocks; 0: each index by itself."""
+    """A parameter, named itself, that is sharded along `dim` in `units` equal blocks; 0: each index by itself.
+
+    >>> plan = ts.TensorParallelPlan(net, mesh, {"0.weight": ts.sharded(1)}, axis="data")
+    >>> plan.parameters[0].placement.placements
+    [Shard(dim=1)]
+    """
     return LayerSharding("sharded", units, dim)
 
 
@@ -169,9 +210,15 @@ def _plan(module, mesh, layers, axis, sharded_axis, sequence_dim, reducer, distr
 class TensorParallelPlan:
     """What the layers of a module become under tensor parallelism: a value that can be looked at before it is applied.
 
-    >>> plan = ts.TensorParallelPlan(net, mesh, {"*.up": ts.column(), "*.down": ts.row()})
+    >>> plan = ts.TensorParallelPlan(net, mesh, {"0": ts.column(), "2": ts.row()}, axis="data")
     >>> print(plan)                                                # each sharded parameter, and the elements of each rank
-    >>> ts.check(net, x, mesh, rule=plan.rule())                   # or ts.distribute_module(net, mesh, plan.rule())
+    tensor parallel over data
+      0.weight [16, 8]: column, Shard(0) [16]
+      ...
+    >>> [(p.name, p.how, p.elements) for p in plan.parameters][0]
+    ('0.weight', 'column', (128,))
+    >>> bool(ts.check(net.double(), x.double(), mesh, ts.Replicate(), rule=plan.rule()))   # or ts.distribute_module(net, mesh, plan.rule())
+    True
 
     Arguments are those of `tensor_parallel`. Communicates nothing. Raises InvalidArgument for an axis that the mesh does not have, a pattern that matches
     nothing, a layer of which it does not know what to shard, features that do not divide into the units, and a parameter whose names give it two shardings.
@@ -209,8 +256,9 @@ def tensor_parallel(
 ):
     """Shards the layers of `module` over `axis` of `mesh`, in place, as `layers` says by name, and returns the `TensorParallelPlan`.
 
-    >>> plan = ts.tensor_parallel(net, mesh, {"*.attention.qkv": ts.column(heads), "*.attention.out": ts.row(heads), "*.up": ts.column(), "*.down": ts.row()})
-    >>> ts.fully_shard(net, mesh, "data")                          # together: what is gathered is this rank's tensor shard
+    >>> mesh = ts.Mesh({"data": -1, "tensor": 1})
+    >>> plan = ts.tensor_parallel(net, mesh, {"0": ts.column(), "2": ts.row()})    # {"*.qkv": ts.column(heads), "*.out": ts.row(heads)} of attention
+    >>> net = ts.fully_shard(net, mesh, "data")                    # together: what is gathered is this rank's tensor shard
 
     `layers`: maps patterns of names of layers, or of single parameters, to `column`, `row`, `vocabulary`, `replicated` or `sharded`; the first pattern that
     matches a parameter's layer or its own name counts. The module computes what it did, and its gradients are those of one process: data are replicated over
@@ -229,6 +277,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     >>> ddp = ts.DistributedDataParallel(net)
     >>> optimizer = ts.ShardedOptimizer(torch.optim.AdamW, net.parameters(), mesh, lr=1e-3, weight_decay=0.1)
+    >>> ddp(x).sum().backward()
+    >>> optimizer.step()
 
     It is an instance of `optimizer`, the class that it names, and is used as one: groups, schedulers, closures, hooks, `zero_grad`, clipping before `step`.
     Each rank keeps the moments of its rows of the parameters and updates those, in place, and `step` gathers them: the updates are those of the unsharded

@@ -231,7 +231,9 @@ class ValuePart:
 class OfRank:
     """Marks an entry of a checkpoint's state that each rank has of its own: a plain value, or an object with `state_dict()` and `load_state_dict()`.
 
-    >>> checkpoints.save("a", {"net": net, "seen": ts.OfRank(samples_of_this_rank)})
+    >>> ts.Checkpointer("runs").save("a", {"net": net, "seen": ts.OfRank(100 + ts.rank())})
+    >>> ts.CheckpointReader("runs", "a").load({"net": net, "seen": ts.OfRank(0)})["seen"]
+    100
 
     It comes back on the rank of the same number; ranks beyond those that saved keep what they have.
     """
@@ -243,14 +245,26 @@ class OfRank:
 class RandomState:
     """Stands in a checkpoint's state for the random generators of each rank: torch's (CPU and CUDA), those of Python and NumPy, and that of sharded tensors.
 
+    >>> checkpoints = ts.Checkpointer("runs")
     >>> checkpoints.save("a", {"net": net, "random": ts.RandomState()})
+    >>> a = torch.rand(2)
+    >>> state = checkpoints.load("a", {"net": net, "random": ts.RandomState()})
+    >>> torch.equal(torch.rand(2), a)
+    True
 
     They come back on the rank of the same number. Ranks beyond those that saved keep their own generators; that of sharded tensors, whose numbers depend
     on no rank, comes back on all. Ranks that are threads share the generators of their process. A `torch.Generator` is an entry of its own.
     """
 
     def state(self):
-        """Of this rank: plain values by the name of what they are of."""
+        """Of this rank: plain values by the name of what they are of.
+
+        >>> saved = ts.RandomState().state()
+        >>> a = torch.rand(2)
+        >>> ts.RandomState().restore(saved)
+        >>> torch.equal(torch.rand(2), a)
+        True
+        """
         numbers = {"torch": to_bytes(torch.get_rng_state()), "python": random.getstate()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             numbers["cuda"] = [to_bytes(state) for state in torch.cuda.get_rng_state_all()]

@@ -82,8 +82,9 @@ def from_dtensor(tensor, mesh=None):
     for anything else, and for placements without their like here (strided shards, as of FSDP over tensor parallelism: `redistribute` them first);
     `ShardingError` for shards in another order of the axes, and for locals of other sizes than torch's placements say.
 
-    >>> weight = ts.from_dtensor(net.weight)      # of a module that torch's fully_shard has sharded
-    >>> loss = ts.from_dtensor(output).square().mean(); loss.backward()
+    >>> def body(net):                            # under torchrun: net is a module that torch's fully_shard has sharded
+    ...     weight = ts.from_dtensor(net.weight)
+    ...     return ts.spec(weight).placements
     """
     if not is_dtensor(tensor):
         raise TypeError(f"from_dtensor takes a torch.distributed.tensor.DTensor, not {type(tensor).__module__}.{type(tensor).__name__}")
@@ -114,7 +115,8 @@ def to_dtensor(tensor, device_mesh=None):
     `device_mesh`: a DeviceMesh over the same ranks; default `tensor`'s own by `Mesh.to_device_mesh`, which is collective the first time. torch's shards have
     ceil(rows / ranks) rows but for the last ones: raises `ShardingError` for other sizes, with those that `ts.redistribute` would have to give it.
 
-    >>> d = ts.to_dtensor(ts.redistribute(t, [ts.Shard(0)], {0: [3, 3, 1]}))    # 7 rows on 3 ranks, as torch has them
+    >>> def body(t):                              # under torchrun: 7 rows on 3 ranks, as torch has them
+    ...     return ts.to_dtensor(ts.redistribute(t, [ts.Shard(0)], {0: [3, 3, 1]}))
     """
     from tessera._api import spec as spec_of
 

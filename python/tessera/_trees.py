@@ -10,20 +10,24 @@ from tessera._library import classes, ops
 class ProcessGroupConfig:
     """A tree of process groups: leaves have sizes, a parent is the product of its children, and every leaf is an axis of a mesh.
 
-    >>> tree = ts.ProcessGroupConfig()                       # its root is "world"
-    >>> tree.add_node("model_parallel", "world", size=2)
-    >>> tree.add_node("data_parallel", "world")              # open: follows from the world
-    >>> ts.create_process_groups(tree)                       # collective
-    >>> ts.group("data_parallel").all_reduce(t)
-    >>> ts.Mesh.of("data_parallel")                          # the same groups, for sharded tensors
+    >>> def body(rank):
+    ...     tree = ts.ProcessGroupConfig()                       # its root is "world"
+    ...     tree.add_node("model_parallel", "world", size=2)
+    ...     tree.add_node("data_parallel", "world")              # open: follows from the world
+    ...     ts.create_process_groups(tree)                       # collective
+    ...     total = ts.group("data_parallel").all_reduce(torch.ones(1))
+    ...     return ts.Mesh.of("data_parallel").ranks             # the same groups, for sharded tensors
+    >>> ts.run_threads(4, body)
+    [[0, 2], [1, 3], [0, 2], [1, 3]]
 
     The first leaf has adjacent ranks, the last is farthest; `order` says otherwise.
 
     `orthogonal_group`: of a root that is a model inside a larger world, the name of the groups that hold the model's replicas. As many replicas are made as
     the world has room for:
 
-    >>> tree = ts.ProcessGroupConfig("unet", orthogonal_group="data")
-    >>> tree.add_node("domain", "unet", size=4)
+    >>> tree = ts.ProcessGroupConfig("unet", orthogonal_group="data").add_node("domain", "unet", size=4)
+    >>> tree.mesh(8)[0]
+    {'data': 2, 'domain': 4}
     """
 
     def __init__(self, root="world", *, orthogonal_group="", scope=""):
@@ -46,21 +50,41 @@ class ProcessGroupConfig:
         `scope` ("parent", "world", or an ancestor). `order`: which of the leaves below have adjacent ranks, "first-adjacent", "last-adjacent", or names
         joined by dashes, nearest first. `backend`, `timeout` (seconds): of its groups. Raises for a name that is there, a parent that is not, a size
         below 1.
+
+        >>> tree = ts.ProcessGroupConfig().add_node("model", "world").add_node("tensor", "model", 2).add_node("pipe", "model", 4)
+        >>> tree.node_names(), tree.leaf_groups(), tree.children("model"), tree.parent("tensor"), tree.size("model")
+        (['world', 'model', 'tensor', 'pipe'], ['tensor', 'pipe'], ['tensor', 'pipe'], 'model', 8)
+        >>> tree.closeness()
+        ['tensor', 'pipe']
         """
         self._handle.add_node(name, parent, size, orthogonal_group, scope, order, backend, float(timeout))
         return self
 
     def add_orthogonal(self, name, of, scope="", *, backend="", timeout=0):
-        """Groups orthogonal to one node or several, none inside another."""
+        """Groups orthogonal to one node or several, none inside another.
+
+        >>> tree = ts.ProcessGroupConfig().add_node("tensor", "world", 2).add_node("pipe", "world", 4).add_node("data", "world")
+        >>> tree = tree.add_orthogonal("replicas", ["tensor", "pipe"])
+        """
         self._handle.add_orthogonal(name, [of] if isinstance(of, str) else list(of), scope, backend, float(timeout))
         return self
 
     def set_leaf_group_sizes(self, sizes, update_parents=True):
-        """`{"model_parallel": 4}`. All or nothing: an unknown leaf, an inner node or a size below 1 raises and changes nothing."""
+        """`{"model_parallel": 4}`. All or nothing: an unknown leaf, an inner node or a size below 1 raises and changes nothing.
+
+        >>> tree = ts.ProcessGroupConfig().add_node("tensor", "world", 2).add_node("data", "world")
+        >>> tree.set_leaf_group_sizes({"tensor": 4})
+        >>> tree.size("tensor")
+        4
+        """
         self._handle.set_leaf_group_sizes(list(sizes), [int(n) for n in sizes.values()], update_parents)
 
     def set_orthogonal(self, name, orthogonal_group, scope=""):
-        """As `orthogonal_group` and `scope` of `add_node`; an empty name takes them away."""
+        """As `orthogonal_group` and `scope` of `add_node`; an empty name takes them away.
+
+        >>> tree = ts.ProcessGroupConfig().add_node("tensor", "world", 2).add_node("data", "world")
+        >>> tree.set_orthogonal("tensor", "replicas")
+        """
         self._handle.set_orthogonal(name, orthogonal_group, scope)
 
     def inside_world(self, replicas="data_parallel"):
@@ -68,11 +92,20 @@ class ProcessGroupConfig:
 
         The leaf has the name of the groups that are orthogonal to the root, or `replicas` if there are none. `resolve`, `mesh` and `create_process_groups` do
         this by themselves for a root that names orthogonal groups. Raises for a root named "world", and for a leaf whose name a node has.
+
+        >>> unet = ts.ProcessGroupConfig("unet").add_node("domain", "unet", 4)
+        >>> unet.inside_world().leaf_groups()
+        ['domain', 'data_parallel']
         """
         return ProcessGroupConfig._of(self._handle.inside_world(replicas))
 
     def set_order(self, name, order):
-        """As `order` of `add_node`."""
+        """As `order` of `add_node`.
+
+        >>> tree = ts.ProcessGroupConfig().add_node("a", "world", 2).add_node("b", "world", 2)
+        >>> tree.set_order("world", "b-a"); tree.closeness()
+        ['b', 'a']
+        """
         self._handle.set_order(name, order)
 
     def node_names(self):
@@ -100,13 +133,18 @@ class ProcessGroupConfig:
         return self._handle.size(name)
 
     def resolve(self, world_size):
-        """The same tree with the open leaf set. Raises, with the sizes, where they do not make the world."""
+        """The same tree with the open leaf set. Raises, with the sizes, where they do not make the world.
+
+        >>> ts.ProcessGroupConfig().add_node("a", "world", 2).add_node("b", "world").resolve(6).size("b")
+        3
+        """
         return ProcessGroupConfig._of(self._handle.resolve(world_size))
 
     def mesh(self, ranks):
         """Axes, outermost first, and the rank table of this tree: over a number of ranks, or over these, in this order. Arithmetic alone.
 
-        >>> axes, table = tree.mesh(8)
+        >>> ts.ProcessGroupConfig().add_node("a", "world", 2).add_node("b", "world").mesh(6)
+        ({'b': 3, 'a': 2}, [0, 1, 2, 3, 4, 5])
         """
         names, sizes, table = self._handle.table(list(range(ranks)) if isinstance(ranks, int) else [int(r) for r in ranks])
         return dict(zip(names, sizes)), list(table)
@@ -124,25 +162,44 @@ class ProcessGroupConfig:
 
 
 def read_group_config(path):
-    """A tree from a .json, .yaml or .yml file; the fields are those of `add_node`, nested under `children`."""
+    """A tree from a .json, .yaml or .yml file; the fields are those of `add_node`, nested under `children`.
+
+    >>> tree = ts.ProcessGroupConfig().add_node("a", "world", 2)
+    >>> size = open("groups.yaml", "w").write(ts.format_group_config(tree))
+    >>> ts.read_group_config("groups.yaml") == tree
+    True
+    """
     return ProcessGroupConfig._of(ops.group_config(os.fspath(path), "", True))
 
 
 def parse_group_config(text, format="yaml"):
-    """The same from a text; `format`: "yaml" or "json"."""
+    """The same from a text; `format`: "yaml" or "json".
+
+    >>> ts.parse_group_config('{"name": "world", "children": [{"name": "data", "size": 4}]}', "json").size("world")
+    4
+    """
     return ProcessGroupConfig._of(ops.group_config(text, format, False))
 
 
 def format_group_config(config, format="yaml"):
-    """The tree as text; reading it back gives an equal one."""
+    """The tree as text; reading it back gives an equal one.
+
+    >>> print(ts.format_group_config(ts.ProcessGroupConfig().add_node("data", "world", 4)))
+    name: world
+    children:
+      - name: data
+        size: 4
+    """
     return ops.format_group_config(config._handle, format)
 
 
 class Topology:
     """The machines: hosts with devices, one rank each, numbered host by host.
 
-    >>> ts.Topology([8, 8, 4])                        # three hosts
-    >>> ts.parse_topology("hosts: 16x8")              # YAML, with links, rails and switches where they are known
+    >>> ts.Topology([8, 8, 4]).hosts                  # three hosts
+    {'host0': 8, 'host1': 8, 'host2': 4}
+    >>> ts.parse_topology("hosts: 16x8").slots        # YAML, with links, rails and switches where they are known
+    128
     """
 
     def __init__(self, devices):
@@ -150,7 +207,11 @@ class Topology:
 
     @staticmethod
     def uniform(hosts, devices):
-        """`hosts` hosts with `devices` devices each, on one switch."""
+        """`hosts` hosts with `devices` devices each, on one switch.
+
+        >>> ts.Topology.uniform(2, 8).slots
+        16
+        """
         return Topology([devices] * hosts)
 
     @property
@@ -168,17 +229,30 @@ class Topology:
 
 
 def read_topology(path):
-    """From a .json, .yaml or .yml file."""
+    """From a .json, .yaml or .yml file.
+
+    >>> size = open("machines.yaml", "w").write("hosts: 2x4")
+    >>> ts.read_topology("machines.yaml").slots
+    8
+    """
     return Topology(ops.topology(os.fspath(path), "file"))
 
 
 def parse_topology(text, format="yaml"):
-    """From a text; `format`: "yaml" or "json"."""
+    """From a text; `format`: "yaml" or "json".
+
+    >>> ts.parse_topology({"hosts": "2x4"}, "json").hosts
+    {'host0': 4, 'host1': 4}
+    """
     return Topology(ops.topology(text if isinstance(text, str) else json.dumps(text), format))
 
 
 def parse_hosts(text):
-    """"16x8" or "8,8,4"."""
+    """"16x8" or "8,8,4".
+
+    >>> ts.parse_hosts("8,8,4").slots
+    20
+    """
     return Topology(ops.topology(text, "hosts"))
 
 
@@ -188,6 +262,9 @@ class Traffic:
 
     `axes`: an axis, or several joined by dashes. `collective`: all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all or send. `bytes`: of
     the buffer that a call works on.
+
+    >>> ts.Traffic("tensor", "all_reduce", 64e6, calls=96)
+    Traffic(axes='tensor', collective='all_reduce', bytes=64000000.0, calls=96)
     """
 
     axes: str
@@ -198,7 +275,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankMapping:
-    """Which rank sits on which slot of a topology, and what that costs."""
+    """Which rank sits on which slot of a topology, and what that costs.
+
+    >>> best = ts.optimise_mapping({"tensor": 2, "data": 2}, ts.parse_hosts("2x2"), [ts.Traffic("tensor", bytes=64e6)])
+    >>> best.slot_of, best.seconds < best.naive_seconds, best.exact
+    ((0, 2, 1, 3), True, True)
+    """
 
     slot_of: tuple
     """By row-major position of the mesh."""
@@ -226,29 +308,54 @@ def optimise_mapping(axes, topology, traffic, *, exact_limit=50000, effort=1.0, 
     """The best mapping of a mesh that was found for this traffic; it never costs more than the naive one. Arithmetic alone, the same on all ranks.
 
     `axes`: as of `Mesh`, outermost first. Up to `exact_limit` mappings all are tried.
+
+    >>> traffic = [ts.Traffic("tensor", "all_reduce", 64e6, calls=96), ts.Traffic("data", "all_reduce", 1e9)]
+    >>> ts.optimise_mapping({"data": 4, "tensor": 4}, ts.parse_hosts("4x4"), traffic).slot_of[:4]
+    (0, 1, 2, 3)
     """
     return _mapping(ops.map_ranks(topology._handle, list(axes), list(axes.values()), _traffic(traffic), exact_limit, float(effort), seed, None))
 
 
 def given_mapping(axes, topology, traffic, slot_of):
-    """A mapping of the user's own, and what it costs. Raises for slots out of range or taken twice."""
+    """A mapping of the user's own, and what it costs. Raises for slots out of range or taken twice.
+
+    >>> traffic = [ts.Traffic("tensor", bytes=64e6)]
+    >>> mine = ts.given_mapping({"data": 2, "tensor": 2}, ts.parse_hosts("2x2"), traffic, [0, 2, 1, 3])
+    >>> mine.seconds > mine.naive_seconds                # tensor groups lie across the hosts
+    True
+    """
     return _mapping(ops.map_ranks(topology._handle, list(axes), list(axes.values()), _traffic(traffic), 0, 1.0, 1, [int(s) for s in slot_of]))
 
 
 def mapped_mesh(axes, mapping):
-    """The mesh to run where the launcher starts rank r on slot r: each coordinate has the rank whose slot the mapping gives it."""
+    """The mesh to run where the launcher starts rank r on slot r: each coordinate has the rank whose slot the mapping gives it.
+
+    >>> best = ts.optimise_mapping({"tensor": 1}, ts.parse_hosts("1x1"), [])
+    >>> ts.mapped_mesh({"tensor": 1}, best).axes
+    {'tensor': 1}
+    """
     from tessera._api import Mesh
 
     return Mesh(axes, ops.mapped_mesh(list(axes), list(axes.values()), list(mapping.slot_of)))
 
 
 def open_mpi_rank_file(topology, slot_of):
-    """The text of a file for `mpirun --rankfile`."""
+    """The text of a file for `mpirun --rankfile`.
+
+    >>> print(ts.open_mpi_rank_file(ts.parse_hosts("2x1"), [1, 0]))
+    rank 0=host1 slot=0
+    rank 1=host0 slot=0
+    """
     return ops.launcher_file("open_mpi", topology._handle, list(slot_of))
 
 
 def slurm_host_file(topology, slot_of):
-    """The text of a file for SLURM_HOSTFILE and `srun --distribution=arbitrary`."""
+    """The text of a file for SLURM_HOSTFILE and `srun --distribution=arbitrary`.
+
+    >>> print(ts.slurm_host_file(ts.parse_hosts("2x1"), [1, 0]))
+    host1
+    host0
+    """
     return ops.launcher_file("slurm", topology._handle, list(slot_of))
 
 
@@ -262,7 +369,9 @@ def process_groups_of(model, *arguments, sizes=None):
     ...
     ...     def forward(self, x):
     ...         x = ts.distribute_tensor(x, ts.Mesh.of("domain"), [ts.Shard(2)])
-    >>> ts.create_process_groups(UNet, sizes={"domain": 4})
+    >>> ts.create_process_groups(UNet, sizes={"domain": ts.world_size()})
+    >>> ts.process_groups_of(UNet, sizes={"domain": 4}).size("unet")
+    4
 
     `model`: the class, or a module of it. Raises TypeError for a model that says nothing, and for one that returns something else.
     """
@@ -290,6 +399,11 @@ def create_process_groups(config, *, sizes=None, ranks=None, topology=None, traf
     `config`: a tree, or a model that says which it needs (`process_groups_of`). `sizes`: of its leaves, in place of those that it has. `ranks`: who sits on the i-th coordinate of the tree's mesh. `topology`, with the `traffic` of a step: chosen for these machines; returns the
     `RankMapping`, else None. Groups are made on first use, or now if `eager`. Collective over the world: where ranks bring different trees every rank
     raises, with the first line that differs.
+
+    >>> tree = ts.ProcessGroupConfig().add_node("tensor", "world", 1).add_node("data", "world")
+    >>> ts.create_process_groups(tree)
+    >>> ts.Mesh.of("world").axes
+    {'data': 1, 'tensor': 1}
     """
     config = _with_sizes(config, sizes) if isinstance(config, ProcessGroupConfig) else process_groups_of(config, sizes=sizes)
     if topology is None:
