@@ -1,12 +1,13 @@
 # What runs a test program: the test reads as skipped where GoogleTest skipped a case and the program ended well. scripts/skipped prints the reasons.
 set(TESSERA_RUN_TEST bash "${PROJECT_SOURCE_DIR}/tests/run")
 
-# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [ALONE])
+# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [SHARDS n] [ALONE])
 # A GoogleTest program. Without RANKS it runs once; with RANKS it runs once for each number, every rank a process of its own under the project's launcher,
 # which kills and reports a rank that hangs. The folder's name is a label, so that `ctest -L comm` runs the tests of a room. The sources of a program are
-# compiled in batches (tessera_unity), so that their names are unique in the program, or each by itself with ALONE.
+# compiled in batches (tessera_unity), so that their names are unique in the program, or each by itself with ALONE. SHARDS runs the cases in that many
+# processes side by side, for programs that mostly wait.
 function(tessera_test name)
-  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT" "SOURCES;LINK;RANKS;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT;SHARDS" "SOURCES;LINK;RANKS;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 120)
   endif()
@@ -17,7 +18,7 @@ function(tessera_test name)
   list(APPEND TEST_LABELS ${folder})
   add_executable(test_${name} ${TEST_SOURCES})
   if(NOT TEST_ALONE)
-    tessera_unity(test_${name} 3)
+    tessera_unity(test_${name} 6)
   endif()
   target_link_libraries(test_${name} PRIVATE tessera_flags GTest::gtest ${TEST_LINK})
   if(NOT TEST_RANKS)
@@ -42,7 +43,11 @@ function(tessera_test name)
       )
     endforeach()
   else()
-    add_test(NAME ${name} COMMAND ${TESSERA_RUN_TEST} $<TARGET_FILE:test_${name}>)
+    set(shards "")
+    if(TEST_SHARDS)
+      set(shards --shards ${TEST_SHARDS})
+    endif()
+    add_test(NAME ${name} COMMAND ${TESSERA_RUN_TEST} ${shards} $<TARGET_FILE:test_${name}>)
     set_tests_properties(
       ${name}
       PROPERTIES TIMEOUT ${TEST_TIMEOUT} SKIP_RETURN_CODE 77 LABELS "${TEST_LABELS}"
