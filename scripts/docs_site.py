@@ -1,4 +1,5 @@
-"""Lays out the source of the documentation site: the checkout's pages where they are, and a page of reference for each room.
+"""Lays out the source of the documentation site: the checkout's pages where they are, and a page of reference for each room and for each module of
+the Python package.
 
 usage: docs_site.py FOLDER XML    (from the root of the checkout; XML is what Doxygen made)
 """
@@ -7,6 +8,8 @@ import pathlib
 import re
 import shutil
 import sys
+
+import python_reference
 
 ROOMS = re.findall(r"^\| `([a-z_]+)` \|", pathlib.Path("docs/architecture.md").read_text(), re.MULTILINE)
 PRIVATE = {"detail", "internal", "backends"}
@@ -66,6 +69,11 @@ def main():
                       "detaileddescription innerclass innernamespace public* func enum typedef var define user-defined", "```", ""]
         (reference / f"{room}.md").write_text("\n".join(lines))
     sections["Reference"] = [f"reference/{room}" for room in ROOMS]
+    (reference / "python").mkdir()
+    sections["Python reference"] = []
+    for module, text in python_reference.pages().items():
+        (reference / "python" / f"{module}.md").write_text(text)
+        sections["Python reference"].append(f"reference/python/{module}")
     sections["The project"] = ["CONTRIBUTING", "CHANGELOG"]
 
     # The examples, whole: programs to read.

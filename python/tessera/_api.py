@@ -1,4 +1,4 @@
-"""The package's functions: each is one call of the library."""
+"""Ranks, meshes and sharded tensors: each function is one call of the library."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""What the package says of itself: names, docstrings, stubs, and a notebook."""
+"""What the package says of itself: names, stubs, and a notebook; docstrings are test_reference.py's."""
 
 import ast
 import asyncio
@@ -17,34 +17,6 @@ FOLDER = pathlib.Path(ts.__file__).parent
 def public(thing):
     """Methods and properties of a class that a user may call."""
     return {name: member for name, member in vars(thing).items() if not name.startswith("_")}
-
-
-def documented(member):
-    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-    return inspect.getdoc(member)
-
-
-def test_everything_has_a_docstring():
-    obvious = {"size", "describe", "shape"}  # its name says it
-    for name in ts.__all__:
-        thing = getattr(ts, name)
-        assert inspect.getdoc(thing) and not inspect.getdoc(thing).startswith(f"{name}("), name
-        if inspect.isclass(thing) and thing.__module__.startswith("tessera"):
-            for member, value in public(thing).items():
-                if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
-                    assert documented(value) or member in obvious, f"{name}.{member}"
-
-
-def test_help_of_a_mesh_is_enough_to_use_it():
-    text = inspect.getdoc(ts.Mesh)
-    for example in ('ts.Mesh({"data": 2, "domain": 3})', "mesh.coordinate", 'mesh.group("domain").ranks', "ranks=[4, 0, 2]"):
-        assert example in text
-    # What it says is so.
-    def body(rank):
-        mesh = ts.Mesh({"data": 2, "domain": 3})
-        return mesh.coordinate, mesh.group("domain").ranks
-
-    assert ts.run_threads(6, body)[4] == ((1, 1), [3, 4, 5])
 
 
 def parameters_of(node):

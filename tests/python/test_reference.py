@@ -4,14 +4,16 @@ import contextlib
 import doctest
 import inspect
 import os
+import pathlib
+import re
 import tempfile
 
 import pytest
 import torch
-from torch import nn
 
 import tessera as ts
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -29,21 +31,16 @@ def folder():
         yield
 
 
+GIVEN = re.search(r"take for given:\n\n```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL).group(1)
+
+
 def names():
-    """What a namespace of the examples has: docs/python.md says so."""
+    """What examples take for given, as docs/python.md says."""
     torch.manual_seed(0)
     ts.manual_seed(0)
-    mesh, x = ts.Mesh({"data": -1}), torch.ones(4, 8)
-    return {
-        "torch": torch,
-        "nn": nn,
-        "ts": ts,
-        "mesh": mesh,
-        "net": nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
-        "x": x,
-        "y": torch.zeros(4, 1),
-        "t": ts.distribute_tensor(x, mesh, [ts.Shard(0)]),
-    }
+    namespace = {}
+    exec(GIVEN.replace("ts.init()\n", ""), namespace)
+    return namespace
 
 
 def members(thing):
@@ -88,3 +85,13 @@ def test_the_docstrings_of(job, folder, name):
     if name == "shutdown":
         ts.init()
     assert not report, "".join(report)
+
+
+def test_the_pages_of_the_site_say_what_help_says(monkeypatch):
+    """They are made without the library, of the sources."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    reference = pytest.importorskip("python_reference")
+    pages = "\n".join(reference.pages().values())
+    for name in ts.__all__:
+        for whose, text in texts(name).items():
+            assert f"# {whose}\n" in pages and text.partition("\n")[0] in pages, whose
