@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tessera import _foreign_files, _torch_objects
+from tessera import _foreign_files, _html, _torch_objects
 from tessera._errors import InvalidArgument
 from tessera._groups import Group
 from tessera._library import classes, ops
@@ -259,6 +259,9 @@ class Mesh:
 
     def __repr__(self):
         return f"Mesh({ops.mesh_text(self._handle)})"
+
+    def _repr_html_(self):
+        return _html.of_mesh(self)
 
 
 def add_mesh(name, mesh):

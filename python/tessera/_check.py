@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tessera import _api
+from tessera import _api, _html
 from tessera._errors import MismatchError
 from tessera._library import classes, ops
 from tessera._placement import Replicate, Shard
@@ -87,6 +87,9 @@ class Report:
 
     def __str__(self):
         return self.text()
+
+    def _repr_html_(self):
+        return _html.of_report(self)
 
     def text(self, limit=10):
         """The verdict in a line, and the worst `limit` of each kind (None: all)."""

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from tessera import _api
+from tessera import _api, _html
 from tessera._draws import draw_alike, empty_beside
 from tessera._errors import GradientError, ShardingError
 from tessera._library import classes, ops
@@ -169,6 +169,8 @@ def _new(tensor, *args, **options):
 
 _WHOLE = "tessera.full_tensor(t) gives the global value on every rank (collective), tessera.to_local(t) this rank's shard"
 
+# What a notebook asks for; None: as it shows plain tensors.
+torch.Tensor._repr_html_ = lambda t: _html.of_tensor(t) if _sharded(t) else None
 _instead("__repr__", lambda t, **_: f"<{_api.summary(t)}>")
 _instead("__format__", _format)
 _instead("__reduce_ex__", _refuse("cannot pickle or torch.save", f"Save plain tensors: {_WHOLE}"))

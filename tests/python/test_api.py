@@ -4,10 +4,13 @@ import ast
 import asyncio
 import contextlib
 import dataclasses
+import html.parser
 import inspect
 import io
 import json
 import pathlib
+
+import torch
 
 import tessera as ts
 
@@ -106,6 +109,45 @@ def test_a_notebook_of_ranks_as_threads():
         asyncio.run(kernel())
     assert namespace["totals"] == namespace["again"] == [2.0, 2.0] and namespace["said"] == "in one cell"
     assert printed.getvalue().count("rank 1: <ShardTensor") == 2
+
+
+def test_what_a_notebook_shows():
+    """Tables of ranks, pictures of shards, verdicts: well-formed, told by each rank alone."""
+
+    class Shows(html.parser.HTMLParser):
+        def __init__(self, text):
+            super().__init__()
+            self.open, self.words = [], []
+            self.feed(text)
+            assert not self.open, text
+
+        def handle_starttag(self, tag, attributes):
+            if tag != "br":
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+        def handle_data(self, data):
+            self.words.append(data)
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2, "domain": 2})
+        if rank != 3:
+            mesh.barrier()
+            return None
+        t = ts.ones([5, 6], mesh, [ts.Shard(0), ts.Shard(1)])
+        shown = [Shows(thing._repr_html_()).words for thing in (mesh, t, ts.ones([], mesh, [ts.Replicate()] * 2))]
+        assert torch.ones(2)._repr_html_() is None
+        mesh.barrier()
+        return shown
+
+    mesh, tensor, scalar = ts.run_threads(4, body)[3]
+    assert mesh[1:] == ["data", "domain 0", "domain 1", "0", "0", "1", "1", "2", "3"]
+    assert "ShardTensor" in tensor[0] and "0..2" in tensor and "ShardTensor" in scalar[0]
+    report = ts.run_threads(1, lambda rank: ts.check(torch.nn.Linear(3, 2), torch.ones(4, 3), ts.Mesh({"data": 1})))[0]
+    words = Shows(report._repr_html_()).words
+    assert words[0].startswith("safe on Mesh(") and "gradient of weight" in words and words.count("yes") == 4
 
 
 NOTEBOOK = pathlib.Path(__file__).parent.parent.parent / "examples" / "python" / "ranks.ipynb"
