@@ -2,9 +2,6 @@
 
 from tessera._api import (
     CommTrace,
-    Mesh,
-    Spec,
-    add_mesh,
     distribute_module,
     distribute_tensor,
     from_local,
@@ -41,25 +38,13 @@ from tessera._checkpoint import (
 from tessera._data import (
     Dataset,
     FieldSharding,
-    FixedOrder,
-    Hdf5Source,
     LoadedBatch,
     Loader,
-    MixtureOrder,
-    NetcdfSource,
-    Order,
-    PackedOrder,
-    SafetensorsSource,
     ShardedBatch,
-    Source,
-    SourceDataset,
-    SourceField,
     StreamBatch,
     StreamLoader,
     TensorDataset,
-    TokenBudgetOrder,
     TokenFileDataset,
-    WeightedOrder,
     reads_for_others,
     scatter_batch,
     shard_batch,
@@ -116,19 +101,40 @@ from tessera._ghost import (
     ghost_reduce,
     ghosts_of,
 )
+from tessera._functional import functional
 from tessera._groups import (
     Group,
     GroupInfo,
     ParallelGroups,
     Request,
     SharedMemory,
-    functional,
     group,
     group_names,
     group_rank,
     group_size,
     set_check_level,
     world,
+)
+from tessera._mesh import (
+    Mesh,
+    Spec,
+    add_mesh,
+)
+from tessera._orders import (
+    FixedOrder,
+    MixtureOrder,
+    Order,
+    PackedOrder,
+    TokenBudgetOrder,
+    WeightedOrder,
+)
+from tessera._sources import (
+    Hdf5Source,
+    NetcdfSource,
+    SafetensorsSource,
+    Source,
+    SourceDataset,
+    SourceField,
 )
 from tessera._library import ops
 from tessera._parallel import (
