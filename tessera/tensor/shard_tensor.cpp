@@ -6,7 +6,6 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/custom_class.h>
 
 #include <iostream>
 
@@ -48,21 +47,6 @@ const ShardMeta& fresh_meta(const at::Tensor& t) {
   const ShardMeta& meta = meta_or_throw(t);
   if (meta.copy && !meta.copy->fresh()) meta.copy->refresh();
   return meta;
-}
-
-namespace {
-struct CarriedSpec : torch::CustomClassHolder {
-  explicit CarriedSpec(ShardSpec s) : spec(std::move(s)) {}
-  ShardSpec spec;
-};
-}  // namespace
-
-void carry(torch::autograd::AutogradContext* ctx, const ShardSpec& spec, const char* name) {
-  ctx->saved_data[name] = c10::IValue::make_capsule(c10::make_intrusive<CarriedSpec>(spec));
-}
-
-ShardSpec carried(torch::autograd::AutogradContext* ctx, const char* name) {
-  return c10::static_intrusive_pointer_cast<CarriedSpec>(ctx->saved_data[name].toCapsule())->spec;
 }
 
 ShardSpec gradient_spec(const ShardSpec& spec,

@@ -10,14 +10,10 @@
 
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <tuple>
-#include <vector>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::native_transformer_rules {
 

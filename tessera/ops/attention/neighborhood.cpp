@@ -4,21 +4,16 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <cmath>
-#include <utility>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/attention/detail/neighborhood_local.h"
 #include "tessera/ops/halo/detail/field_halo.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
@@ -116,7 +111,7 @@ Box interior_of(const std::vector<Neighborhood>& dims, const Box& owned,
 }
 
 /// The queries of one call with the exchange of their keys and values: kept by a node of the graph.
-struct Field : torch::CustomClassHolder {
+struct Field {
   Halo keys, values;
   Box interior;  // queries that need no halo; without elements: there are none
   bool wait_first = false;
@@ -156,10 +151,12 @@ struct Field : torch::CustomClassHolder {
   }
 };
 
+using FieldPtr = std::shared_ptr<Field>;
+
 struct OnField : torch::autograd::Function<OnField> {
   using Context = torch::autograd::AutogradContext;
   static at::Tensor forward(Context* ctx, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const c10::intrusive_ptr<Field>& field) {
+                            const at::Tensor& v, const FieldPtr& field) {
     HaloValues of_keys = field->keys.start_exchange(k), of_values = field->values.start_exchange(v);
     if (field->wait_first || volume(field->interior) == 0) {
       of_keys.arrival().wait();
@@ -186,14 +183,14 @@ struct OnField : torch::autograd::Function<OnField> {
       saved.push_back(result.logs);
     }
     ctx->save_for_backward(saved);
-    ctx->saved_data["field"] = c10::IValue::make_capsule(field);
+    detail::carry(ctx, field, "field");
     return out;
   }
 
   // The gradients as a function of all four that has derivatives: keys and values travel again.
   static torch::autograd::variable_list with_graph(const at::Tensor& g, const at::Tensor& q,
                                                    const at::Tensor& k, const at::Tensor& v,
-                                                   const c10::intrusive_ptr<Field>& field) {
+                                                   const FieldPtr& field) {
     const detail::LocalNeighborhood where{field->dims, field->extents, spatial(field->keys.owned()),
                                           spatial(field->keys.needed()), field->scale};
     const auto all =
@@ -206,8 +203,7 @@ struct OnField : torch::autograd::Function<OnField> {
   static torch::autograd::variable_list backward(Context* ctx,
                                                  const torch::autograd::variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const auto field =
-        c10::static_intrusive_pointer_cast<Field>(ctx->saved_data["field"].toCapsule());
+    const auto field = detail::carried<FieldPtr>(ctx, "field");
     const at::Tensor &q = saved[0], &g = gradients[0];
     if (at::GradMode::is_enabled()) return with_graph(g, q, saved[1], saved[2], field);
     const bool split = volume(field->interior) > 0;
@@ -270,7 +266,7 @@ at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
         t, ShardSpec(wanted.mesh(), t.sizes().vec(), wanted.placements(), wanted.sizes()));
   };
   const at::Tensor queries = laid_out(q), keys = laid_out(k), values = laid_out(v);
-  auto field = c10::make_intrusive<Field>();
+  auto field = std::make_shared<Field>();
   field->keys = halo_of_keys(spec(keys), dims);
   field->values = halo_of_keys(spec(values), dims);
   field->dims = dims;

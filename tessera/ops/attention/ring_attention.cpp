@@ -22,20 +22,16 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "tessera/ops/attention/detail/ring.h"
 #include "tessera/ops/random/detail/draws.h"
-#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::ring_attention_rules {
 
@@ -106,10 +102,9 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
                                const at::Tensor& value, const at::Tensor& gradient,
                                const std::optional<at::Tensor>& mask, const at::Tensor& mean,
-                               const at::Tensor& level, bool wants_mask,
-                               const c10::intrusive_ptr<Ring>& ring) {
+                               const at::Tensor& level, bool wants_mask, const RingPtr& ring) {
     ctx->set_materialize_grads(false);
-    ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
+    carry(ctx, ring, "ring");
     ctx->saved_data["mask gradient"] = wants_mask;
     ctx->save_for_backward({query, key, value, gradient, mask.value_or(at::Tensor()), mean, level});
     const LocalCallGuard guard;
@@ -151,7 +146,7 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
   //   z = P (w - sum(P w))                  that of the scores,
   //   u = M P (x - sum(P x))                that of g v^T.
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const auto ring = c10::static_intrusive_pointer_cast<Ring>(ctx->saved_data["ring"].toCapsule());
+    const auto ring = carried<RingPtr>(ctx, "ring");
     const auto saved = ctx->get_saved_variables();
     const bool wants_mask = ctx->saved_data["mask gradient"].toBool();
     const auto placed = [&](std::size_t i, const ShardSpec& spec) {
@@ -252,7 +247,7 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
 struct RingAttention : torch::autograd::Function<RingAttention> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
                             const at::Tensor& value, const std::optional<at::Tensor>& given_mask,
-                            const c10::intrusive_ptr<Ring>& ring) {
+                            const RingPtr& ring) {
     const at::Tensor mask = given_mask.value_or(at::Tensor());
     const LocalCallGuard guard;
     const at::Tensor q = meta_of(query)->local,
@@ -285,7 +280,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const at::Tensor level = own[1];
     const at::Tensor wrapped =
         wrap_fresh(out, make_layout(ring->out, out.scalar_type(), out.device()));
-    ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
+    carry(ctx, ring, "ring");
     ctx->saved_data["mask"] = mask.defined();
     ctx->saved_data["mask gradient"] = mask.defined() && mask.requires_grad();
     ctx->save_for_backward({query, key, value, mask, wrapped, level});
@@ -295,7 +290,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     variable_list result(5);
     if (!gradients[0].defined()) return result;
-    const auto ring = c10::static_intrusive_pointer_cast<Ring>(ctx->saved_data["ring"].toCapsule());
+    const auto ring = carried<RingPtr>(ctx, "ring");
     const auto saved = ctx->get_saved_variables();
     const at::Tensor placed = redistribute(sharded_gradient(gradients[0], ring->out), ring->out);
     at::Tensor mean;

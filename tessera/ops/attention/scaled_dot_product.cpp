@@ -4,15 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/OpMathType.h>
 
-#include <optional>
-#include <utility>
-#include <vector>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/empty_shards.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::scaled_dot_product_rules {
 
@@ -157,9 +149,9 @@ Plan attention_choice(const OpCall& call) {
 }
 
 const AtStart registered([] {
-  for (const char* op : {"aten::_scaled_dot_product_flash_attention_for_cpu",
-                         "aten::_scaled_dot_product_flash_attention_for_cpu_backward"})
-    register_rule(op, guarded(attention), {.for_replicated = true});
+  register_rules({"aten::_scaled_dot_product_flash_attention_for_cpu",
+                  "aten::_scaled_dot_product_flash_attention_for_cpu_backward"},
+                 guarded(attention), {.for_replicated = true});
   register_rule("aten::_fused_sdp_choice", attention_choice, {.for_replicated = true});
 });
 

@@ -5,19 +5,12 @@
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/op_info.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::elementwise_rules {
 
@@ -226,8 +219,7 @@ Plan fill(const OpCall& call) {
   if (call.tensor(0).spec.has_partial()) return pointwise(call);
   if (const TensorInfo* value = call.find("value")) {
     plan.inputs.resize(call.tensors().size());
-    plan.inputs[call.index_of(*value)] =
-        value->spec.with_placements(std::vector<Placement>(value->spec.placements().size()));
+    plan.inputs[call.index_of(*value)] = replicated(value->spec);
   }
   return plan;
 }
@@ -274,8 +266,7 @@ Plan foreach (const OpCall& call) {
         throw ShardingError(
             concat(call.name(), " of elements of shapes ", list(first[t.element]->spec.shape()),
                    " and ", list(t.spec.shape()), " has no rule: expand them to one shape first"));
-      plan.inputs.push_back(
-          t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+      plan.inputs.push_back(replicated(t.spec));
     } else {
       plan.inputs.push_back(without_partial(first[t.element]->spec));
     }
@@ -286,56 +277,54 @@ Plan foreach (const OpCall& call) {
 
 const AtStart registered([] {
   set_pointwise_rule(pointwise);
-  for (const char* op :
-       {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"})
-    register_rule(op, linear_together);
-  for (const char* op : {"aten::mul.Tensor", "aten::mul.Scalar"}) register_rule(op, linear_in_each);
-  for (const char* op : {"aten::div.Tensor", "aten::div.Scalar"})
-    register_rule(op, linear_by_numbers);
-  for (const char* op : {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy",
-                         "aten::lift_fresh", "aten::lift_fresh_copy", "aten::contiguous"})
-    register_rule(op, copy);
-  for (const char* op : {"aten::fill", "aten::fill_"}) register_rule(op, fill);
-  for (const char* op : {"aten::zero", "aten::zero_"}) register_rule(op, zero);
+  register_rules(
+      {"aten::add.Tensor", "aten::sub.Tensor", "aten::neg", "aten::positive", "aten::rsub.Tensor"},
+      linear_together);
+  register_rules({"aten::mul.Tensor", "aten::mul.Scalar"}, linear_in_each);
+  register_rules({"aten::div.Tensor", "aten::div.Scalar"}, linear_by_numbers);
+  register_rules({"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::lift_fresh",
+                  "aten::lift_fresh_copy", "aten::contiguous"},
+                 copy);
+  register_rules({"aten::fill", "aten::fill_"}, fill);
+  register_rules({"aten::zero", "aten::zero_"}, zero);
   register_rule("aten::log_sigmoid_forward", log_sigmoid);
-  for (const char* op : {"aten::fake_quantize_per_tensor_affine_cachemask",
-                         "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
-                         "aten::fake_quantize_per_channel_affine_cachemask"})
-    register_rule(op, fake_quantize);
-  for (const char* op : {"aten::masked_fill",
-                         "aten::where",
-                         "aten::lerp",
-                         "aten::addcmul",
-                         "aten::addcdiv",
-                         "aten::clamp",
-                         "aten::leaky_relu",  // has no tag in libtorch 2.11
-                         "aten::threshold_backward",
-                         "aten::leaky_relu_backward",
-                         "aten::softplus_backward",
-                         "aten::elu_backward",
-                         "aten::hardtanh_backward",
-                         "aten::hardsigmoid_backward",
-                         "aten::hardswish_backward",
-                         "aten::silu_backward",
-                         "aten::gelu_backward",
-                         "aten::tanh_backward",
-                         "aten::sigmoid_backward",
-                         "aten::log_sigmoid_backward",
-                         "aten::softshrink_backward",
-                         "aten::hardshrink_backward",
-                         "aten::logit_backward",
-                         "aten::mish_backward",
-                         "aten::native_dropout_backward",
-                         "aten::_standard_gamma_grad",
-                         "aten::_dirichlet_grad",
-                         "aten::hardswish",
-                         "aten::_prelu_kernel",
-                         "aten::_prelu_kernel_backward",
-                         "aten::complex",
-                         "aten::polar",
-                         "aten::floor_divide"}) {
-    register_rule(op, pointwise);
-  }
+  register_rules({"aten::fake_quantize_per_tensor_affine_cachemask",
+                  "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+                  "aten::fake_quantize_per_channel_affine_cachemask"},
+                 fake_quantize);
+  register_rules({"aten::masked_fill",
+                  "aten::where",
+                  "aten::lerp",
+                  "aten::addcmul",
+                  "aten::addcdiv",
+                  "aten::clamp",
+                  "aten::leaky_relu",  // has no tag in libtorch 2.11
+                  "aten::threshold_backward",
+                  "aten::leaky_relu_backward",
+                  "aten::softplus_backward",
+                  "aten::elu_backward",
+                  "aten::hardtanh_backward",
+                  "aten::hardsigmoid_backward",
+                  "aten::hardswish_backward",
+                  "aten::silu_backward",
+                  "aten::gelu_backward",
+                  "aten::tanh_backward",
+                  "aten::sigmoid_backward",
+                  "aten::log_sigmoid_backward",
+                  "aten::softshrink_backward",
+                  "aten::hardshrink_backward",
+                  "aten::logit_backward",
+                  "aten::mish_backward",
+                  "aten::native_dropout_backward",
+                  "aten::_standard_gamma_grad",
+                  "aten::_dirichlet_grad",
+                  "aten::hardswish",
+                  "aten::_prelu_kernel",
+                  "aten::_prelu_kernel_backward",
+                  "aten::complex",
+                  "aten::polar",
+                  "aten::floor_divide"},
+                 pointwise);
   for (const char* op :
        {"add",       "sub",        "mul",   "div",  "addcmul", "addcdiv", "lerp",    "sqrt",
         "neg",       "abs",        "exp",   "log",  "pow",     "maximum", "minimum", "clamp_max",

@@ -1,15 +1,9 @@
 // Fused steps of optimizers, and the check that gradient scaling makes on gradients: lists of
 // tensors, each with its own placements.
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <optional>
-#include <vector>
-
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::optimizer_rules {
 
@@ -25,9 +19,7 @@ std::vector<std::optional<ShardSpec>> like_parameters(const OpCall& call) {
   for (const TensorInfo& t : call.tensors()) {
     const bool alike = t.element >= 0 && t.element < static_cast<int>(parameters.size()) &&
                        t.spec.shape() == parameters[t.element]->spec.shape();
-    inputs.emplace_back(
-        alike ? without_partial(parameters[t.element]->spec)
-              : t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+    inputs.emplace_back(alike ? without_partial(parameters[t.element]->spec) : replicated(t.spec));
   }
   return inputs;
 }
@@ -61,9 +53,9 @@ Plan non_finite_check_and_unscale(const OpCall& call) {
 }
 
 const AtStart registered([] {
-  for (const char* op :
-       {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"})
-    register_rule(op, fused);
+  register_rules(
+      {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"},
+      fused);
   register_rule("aten::_amp_foreach_non_finite_check_and_unscale_", non_finite_check_and_unscale);
 });
 

@@ -4,12 +4,7 @@
 
 #include <numeric>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::create_rules {
 
@@ -91,12 +86,11 @@ Plan set(const OpCall& call) {
 }
 
 const AtStart registered([] {
-  for (const char* op :
-       {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"})
-    register_rule(op, like);
-  for (const char* op : {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
-                         "aten::new_empty_strided"})
-    register_rule(op, sized);
+  register_rules({"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"},
+                 like);
+  register_rules({"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
+                  "aten::new_empty_strided"},
+                 sized);
   register_rule("aten::tril_indices", on_gathered);
   register_rule("aten::set.source_Tensor", set);
   register_rule("aten::_new_zeros_with_same_feature_meta", zeros_of_base);

@@ -13,17 +13,11 @@
 #include <ATen/ops/pad.h>
 #include <ATen/ops/view_as_real.h>
 
-#include <algorithm>
 #include <tuple>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::fft_rules {
 

@@ -9,7 +9,6 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
 
 #include <utility>
 
@@ -17,6 +16,7 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -237,38 +237,27 @@ struct ToOwners : GhostRun {
   const at::ScalarType type;
 };
 
-// Keeps the plan in a node of the graph.
-struct CarriedGhosts : torch::CustomClassHolder {
-  explicit CarriedGhosts(GhostPlan p) : plan(std::move(p)) {}
-  GhostPlan plan;
-};
-void keep_plan(AutogradContext* ctx, const GhostPlan& plan) {
-  ctx->saved_data["plan"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedGhosts>(plan));
-}
-GhostPlan kept_plan(AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<CarriedGhosts>(ctx->saved_data["plan"].toCapsule())
-      ->plan;
-}
-
 struct GhostExchange : torch::autograd::Function<GhostExchange> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*owned*/,
                             const GhostPlan& plan, const std::shared_ptr<ToGhosts>& run) {
-    keep_plan(ctx, plan);
+    detail::carry(ctx, plan, "plan");
     return run->finish();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {ghost_reduce(kept_plan(ctx), g[0]), at::Tensor(), at::Tensor()};
+    return {ghost_reduce(detail::carried<GhostPlan>(ctx, "plan"), g[0]), at::Tensor(),
+            at::Tensor()};
   }
 };
 
 struct GhostSum : torch::autograd::Function<GhostSum> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*rows*/, const GhostPlan& plan,
                             const std::shared_ptr<ToOwners>& run) {
-    keep_plan(ctx, plan);
+    detail::carry(ctx, plan, "plan");
     return run->finish();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {ghost_exchange(kept_plan(ctx), g[0]), at::Tensor(), at::Tensor()};
+    return {ghost_exchange(detail::carried<GhostPlan>(ctx, "plan"), g[0]), at::Tensor(),
+            at::Tensor()};
   }
 };
 
@@ -276,13 +265,13 @@ struct GhostSum : torch::autograd::Function<GhostSum> {
 struct GhostExtreme : torch::autograd::Function<GhostExtreme> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const GhostPlan& plan,
                             const std::shared_ptr<ToOwners>& run) {
-    keep_plan(ctx, plan);
+    detail::carry(ctx, plan, "plan");
     const at::Tensor extreme = run->finish();
     ctx->save_for_backward({rows, extreme});
     return extreme;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    const GhostPlan plan = kept_plan(ctx);
+    const GhostPlan plan = detail::carried<GhostPlan>(ctx, "plan");
     const auto saved = ctx->get_saved_variables();
     const at::Tensor extreme = ghost_exchange(plan, saved[1].detach());
     const at::Tensor is_extreme = saved[0].detach().eq(extreme);

@@ -1,16 +1,11 @@
 // halo_exchange as a differentiable function, and the cache of its plans.
 
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
 
-#include <set>
-#include <utility>
-
-#include "tessera/base/text.h"
 #include "tessera/ops/halo/detail/field_halo.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/thread_cache.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -20,38 +15,25 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Keeps the exchange in a node of the graph, so that backward need not look it up.
-struct CarriedHalo : torch::CustomClassHolder {
-  explicit CarriedHalo(Halo h) : halo(std::move(h)) {}
-  Halo halo;
-};
-c10::IValue capsule(const Halo& halo) {
-  return c10::IValue::make_capsule(c10::make_intrusive<CarriedHalo>(halo));
-}
-Halo carried(AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<CarriedHalo>(ctx->saved_data["halo"].toCapsule())->halo;
-}
-
 // From local tensors to local tensors; Gather and its adjoint are each other's derivative.
 struct Gather : torch::autograd::Function<Gather> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const Halo& halo) {
-    ctx->saved_data["halo"] = capsule(halo);
+    detail::carry(ctx, halo, "halo");
     return halo.exchange(local);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     // Every rank takes part in the sum, also if its own result was not used.
-    const Halo halo = carried(ctx);
-    return {detail::summed_halo(g[0], halo), at::Tensor()};
+    return {detail::summed_halo(g[0], detail::carried<Halo>(ctx, "halo")), at::Tensor()};
   }
 };
 
 struct SumBack : torch::autograd::Function<SumBack> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gradient, const Halo& halo) {
-    ctx->saved_data["halo"] = capsule(halo);
+    detail::carry(ctx, halo, "halo");
     return halo.sum(gradient);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {detail::gathered_halo(g[0], carried(ctx)), at::Tensor()};
+    return {detail::gathered_halo(g[0], detail::carried<Halo>(ctx, "halo")), at::Tensor()};
   }
 };
 

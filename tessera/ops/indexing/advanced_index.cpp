@@ -4,14 +4,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/broadcast_tensors.h>
 
-#include <algorithm>
-#include <vector>
-
-#include "tessera/base/text.h"
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::advanced_index_rules {
 
@@ -259,9 +253,9 @@ Plan index_put(const OpCall& call) {
 
 const AtStart registered([] {
   register_rule("aten::index.Tensor", index);
-  for (const char* op :
-       {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_index_put_impl"})
-    register_rule(op, index_put);
+  register_rules(
+      {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_index_put_impl"},
+      index_put);
 });
 
 }  // namespace

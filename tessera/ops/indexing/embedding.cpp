@@ -10,20 +10,10 @@
 #include <ATen/ops/where.h>
 
 #include <limits>
-#include <optional>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::embedding_rules {
 
@@ -165,17 +155,14 @@ void scale_rows(const at::Tensor& table, const at::Tensor& rows, double most, do
 Plan renorm(const OpCall& call) {
   const TensorInfo &weight = call.tensor(0), &indices = *call.find("indices");
   Plan plan;
-  for (const TensorInfo& t : call.tensors())
-    plan.inputs.emplace_back(
-        t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  for (const TensorInfo& t : call.tensors()) plan.inputs.emplace_back(replicated(t.spec));
   if (weight.spec.dims() != 2)
     throw InvalidArgument(concat(call.name(), ": the table has ", weight.spec.dims(),
                                  " dims, and needs two: rows and columns"));
   const ShardSpec table = without_partial(weight.spec);
   plan.inputs[0] = table;
   plan.outputs = {{table}};
-  plan.inputs[call.index_of(indices)] =
-      indices.spec.with_placements(std::vector<Placement>(indices.spec.placements().size()));
+  plan.inputs[call.index_of(indices)] = replicated(indices.spec);
   if (!table.has_shard()) return plan;
   const OverRanks over_columns{context_of(table), axes_that_shard(table, 1), "embedding_renorm_"};
   plan.local = [part = part_of(table, 0), over_columns](const OperatorHandle& op, Stack a) {

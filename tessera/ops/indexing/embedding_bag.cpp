@@ -13,20 +13,13 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <limits>
-#include <optional>
 #include <tuple>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::embedding_bag_rules {
 

@@ -14,24 +14,15 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <memory>
 #include <numeric>
-#include <optional>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/group/group.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/failure.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::embedding_of_rows {
 
@@ -77,10 +68,7 @@ struct Exchange {
   }
 };
 
-struct Held : torch::CustomClassHolder {
-  explicit Held(std::shared_ptr<const Exchange> e) : exchange(std::move(e)) {}
-  const std::shared_ptr<const Exchange> exchange;
-};
+using ExchangePtr = std::shared_ptr<const Exchange>;
 
 Sizes sizes_of(const at::Tensor& counts) {
   const at::Tensor here = counts.to(at::kCPU, at::kLong).contiguous();
@@ -184,19 +172,15 @@ at::Tensor on_locals(const ShardSpec& of, at::ScalarType dtype, c10::Device devi
   }
 }
 
-std::shared_ptr<const Exchange> held(AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["exchange"].toCapsule())
-      ->exchange;
-}
-void hold(AutogradContext* ctx, const std::shared_ptr<const Exchange>& e) {
+ExchangePtr held(AutogradContext* ctx) { return carried<ExchangePtr>(ctx, "exchange"); }
+void hold(AutogradContext* ctx, const ExchangePtr& e) {
   ctx->set_materialize_grads(false);
-  ctx->saved_data["exchange"] = c10::IValue::make_capsule(c10::make_intrusive<Held>(e));
+  carry(ctx, e, "exchange");
 }
 
 // Linear in its input, as Lookup is: each is the other's gradient.
 struct GradientOfTable : torch::autograd::Function<GradientOfTable> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& g,
-                            const std::shared_ptr<const Exchange>& e) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& g, const ExchangePtr& e) {
     hold(ctx, e);
     const ShardMeta& meta = fresh_meta(g);
     return on_locals(gradient_of_table(*e), g.scalar_type(), g.device(),
@@ -206,8 +190,7 @@ struct GradientOfTable : torch::autograd::Function<GradientOfTable> {
 };
 
 struct Lookup : torch::autograd::Function<Lookup> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& table,
-                            const std::shared_ptr<const Exchange>& e) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& table, const ExchangePtr& e) {
     hold(ctx, e);
     const ShardMeta& meta = fresh_meta(table);
     return on_locals(e->result, table.scalar_type(), table.device(),

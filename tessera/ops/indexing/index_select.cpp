@@ -3,12 +3,8 @@
 
 #include <ATen/ops/zeros_like.h>
 
-#include <vector>
-
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::index_select_rules {
 

@@ -6,18 +6,11 @@
 #include <ATen/ops/one_hot_native.h>
 #include <ATen/ops/repeat_interleave.h>
 
-#include <optional>
-#include <vector>
-
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::lookup_rules {
 
@@ -80,13 +73,11 @@ at::Tensor repeat_interleave(const at::Tensor& repeats, std::optional<c10::SymIn
 }
 
 const AtStart registered([] {
-  for (const char* op :
-       {"aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::bucketize.Tensor"})
-    register_rule(op, looked_up);
-  for (const char* op :
-       {"aten::isin.Scalar_Tensor", "aten::bucketize.Scalar", "aten::searchsorted",
-        "aten::masked_select", "aten::take", "aten::nonzero", "aten::nonzero_static"})
-    register_rule(op, on_gathered);
+  register_rules({"aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::bucketize.Tensor"},
+                 looked_up);
+  register_rules({"aten::isin.Scalar_Tensor", "aten::bucketize.Scalar", "aten::searchsorted",
+                  "aten::masked_select", "aten::take", "aten::nonzero", "aten::nonzero_static"},
+                 on_gathered);
   register_rule("aten::searchsorted.Tensor", searchsorted);
   register_decomposition("repeat_interleave.Tensor", repeat_interleave);
   register_decomposition("one_hot", one_hot);

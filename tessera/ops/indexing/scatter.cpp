@@ -6,15 +6,8 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
-#include <vector>
-
-#include "tessera/base/text.h"
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::scatter_rules {
 
@@ -273,12 +266,11 @@ at::Tensor masked_scatter_backward(const at::Tensor& grad, const at::Tensor& mas
 
 const AtStart registered([] {
   register_rule("aten::index_add", [](const OpCall& c) { return slices(c, true); });
-  for (const char* op : {"aten::index_copy", "aten::index_fill", "aten::index_reduce"}) {
-    register_rule(op, [](const OpCall& c) { return slices(c, false); });
-  }
+  register_rules({"aten::index_copy", "aten::index_fill", "aten::index_reduce"},
+                 [](const OpCall& c) { return slices(c, false); });
   register_rule("aten::scatter_add", [](const OpCall& c) { return scatter(c, true); });
-  for (const char* op : {"aten::scatter", "aten::scatter_reduce"})
-    register_rule(op, [](const OpCall& c) { return scatter(c, false); });
+  register_rules({"aten::scatter", "aten::scatter_reduce"},
+                 [](const OpCall& c) { return scatter(c, false); });
   register_rule("aten::masked_scatter", masked_scatter);
   register_rule("aten::put", put);
   register_rule("aten::diagonal_scatter", diagonal_scatter);

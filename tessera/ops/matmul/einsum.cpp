@@ -6,20 +6,13 @@
 #include <ATen/ops/einsum_native.h>
 #include <ATen/ops/tensordot_native.h>
 
-#include <algorithm>
 #include <cctype>
-#include <optional>
-#include <set>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "tessera/ops/matmul/detail/contract.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail::einsum_rules {
 

@@ -13,18 +13,11 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <map>
 #include <string>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/empty_shards.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::linear_algebra_rules {
 
@@ -228,9 +221,9 @@ const AtStart registered([] {
   register_rule("aten::_linalg_check_errors", checked);
   for (const char* op : {"_cdist_forward", "_cdist_backward", "_euclidean_dist"})
     register_rule(concat("aten::", op), guarded(distances));
-  for (const char* op : {"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
-                         "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"})
-    register_rule(op, on_gathered);
+  register_rules({"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
+                  "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"},
+                 on_gathered);
   register_above("aten::linalg_matrix_exp", differentiable_exp);
   register_decomposition("trace", trace);
   register_decomposition("kron.out", kron_out);

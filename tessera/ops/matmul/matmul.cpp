@@ -5,15 +5,10 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mv.h>
 
-#include <algorithm>
 #include <cmath>
-#include <optional>
-#include <utility>
 
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/index_rule.h"
-#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::matmul_rules {
 

@@ -7,19 +7,10 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
-#include <optional>
-#include <vector>
-
-#include "tessera/base/text.h"
 #include "tessera/ops/norms/detail/dtypes.h"
-#include "tessera/ops/rules/detail/empty_shards.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::batch_norm_rules {
 

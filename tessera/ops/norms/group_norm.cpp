@@ -14,16 +14,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>
 
-#include <vector>
-
-#include "tessera/base/text.h"
 #include "tessera/ops/norms/detail/dtypes.h"
-#include "tessera/ops/rules/detail/empty_shards.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::group_norm_rules {
 

@@ -4,22 +4,17 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/norm_except_dim.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
-#include <vector>
+#include <tuple>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/norms/detail/dtypes.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::layer_norm_rules {
 
@@ -183,7 +178,15 @@ Plan layer_norm_backward(const OpCall& call) {
   return plan;
 }
 
+// The direction of a weight and its length, apart (Salimans and Kingma, 2016).
+std::tuple<at::Tensor, at::Tensor> weight_norm(const at::Tensor& v, const at::Tensor& g,
+                                               std::int64_t dim) {
+  const at::Tensor norm = at::norm_except_dim(v, 2, dim);
+  return {v * (g / norm), norm};
+}
+
 const AtStart registered([] {
+  register_decomposition("_weight_norm_interface", weight_norm);
   register_rule("aten::native_layer_norm", layer_norm);
   register_rule("aten::native_layer_norm_backward", layer_norm_backward);
 });

@@ -6,26 +6,17 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <mutex>
 #include <numbers>
-#include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/random/detail/draws.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
@@ -229,7 +220,7 @@ std::vector<std::optional<ShardSpec>> inputs_of(const OpCall& call, const ShardS
   std::vector<std::optional<ShardSpec>> inputs{spec};
   for (std::size_t i = 1; i < call.tensors().size(); ++i) {
     const ShardSpec& other = call.tensor(i).spec;
-    inputs.emplace_back(other.with_placements(std::vector<Placement>(other.placements().size())));
+    inputs.emplace_back(replicated(other));
   }
   return inputs;
 }

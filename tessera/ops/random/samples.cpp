@@ -14,20 +14,13 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 #include <numbers>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/random/detail/draws.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::sample_rules {

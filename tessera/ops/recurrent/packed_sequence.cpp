@@ -6,15 +6,11 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/stack.h>
 
-#include <algorithm>
 #include <string_view>
 #include <tuple>
-#include <vector>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::packed_sequence_rules {

@@ -12,16 +12,10 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <limits>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/reductions/detail/reduced.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::reductions_rules {
 
@@ -174,19 +168,24 @@ bool equal(const at::Tensor& self, const at::Tensor& other) {
 }
 
 const AtStart registered([] {
-  for (const char* op : {"aten::sum", "aten::sum.dim_IntList"}) register_rule(op, sum);
-  for (const char* op : {"aten::mean", "aten::mean.dim"}) register_rule(op, mean);
+  // Their shape or values depend on all elements at once, or the host reads them.
+  register_rules({"aten::_local_scalar_dense", "aten::median", "aten::nanmedian", "aten::histc",
+                  "aten::bincount", "aten::histogram", "aten::_histogramdd_bin_edges",
+                  "aten::_histogramdd_from_bin_cts", "aten::_histogramdd_from_bin_tensors",
+                  "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+                  "aten::unique_dim_consecutive", "aten::segment_reduce",
+                  "aten::_segment_reduce_backward", "aten::hash_tensor"},
+                 on_gathered);
+  register_rules({"aten::sum", "aten::sum.dim_IntList"}, sum);
+  register_rules({"aten::mean", "aten::mean.dim"}, mean);
   register_above("aten::mean", [](Stack* stack) { return mean_of_sum(stack, false); });
   register_above("aten::mean.dim", [](Stack* stack) { return mean_of_sum(stack, true); });
-  for (const char* op : {"aten::nansum", "aten::count_nonzero.dim_IntList"})
-    register_rule(op, count);
-  for (const char* op : {"aten::amax", "aten::max"})
-    register_rule(op, [](const OpCall& c) { return extremum(c, true); });
-  for (const char* op : {"aten::amin", "aten::min"})
-    register_rule(op, [](const OpCall& c) { return extremum(c, false); });
-  for (const char* op : {"aten::prod", "aten::prod.dim_int"}) register_rule(op, product);
-  for (const char* op : {"aten::any", "aten::any.dim", "aten::any.dims"}) register_rule(op, any);
-  for (const char* op : {"aten::all", "aten::all.dim", "aten::all.dims"}) register_rule(op, all);
+  register_rules({"aten::nansum", "aten::count_nonzero.dim_IntList"}, count);
+  register_rules({"aten::amax", "aten::max"}, [](const OpCall& c) { return extremum(c, true); });
+  register_rules({"aten::amin", "aten::min"}, [](const OpCall& c) { return extremum(c, false); });
+  register_rules({"aten::prod", "aten::prod.dim_int"}, product);
+  register_rules({"aten::any", "aten::any.dim", "aten::any.dims"}, any);
+  register_rules({"aten::all", "aten::all.dim", "aten::all.dims"}, all);
   register_decomposition("_is_any_true", [](const at::Tensor& t) { return t.any(); });
   register_decomposition("_is_all_true", [](const at::Tensor& t) { return t.all(); });
   register_decomposition("count_nonzero.dim_IntList", count_nonzero);

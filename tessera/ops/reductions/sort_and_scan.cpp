@@ -15,21 +15,13 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <limits>
-#include <optional>
-#include <set>
-#include <vector>
 
 #include "tessera/ops/reductions/detail/reduced.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::sort_and_scan_rules {
 
@@ -395,21 +387,18 @@ at::Tensor products(const at::Tensor& self, std::int64_t dim, std::optional<at::
 }
 
 const AtStart registered([] {
-  for (const char* op :
-       {"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"}) {
-    register_rule(op, along_reduced);
-  }
+  register_rules({"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"},
+                 along_reduced);
   register_rule("aten::topk", topk);
   register_rule("aten::max.dim", [](const OpCall& c) { return extreme_along(c, true, true); });
   register_rule("aten::min.dim", [](const OpCall& c) { return extreme_along(c, false, true); });
   register_rule("aten::argmax", [](const OpCall& c) { return extreme_along(c, true, false); });
   register_rule("aten::argmin", [](const OpCall& c) { return extreme_along(c, false, false); });
   register_rule("aten::logsumexp", logsumexp);
-  for (const char* op : {"aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort",
-                         "aten::sort.stable", "aten::_safe_softmax", "aten::cummax", "aten::cummin",
-                         "aten::glu", "aten::glu_backward", "aten::linalg_cross"}) {
-    register_rule(op, along);
-  }
+  register_rules({"aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort",
+                  "aten::sort.stable", "aten::_safe_softmax", "aten::cummax", "aten::cummin",
+                  "aten::glu", "aten::glu_backward", "aten::linalg_cross"},
+                 along);
   register_decomposition("value_selecting_reduction_backward", value_selecting_reduction_backward);
   register_decomposition("cummaxmin_backward", cummaxmin_backward);
   register_above("aten::cumsum_", scan_in_place<sums>);

@@ -7,16 +7,7 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
-#include <set>
-#include <vector>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::variance_rules {
 

@@ -7,17 +7,9 @@
 
 #include <cmath>
 #include <limits>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/reductions/detail/reduced.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::vector_norm_rules {
 
@@ -99,9 +91,8 @@ std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& o
 }
 
 const AtStart registered([] {
-  for (const char* op :
-       {"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"})
-    register_rule(op, norm);
+  register_rules({"aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim"},
+                 norm);
   register_rule("aten::renorm", renorm);
   register_decomposition("dist", dist);
   register_decomposition("_foreach_norm.Scalar", foreach_norm);

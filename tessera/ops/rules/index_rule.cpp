@@ -2,16 +2,10 @@
 
 #include <ATen/core/function_schema.h>
 
-#include <algorithm>
 #include <map>
-#include <optional>
 #include <sstream>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera {
 

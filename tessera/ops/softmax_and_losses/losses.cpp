@@ -5,13 +5,8 @@
 #include <ATen/core/Reduction.h>
 
 #include <string>
-#include <vector>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::losses_rules {
 
@@ -110,10 +105,10 @@ const AtStart registered([] {
     register_rule(op, loss);
     register_rule(std::string(op) + "_backward", loss_backward);
   }
-  for (const char* op : {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::multi_margin_loss",
-                         "aten::multi_margin_loss_backward", "aten::multilabel_margin_loss_forward",
-                         "aten::multilabel_margin_loss_backward"})
-    register_rule(op, on_gathered);
+  register_rules({"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::multi_margin_loss",
+                  "aten::multi_margin_loss_backward", "aten::multilabel_margin_loss_forward",
+                  "aten::multilabel_margin_loss_backward"},
+                 on_gathered);
 });
 
 }  // namespace

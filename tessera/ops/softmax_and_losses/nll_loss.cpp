@@ -11,15 +11,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <vector>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::nll_loss_rules {
 
@@ -202,10 +194,8 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
 }
 
 const AtStart registered([] {
-  for (const char* op : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"})
-    register_rule(op, nll);
-  for (const char* op : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
-    register_rule(op, nll_backward);
+  register_rules({"aten::nll_loss_forward", "aten::nll_loss2d_forward"}, nll);
+  register_rules({"aten::nll_loss_backward", "aten::nll_loss2d_backward"}, nll_backward);
   register_decomposition("cross_entropy_loss", cross_entropy_loss);
 });
 

@@ -6,14 +6,8 @@
 #include <ATen/ops/full.h>
 
 #include <limits>
-#include <vector>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/ops/rules/detail/over_ranks.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::softmax_rules {
 

@@ -4,17 +4,9 @@
 
 #include <ATen/ops/convolution.h>
 
-#include <algorithm>
-#include <optional>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/spatial/detail/convolution_halo.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::convolution_rules {
 

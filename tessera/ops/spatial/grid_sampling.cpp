@@ -10,21 +10,14 @@
 #include <array>
 #include <cmath>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/empty_shards.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::grid_sampling_rules {
 
@@ -364,9 +357,9 @@ at::Tensor affine_grid_generator(const at::Tensor& theta, c10::SymIntArrayRef gi
 }
 
 const AtStart registered([] {
-  for (const char* op : {"aten::grid_sampler_2d", "aten::grid_sampler_3d",
-                         "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward"})
-    register_rule(op, guarded(per_sample));
+  register_rules({"aten::grid_sampler_2d", "aten::grid_sampler_3d",
+                  "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward"},
+                 guarded(per_sample));
   register_decomposition("grid_sampler", grid_sampler);
   register_decomposition("affine_grid_generator", affine_grid_generator);
 });

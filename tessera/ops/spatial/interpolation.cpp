@@ -7,18 +7,14 @@
 #include <cstring>
 #include <functional>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/spatial/detail/interpolation_halo.h"
 #include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::interpolation_rules {
 
@@ -215,7 +211,35 @@ const std::vector<Interpolation>& interpolations() {
   return all;
 }
 
+// Gradients that are called directly, of images [samples, channels, ...] or [channels, ...]. The size
+// of the input is an argument.
+template <int inner>
+Plan upsample_backward(const OpCall& call) {
+  const int n = call.tensor(0).spec.dims();
+  Shape size = call.integers("input_size");
+  LabelProblem p(call);
+  p.inputs = {last_dims_unsharded(n, inner)};
+  p.outputs = p.inputs;
+  p.output_shapes = {size};
+  Plan plan = solve(p);
+  for (int d = 0; d < n - inner; ++d) size[d] = plan.inputs[0]->local_shape()[d];
+  plan.arguments = {{call.argument("input_size"), c10::IValue(c10::List<std::int64_t>(size))}};
+  plan.outputs[0].strides = std::nullopt;
+  return plan;
+}
+
 const AtStart registered([] {
+  register_rules({"aten::upsample_nearest1d_backward", "aten::_upsample_nearest_exact1d_backward",
+                  "aten::upsample_linear1d_backward"},
+                 guarded(upsample_backward<1>));
+  register_rules({"aten::upsample_nearest2d_backward", "aten::_upsample_nearest_exact2d_backward",
+                  "aten::upsample_bilinear2d_backward", "aten::upsample_bicubic2d_backward",
+                  "aten::_upsample_bilinear2d_aa_backward", "aten::_upsample_bicubic2d_aa_backward",
+                  "aten::_upsample_lanczos2d_aa_backward"},
+                 guarded(upsample_backward<2>));
+  register_rules({"aten::upsample_nearest3d_backward", "aten::_upsample_nearest_exact3d_backward",
+                  "aten::upsample_trilinear3d_backward"},
+                 guarded(upsample_backward<3>));
   for (const Interpolation& op : interpolations()) {
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
       register_decomposition(op.name.c_str(), [&op] {

@@ -2,18 +2,13 @@
 // elements; the first and the last get the edges. One exchange serves constant (also with negative
 // widths, which crop), reflect, replicate and circular; the gradient is its adjoint.
 
-#include <algorithm>
 #include <limits>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/partition/internal/window_call.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::pad_rules {
 

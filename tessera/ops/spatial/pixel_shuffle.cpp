@@ -1,15 +1,11 @@
 // Shuffles between channels and space.
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/_unsafe_view.h>
 
-#include <initializer_list>
 #include <numeric>
-#include <vector>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -5,13 +5,10 @@
 
 #include <limits>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/spatial/detail/pooling_halo.h"
 #include "tessera/partition/internal/window_call.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::pooling_rules {
 
@@ -208,6 +205,10 @@ const AtStart registered([] {
   register_all<2>();
   register_all<3>();
   register_decomposition("max_pool1d", max_pool1d);
+  // The windows of each sample are drawn separately, so samples may be sharded.
+  register_rules({"aten::fractional_max_pool2d", "aten::fractional_max_pool3d",
+                  "aten::fractional_max_pool2d_backward", "aten::fractional_max_pool3d_backward"},
+                 guarded(per_sample));
 });
 
 }  // namespace

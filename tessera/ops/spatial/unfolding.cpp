@@ -9,13 +9,11 @@
 
 #include <limits>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/partition/internal/window_call.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::unfolding_rules {

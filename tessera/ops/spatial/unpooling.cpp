@@ -10,19 +10,15 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/detail/decomposition.h"
 #include "tessera/ops/rules/detail/field_map.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::unpooling_rules {
 

@@ -3,14 +3,9 @@
 
 #include <ATen/ops/cat.h>
 
-#include <optional>
-#include <vector>
-
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::cat_and_stack_rules {
 
@@ -171,7 +166,7 @@ Plan stack(const OpCall& call) {
 const AtStart registered([] {
   register_rule("aten::cat", cat);
   register_rule("aten::stack", stack);
-  for (const char* op : {"aten::block_diag", "aten::_chunk_cat"}) register_rule(op, on_gathered);
+  register_rules({"aten::block_diag", "aten::_chunk_cat"}, on_gathered);
 });
 
 }  // namespace

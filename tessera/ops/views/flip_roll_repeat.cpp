@@ -1,28 +1,18 @@
 // Rearrangements of elements: flipped, rolled, repeated, put on diagonals or dropped beside them.
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <set>
-#include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::flip_roll_repeat_rules {
 
@@ -222,9 +212,9 @@ at::Tensor& fill_diagonal(at::Tensor& self, const at::Scalar& value, bool wrap) 
 }
 
 const AtStart registered([] {
-  for (const char* op : {"aten::flip", "aten::roll"}) register_rule(op, rearranged);
+  register_rules({"aten::flip", "aten::roll"}, rearranged);
   register_rule("aten::repeat", repeat);
-  for (const char* op : {"aten::tril", "aten::triu"}) register_rule(op, triangle);
+  register_rules({"aten::tril", "aten::triu"}, triangle);
   register_rule("aten::diag_embed", diag_embed);
   register_decomposition("rot90", rot90);
   register_decomposition("fill_diagonal_", fill_diagonal);

@@ -1,20 +1,13 @@
 // view: each rank takes the view of its local, whose shards pass to dims of the result where that
 // is possible.
 
-#include <algorithm>
 #include <numeric>
-#include <set>
 #include <span>
-#include <utility>
-#include <vector>
 
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/views/detail/view_parts.h"
 #include "tessera/ops/views/detail/view_source.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail::views_rules {
 
@@ -285,7 +278,7 @@ Plan view(const OpCall& call) {
 }
 
 const AtStart registered_reshape([] {
-  for (const char* op : {"aten::view", "aten::_unsafe_view"}) register_rule(op, view);
+  register_rules({"aten::view", "aten::_unsafe_view"}, view);
   // Its strides are those of the global memory, which a row that was gathered has not.
   register_rule("aten::_reshape_alias", view, {.for_replicated = true});
 });

@@ -1,19 +1,9 @@
 // as_strided: strides describe the global memory, which no rank has. A rank takes the view where
 // every element stays where it is, or where all lies within rows that it has.
 
-#include <algorithm>
-#include <optional>
-#include <vector>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/view_copy.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::strided_views_rules {
 

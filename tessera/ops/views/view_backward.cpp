@@ -1,13 +1,7 @@
 // Operators that autograd uses for the gradients of views.
 
-#include <algorithm>
-#include <set>
-#include <vector>
-
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/views/detail/view_parts.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail::view_backward_rules {
 

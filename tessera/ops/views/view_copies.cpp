@@ -1,15 +1,12 @@
 // Copies of views (view_copy and the like) and copies with a slice written (slice_scatter and the
 // like).
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <functional>
-#include <memory>
 #include <string>
 
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::view_copies_rules {
 

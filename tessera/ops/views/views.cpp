@@ -4,23 +4,13 @@
 
 #include <ATen/core/function_schema.h>
 
-#include <algorithm>
-#include <optional>
-#include <set>
 #include <span>
-#include <utility>
-#include <vector>
 
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/views/detail/view_parts.h"
 #include "tessera/ops/views/detail/view_source.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail::views_rules {
 
@@ -253,8 +243,7 @@ Plan view_dtype(const OpCall& call) {
 }
 
 const AtStart registered([] {
-  for (const char* op : {"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"})
-    register_rule(op, same);
+  register_rules({"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"}, same);
   register_rule("aten::_neg_view", [](const OpCall& call) {
     return linear_view(call, identity(call.tensor(0).spec.dims()));
   });
@@ -267,18 +256,18 @@ const AtStart registered([] {
     const int n = call.tensor(0).spec.dims();
     return linear_view(call, identity(n - 1), {n - 1});
   });
-  for (const char* op : {"aten::t", "aten::transpose"}) register_rule(op, transpose);
+  register_rules({"aten::t", "aten::transpose"}, transpose);
   register_rule("aten::permute", permute);
   register_rule("aten::unsqueeze", unsqueeze);
   register_rule("aten::squeeze", squeeze);
   register_rule("aten::expand", expand);
   register_rule("aten::slice.Tensor", slice);
-  for (const char* op : {"aten::split.Tensor", "aten::split_with_sizes",
-                         "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"})
-    register_rule(op, split);
+  register_rules({"aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split.Tensor",
+                  "aten::unsafe_split_with_sizes"},
+                 split);
   register_rule("aten::select.int", select);
   register_rule("aten::unbind.int", unbind);
-  for (const char* op : {"aten::diagonal", "aten::diagonal_copy"}) register_rule(op, diagonal);
+  register_rules({"aten::diagonal", "aten::diagonal_copy"}, diagonal);
   register_rule("aten::unfold", unfold);
   register_rule("aten::view.dtype", view_dtype);
   register_above("aten::select.int", select_row);

@@ -9,11 +9,13 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
+
+#include "tessera/tensor/dispatch/internal/carry.h"
 
 namespace tessera {
 
@@ -179,11 +181,11 @@ std::array<at::Tensor, 3> attend_backward(const at::Tensor& gradient, const at::
   return {dq, dk, dv};
 }
 
-struct Carried : torch::CustomClassHolder {
-  Carried(Rows r, double s) : rows(std::move(r)), scale(s) {}
+struct ScaledRows {
   Rows rows;
   double scale;
 };
+using ScaledRowsPtr = std::shared_ptr<const ScaledRows>;
 
 // The keys of every query as one list of `most` each: lists that are shorter repeat their first
 // key, whose bias then makes its weight zero.
@@ -240,25 +242,23 @@ std::array<at::Tensor, 3> composed_gradients(const at::Tensor& g, const at::Tens
 /// On the CPU: float or double, batch x positions x heads x channels, contiguous.
 struct Attend : torch::autograd::Function<Attend> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q,
-                            const at::Tensor& k, const at::Tensor& v,
-                            const c10::intrusive_ptr<Carried>& carried) {
-    const Attention::Result result = attend_forward(q, k, v, carried->rows, carried->scale);
+                            const at::Tensor& k, const at::Tensor& v, const ScaledRowsPtr& given) {
+    const Attention::Result result = attend_forward(q, k, v, given->rows, given->scale);
     ctx->save_for_backward({q, k, v, result.value, result.logs});
-    ctx->saved_data["carried"] = c10::IValue::make_capsule(carried);
+    carry(ctx, given, "rows");
     return result.value;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const auto carried =
-        c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["carried"].toCapsule());
+    const auto given = carried<ScaledRowsPtr>(ctx, "rows");
     if (at::GradMode::is_enabled()) {
-      const auto graph = composed_gradients(gradients[0], saved[0], saved[1], saved[2],
-                                            carried->rows, carried->scale);
+      const auto graph =
+          composed_gradients(gradients[0], saved[0], saved[1], saved[2], given->rows, given->scale);
       return {graph[0], graph[1], graph[2], at::Tensor()};
     }
     const auto all = attend_backward(gradients[0], saved[0], saved[1], saved[2],
-                                     {saved[3], saved[4]}, carried->rows, carried->scale);
+                                     {saved[3], saved[4]}, given->rows, given->scale);
     return {all[0], all[1], all[2], at::Tensor()};
   }
 };
@@ -312,7 +312,8 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const Prepared p = prepared(q, k, v, where);
   const at::Tensor out =
       q.is_cpu()
-          ? Attend::apply(p.q, p.k, p.v, c10::make_intrusive<Carried>(std::move(rows), where.scale))
+          ? Attend::apply(p.q, p.k, p.v,
+                          std::make_shared<ScaledRows>(ScaledRows{std::move(rows), where.scale}))
           : composed_of(p, rows, where.scale);
   return out.to(q.scalar_type()).view(shape_of_value(q, v));
 }

@@ -143,8 +143,8 @@ at::Tensor Round::kept(const at::Tensor& p, const Interval& keys, const Run& run
       .div(1 - ring.dropout);
 }
 
-c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
-                                   const ShardSpec& mask, bool causal, double scale, bool grouped) {
+std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
+                                const ShardSpec& mask, bool causal, double scale, bool grouped) {
   const int n = q.dims(), sequence = n - 2;
   if (k.dims() != n || v.dims() != n) return {};
   for (int d = 0; d < n - 2; ++d) {
@@ -153,7 +153,7 @@ c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const
     if (k.shape()[d] != v.shape()[d] || (k.shape()[d] != q.shape()[d] && !heads)) return {};
   }
   if (k.shape()[sequence] != v.shape()[sequence] || q.shape()[n - 1] != k.shape()[n - 1]) return {};
-  auto ring = c10::make_intrusive<Ring>();
+  auto ring = std::make_shared<Ring>();
   ring->context = context_of(q);
   ring->causal = causal;
   ring->scale = scale;

@@ -2,28 +2,21 @@
 // Attention over a sharded sequence, below autograd: the layout of a call, and one rank's way round
 // the ring on which keys and values are passed. ring_attention.cpp says how they are used.
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <torch/custom_class.h>
 
-#include <cstdint>
 #include <limits>
-#include <memory>
-#include <vector>
 
 #include "tessera/comm/group/group.h"
 #include "tessera/ops/random/detail/draws.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/partition/interval.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
-#include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail::ring_attention_rules {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// The layout of a call; the same for forward and backward.
-struct Ring : torch::CustomClassHolder {
+struct Ring {
   std::shared_ptr<MeshContext> context;
   /// Along which keys and values are passed.
   std::vector<int> axes;
@@ -41,9 +34,11 @@ struct Ring : torch::CustomClassHolder {
   int sequence() const { return dims() - 2; }
 };
 
+using RingPtr = std::shared_ptr<const Ring>;
+
 /// The ring's layout; nullptr if libtorch's own composite is to be used.
-c10::intrusive_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
-                                   const ShardSpec& mask, bool causal, double scale, bool grouped);
+std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
+                                const ShardSpec& mask, bool causal, double scale, bool grouped);
 
 at::Tensor repeated(const at::Tensor& t, std::int64_t times);
 /// The adjoint of repeated().

@@ -2,11 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 
-#include <utility>
-#include <vector>
-
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
 

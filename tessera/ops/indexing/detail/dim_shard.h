@@ -7,11 +7,8 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <vector>
-
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/rule.h"
 
 namespace tessera::detail {
 

@@ -8,19 +8,13 @@
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/matmul_native.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <map>
 #include <string>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/matmul/detail/sequence_linear.h"
-#include "tessera/ops/rules/detail/decomposition.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
 

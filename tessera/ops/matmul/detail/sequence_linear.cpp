@@ -184,7 +184,7 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
     ctx->save_for_backward({x, w});
     ctx->set_materialize_grads(false);
     carry(ctx, spec(gathered), "gathered");
-    ctx->saved_data["shared"] = c10::IValue::make_capsule(c10::make_intrusive<Held>(shared));
+    carry(ctx, shared, "shared");
     ctx->saved_data["bias"] = bias && bias->defined();
     ctx->saved_data["transposed"] = transposed;
     ++shared->layers;
@@ -196,8 +196,7 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     LastGathered::clear();
     variable_list result(6);
-    const auto shared =
-        c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["shared"].toCapsule())->shared;
+    const auto shared = carried<std::shared_ptr<SharedInput>>(ctx, "shared");
     const bool keeps = !at::GradMode::is_enabled();
     const int task = torch::autograd::get_current_graph_task_id();
     if (shared->task != task) {
@@ -233,11 +232,6 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
     }
     return result;
   }
-
-  struct Held : torch::CustomClassHolder {
-    explicit Held(std::shared_ptr<SharedInput> s) : shared(std::move(s)) {}
-    const std::shared_ptr<SharedInput> shared;
-  };
 };
 
 // What the layer above leaves Partial over the axis is reduced once: the weight's gradient, the

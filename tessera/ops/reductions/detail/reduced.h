@@ -1,11 +1,7 @@
 #pragma once
 // Helpers shared by rules of reductions: which dims an operator reduces, and which remain.
 
-#include <set>
-#include <vector>
-
-#include "tessera/ops/rules/detail/labels.h"
-#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail {
 

@@ -1,12 +1,10 @@
 #include "tessera/ops/rules/detail/field_map.h"
 
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
 
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
 #include "tessera/tensor/dispatch/internal/failure.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
@@ -18,8 +16,7 @@ using torch::autograd::variable_list;
 
 using MapPtr = std::shared_ptr<const FieldMap>;
 
-struct CarriedMap : torch::CustomClassHolder {
-  CarriedMap(MapPtr m, const char* n) : map(std::move(m)), name(n) {}
+struct Named {
   MapPtr map;
   const char* name;
 };
@@ -27,7 +24,7 @@ struct CarriedMap : torch::CustomClassHolder {
 struct Apply : torch::autograd::Function<Apply> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& field, const MapPtr& map,
                             const char* name) {
-    ctx->saved_data["map"] = c10::IValue::make_capsule(c10::make_intrusive<CarriedMap>(map, name));
+    carry(ctx, Named{map, name}, "map");
     const ShardMeta& meta = fresh_meta(field);
     at::Tensor local;
     try {
@@ -43,12 +40,10 @@ struct Apply : torch::autograd::Function<Apply> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     variable_list gradients(3);
     if (!g[0].defined()) return gradients;
-    const auto carried =
-        c10::static_intrusive_pointer_cast<CarriedMap>(ctx->saved_data["map"].toCapsule());
-    const MapPtr derivative = carried->map->derivative();
-    gradients[0] =
-        Apply::apply(redistribute(sharded_gradient(g[0], derivative->from), derivative->from),
-                     derivative, carried->name);
+    const auto [map, name] = carried<Named>(ctx, "map");
+    const MapPtr derivative = map->derivative();
+    gradients[0] = Apply::apply(
+        redistribute(sharded_gradient(g[0], derivative->from), derivative->from), derivative, name);
     return gradients;
   }
 };

@@ -3,13 +3,7 @@
 // operator too. For operators above autograd whose backward must know how the input was sharded,
 // which libtorch's own backward is not told. Derivatives of any order follow.
 
-#include <ATen/core/Tensor.h>
-
-#include <memory>
-#include <vector>
-
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/spec/spec.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail {
 

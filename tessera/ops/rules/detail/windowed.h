@@ -3,15 +3,8 @@
 
 #include <c10/core/MemoryFormat.h>
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/partition/interval.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
 

@@ -6,7 +6,6 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {

@@ -10,15 +10,11 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 #include <numeric>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
 

@@ -13,10 +13,7 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <limits>
-#include <vector>
 
 #include "tessera/ops/rules/detail/windowed.h"
 

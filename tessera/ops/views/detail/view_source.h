@@ -1,18 +1,8 @@
 #pragma once
 // What rules of views share: the input as a view needs it.
 
-#include <algorithm>
-#include <cstdint>
-#include <optional>
-#include <set>
-#include <vector>
-
-#include "tessera/base/text.h"
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 #include "tessera/partition/partition.h"
-#include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail::views_rules {
 

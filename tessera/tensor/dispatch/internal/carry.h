@@ -1,8 +1,13 @@
 #pragma once
-// Helpers shared by the differentiable functions on sharded tensors: specs that a node of the graph
-// keeps, and the specs of gradients.
+// Helpers shared by the differentiable functions on sharded tensors: what a node of the graph keeps,
+// and the specs of gradients.
 
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "tessera/tensor/dispatch/internal/layout.h"
 
@@ -14,9 +19,24 @@ const ShardMeta& meta_or_throw(const at::Tensor& t);
 /// changed since, is taken again. Collective: which views are is known from the program's calls.
 const ShardMeta& fresh_meta(const at::Tensor& t);
 
-/// Stores `spec` in the autograd context, so that backward finds it there.
-void carry(torch::autograd::AutogradContext* ctx, const ShardSpec& spec, const char* name = "spec");
-ShardSpec carried(torch::autograd::AutogradContext* ctx, const char* name = "spec");
+template <class Value>
+struct Carried : torch::CustomClassHolder {
+  explicit Carried(Value v) : value(std::move(v)) {}
+  const Value value;
+};
+
+/// Stores `value` in the autograd context, so that backward finds it there.
+template <class Value>
+void carry(torch::autograd::AutogradContext* ctx, Value value, const char* name = "spec") {
+  ctx->saved_data[name] =
+      c10::IValue::make_capsule(c10::make_intrusive<Carried<Value>>(std::move(value)));
+}
+/// What carry() has stored under this name; of the same type.
+template <class Value = ShardSpec>
+Value carried(torch::autograd::AutogradContext* ctx, const char* name = "spec") {
+  const auto capsule = ctx->saved_data[name].toCapsule();
+  return static_cast<const Carried<Value>&>(*capsule).value;
+}
 
 /// The spec of the gradient of a tensor of this spec: never Partial on an axis on which the value
 /// is (summed once, it is the gradient of the value of every rank). With `chosen`: these

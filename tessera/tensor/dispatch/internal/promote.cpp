@@ -3,7 +3,6 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/custom_class.h>
 
 #include <cstdint>
 #include <optional>
@@ -18,6 +17,7 @@
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/failure.h"
 #include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -32,20 +32,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Backward runs on any thread of the engine, so nodes carry their mesh.
-struct Carried : torch::CustomClassHolder {
-  explicit Carried(std::shared_ptr<MeshContext> c) : context(std::move(c)) {}
-  std::shared_ptr<MeshContext> context;
-};
-
-void carry(AutogradContext* ctx, const std::shared_ptr<MeshContext>& context) {
-  ctx->saved_data["mesh"] = c10::IValue::make_capsule(c10::make_intrusive<Carried>(context));
-}
-
-std::shared_ptr<MeshContext> carried(AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<Carried>(ctx->saved_data["mesh"].toCapsule())->context;
-}
 
 // Compares a plain tensor over the ranks of a mesh; says what is wrong if their values differ.
 // Collective.
@@ -233,7 +219,8 @@ struct Demote : torch::autograd::Function<Demote> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& sharded) {
     const ShardMeta& meta = *meta_of(sharded);
     ctx->set_materialize_grads(false);
-    carry(ctx, context_of(meta.spec()));
+    // Backward runs on any thread of the engine.
+    carry(ctx, context_of(meta.spec()), "mesh");
     const ShardSpec whole =
         meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
     const LocalCallGuard guard;
@@ -242,7 +229,9 @@ struct Demote : torch::autograd::Function<Demote> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const at::Tensor& g = gradients[0];
-    return {g.defined() && !meta_of(g) ? promote(g, carried(ctx)) : g};
+    return {g.defined() && !meta_of(g)
+                ? promote(g, carried<std::shared_ptr<MeshContext>>(ctx, "mesh"))
+                : g};
   }
 };
 

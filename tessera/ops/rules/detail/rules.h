@@ -1,4 +1,6 @@
 #pragma once
+// What rules of operators are written with; their sources include this one header.
+//
 // Rules by labels, on which index_rule() is built: dims with the same label are the same dim. mm is
 // "m k, k n -> m n": a label of the output may be sharded; one that is summed over may be sharded
 // too, and leaves a Partial result. solve() searches, axis by axis, the placement that moves the
@@ -9,12 +11,29 @@
 //   p.outputs = {{M, N}};
 //   p.contract = {K};
 //   return solve(p);
+//
+// Decompositions: operators that libtorch implements in one kernel, or composes of others in a way
+// that does not suit shards, written with operators that have rules; for sharded tensors alone.
 
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
 #include <set>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/rule.h"
+#include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
@@ -28,6 +47,10 @@ using torch::jit::Stack;
 struct AtStart {
   explicit AtStart(void (*body)()) { body(); }
 };
+
+/// Registers one rule for several operators.
+void register_rules(std::initializer_list<const char*> ops, const Rule& rule,
+                    const RuleOptions& options = {});
 
 /// The label of a dim that must not be sharded.
 inline constexpr int kUnsharded = -1;
@@ -100,7 +123,76 @@ ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& sh
 /// it is replicated. Each rank then holds complete lines along `dims`, of fewer places: what moves
 /// there is one shard per rank, not the whole to all.
 ShardSpec with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& dims);
+/// The spec with Replicate on every axis.
+ShardSpec replicated(const ShardSpec& spec);
 /// The spec with Replicate on every axis that shards one of `dims`.
 ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims);
+
+/// Returns a rule that plans as `rule` does, but does not call the operator on a rank whose shard
+/// of an input is empty while the global input is not: the results there are made without it, empty
+/// or, if they are Partial, zero. Only for operators whose every result is sharded with the empty
+/// dim or summed over it.
+Rule guarded(Rule rule);
+
+// ---- decompositions ----
+
+/// Zeros of `sizes` that are sharded as `like`, whose dims are the same except for `dim`, which is
+/// not sharded.
+at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes);
+
+torch::Library& decompositions_above_autograd();
+/// For inference mode, in which no kernels above autograd run.
+torch::Library& decompositions_below_autograd();
+
+/// Registers `function` (or, for a boxed kernel, a factory that returns a torch::CppFunction) to
+/// run in place of aten::`name` on sharded tensors, above autograd, so that its gradient is that of
+/// what it calls.
+template <class Function>
+void register_decomposition(const char* name, Function function) {
+  for (torch::Library* library :
+       {&decompositions_above_autograd(), &decompositions_below_autograd()}) {
+    if constexpr (std::is_invocable_r_v<torch::CppFunction, Function>) {
+      library->impl(name, function());
+    } else {
+      library->impl(name, function);
+    }
+  }
+}
+
+// ---- reductions of small tensors over ranks, within a rule's local function ----
+
+/// The mesh axes that shard a dim.
+inline std::vector<int> axes_that_shard(const ShardSpec& spec, int dim) {
+  return spec.dims() > 0 ? spec.dim(dim).axes : std::vector<int>();
+}
+
+/// Returns the axes on which `out` would be Partial, and makes it replicated there, because the
+/// local function reduces over them itself.
+inline std::vector<int> reduce_inside(Plan::Output& out) {
+  std::vector<int> axes;
+  auto placements = out.spec.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (!placements[a].is_partial()) continue;
+    axes.push_back(static_cast<int>(a));
+    placements[a] = Replicate();
+  }
+  out.spec = out.spec.with_placements(placements);
+  return axes;
+}
+
+/// Reduces a tensor over the ranks of some mesh axes; every rank gets the result, in a tensor of
+/// its own or, if there are no axes, the one given.
+struct OverRanks {
+  std::shared_ptr<MeshContext> context;
+  std::vector<int> axes;
+  /// Name of the calls in traces and errors.
+  const char* name;
+
+  at::Tensor operator()(const at::Tensor& t, ReduceOp op = ReduceOp::sum) const {
+    at::Tensor all = t.contiguous();
+    if (!axes.empty()) context->mesh.group(axes).all_reduce(all, op, {.name = name});
+    return all;
+  }
+};
 
 }  // namespace tessera::detail

@@ -1,16 +1,13 @@
-#include "tessera/ops/rules/detail/labels.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 #include <ATen/core/function_schema.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <limits>
 #include <map>
 
-#include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
-#include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
@@ -363,6 +360,93 @@ ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims) 
     if (p.is_shard() && dims.contains(p.dim)) p = Replicate();
   }
   return spec.with_placements(placements);
+}
+
+void register_rules(std::initializer_list<const char*> ops, const Rule& rule,
+                    const RuleOptions& options) {
+  for (const char* op : ops) register_rule(op, rule, options);
+}
+
+ShardSpec replicated(const ShardSpec& spec) {
+  return spec.with_placements(std::vector<Placement>(spec.placements().size()));
+}
+
+// ---- empty shards ----
+
+namespace {
+
+bool empty_here(const OpCall& call, const Plan& plan) {
+  for (std::size_t i = 0; i < call.tensors().size(); ++i) {
+    const ShardSpec& spec =
+        i < plan.inputs.size() && plan.inputs[i] ? *plan.inputs[i] : call.tensor(i).spec;
+    if (spec.local_numel() == 0 && spec.numel() > 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Rule guarded(Rule rule) {
+  return [rule = std::move(rule)](const OpCall& call) {
+    Plan plan = rule(call);
+    if (plan.gathered || call.in_place() || !empty_here(call, plan)) return plan;
+    struct Made {
+      std::vector<std::int64_t> shape;
+      std::optional<at::ScalarType> dtype;
+      bool defined;
+    };
+    std::vector<Made> made;
+    const auto* known = call.outputs();
+    for (std::size_t o = 0; o < plan.outputs.size(); ++o) {
+      const ShardSpec& spec = plan.outputs[o].spec;
+      if (!spec) {
+        made.push_back({{}, std::nullopt, false});
+        continue;
+      }
+      // the rank has a value here: the kernel must compute it
+      if (spec.local_numel() > 0 && !spec.has_partial()) return plan;
+      made.push_back({spec.local_shape(),
+                      known && o < known->size() ? std::optional((*known)[o].dtype) : std::nullopt,
+                      true});
+    }
+    plan.local = [made](const c10::OperatorHandle&, torch::jit::Stack arguments) {
+      at::TensorOptions options;
+      for (const c10::IValue& v : arguments) {
+        if (v.isTensor() && v.toTensor().defined()) {
+          options = v.toTensor().options();
+          break;
+        }
+      }
+      torch::jit::Stack results;
+      for (const Made& m : made) {
+        results.emplace_back(m.defined
+                                 ? at::zeros(m.shape, m.dtype ? options.dtype(*m.dtype) : options)
+                                 : at::Tensor());
+      }
+      return results;
+    };
+    return plan;
+  };
+}
+
+// ---- decompositions ----
+
+at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {
+  const at::Tensor slice =
+      like.size(dim) == 0 ? like.new_zeros({}).reshape(std::vector<std::int64_t>(like.dim(), 1))
+                          : like.narrow(dim, 0, 1);
+  return at::zeros_like(slice.expand_symint(sizes));
+}
+
+torch::Library& decompositions_above_autograd() {
+  static torch::Library library(torch::Library::IMPL, "aten", kShardAutogradKey, __FILE__,
+                                __LINE__);
+  return library;
+}
+
+torch::Library& decompositions_below_autograd() {
+  static torch::Library library(torch::Library::IMPL, "aten", kShardKey, __FILE__, __LINE__);
+  return library;
 }
 
 }  // namespace tessera::detail
