@@ -31,6 +31,34 @@ def name_files_by_path(xml):
     (xml / "index.xml").write_text(re.sub(r'<compound refid="([^"]+)" kind="file"><name>([^<]+)</name>', path, index))
 
 
+def show_designators(xml):
+    """Sphinx cannot read `root = {.name = "world"}`: it is shown as {name("world")}."""
+
+    def shown(found):
+        depth, pieces = 0, [""]
+        for letter in found.group(2):
+            depth += (letter in "{(") - (letter in "})")
+            pieces = [*pieces, ""] if letter == "," and depth == 0 else [*pieces[:-1], pieces[-1] + letter]
+        values = [re.sub(r"^\s*\.(\w+) *= *(.*?)\s*$", r"\1(\2)", piece, flags=re.DOTALL) for piece in pieces]
+        return found.group(1) + "{" + ", ".join(values) + "}"
+
+    for compound in xml.glob("*.xml"):
+        text = compound.read_text()
+        changed = re.sub(r"(= *|<defval>)\{(\s*\.(?:[^{}]|\{[^{}]*\})*)\}", shown, text)
+        if changed != text:
+            compound.write_text(changed)
+
+
+def classes_of(xml):
+    """Header -> the classes of namespace tessera in it: (kind, name). Nested ones are among the members of theirs."""
+    found = {}
+    for compound in xml.glob("*_8h.xml"):
+        text = compound.read_text()
+        path = re.search(r'<location file="([^"]+)"/>\s*</compounddef>', text).group(1)
+        found[path] = re.findall(r'<innerclass refid="(struct|class)[^"]*"[^>]*>(tessera::\w+)</innerclass>', text)
+    return found
+
+
 def is_public(header):
     """It says something to users: more than what stands in a namespace detail."""
     return not PRIVATE & set(header.parts) and "namespace tessera {" in header.read_text()
@@ -38,6 +66,7 @@ def is_public(header):
 
 def main():
     name_files_by_path(pathlib.Path(sys.argv[2]))
+    show_designators(pathlib.Path(sys.argv[2]))
     out = pathlib.Path(sys.argv[1])
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -47,13 +76,12 @@ def main():
     shutil.copy("docs/conf.py", out)
     sections = {}
     for line in pathlib.Path("docs/index.md").read_text().splitlines():
-        found = re.match(r"\| \[[^\]]+\]\(([\w/]+)\.md\)", line)
-        if found:
-            kind = "Tutorials" if found.group(1).startswith("tutorials/") else "Guides"
-            sections.setdefault(kind, []).append(f"docs/{found.group(1)}")
+        for page in re.findall(r"\]\(([\w/]+)\.md\)", line.split("|")[1] if line.startswith("| [") else ""):
+            kind = "Tutorials" if page.startswith("tutorials/") else "Guides"
+            sections.setdefault(kind, []).append(f"docs/{page}")
     sections["Operators"] = sorted(f"docs/operators/{page.stem}" for page in pathlib.Path("docs/operators").glob("*.md"))
 
-    reference = out / "reference"
+    reference, classes = out / "reference", classes_of(pathlib.Path(sys.argv[2]))
     reference.mkdir()
     for room in ROOMS:
         headers = [path for path in sorted(pathlib.Path("tessera", room).rglob("*.h")) if is_public(path)]
@@ -66,7 +94,9 @@ def main():
                     break
                 about.append(line[3:])
             lines += [f"## {name}", "", "```text", *about, "```", "", "```{doxygenfile} " + header.as_posix(), ":sections: briefdescription "
-                      "detaileddescription innerclass innernamespace public* func enum typedef var define user-defined", "```", ""]
+                      "detaileddescription innernamespace func enum typedef var define user-defined", "```", ""]
+            for kind, name in classes.get(header.as_posix(), []):
+                lines += [f"```{{doxygen{kind}}} {name}", ":members:", ":undoc-members:", "```", ""]
         (reference / f"{room}.md").write_text("\n".join(lines))
     sections["Reference"] = [f"reference/{room}" for room in ROOMS]
     (reference / "python").mkdir()
