@@ -88,7 +88,10 @@ def _sizes(sizes):
 
 
 def from_local(local, mesh, placements, sizes=None):
-    """The tensor whose shards are the ranks' `local`s; sizes of sharded dims that are not given are gathered. Differentiable.
+    """The tensor whose shards are the ranks' `local`s: its global shape is that of the shards joined. Shares their memory where they are contiguous.
+
+    `placements`: one for each axis of the mesh. `sizes`: of sharded dims, `{dim: [rows of each shard]}`; collective where they are not given, for they are gathered
+    then. Differentiable. Raises InvalidArgument on every rank where locals differ in dtype, device or a dim that no axis shards.
 
     >>> def body(rank):
     ...     mine = torch.full((rank + 1, 2), float(rank))          # any number of rows on each rank
@@ -100,7 +103,10 @@ def from_local(local, mesh, placements, sizes=None):
 
 
 def distribute_tensor(full, mesh, placements, sizes=None):
-    """Each rank takes its shard of `full`, which is the same on all ranks. Differentiable; no communication.
+    """Each rank takes its shard of `full`, which is the same on all ranks, and of the result's shape. Differentiable; no communication.
+
+    `sizes`: `{dim: [rows of each shard]}`, by default as even as possible, the first ones larger. Raises InvalidArgument for placements and sizes that do not fit the
+    shape.
 
     >>> def body(rank):
     ...     full = torch.arange(5)                                  # the same on all ranks
@@ -113,7 +119,9 @@ def distribute_tensor(full, mesh, placements, sizes=None):
 
 
 def scatter(full, mesh, placements, sizes=None, root=0):
-    """The rank at mesh position `root` holds `full` (others may give None); every rank gets its shard.
+    """The rank at mesh position `root` holds `full` (others may give None); every rank gets its shard. Collective.
+
+    Raises InvalidArgument, on every rank, for a root that the mesh does not have, and for placements and sizes that do not fit.
 
     >>> def body(rank):
     ...     full = torch.arange(4) if rank == 0 else None
@@ -125,7 +133,9 @@ def scatter(full, mesh, placements, sizes=None, root=0):
 
 
 def redistribute(tensor, placements, sizes=None):
-    """The same value in other placements. Differentiable.
+    """The same value, of the same shape, in other placements. Differentiable. Collective where something moves: `explain_redistribution` says what.
+
+    Raises InvalidArgument for a plain tensor, and for placements and sizes that do not fit.
 
     >>> ts.redistribute(t, ts.Shard(1))
     <ShardTensor Float [4, 8] data=Shard(1)[8], local [4, 8] at [0, 0]>
@@ -134,7 +144,7 @@ def redistribute(tensor, placements, sizes=None):
 
 
 def full_tensor(tensor):
-    """The global value on every rank, as a plain tensor. Differentiable.
+    """The global value on every rank, as a plain tensor with memory of its own. Collective. Differentiable.
 
     >>> ts.full_tensor(t).shape
     torch.Size([4, 8])
@@ -143,7 +153,9 @@ def full_tensor(tensor):
 
 
 def to_local(tensor, gradient=None):
-    """This rank's shard; shares its memory. `gradient`: placements of the gradient that comes back; default the tensor's own.
+    """This rank's shard, a plain tensor of `spec(tensor).local_shape` that shares its memory. Communicates nothing.
+
+    `gradient`: placements of the gradient that comes back; default the tensor's own, with Replicate in place of Partial. Raises InvalidArgument for a plain tensor.
 
     >>> ts.run_threads(2, lambda rank: ts.to_local(ts.ones([3, 8], ts.Mesh({"data": 2}), ts.Shard(0))).shape)
     [torch.Size([2, 8]), torch.Size([1, 8])]
@@ -161,7 +173,7 @@ def is_sharded(tensor):
 
 
 def spec(tensor):
-    """Where the elements of a sharded tensor lie; communicates nothing. Raises for a plain tensor.
+    """Where the elements of a sharded tensor lie; communicates nothing. Raises InvalidArgument for a plain tensor.
 
     >>> ts.spec(t)
     Spec([4, 8] data=Shard(0)[4])
@@ -197,7 +209,8 @@ def distribute_module(module, mesh, rule=None):
     """Makes the parameters and buffers of `module` sharded tensors, in place, and returns it.
 
     `rule(name, tensor)` gives placements, or (placements, sizes), or a `ParameterPlacement` (see `stay`), or None for replicated. Before the first forward
-    pass.
+    pass. Collective over the mesh, whose first rank's values are broadcast before they are sharded. Raises InvalidArgument for placements that do not fit, and
+    MismatchError where the ranks' modules or rules differ, on every rank.
 
     >>> net = ts.distribute_module(net, mesh, lambda name, p: ts.Shard(0) if name == "0.weight" else None)
     >>> net[0].weight.shape, ts.spec(net[0].weight).placements, ts.spec(net[2].weight).placements
@@ -260,6 +273,7 @@ def save(tensors, mesh, path, max_bytes=0):
     """A module's parameters and buffers, a dictionary of tensors, or one tensor (named "tensor"), into one safetensors file. Collective.
 
     `max_bytes`: into a folder of files of at most so many bytes, with the index that Hugging Face's tools write and read (model.safetensors.index.json).
+    Raises InvalidArgument for a dtype that the format does not have (complex128), FileError for a path that cannot be written, on every rank.
 
     >>> ts.save(net, mesh, "net.safetensors")
     >>> ts.save({"field": t}, mesh, "folder", max_bytes=1 << 30)
@@ -273,7 +287,8 @@ def save(tensors, mesh, path, max_bytes=0):
 def load(path, mesh, placements=None):
     """All tensors of a file, or of a folder of files with an index (model.safetensors.index.json), by name. Collective.
 
-    `placements` maps names to placements, or (placements, sizes); the others are replicated.
+    `placements` maps names to placements, or (placements, sizes); the others are replicated. Raises FileError for a file that is absent or damaged,
+    InvalidArgument for names that it does not have, on every rank.
 
     >>> ts.save({"field": t}, mesh, "field.safetensors")
     >>> ts.load("field.safetensors", mesh, {"field": ts.Shard(1)})["field"]
@@ -377,7 +392,7 @@ class CommTrace:
 def run_threads(ranks, fn, backend="", timeout=300.0):
     """Runs `fn(rank)` on `ranks` threads, each a rank of one job in this process; returns their results in order of rank.
 
-    The first exception is raised here; the other ranks' waits end. CPU tensors only.
+    The first exception is raised here; the other ranks' waits end. CPU tensors only. `timeout`: seconds, the limit of every wait.
 
     >>> ts.run_threads(3, lambda rank: ts.world().all_reduce(torch.tensor(rank)).item())
     [3, 3, 3]

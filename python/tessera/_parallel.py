@@ -106,7 +106,8 @@ def mean_loss(loss, samples, group=None, reduction="avg"):
     """The mean over all ranks' samples, sum_r n_r loss_r / sum_r n_r, on every rank; its gradient is scaled for how gradients are reduced.
 
     `loss`: this rank's mean over `samples` of its own, without dims; 0 samples count nothing, even if the loss is NaN. `reduction`: "avg" under
-    DistributedDataParallel, "sum" where the loss reaches parameters through sharded tensors. Collective.
+    DistributedDataParallel, "sum" where the loss reaches parameters through sharded tensors. Collective. Raises InvalidArgument for a loss with dims, a negative
+    number of samples, and none on all ranks; backward raises GradientError where a mean that was scaled for one is summed over ranks.
 
     >>> def body(rank):
     ...     samples = 1 + 2 * rank
@@ -167,7 +168,8 @@ def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None,
 
     Plain parameters count once (they are replicated), sharded ones each element once, on whatever mesh. `by_hand`: pairs (parameter, group) of plain
     parameters of which each rank of the group holds another shard. `disjoint`: the ranks that hold other parameters of the same model (the stages of a
-    pipeline). Collective over `group`, default the world. Where a gradient is NaN or infinite every rank gets infinity and nothing is scaled.
+    pipeline). Collective over `group`, default the world. Where a gradient is NaN or infinite every rank gets infinity and nothing is scaled. Raises
+    InvalidArgument for a norm out of range, ShardingError for a gradient that is still a partial sum, MismatchError where replicas have drifted apart.
 
     >>> net(x).sum().backward()
     >>> norm = ts.clip_gradients(net.parameters(), max_norm=1.0)
@@ -184,7 +186,7 @@ def halo_exchange(tensor, widths, method="automatic"):
 
     `widths`: by dim, `{0: 1}` (one element before and after), `{0: (1, 2)}`, or `{0: (1, 1, "circular")}`; beyond the array's own edges "zero" (default),
     "circular", "reflect" or "replicate". Any widths, larger than the shards too; corners included. Collective over the mesh, and so is its backward: the
-    result must reach the loss on every rank.
+    result must reach the loss on every rank. Raises InvalidArgument for a plain tensor, a negative width and a dim that there is not.
 
     >>> def body(rank):
     ...     mesh = ts.Mesh({"domain": 2})
@@ -259,7 +261,10 @@ def _made(how, shape, mesh, placements, sizes, dtype, value=0.0):
 
 
 def empty(shape, mesh, placements, sizes=None, dtype=None):
-    """A sharded tensor of a global `shape`, with whatever is in memory. No communication, as for all that follow.
+    """A sharded tensor of a global `shape`, with whatever is in memory. No communication.
+
+    `sizes`: `{dim: [rows of each shard]}`, by default as even as possible; `dtype`: torch's default. Raises InvalidArgument for placements and sizes that do not fit
+    the shape. `zeros`, `ones`, `full`, `rand` and `randn` take the same.
 
     >>> ts.empty([6, 2], mesh, ts.Shard(0), dtype=torch.int64).fill_(3).shape
     torch.Size([6, 2])
