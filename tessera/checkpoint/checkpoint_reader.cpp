@@ -14,6 +14,7 @@
 #include "tessera/checkpoint/detail/spread.h"
 #include "tessera/checkpoint/detail/targets.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
+#include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
@@ -45,12 +46,12 @@ std::vector<std::vector<char>> scratch_of(int threads, std::size_t count) {
 }  // namespace
 
 struct CheckpointReader::Impl {
-  Impl(const Group& over, const std::string& folder, const std::string& name) : group(over) {
+  Impl(const Group& over, const std::shared_ptr<CheckpointIO>& io, const std::string& name)
+      : group(over) {
+    agree::all(group, "load", [&] { check_place(io); });
     const auto text = agree::first<std::string>(
-        group, "load", [&] { return to_json(SavedCheckpoint(folder, name).manifest()); },
-        call_within(kReadLimit));
-    saved = std::make_unique<SavedCheckpoint>(folder, name,
-                                              parse_manifest(text, concat(folder, '/', name)));
+        group, "load", [&] { return to_json(read_manifest(*io, name)); }, call_within(kReadLimit));
+    saved = std::make_unique<SavedCheckpoint>(io, name, parse_manifest(text, io->where(name)));
   }
   Impl(const Group& over, const std::string& file) : group(over) {
     agree::all(
@@ -254,9 +255,9 @@ struct CheckpointReader::Impl {
   std::unique_ptr<SavedCheckpoint> saved;
 };
 
-CheckpointReader::CheckpointReader(const Group& group, const std::string& folder,
+CheckpointReader::CheckpointReader(const Group& group, const std::shared_ptr<CheckpointIO>& io,
                                    const std::string& name)
-    : impl_(std::make_unique<Impl>(group, folder, name)) {}
+    : impl_(std::make_unique<Impl>(group, io, name)) {}
 CheckpointReader::CheckpointReader(const Group& group, const std::string& file)
     : impl_(std::make_unique<Impl>(group, file)) {}
 CheckpointReader::~CheckpointReader() = default;

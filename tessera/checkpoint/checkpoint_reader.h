@@ -22,10 +22,10 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/checkpoint/checkpoint_io.h"
 #include "tessera/checkpoint/layout.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/group/group.h"
-#include "tessera/files/operations.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera {
@@ -78,7 +78,11 @@ struct SavedTensor {
 class CheckpointReader {
  public:
   /// The checkpoint `name` in `folder`. The manifest is read by the first rank alone.
-  CheckpointReader(const Group& group, const std::string& folder, const std::string& name);
+  CheckpointReader(const Group& group, const std::string& folder, const std::string& name)
+      : CheckpointReader(group, local_folder(folder), name) {}
+  /// At any other place; each rank gives an object of its own for the same one.
+  CheckpointReader(const Group& group, const std::shared_ptr<CheckpointIO>& io,
+                   const std::string& name);
   /// A safetensors file of any program; it has no checksums and no values.
   CheckpointReader(const Group& group, const std::string& file);
   ~CheckpointReader();

@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
@@ -30,7 +31,6 @@
 namespace tessera {
 
 CheckpointBusy::~CheckpointBusy() = default;
-CheckpointLocked::~CheckpointLocked() = default;
 CheckpointDamaged::~CheckpointDamaged() = default;
 
 namespace {
@@ -55,8 +55,8 @@ std::string options_text(const CheckpointOptions& options) {
                 " ms");
 }
 
-void check_given(const std::string& folder, const CheckpointOptions& options) {
-  if (folder.empty()) throw InvalidArgument("the folder of checkpoints has no name");
+void check_given(const std::shared_ptr<CheckpointIO>& io, const CheckpointOptions& options) {
+  check_place(io);
   if (!options.operations) throw InvalidArgument("CheckpointOptions::operations is null");
 }
 
@@ -74,14 +74,14 @@ struct Checkpointer::Impl {
     // begins with a bracket.
     std::string failed, outcome;
     // First rank: until it is committed.
-    std::shared_ptr<const void> lock;
+    detail::WriteHold hold;
     bool committed = false;
     std::exception_ptr failure;
   };
 
-  Impl(const DistributedManager& manager, std::string path, const CheckpointOptions& given,
-       std::vector<int> ranks)
-      : folder(std::move(path), given), options(given) {
+  Impl(const DistributedManager& manager, std::shared_ptr<CheckpointIO> io,
+       const CheckpointOptions& given, std::vector<int> ranks)
+      : folder(std::move(io), given), options(given) {
     if (ranks.empty()) {
       ranks.resize(static_cast<std::size_t>(manager.world_size()));
       std::iota(ranks.begin(), ranks.end(), 0);
@@ -91,14 +91,14 @@ struct Checkpointer::Impl {
     // They choose the calls of the saves, and the group of the writing threads.
     agree::same(group, "the options of a Checkpointer", options_text(options));
     call = {options.timeout, "checkpoint"};
-    agree::all(group, kLookUp, [&] { check_given(folder.path(), options); }, call);
+    agree::all(group, kLookUp, [&] { check_given(folder.shared_io(), options); }, call);
     // A group of its own, so that the writing threads never meet the program's calls, nor those of
     // the Checkpointer of another folder. Ranks may spell a folder differently: the first decides.
     const auto tag = agree::first<std::string>(
         group, kLookUp,
         [&] {
-          folder.make();
-          return concat("checkpoints #", to_hex(Hash().text(folder.path()).value()));
+          folder.io().make("");
+          return concat("checkpoints #", to_hex(Hash().text(folder.io().where("")).value()));
         },
         call);
     writers = tagged_group(manager, ranks, {.timeout = options.timeout}, tag);
@@ -208,7 +208,7 @@ struct Checkpointer::Impl {
                 "CheckpointOptions::busy says to refuse: save less often, or choose Busy::wait");
           // Where ranks talk over MPI, the save before this one still has it.
           if (group.rank() == 0)
-            fresh->lock = job && job->lock ? job->lock : folder.lock_for_save();
+            fresh->hold = job && job->hold ? job->hold : folder.hold_for_save();
           return mine;
         },
         call);
@@ -267,11 +267,10 @@ struct Checkpointer::Impl {
   void write(Job& job) {
     if (!job.failed.empty()) return;
     job.failed = agree::failure_of(kKinds, [&] {
-      const std::string path = concat(folder.path(), '/', job.name);
-      options.operations->make_folder(path);
+      folder.io().make(job.name);
       const ShardOutcome outcome =
-          write_shard({path, job.nonce, group.rank(), group.size(), job.rate}, *job.plan, job.data,
-                      options.operations);
+          write_shard(folder.io(), {job.name, job.nonce, group.rank(), group.size(), job.rate},
+                      *job.plan, job.data);
       written = outcome.bytes;
       job.outcome = to_text(outcome);
     });
@@ -280,27 +279,28 @@ struct Checkpointer::Impl {
 
   // Collective over `over`: all ranks learn whether the checkpoint stands.
   void commit(Job& job, const Group& over) {
-    auto lock = std::move(job.lock);
+    auto hold = std::exchange(job.hold, {});
     const auto all = over.gather_bytes(job.failed.empty() ? job.outcome : job.failed, 0, call);
-    agree::first(
+    agree::first<void, CheckpointLocked>(
         over, kSave,
         [&] {
           // Until all is done here, and no longer when the others hear of it.
-          const auto held = std::move(lock);
-          const std::string path = concat(folder.path(), '/', job.name);
+          const auto held = std::exchange(hold, {});
+          Commit save{job.name, job.nonce, 0, held.lock != nullptr};
           try {
-            commit_outcomes(job, path, all);
+            commit_outcomes(job, save, held, all);
           } catch (...) {
-            discard_save(path, job.nonce, *options.operations);
+            if (!save.may_stand) discard_save(folder.io(), job.name, job.nonce);
             throw;
           }
           folder.retain();
         },
         call);
     job.committed = true;
+    ++saves;
   }
 
-  void commit_outcomes(const Job& job, const std::string& path,
+  void commit_outcomes(const Job& job, Commit& save, const detail::WriteHold& held,
                        const std::vector<std::string>& all) {
     std::vector<ShardOutcome> outcomes;
     for (std::size_t r = 0; r < all.size(); ++r) {
@@ -308,10 +308,10 @@ struct Checkpointer::Impl {
         agree::raise(kKinds, all[r], all.size() > 1 ? concat("rank ", group.ranks()[r], ": ") : "");
       outcomes.push_back(outcome_from(all[r]));
     }
-    const std::uint64_t sequence = folder.next_sequence();
-    options.operations->sync_folder(folder.path());
-    folder.warn(
-        commit_checkpoint(path, sequence, *job.plan, outcomes, job.nonce, options.operations));
+    save.sequence = folder.next_sequence(held);
+    folder.io().sync("");
+    folder.confirm(held);
+    folder.warn(commit_checkpoint(folder.io(), save, *job.plan, outcomes));
   }
 
   void run_job() {
@@ -360,15 +360,19 @@ struct Checkpointer::Impl {
   std::unique_ptr<Job> job;
   std::thread thread;
   std::atomic<bool> writing{false};
-  std::atomic<std::uint64_t> written{0};
+  std::atomic<std::uint64_t> written{0}, saves{0};
 };
 
 Checkpointer::Checkpointer(const DistributedManager& manager, const std::string& folder,
                            const CheckpointOptions& options, const std::vector<int>& ranks)
-    : impl_(std::make_unique<Impl>(manager, folder, options, ranks)) {}
+    : Checkpointer(manager, local_folder(folder, options.operations), options, ranks) {}
+Checkpointer::Checkpointer(const DistributedManager& manager, std::shared_ptr<CheckpointIO> io,
+                           const CheckpointOptions& options, const std::vector<int>& ranks)
+    : impl_(std::make_unique<Impl>(manager, std::move(io), options, ranks)) {}
 Checkpointer::~Checkpointer() = default;
 
-const std::string& Checkpointer::folder() const { return impl_->folder.path(); }
+std::string Checkpointer::folder() const { return io()->where(""); }
+const std::shared_ptr<CheckpointIO>& Checkpointer::io() const { return impl_->folder.shared_io(); }
 
 void Checkpointer::save(const std::string& name, const CheckpointState& state) {
   if (impl_->options.busy == CheckpointOptions::Busy::wait) impl_->finish();
@@ -392,7 +396,7 @@ std::vector<std::string> Checkpointer::names(std::vector<std::string>* problems)
       [&] {
         std::string text;
         std::vector<DamagedCheckpoint> damaged;
-        for (const CheckpointName& one : list_checkpoints(impl_->folder.path(), &damaged))
+        for (const CheckpointName& one : list_checkpoints(impl_->folder.io(), &damaged))
           text += one.name + '\0';
         text += '\0';
         for (const DamagedCheckpoint& one : damaged) text += one.damage + '\0';
@@ -428,8 +432,8 @@ void Checkpointer::remove(const std::string& name) {
   agree::first<void, CheckpointLocked>(
       impl_->group, "remove",
       [&] {
-        const auto lock = impl_->folder.lock();
-        remove_checkpoint(impl_->folder.path(), name, *impl_->options.operations);
+        const auto held = impl_->folder.hold();
+        remove_checkpoint(impl_->folder.io(), name);
       },
       impl_->call);
 }
@@ -439,5 +443,6 @@ void Checkpointer::protect(const std::vector<std::string>& names) { impl_->folde
 std::vector<std::string> Checkpointer::warnings() const { return impl_->folder.warnings(); }
 
 std::uint64_t Checkpointer::bytes_written() const { return impl_->written; }
+std::uint64_t Checkpointer::saves() const { return impl_->saves; }
 
 }  // namespace tessera

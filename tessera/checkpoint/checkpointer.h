@@ -12,9 +12,10 @@
 // the disk. A folder without a manifest is not a checkpoint: whatever ends a save, and wherever,
 // the checkpoints before it stay loadable. checkpoint_reader.h loads them, on any number of ranks.
 //
-// The folder is on a file system that all ranks share. Who only looks, here or by a reader, changes
-// nothing there; who saves or removes holds a lock on the folder's ".lock" meanwhile, which dies
-// with the process, so that a second job is told. Where the file system has no locks, that one job
+// The folder is on a file system that all ranks share, or at any other place (checkpoint_io.h). Who
+// only looks, here or by a reader, changes nothing there; who saves or removes holds a lock on the
+// folder's ".lock" meanwhile, which dies with the process, so that a second job is told. Where there
+// are no locks a store's conditional puts tell one of both; where there is neither, that one job
 // saves there at a time is up to the user.
 
 #include <chrono>
@@ -24,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/checkpoint_io.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/files/operations.h"
@@ -35,13 +37,6 @@ class CheckpointBusy : public Error {
  public:
   using Error::Error;
   ~CheckpointBusy() override;
-};
-
-/// Another job is saving or removing a checkpoint in the folder at this moment.
-class CheckpointLocked : public Error {
- public:
-  using Error::Error;
-  ~CheckpointLocked() override;
 };
 
 /// The checkpoint to go on from cannot be read.
@@ -64,12 +59,12 @@ struct CheckpointOptions {
   /// Refuses to save plain tensors that differ between the ranks that have them. Otherwise such a
   /// set is that of the first rank, bit by bit. Values set by set() are always compared.
   bool check_replicas = false;
-  /// The first save removes what interrupted saves have left in the folder, unless its file system
-  /// has no locks.
+  /// The first save removes what interrupted saves have left in the folder, unless there are no
+  /// locks.
   bool remove_incomplete = true;
   /// How long the ranks wait for the slowest one to have written.
   std::chrono::milliseconds timeout{std::chrono::hours(1)};
-  /// Replaced by tests.
+  /// Of a local folder that is given by its path. Replaced by tests.
   std::shared_ptr<FileOperations> operations = FileOperations::system();
 };
 
@@ -86,13 +81,19 @@ class Checkpointer {
   /// MismatchError if the ranks' options differ.
   Checkpointer(const DistributedManager& manager, const std::string& folder,
                const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
+  /// At any other place; each rank gives an object of its own for the same one.
+  Checkpointer(const DistributedManager& manager, std::shared_ptr<CheckpointIO> io,
+               const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
   /// Waits until this rank has written; an error that was never asked for is lost. Where ranks
   /// talk over MPI, a save that was not waited for is not committed.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  const std::string& folder() const;
+  /// As this rank spells it; of another place CheckpointIO::where(""). Not collective.
+  std::string folder() const;
+  /// Where it saves; a reader takes it. Not collective.
+  const std::shared_ptr<CheckpointIO>& io() const;
 
   /// Returns when the checkpoint is committed: on the disk, with its manifest. A checkpoint by the
   /// same name is replaced, and stays complete until then. Throws what an earlier start_save() has
@@ -129,6 +130,8 @@ class Checkpointer {
   std::vector<std::string> warnings() const;
   /// Bytes of the file that this rank wrote in the last save that ended. Not collective.
   std::uint64_t bytes_written() const;
+  /// How many saves this rank knows to be committed. Not collective.
+  std::uint64_t saves() const;
 
  private:
   struct Impl;

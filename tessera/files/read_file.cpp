@@ -2,12 +2,27 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <utility>
+
+#include "tessera/base/file.h"
 
 namespace tessera {
 
+ReadFile::ReadFile(const std::string& path) : path_(path) {
+  const auto file = std::make_shared<const RandomAccessFile>(path);
+  size_ = file->size();
+  fetch_ = [file](std::uint64_t offset, void* out, std::size_t bytes) {
+    file->read(offset, out, bytes);
+  };
+}
+
+ReadFile::ReadFile(std::string path, std::uint64_t size, Fetch fetch)
+    : path_(std::move(path)), size_(size), fetch_(std::move(fetch)) {}
+
 void ReadFile::read(void* out, std::size_t bytes, std::uint64_t offset) const {
   read_ += bytes;
-  file_.read(offset, out, bytes);
+  fetch_(offset, out, bytes);
 }
 
 namespace {

@@ -1,5 +1,5 @@
 #pragma once
-// ReadFile: a regular file that any number of threads read at any offset.
+// ReadFile: a file that any number of threads read at any offset.
 //
 //   const ReadFile file("net.safetensors");
 //   file.read(buffer, 16, 8);            // bytes 8 to 23
@@ -9,22 +9,25 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
-#include "tessera/base/file.h"
-
 namespace tessera {
 
-/// A RandomAccessFile that reads boxes of arrays and counts what it reads.
+/// Reads boxes of arrays, and counts what it reads.
 class ReadFile {
  public:
-  /// Throws FileError as RandomAccessFile does.
-  explicit ReadFile(const std::string& path) : file_(path) {}
+  /// A regular file, opened once. Throws FileError as RandomAccessFile does.
+  explicit ReadFile(const std::string& path);
+  /// What lies elsewhere, of `size` bytes: `fetch` fills `out` with `bytes` bytes from `offset` on,
+  /// called by several threads at once, or throws FileError. `path` is for messages.
+  using Fetch = std::function<void(std::uint64_t offset, void* out, std::size_t bytes)>;
+  ReadFile(std::string path, std::uint64_t size, Fetch fetch);
 
-  const std::string& path() const { return file_.path(); }
+  const std::string& path() const { return path_; }
   /// Size in bytes when it was opened.
-  std::uint64_t size() const { return file_.size(); }
+  std::uint64_t size() const { return size_; }
   /// Number of bytes requested from the system so far.
   std::uint64_t bytes_read() const { return read_; }
 
@@ -45,7 +48,9 @@ class ReadFile {
                 double max_over_read = 1) const;
 
  private:
-  RandomAccessFile file_;
+  std::string path_;
+  std::uint64_t size_ = 0;
+  Fetch fetch_;
   mutable std::atomic<std::uint64_t> read_{0};
 };
 

@@ -8,7 +8,9 @@
 #include <map>
 #include <set>
 
+#include "object_store.h"
 #include "storage_support.h"
+#include "tessera/checkpoint/detail/folder.h"
 
 namespace tessera {
 namespace {
@@ -87,15 +89,18 @@ class Faulty : public FileOperations {
 };
 
 // What is there after the fault is the old checkpoint, or the new one in full; says which.
-std::string survivor(const Folder& folder, const DrawnState& old, const DrawnState& fresh,
-                     const std::string& old_name, const std::string& new_name) {
-  const auto latest = latest_checkpoint(folder.path());
+std::string survivor(const std::shared_ptr<CheckpointIO>& io, const DrawnState& old,
+                     const DrawnState& fresh, const std::string& old_name,
+                     const std::string& new_name) {
+  std::vector<std::string> problems;
+  const auto latest = latest_checkpoint(*io, &problems);
+  if (!problems.empty()) return problems[0];
   if (!latest) return "nothing can be loaded";
   std::string which;
   for (const auto& [name, state] : {std::pair(old_name, &old), std::pair(new_name, &fresh)}) {
     if (name != *latest) continue;
     try {
-      testing::expect_drawn(*state, folder.path(), name);
+      testing::expect_drawn(*state, io, name);
       which = state == &old ? "old" : "new";
       break;
     } catch (const std::exception& e) {
@@ -128,7 +133,7 @@ void try_every_operation(Fault fault, bool same_name) {
     }
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
-    const std::string left = survivor(folder, old, fresh, "a", name);
+    const std::string left = survivor(local_folder(folder.path()), old, fresh, "a", name);
     ASSERT_TRUE(left == "old" || left == "new") << "operation " << at << ": " << left;
     seen.insert(left);
     ASSERT_TRUE(WIFEXITED(status));
@@ -140,9 +145,9 @@ void try_every_operation(Fault fault, bool same_name) {
     ASSERT_EQ(WEXITSTATUS(status), 77);
     // The next save, by whoever, cleans up and succeeds.
     const auto system = FileOperations::system();
-    remove_incomplete(folder.path(), *system);
+    remove_incomplete(*local_folder(folder.path(), system));
     testing::save_drawn(fresh, folder.path(), name, 3, system);
-    ASSERT_EQ(survivor(folder, old, fresh, "a", name), "new");
+    ASSERT_EQ(survivor(local_folder(folder.path()), old, fresh, "a", name), "new");
     ASSERT_EQ(names_in(folder / name).size(), read_manifest(folder.path(), name).files.size() + 1);
   }
   EXPECT_EQ(seen.size(), 2u);
@@ -158,6 +163,57 @@ TEST(Kill, AtEveryOperationOverACheckpointOfTheSameName) {
     try_every_operation(fault, true);
 }
 
+// What the first rank of a job does in a save, and the writing of all ranks.
+void save_as_job(const DrawnState& state, const std::shared_ptr<CheckpointIO>& io,
+                 const std::string& name) {
+  detail::CheckpointFolder folder(io, {.keep_last = 1});
+  const detail::WriteHold hold = folder.hold_for_save();
+  testing::save_drawn(state, io, name, 1, false, [&] {
+    const std::uint64_t sequence = folder.next_sequence(hold);
+    folder.confirm(hold);
+    return sequence;
+  });
+  folder.retain();
+}
+
+// Killed before a call, with half of it sent, and once it has been done.
+TEST(Kill, AtEveryCallOfAStore) {
+  using testing::HttpIO;
+  std::mt19937 engine(9);
+  const DrawnState old = testing::draw_state(engine, 2, 3),
+                   fresh = testing::draw_state(engine, 3, 4);
+  for (const std::string name : {"a", "b"}) {
+    std::set<std::string> seen;
+    bool killed = true;
+    int calls = 0;
+    for (; killed; ++calls) {
+      ASSERT_LT(calls, 100);
+      for (const auto fault :
+           {testing::Fault::dies_before, testing::Fault::dies_within, testing::Fault::dies_after}) {
+        const testing::ObjectStore store;
+        const auto io = std::make_shared<HttpIO>(store.port());
+        save_as_job(old, io, "a");
+        const pid_t child = ::fork();
+        if (child == 0) {
+          io->fail_at(calls, fault);
+          save_as_job(fresh, io, name);
+          ::_exit(0);
+        }
+        int status = 0;
+        ASSERT_EQ(::waitpid(child, &status, 0), child);
+        killed = WIFSIGNALED(status);
+        const std::string left = survivor(io, old, fresh, "a", name);
+        ASSERT_TRUE(left == "new" || (killed && left == "old")) << "call " << calls << ": " << left;
+        seen.insert(left);
+        save_as_job(fresh, io, name);
+        ASSERT_EQ(survivor(io, old, fresh, "a", name), "new");
+      }
+    }
+    EXPECT_EQ(seen.size(), 2u);
+    EXPECT_GT(calls, 20) << "three shard files, a manifest, and what is read before";
+  }
+}
+
 TEST(Kill, WhileOneIsRemoved) {
   std::mt19937 engine(7);
   const DrawnState state = testing::draw_state(engine, 3, 3);
@@ -168,8 +224,8 @@ TEST(Kill, WhileOneIsRemoved) {
     testing::save_drawn(state, folder.path(), "b", 2, FileOperations::system());
     const pid_t child = ::fork();
     if (child == 0) {
-      Faulty operations(at, Fault::kill);
-      remove_checkpoint(folder.path(), "a", operations);
+      const auto operations = std::make_shared<Faulty>(at, Fault::kill);
+      remove_checkpoint(*local_folder(folder.path(), operations), "a");
       ::_exit(0);
     }
     int status = 0;

@@ -1,6 +1,6 @@
-// Ranks as processes, in memory and over Gloo, of which one is killed at any of its operations: the
-// others learn of it in bounded time, and what was saved before can be loaded by whoever comes
-// next.
+// Ranks as processes, in memory and over Gloo, of which one is killed at any of its operations, on a
+// file system and on an object store: the others learn of it in bounded time, and what was saved
+// before can be loaded by whoever comes next.
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -9,14 +9,18 @@
 #include <fstream>
 
 #include "../comm/fork_ranks.h"
+#include "object_store.h"
 #include "support.h"
 #include "tessera/checkpoint/file.h"
 
 namespace tessera::test {
 
+using ::tessera::testing::Fault;
 using ::tessera::testing::Folder;
 using ::tessera::testing::fork_ranks;
+using ::tessera::testing::HttpIO;
 using ::tessera::testing::latest_checkpoint;
+using ::tessera::testing::ObjectStore;
 using ::tessera::testing::RankEnd;
 
 namespace {
@@ -65,8 +69,8 @@ CheckpointState table(int rank, double value) {
 
 // The step of the checkpoint that can be loaded, after its values have been compared; by this
 // process alone.
-std::int64_t loadable(const std::string& folder, const std::string& name) {
-  const SavedCheckpoint saved(folder, name);
+std::int64_t loadable(const std::shared_ptr<CheckpointIO>& io, const std::string& name) {
+  const SavedCheckpoint saved(io, name);
   std::vector<float> t(12);
   saved.read(*saved.manifest().find(EntryKind::tensor, "t"), {{0, 4}, {0, 3}}, t.data());
   const Entry* step = saved.manifest().find(EntryKind::value, "step");
@@ -117,9 +121,9 @@ TEST_P(CheckpointProcesses, OneRankKilledAtEveryOperation) {
         ASSERT_TRUE(other.report == "lost" || other.report == "saved") << other.report;
         const auto latest = latest_checkpoint(folder.path());
         ASSERT_TRUE(latest.has_value());
-        EXPECT_EQ(loadable(folder.path(), "first"), 10);
+        EXPECT_EQ(loadable(local_folder(folder.path()), "first"), 10);
         if (latest == "second") {
-          EXPECT_EQ(loadable(folder.path(), "second"), 20);
+          EXPECT_EQ(loadable(local_folder(folder.path()), "second"), 20);
         } else {
           EXPECT_EQ(other.report, "lost");
         }
@@ -132,6 +136,63 @@ TEST_P(CheckpointProcesses, OneRankKilledAtEveryOperation) {
       }
     }
   }
+}
+
+// The process of two ranks is killed with half of a call sent, or once the store has done it; three
+// ranks go on from what is there. Kill.AtEveryCallOfAStore has every call, without ranks.
+TEST(CheckpointStoreProcesses, KilledWhileItSaves) {
+  const auto saves = [](int port, int victim, int at, Fault fault) {
+    return [=](const Launch&) -> std::string {
+      on_threads(2, [&](DistributedManager& manager) {
+        const auto io = std::make_shared<HttpIO>(port);
+        Checkpointer checkpoints(manager, io, {.keep_last = 1});
+        checkpoints.save("first", table(manager.rank(), 10));
+        if (manager.rank() == victim) io->fail_at(at, fault);
+        checkpoints.start_save("second", table(manager.rank(), 20));
+        checkpoints.wait();
+        if (io->failed()) throw Error("it lives");
+      });
+      return "saved";
+    };
+  };
+  const auto goes_on = [](int port) {
+    return [=](const Launch&) -> std::string {
+      std::string report;
+      on_threads(3, [&](DistributedManager& manager) {
+        const auto io = std::make_shared<HttpIO>(port);
+        Checkpointer checkpoints(manager, io);
+        const std::string name = checkpoints.to_resume().value_or("");
+        const CheckpointReader saved(manager.world(), io, name);
+        const auto mesh = manager.mesh({{"x", 3}});
+        const at::Tensor t = full_tensor(saved.read("t", ShardSpec(mesh, {4, 3}, {Shard(0)})));
+        const auto value = static_cast<double>(saved.integer("step"));
+        EXPECT_TRUE(t.equal(at::tensor({0., 0., 1., 1.}).add(value).unsqueeze(1).expand({4, 3})));
+        for (const char* again : {"second", "third"}) {
+          checkpoints.save(again, CheckpointState().set_real("value", 1));
+          EXPECT_EQ(checkpoints.to_resume(), again);
+        }
+        if (manager.rank() == 0) report = name;
+      });
+      return ::testing::Test::HasFailure() ? "wrong" : report;
+    };
+  };
+  std::set<std::string> seen;
+  for (const auto& [victim, at] : {std::pair(1, 0), {0, 4}, {0, 14}, {0, 17}}) {
+    const ObjectStore store;
+    const auto limit = std::chrono::seconds(40);
+    const Fault fault = at % 2 ? Fault::dies_after : Fault::dies_within;
+    const auto end = fork_ranks(1, saves(store.port(), victim, at, fault), limit)[0];
+    ASSERT_EQ(end.signal, SIGKILL) << end.report;
+    const auto io = std::make_shared<HttpIO>(store.port());
+    std::vector<DamagedCheckpoint> damaged;
+    for (const auto& one : list_checkpoints(*io, &damaged))
+      EXPECT_EQ(loadable(io, one.name), one.name == "first" ? 10 : 20);
+    ASSERT_TRUE(damaged.empty()) << damaged[0].damage;
+    const std::string from = fork_ranks(1, goes_on(store.port()), limit)[0].report;
+    ASSERT_TRUE(from == "first" || from == "second") << "call " << at << ": " << from;
+    seen.insert(from);
+  }
+  EXPECT_EQ(seen.size(), 2u);
 }
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)

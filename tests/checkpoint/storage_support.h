@@ -17,16 +17,34 @@
 #include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
 #include "tessera/checkpoint/storage/detail/shard_file.h"
 
+namespace tessera {
+
+// Of a local folder.
+inline std::vector<CheckpointName> list_checkpoints(
+    const std::string& folder, std::vector<DamagedCheckpoint>* damaged = nullptr) {
+  return list_checkpoints(*local_folder(folder), damaged);
+}
+inline Manifest read_manifest(const std::string& folder, const std::string& name) {
+  return read_manifest(*local_folder(folder), name);
+}
+
+}  // namespace tessera
+
 namespace tessera::testing {
 
 /// Nothing if there is none; `problems` gets what is wrong with damaged ones.
-inline std::optional<std::string> latest_checkpoint(const std::string& folder,
+inline std::optional<std::string> latest_checkpoint(CheckpointIO& io,
                                                     std::vector<std::string>* problems = nullptr) {
   std::vector<DamagedCheckpoint> damaged;
-  const auto all = list_checkpoints(folder, &damaged);
+  const auto all = list_checkpoints(io, &damaged);
   if (problems)
     for (const DamagedCheckpoint& one : damaged) problems->push_back(one.damage);
   return all.empty() ? std::nullopt : std::optional(all.back().name);
+}
+
+inline std::optional<std::string> latest_checkpoint(const std::string& folder,
+                                                    std::vector<std::string>* problems = nullptr) {
+  return latest_checkpoint(*local_folder(folder), problems);
 }
 
 /// Cuts a shape into a grid of boxes with uneven and empty intervals.
@@ -100,14 +118,16 @@ inline DrawnState draw_state(std::mt19937& engine, int ranks, int tensors, std::
   return state;
 }
 
-/// Writes a checkpoint as its ranks would, one after the other.
-inline void save_drawn(const DrawnState& state, const std::string& folder, const std::string& name,
-                       std::uint64_t sequence, const std::shared_ptr<FileOperations>& operations,
-                       std::uint64_t smallest = 1) {
+/// Writes a checkpoint as its ranks would, one after the other, and commits it with the sequence
+/// that `sequence` gives.
+inline void save_drawn(const DrawnState& state, const std::shared_ptr<CheckpointIO>& io,
+                       const std::string& name, std::uint64_t smallest, bool locked,
+                       const std::function<std::uint64_t()>& sequence) {
   const WritePlan plan = plan_writes(state.held, smallest);
   const int ranks = static_cast<int>(state.held.size());
-  const std::string path = concat(folder, '/', name), nonce = make_nonce();
-  if (operations->make_folder(path)) operations->sync_folder(folder);
+  const std::string nonce = make_nonce();
+  io->make(name);
+  io->sync("");
   std::vector<ShardOutcome> outcomes;
   for (int r = 0; r < ranks; ++r) {
     std::vector<std::vector<std::uint32_t>> data;
@@ -118,19 +138,27 @@ inline void save_drawn(const DrawnState& state, const std::string& folder, const
     }
     for (const auto& d : data) pointers.push_back(d.data());
     outcomes.push_back(
-        outcome_from(to_text(write_shard({path, nonce, r, ranks, 0}, plan, pointers, operations))));
+        outcome_from(to_text(write_shard(*io, {name, nonce, r, ranks, 0}, plan, pointers))));
   }
-  commit_checkpoint(path, sequence, plan, outcomes, nonce, operations);
+  Commit commit{name, nonce, sequence(), locked};
+  commit_checkpoint(*io, commit, plan, outcomes);
+}
+inline void save_drawn(const DrawnState& state, const std::string& folder, const std::string& name,
+                       std::uint64_t sequence, const std::shared_ptr<FileOperations>& operations,
+                       std::uint64_t smallest = 1) {
+  save_drawn(state, local_folder(folder, operations), name, smallest, true,
+             [&] { return sequence; });
 }
 
 /// Reads every tensor in full and compares; throws what reading throws, and Error where a value is
 /// another.
-inline void expect_drawn(const DrawnState& state, const std::string& folder,
+inline void expect_drawn(const DrawnState& state, std::shared_ptr<CheckpointIO> io,
                          const std::string& name) {
-  const SavedCheckpoint saved(folder, name);
+  const SavedCheckpoint saved(std::move(io), name);
   for (std::size_t t = 0; t < state.shapes.size(); ++t) {
     const Entry* entry = saved.manifest().find(EntryKind::tensor, concat("t", t));
     if (!entry) throw Error(concat("t", t, " is not in the checkpoint"));
+    if (entry->info.shape != state.shapes[t]) throw Error(concat("t", t, " has another shape"));
     Box full;
     for (const std::int64_t n : state.shapes[t]) full.push_back({0, n});
     std::vector<std::uint32_t> got(static_cast<std::size_t>(volume(full)));
@@ -138,6 +166,10 @@ inline void expect_drawn(const DrawnState& state, const std::string& folder,
     if (got != numbers(state.shapes[t], full, state.bases[t]))
       throw Error(concat("t", t, " has other values"));
   }
+}
+inline void expect_drawn(const DrawnState& state, const std::string& folder,
+                         const std::string& name) {
+  expect_drawn(state, local_folder(folder), name);
 }
 
 }  // namespace tessera::testing

@@ -225,7 +225,7 @@ TEST(SavedCheckpoint, AnyBoxOfAnyLayoutReadsOnlyItsBytes) {
     testing::save_drawn(state, folder.path(), "c", 1, FileOperations::system(), 1 + engine() % 30);
     testing::expect_drawn(state, folder.path(), "c");
     for (int k = 0; k < 20; ++k) {
-      const SavedCheckpoint saved(folder.path(), "c");
+      const SavedCheckpoint saved(local_folder(folder.path()), "c");
       const std::size_t t = engine() % state.shapes.size();
       Box box;
       for (const std::int64_t n : state.shapes[t]) {
@@ -261,7 +261,7 @@ TEST(SavedCheckpoint, KeepsAFewOfItsFilesOpen) {
   std::uint64_t read = 0;
   try {
     testing::expect_drawn(state, folder.path(), "c");
-    const SavedCheckpoint saved(folder.path(), "c");
+    const SavedCheckpoint saved(local_folder(folder.path()), "c");
     const Entry& entry = *saved.manifest().find(EntryKind::tensor, "t0");
     for (std::size_t i = 0; i < entry.records.size(); ++i) saved.verify(entry, i);
     read = saved.bytes_read();
@@ -289,14 +289,14 @@ TEST(SavedCheckpoint, EveryBitFlipAndEveryTruncationIsFoundAndNamed) {
             : 8 + static_cast<unsigned char>(good[0]) + 256 * static_cast<unsigned char>(good[1]);
     for (std::size_t n = 0; n < good.size(); n += 1 + engine() % 7) {
       testing::put(path, good.substr(0, n));
-      EXPECT_NE(file_error([&] { SavedCheckpoint(folder.path(), "new"); }).find(name),
+      EXPECT_NE(file_error([&] { SavedCheckpoint(local_folder(folder.path()), "new"); }).find(name),
                 std::string::npos);
       std::vector<std::string> problems;
       EXPECT_EQ(latest_checkpoint(folder.path(), &problems), "old");
       EXPECT_EQ(problems.size(), 1u);
     }
     testing::put(path, good + "x");
-    EXPECT_NE(file_error([&] { SavedCheckpoint(folder.path(), "new"); }).find(name),
+    EXPECT_NE(file_error([&] { SavedCheckpoint(local_folder(folder.path()), "new"); }).find(name),
               std::string::npos);
     for (std::size_t n = header; n < good.size(); n += 1 + engine() % 3) {
       std::string flipped = good;
@@ -309,7 +309,7 @@ TEST(SavedCheckpoint, EveryBitFlipAndEveryTruncationIsFoundAndNamed) {
     testing::put(path, good);
     if (name != kManifestName) {
       std::filesystem::rename(path, path + "x");
-      EXPECT_NE(file_error([&] { SavedCheckpoint(folder.path(), "new"); }).find(name),
+      EXPECT_NE(file_error([&] { SavedCheckpoint(local_folder(folder.path()), "new"); }).find(name),
                 std::string::npos);
       std::filesystem::rename(path + "x", path);
     }
@@ -341,13 +341,13 @@ TEST(Catalogue, LatestRemovalAndForeignFiles) {
             std::string::npos);
   for (const char* bad : {"", "..", "a/b", ".x"})
     EXPECT_THROW(check_checkpoint_name(bad), InvalidArgument);
-  remove_incomplete(folder.path(), *operations);
+  remove_incomplete(*local_folder(folder.path(), operations));
   EXPECT_FALSE(std::filesystem::exists(folder / "partial"));
   EXPECT_TRUE(std::filesystem::exists(folder / "foreign/model.safetensors"));
-  remove_checkpoint(folder.path(), "z6", *operations);
+  remove_checkpoint(*local_folder(folder.path()), "z6");
   EXPECT_EQ(latest_checkpoint(folder.path()), "z7");
   EXPECT_EQ(names_in(folder / "z6"), std::vector<std::string>{"notes.txt"});
-  remove_checkpoint(folder.path(), "z8", *operations);
+  remove_checkpoint(*local_folder(folder.path()), "z8");
   EXPECT_FALSE(std::filesystem::exists(folder / "z8"));
   // The same name again: the new one replaces the old, whose files go.
   const DrawnState other = testing::draw_state(engine, 3, 3);
@@ -376,14 +376,14 @@ TEST(Catalogue, WhatCannotBeLookedAtIsNotAbsent) {
   std::vector<std::string> unread;
   EXPECT_EQ(list_checkpoints(folder.path(), &damaged).size(), 1u);
   EXPECT_EQ(damaged.size(), 2u) << "b and loop";
-  EXPECT_EQ(highest_sequence(folder.path(), unread), 4u);
+  EXPECT_EQ(highest_sequence(*local_folder(folder.path()), unread), 4u);
   EXPECT_EQ(unread.size(), 2u);
   EXPECT_EQ(file_error([&] { read_manifest(folder.path(), "b"); }).find("never ended"),
             std::string::npos);
-  EXPECT_EQ(remove_incomplete(folder.path(), *operations).size(), 2u);
+  EXPECT_EQ(remove_incomplete(*local_folder(folder.path(), operations)).size(), 2u);
   EXPECT_EQ(names_in(folder / "b"), files);
   const std::string nonce = files.back().substr(files.back().find('.') + 1, 16);
-  discard_save(folder / "b", nonce, *operations);
+  discard_save(*local_folder(folder.path()), "b", nonce);
   EXPECT_EQ(names_in(folder / "b"), files) << "the manifest may name them";
   std::filesystem::remove(manifest);
   std::filesystem::rename(folder / "kept", manifest);
@@ -402,8 +402,8 @@ TEST(Catalogue, OfALinkTheLinkAloneIsRemoved) {
   for (const char* name : {"good", "half"})
     std::filesystem::create_symlink(elsewhere / name, folder / name);
   EXPECT_EQ(latest_checkpoint(folder.path()), "good");
-  EXPECT_TRUE(remove_incomplete(folder.path(), *operations).empty());
-  remove_checkpoint(folder.path(), "good", *operations);
+  EXPECT_TRUE(remove_incomplete(*local_folder(folder.path(), operations)).empty());
+  remove_checkpoint(*local_folder(folder.path()), "good");
   EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"half"});
   EXPECT_EQ(names_in(elsewhere / "half").size(), 1u);
   testing::expect_drawn(state, elsewhere.path(), "good");

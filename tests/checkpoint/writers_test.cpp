@@ -34,7 +34,7 @@ DistributedManager manager_of(const Launch& launch) {
 
 // The same value in the whole checkpoint; by this process alone.
 void expect_one_value(const std::string& folder, const std::string& name) {
-  const SavedCheckpoint saved(folder, name);
+  const SavedCheckpoint saved(local_folder(folder), name);
   std::vector<float> t(12);
   saved.read(*saved.manifest().find(EntryKind::tensor, "t"), {{0, 4}, {0, 3}}, t.data());
   const Entry* value = saved.manifest().find(EntryKind::value, "value");

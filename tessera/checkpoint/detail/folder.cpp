@@ -1,6 +1,8 @@
 #include "tessera/checkpoint/detail/folder.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -12,64 +14,89 @@ namespace tessera::detail {
 
 namespace {
 
-void make_folders(const std::string& path, FileOperations& operations) {
-  if (path == "." || path == "/" || path.empty()) return;
-  const std::string above = folder_of(path);
-  try {
-    if (operations.make_folder(path)) operations.sync_folder(above);
-  } catch (const FileError&) {
-    if (above == path) throw;
-    make_folders(above, operations);
-    if (operations.make_folder(path)) operations.sync_folder(above);
-  }
+constexpr std::string_view kClaim = ".claim-";
+// More jobs than ever save at once: who meets so many others gives up.
+constexpr int kMostClaims = 100;
+
+// Of a name that is no claim: 0.
+std::uint64_t claim_of(const std::string& name) {
+  return name.starts_with(kClaim) ? std::strtoull(name.c_str() + kClaim.size(), nullptr, 10) : 0;
 }
 
 }  // namespace
 
-CheckpointFolder::CheckpointFolder(std::string path, const CheckpointOptions& options)
-    : path_(std::move(path)),
-      operations_(options.operations),
+CheckpointFolder::CheckpointFolder(std::shared_ptr<CheckpointIO> io,
+                                   const CheckpointOptions& options)
+    : io_(std::move(io)),
       keep_last_(static_cast<std::size_t>(std::max(options.keep_last, 0))),
-      remove_incomplete_(options.remove_incomplete) {
-  while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
-}
+      remove_incomplete_(options.remove_incomplete) {}
 
-void CheckpointFolder::make() const { make_folders(path_, *operations_); }
-
-std::shared_ptr<const void> CheckpointFolder::lock() {
-  const std::string file = concat(path_, "/.lock");
+WriteHold CheckpointFolder::hold() {
   try {
-    if (auto lock = operations_->lock(file)) return lock;
-  } catch (const NotAvailable& e) {
-    if (!std::exchange(told_of_locks_, true))
-      warn({concat(e.what(), "; that no other job saves in '", path_,
-                   "' at the same time is up to you, and what interrupted saves left stays")});
-    return nullptr;
+    if (auto lock = io_->lock()) return {std::move(lock), 0};
+  } catch (const NotAvailable& locks) {
+    try {
+      return {nullptr, claim()};
+    } catch (const NotAvailable& claims) {
+      if (!std::exchange(told_of_locks_, true))
+        warn({concat(locks.what(), ", and ", claims.what(), "; that no other job saves in '",
+                     io_->where(""),
+                     "' at the same time is up to you, and what interrupted saves left stays")});
+    }
+    return {};
   }
   throw CheckpointLocked(
-      concat("'", path_, "': another job saves or removes a checkpoint there at ",
-             "this moment, and holds '", file,
+      concat("'", io_->where(""), "': another job saves or removes a checkpoint there at ",
+             "this moment, and holds '", io_->where(".lock"),
              "': wait until it has ended, or give each job a folder of its own"));
 }
 
-std::shared_ptr<const void> CheckpointFolder::lock_for_save() {
-  auto held = lock();
-  if (std::exchange(remove_incomplete_, false) && held)
-    warn(tessera::remove_incomplete(path_, *operations_));
+WriteHold CheckpointFolder::hold_for_save() {
+  auto held = hold();
+  if (std::exchange(remove_incomplete_, false) && held.lock) warn(tessera::remove_incomplete(*io_));
   return held;
 }
 
-std::uint64_t CheckpointFolder::next_sequence() {
+std::uint64_t CheckpointFolder::highest_claim() const {
+  std::uint64_t highest = 0;
+  for (const std::string& name : io_->list("")) highest = std::max(highest, claim_of(name));
+  return highest;
+}
+
+std::uint64_t CheckpointFolder::claim() {
+  const auto name = [](std::uint64_t n) { return concat(kClaim, n); };
+  std::uint64_t mine = highest_claim() + 1;
+  for (int tries = 0; !io_->put(name(mine), "", true); ++mine)
+    if (++tries == kMostClaims)
+      throw CheckpointLocked(concat("'", io_->where(""), "': other jobs save there all the time"));
+  try {
+    for (const std::string& other : io_->list(""))
+      if (const std::uint64_t n = claim_of(other); n > 0 && n < mine) io_->remove(other);
+  } catch (const std::exception& e) {
+    warn({concat("an earlier claim was to be removed: ", e.what())});
+  }
+  return mine;
+}
+
+void CheckpointFolder::confirm(const WriteHold& hold) {
+  if (hold.claim == 0 || highest_claim() == hold.claim) return;
+  throw CheckpointLocked(concat("'", io_->where(""),
+                                "': another job has begun to save or remove a checkpoint there, "
+                                "and this one gives way: give each job a folder of its own"));
+}
+
+std::uint64_t CheckpointFolder::next_sequence(const WriteHold& hold) {
   std::vector<std::string> unread;
-  const std::uint64_t highest = highest_sequence(path_, unread);
+  const std::uint64_t highest = highest_sequence(*io_, unread);
   // Those that were there before can all be outnumbered by what was known when all could be read.
   if (!unread.empty() && !known_sequence_)
-    throw FileError(concat("'", path_,
+    throw FileError(concat("'", io_->where(""),
                            "' may hold later checkpoints than those that can be read, and the new "
                            "one must come after them: ",
                            unread.front(), "; make it readable, or move it out of the folder"));
   warn(unread);
-  known_sequence_ = std::max(highest, known_sequence_.value_or(0)) + 1;
+  // Claims differ, so that two jobs never give one number.
+  known_sequence_ = std::max(std::max(highest, known_sequence_.value_or(0)) + 1, hold.claim);
   return *known_sequence_;
 }
 
@@ -77,8 +104,8 @@ void CheckpointFolder::retain() {
   if (keep_last_ == 0) return;
   std::vector<CheckpointName> all;
   try {
-    all = list_checkpoints(path_);
-  } catch (const FileError& e) {
+    all = list_checkpoints(*io_);
+  } catch (const std::exception& e) {
     warn({concat("no earlier checkpoint was removed: ", e.what())});
   }
   {
@@ -87,8 +114,8 @@ void CheckpointFolder::retain() {
   }
   for (std::size_t i = 0; i + keep_last_ < all.size(); ++i) {
     try {
-      remove_checkpoint(path_, all[i].name, *operations_);
-    } catch (const FileError& e) {
+      remove_checkpoint(*io_, all[i].name);
+    } catch (const std::exception& e) {
       warn({concat("checkpoint '", all[i].name, "' was to be removed: ", e.what())});
     }
   }
@@ -96,13 +123,13 @@ void CheckpointFolder::retain() {
 
 std::string CheckpointFolder::to_resume() const {
   std::vector<DamagedCheckpoint> damaged;
-  const std::vector<CheckpointName> whole = list_checkpoints(path_, &damaged);
+  const std::vector<CheckpointName> whole = list_checkpoints(*io_, &damaged);
   std::vector<std::string> names;
   for (const CheckpointName& one : whole) names.push_back(printable(one.name));
   for (const DamagedCheckpoint& one : damaged) {
     if (!whole.empty() && one.sequence && *one.sequence < whole.back().sequence) continue;
     throw CheckpointDamaged(concat(
-        "'", printable(one.name), "' in '", path_, "' is damaged, and ",
+        "'", printable(one.name), "' in '", io_->where(""), "' is damaged, and ",
         one.sequence ? "is the latest" : "may be the latest", ": ", one.damage, "; ",
         names.empty() ? "no other one is whole" : "whole, earliest first, are " + list(names),
         ". Name the one to go on from, or move the damaged one out of the folder"));

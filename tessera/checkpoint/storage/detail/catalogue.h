@@ -1,5 +1,5 @@
 #pragma once
-// The checkpoints in a folder: which there are, which is the latest, removing them.
+// The checkpoints in a place: which there are, which is the latest, removing them.
 //
 // Each checkpoint is a folder of its own with a manifest. Names in these functions are those of
 // checkpoints, not paths.
@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/checkpoint_io.h"
 #include "tessera/checkpoint/storage/detail/manifest.h"
-#include "tessera/files/operations.h"
 
 namespace tessera {
 
@@ -34,34 +34,36 @@ struct DamagedCheckpoint {
 /// hidden, longer than 200 bytes, or not UTF-8.
 void check_checkpoint_name(const std::string& name);
 
+/// Throws InvalidArgument for none.
+void check_place(const std::shared_ptr<CheckpointIO>& io);
+
 /// The manifest of a checkpoint, whose files are there with their sizes. Throws FileError with the
 /// file that is absent, of another size, or damaged.
-Manifest read_manifest(const std::string& folder, const std::string& name);
+Manifest read_manifest(CheckpointIO& io, const std::string& name);
 
-/// True if the checkpoint's folder is there and has a manifest, whatever that holds. Throws
-/// FileError where the system does not say: what cannot be looked at is not absent.
-bool has_manifest(const std::string& folder, const std::string& name);
+/// The text of a manifest, whatever it holds; nothing if there is none. Throws FileError where the
+/// store does not say: what cannot be looked at is not absent.
+std::optional<std::string> manifest_text(CheckpointIO& io, const std::string& name);
 
 /// Those whose manifests and file sizes are right, earliest first; `damaged` gets the others, and
 /// what cannot be looked at. A folder without a manifest is not a checkpoint and not damaged, nor
 /// is one that another job replaces or removes meanwhile. Throws FileError if the folder itself
 /// cannot be read.
-std::vector<CheckpointName> list_checkpoints(const std::string& folder,
+std::vector<CheckpointName> list_checkpoints(CheckpointIO& io,
                                              std::vector<DamagedCheckpoint>* damaged = nullptr);
 /// The highest sequence of a manifest in the folder, also of checkpoints whose files are damaged;
 /// 0: there is none. `unread` gets a sentence for each manifest that the system does not give,
 /// whose sequence may be higher. Throws FileError if the folder itself cannot be read.
-std::uint64_t highest_sequence(const std::string& folder, std::vector<std::string>& unread);
+std::uint64_t highest_sequence(CheckpointIO& io, std::vector<std::string>& unread);
 
 /// Removes the manifest first, so that a half-removed checkpoint is none, then its files. Files
 /// that no checkpoint writes stay, and their folder with them; of a link the link alone goes.
 /// Throws FileError.
-void remove_checkpoint(const std::string& folder, const std::string& name,
-                       FileOperations& operations);
+void remove_checkpoint(CheckpointIO& io, const std::string& name);
 /// Removes what interrupted saves left: shard files and temporary files in folders that have no
 /// manifest. Only for who holds the lock of the folder: nobody is saving there. Gives what could
 /// not be looked at or removed, a sentence each, and stays. Throws FileError if the folder itself
 /// cannot be read.
-std::vector<std::string> remove_incomplete(const std::string& folder, FileOperations& operations);
+std::vector<std::string> remove_incomplete(CheckpointIO& io);
 
 }  // namespace tessera

@@ -60,14 +60,14 @@ bool contiguous_in(const Box& part, const Box& box, std::int64_t& offset) {
 
 }  // namespace
 
-SavedCheckpoint::SavedCheckpoint(const std::string& folder, const std::string& name)
-    : SavedCheckpoint(folder, name, read_manifest(folder, name)) {}
+SavedCheckpoint::SavedCheckpoint(std::shared_ptr<CheckpointIO> io, const std::string& name)
+    : SavedCheckpoint(io, name, read_manifest(*io, name)) {}
 
-SavedCheckpoint::SavedCheckpoint(const std::string& folder, const std::string& name,
+SavedCheckpoint::SavedCheckpoint(std::shared_ptr<CheckpointIO> io, std::string name,
                                  Manifest manifest)
-    : path_(concat(folder, '/', name)), manifest_(std::move(manifest)) {}
+    : io_(std::move(io)), name_(std::move(name)), manifest_(std::move(manifest)) {}
 
-SavedCheckpoint::SavedCheckpoint(const std::string& file) : path_(file), has_checksums_(false) {
+SavedCheckpoint::SavedCheckpoint(const std::string& file) : name_(file), has_checksums_(false) {
   auto opened = std::make_shared<const ReadFile>(file);
   const SafetensorsHeader header = read_safetensors_header(*opened);
   header_bytes_ = opened->bytes_read();
@@ -109,7 +109,7 @@ std::shared_ptr<const ReadFile> SavedCheckpoint::file(int index) const {
       files_.erase(oldest);
     }
   }
-  auto fresh = std::make_shared<const ReadFile>(concat(path_, '/', known.name));
+  auto fresh = io_->open(concat(name_, '/', known.name));
   if (fresh->size() != known.bytes)
     throw FileError(
         concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ", known.bytes));

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/checkpoint_io.h"
 #include "tessera/checkpoint/storage/detail/manifest.h"
-#include "tessera/files/read_file.h"
 
 namespace tessera {
 
@@ -18,15 +18,15 @@ namespace tessera {
 class SavedCheckpoint {
  public:
   /// Reads the manifest. Throws FileError as read_manifest() does.
-  SavedCheckpoint(const std::string& folder, const std::string& name);
+  SavedCheckpoint(std::shared_ptr<CheckpointIO> io, const std::string& name);
   /// From a manifest that another rank has read; files are opened when they are needed.
-  SavedCheckpoint(const std::string& folder, const std::string& name, Manifest manifest);
+  SavedCheckpoint(std::shared_ptr<CheckpointIO> io, std::string name, Manifest manifest);
   /// A safetensors file. Throws FileError.
   explicit SavedCheckpoint(const std::string& file);
 
   const Manifest& manifest() const { return manifest_; }
   /// For messages: the folder of the checkpoint, or the file.
-  const std::string& path() const { return path_; }
+  std::string path() const { return io_ ? io_->where(name_) : name_; }
   bool has_checksums() const { return has_checksums_; }
 
   /// The indices of the entry's records of which a box needs something, and whether it needs all.
@@ -56,7 +56,9 @@ class SavedCheckpoint {
   std::shared_ptr<const ReadFile> file(int index) const;
   void need_checksum(const Entry& entry, const Record& record, std::uint64_t sum) const;
 
-  std::string path_;
+  // None for a safetensors file, of which the name is the path.
+  std::shared_ptr<CheckpointIO> io_;
+  std::string name_;
   bool has_checksums_ = true;
   Manifest manifest_;
   // Those used last stay open. Guarded by the mutex.

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -10,9 +10,9 @@
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
 #include "tessera/base/text.h"
+#include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/files/internal/checksum.h"
 #include "tessera/files/json.h"
-#include "tessera/files/read_file.h"
 #include "tessera/files/safetensors.h"
 
 namespace tessera {
@@ -57,23 +57,23 @@ std::vector<SafetensorsTensor> file_tensors(const WritePlan& plan,
   return tensors;
 }
 
-Manifest manifest_of(const std::string& folder, std::uint64_t sequence, const WritePlan& plan,
+Manifest manifest_of(CheckpointIO& io, const Commit& commit, const WritePlan& plan,
                      const std::vector<ShardOutcome>& outcomes) {
   Manifest manifest;
-  manifest.sequence = sequence;
+  manifest.sequence = commit.sequence;
   manifest.ranks = static_cast<int>(outcomes.size());
   for (const EntryInfo& info : plan.entries) manifest.entries.push_back({info, {}});
   for (std::size_t r = 0; r < outcomes.size(); ++r) {
     const ShardOutcome& o = outcomes[r];
     if (o.file.empty()) continue;
-    std::error_code error;
-    const auto size = std::filesystem::file_size(concat(folder, '/', o.file), error);
-    if (error || size != o.bytes)
-      throw FileError(concat(
-          "'", folder, '/', o.file, "', which rank ", r, " has written (", o.bytes, " bytes), ",
-          error ? "cannot be seen from the first rank: " : "has another size for the first rank: ",
-          error ? error.message() : std::to_string(size),
-          "; the folder must be on a file system that all ranks share"));
+    const std::string name = concat(commit.name, '/', o.file);
+    const auto size = io.size(name);
+    if (size != o.bytes)
+      throw FileError(concat("'", io.where(name), "', which rank ", r, " has written (", o.bytes,
+                             " bytes), ",
+                             size ? concat("has another size for the first rank: ", *size)
+                                  : "cannot be seen from the first rank: there is no such file",
+                             "; checkpoints are at a place that all ranks share"));
     const int file = static_cast<int>(manifest.files.size());
     manifest.files.push_back({o.file, o.bytes});
     const auto& boxes = plan.ranks[r];
@@ -112,9 +112,8 @@ ShardOutcome outcome_from(std::string_view text) {
   return outcome;
 }
 
-ShardOutcome write_shard(const ShardJob& job, const WritePlan& plan,
-                         const std::vector<const void*>& data,
-                         const std::shared_ptr<FileOperations>& operations) {
+ShardOutcome write_shard(CheckpointIO& io, const ShardJob& job, const WritePlan& plan,
+                         const std::vector<const void*>& data) {
   const auto& boxes = plan.ranks.at(static_cast<std::size_t>(job.rank));
   ShardOutcome outcome;
   if (boxes.empty()) return outcome;
@@ -123,82 +122,95 @@ ShardOutcome write_shard(const ShardJob& job, const WritePlan& plan,
   const std::string header = write_safetensors_header(tensors, {{"tessera.shards", shards}});
   outcome.file = shard_name(job.rank, job.ranks, job.nonce);
   outcome.pieces.resize(boxes.size());
-  AtomicFile file(concat(job.folder, '/', outcome.file), operations, job.nonce);
-  file.write(header);
+  const auto file = io.create(concat(job.name, '/', outcome.file));
+  file->write(header.data(), header.size());
+  outcome.bytes = header.size();
   const auto start = std::chrono::steady_clock::now();
   for (const std::size_t i : safetensors_data_order(tensors)) {
     const auto* at = static_cast<const char*>(data.at(i));
     Checksum sum;
-    outcome.pieces[i].begin = file.size();
+    outcome.pieces[i].begin = outcome.bytes;
     for (std::uint64_t left = tensors[i].bytes(); left > 0;) {
       const std::size_t part = std::min<std::uint64_t>(left, kWriteChunk);
       sum.add(at, part);
-      file.write(at, part);
+      file->write(at, part);
+      outcome.bytes += part;
       at += part;
       left -= part;
       if (job.rate > 0)
         std::this_thread::sleep_until(
-            deadline_after(std::chrono::duration<double>(static_cast<double>(file.size()) /
+            deadline_after(std::chrono::duration<double>(static_cast<double>(outcome.bytes) /
                                                          static_cast<double>(job.rate)),
                            start));
     }
     outcome.pieces[i].checksum = sum.value();
   }
-  outcome.bytes = file.size();
-  file.commit();
+  file->commit();
   return outcome;
 }
 
-std::vector<std::string> commit_checkpoint(const std::string& folder, std::uint64_t sequence,
-                                           const WritePlan& plan,
-                                           const std::vector<ShardOutcome>& outcomes,
-                                           const std::string& nonce,
-                                           const std::shared_ptr<FileOperations>& operations) {
-  const Manifest manifest = manifest_of(folder, sequence, plan, outcomes);
-  const std::string text = to_json(manifest);
-  AtomicFile file(concat(folder, '/', kManifestName), operations, nonce);
-  file.write(text);
-  file.commit();
+namespace {
+
+// Puts it unless somebody else has put one by this name meanwhile, as far as that can be told.
+void put_manifest(CheckpointIO& io, Commit& commit, const std::string& text, bool replaces) {
+  const std::string file = concat(commit.name, '/', kManifestName);
+  commit.may_stand = !commit.locked;
+  if (!commit.locked && !replaces) {
+    try {
+      if (io.put(file, text, true)) return;
+      commit.may_stand = false;
+      throw CheckpointLocked(
+          concat("'", io.where(file), "': another job has saved a checkpoint by this name since"));
+    } catch (const NotAvailable&) {
+      // That one job saves at a time is up to the user, who has been told.
+    }
+  }
+  io.put(file, text, false);
+}
+
+}  // namespace
+
+std::vector<std::string> commit_checkpoint(CheckpointIO& io, Commit& commit, const WritePlan& plan,
+                                           const std::vector<ShardOutcome>& outcomes) {
+  const Manifest manifest = manifest_of(io, commit, plan, outcomes);
+  // Without a lock what the earlier manifest does not name may be another job's, which is saving.
+  std::optional<std::string> before;
+  if (!commit.locked) before = manifest_text(io, commit.name);
+  put_manifest(io, commit, to_json(manifest), before.has_value());
+  commit.may_stand = true;
   // From here on the checkpoint stands; what is left of an earlier save by this name goes.
   std::set<std::string> keep{kManifestName};
   for (const ManifestFile& f : manifest.files) keep.insert(f.name);
   std::vector<std::string> warnings;
   std::vector<std::string> names;
   try {
-    names = names_in(folder);
-  } catch (const FileError& e) {
+    names = io.list(commit.name);
+  } catch (const std::exception& e) {
     warnings.push_back(e.what());
   }
   for (const std::string& name : names) {
     if (!is_checkpoint_file(name) || keep.contains(name)) continue;
+    if (!commit.locked && (!before || before->find(name) == std::string::npos)) continue;
     try {
-      operations->remove(concat(folder, '/', name));
-    } catch (const FileError& e) {
+      io.remove(concat(commit.name, '/', name));
+    } catch (const std::exception& e) {
       warnings.push_back(e.what());
     }
   }
   return warnings;
 }
 
-void discard_save(const std::string& folder, const std::string& nonce, FileOperations& operations) {
+void discard_save(CheckpointIO& io, const std::string& name, const std::string& nonce) {
   try {
-    const std::string manifest = concat(folder, '/', kManifestName);
-    std::error_code error;
-    const auto type = std::filesystem::status(manifest, error).type();
-    if (type != std::filesystem::file_type::not_found) {
-      // What cannot be read may name the files of this very save: then they stay.
-      if (error) return;
-      const ReadFile opened(manifest);
-      std::string text(opened.size(), '\0');
-      opened.read(text.data(), text.size(), 0);
-      if (text.find(nonce) != std::string::npos) return;
-    }
-    for (const std::string& name : names_in(folder))
-      if (is_checkpoint_file(name) && name.find(nonce) != std::string::npos)
-        operations.remove(concat(folder, '/', name));
-    if (names_in(folder).empty()) operations.remove(folder);
-  } catch (const FileError&) {
-    // The disk is in trouble: what stays behind has names that no reader trusts.
+    // What cannot be read may name the files of this very save: then they stay.
+    const auto manifest = manifest_text(io, name);
+    if (manifest && manifest->find(nonce) != std::string::npos) return;
+    for (const std::string& file : io.list(name))
+      if (is_checkpoint_file(file) && file.find(nonce) != std::string::npos)
+        io.remove(concat(name, '/', file));
+    if (io.list(name).empty()) io.remove(name);
+  } catch (const std::exception&) {
+    // The store is in trouble: what stays behind has names that no reader trusts.
   }
 }
 
