@@ -47,7 +47,7 @@ CheckpointCallback::CheckpointCallback(CheckpointCallbackOptions options)
 }
 
 void CheckpointCallback::on_setup(Trainer& trainer) {
-  if (trainer.options().checkpoint.folder.empty())
+  if (!trainer.options().checkpoint.given())
     throw InvalidArgument("CheckpointCallback: TrainerOptions::checkpoint.folder is empty");
   const int others = trainer.options().checkpoint.options.keep_last;
   if (others > 0 && !options_.monitor.empty())

@@ -37,7 +37,7 @@ Trainer::Trainer(TrainerOptions options) : options_(std::move(options)) {
   for (const auto& logger : options_.loggers)
     if (!logger) throw InvalidArgument("TrainerOptions: a logger is null");
   const TrainerCheckpoints& saves = options_.checkpoint;
-  if (saves.folder.empty() && (saves.resume || !saves.from.empty()))
+  if (!saves.given() && (saves.resume || !saves.from.empty()))
     throw InvalidArgument("TrainerOptions: to resume, name the folder of the checkpoints");
 }
 
@@ -199,7 +199,7 @@ void Trainer::agree_on_options(const Task& task, bool validates) const {
       "\nscaler.smallest ", s.scaler.smallest, "\nclip.max_norm ", s.clip.max_norm,
       "\nclip.norm_type ", s.clip.norm_type, "\nclip_value ", s.clip_value, "\nmeasure_norm ",
       s.measure_norm, "\nnon_finite ", static_cast<int>(s.non_finite), "\ncheckpoint.folder ",
-      o.checkpoint.folder.empty() ? "none" : "some", "\ncheckpoint.resume ", o.checkpoint.resume,
+      o.checkpoint.given() ? "some" : "none", "\ncheckpoint.resume ", o.checkpoint.resume,
       "\ncheckpoint.background ", o.checkpoint.background, "\na validation source ", validates,
       "\nTask::automatic ", task.automatic(), "\ncheckpoint.from ", o.checkpoint.from, names);
   if (const DistributedManager* manager = strategy().manager())

@@ -35,8 +35,10 @@
 namespace tessera {
 
 struct TrainerCheckpoints {
-  /// Empty: nothing is saved. On a file system that all ranks share.
+  /// On a file system that all ranks share; empty, without `io`: nothing is saved.
   std::string folder = {};
+  /// Another place than a folder, on each rank an object of its own (checkpoint_io.h).
+  std::shared_ptr<CheckpointIO> io = {};
   /// Goes on from the latest checkpoint in the folder, if there is one.
   bool resume = false;
   /// Goes on from this one, which must be there.
@@ -44,6 +46,10 @@ struct TrainerCheckpoints {
   /// Saves run beside training (Checkpointer::start_save).
   bool background = true;
   CheckpointOptions options = {};
+
+  bool given() const { return io || !folder.empty(); }
+  /// Where they are: `io`, or the folder.
+  std::shared_ptr<CheckpointIO> place() const;
 };
 
 struct TrainerOptions {

@@ -14,9 +14,13 @@
 
 namespace tessera {
 
+std::shared_ptr<CheckpointIO> TrainerCheckpoints::place() const {
+  return io ? io : local_folder(folder, options.operations);
+}
+
 void Trainer::make_checkpointer(bool writes) {
   const TrainerCheckpoints& saves = options_.checkpoint;
-  if (saves.folder.empty()) return;
+  if (!saves.given()) return;
   const bool all = saves_on_all_ranks();
   if (strategy().manager() == nullptr && strategy().size() > 1 && all)
     throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
@@ -28,7 +32,7 @@ void Trainer::make_checkpointer(bool writes) {
   options.remove_incomplete = options.remove_incomplete && writes;
   const bool within = !all && strategy().manager() != nullptr && strategy().size() > 1;
   checkpointer_ = std::make_unique<Checkpointer>(
-      manager(), saves.folder, options, within ? std::vector<int>{ranks().front()} : ranks());
+      manager(), saves.place(), options, within ? std::vector<int>{ranks().front()} : ranks());
 }
 
 bool Trainer::saves_on_all_ranks() const { return strategy().abilities().saves_on_all_ranks; }
@@ -115,8 +119,8 @@ std::unique_ptr<CheckpointReader> Trainer::resumed_from() {
                                ? latest()
                                : options_.checkpoint.from;
   if (from.empty()) return nullptr;
-  return std::make_unique<CheckpointReader>(manager().group(ranks()), options_.checkpoint.folder,
-                                            from);
+  return std::make_unique<CheckpointReader>(manager().group(ranks()),
+                                            options_.checkpoint.place(), from);
 }
 
 void Trainer::load(const CheckpointReader& saved) {
@@ -214,7 +218,7 @@ void Trainer::request_save(const std::string& name) {
 // Between steps and epochs: nothing is half done, so that what is saved here can go on.
 void Trainer::safe_point() {
   const bool ends = stop_ >= Stop::usr1;
-  const bool saves = !options_.checkpoint.folder.empty();
+  const bool saves = options_.checkpoint.given();
   if (ends && saves) request_save();
   std::vector<std::string> names;
   names.swap(to_save_);
