@@ -2,7 +2,7 @@
 // CheckpointIO: where checkpoints go. A local folder is one implementation, any store that lists,
 // reads ranges and writes whole files is another.
 //
-//   Checkpointer checkpoints(manager, local_folder("runs/7"));  // as Checkpointer(manager, "runs/7")
+//   Checkpointer checkpoints(manager, local_folder("runs/7"));  // the same as "runs/7"
 //   CheckpointReader saved(manager.world(), std::make_shared<MyStore>("bucket/7"), "step-100");
 //
 // Names are relative to the place ("step-100/manifest.json"), folders have no slash at their end,
@@ -13,8 +13,8 @@
 // need not be the program's. What one rank has committed the others see at once.
 //
 // Errors. A call returns or throws within a limit of its own: the other ranks wait for it. It
-// repeats what is worth repeating itself; nothing here calls again. An error is thrown on all ranks,
-// best as FileError with where(). A put() that threw may have been done, or be done yet.
+// repeats what is worth repeating itself; nothing here calls again. What it throws, best FileError
+// with where(), is thrown on all ranks. A put() that threw may have been done, or be done yet.
 
 #include <cstdint>
 #include <memory>

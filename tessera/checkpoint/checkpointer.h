@@ -14,9 +14,9 @@
 //
 // The folder is on a file system that all ranks share, or at any other place (checkpoint_io.h). Who
 // only looks, here or by a reader, changes nothing there; who saves or removes holds a lock on the
-// folder's ".lock" meanwhile, which dies with the process, so that a second job is told. Where there
-// are no locks a store's conditional puts tell one of both; where there is neither, that one job
-// saves there at a time is up to the user.
+// folder's ".lock" meanwhile, which dies with the process, so that a second job is told. Where
+// there are no locks a store's conditional puts tell one of both; where there is neither, that one
+// job saves there at a time is up to the user.
 
 #include <chrono>
 #include <cstdint>

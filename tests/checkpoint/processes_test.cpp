@@ -1,5 +1,5 @@
-// Ranks as processes, in memory and over Gloo, of which one is killed at any of its operations, on a
-// file system and on an object store: the others learn of it in bounded time, and what was saved
+// Ranks as processes, in memory and over Gloo, of which one is killed at any of its operations, on
+// a file system and on an object store: the others learn of it in bounded time, and what was saved
 // before can be loaded by whoever comes next.
 
 #include <signal.h>

@@ -15,7 +15,8 @@
 
 namespace tessera::detail {
 
-/// What a save or a removal holds. Neither a lock nor a claim: that one job saves is up to the user.
+/// What a save or a removal holds; with neither a lock nor a claim it is up to the user that one
+/// job saves at a time.
 struct WriteHold {
   std::shared_ptr<const void> lock;
   /// Number of the file ".claim-<n>" that this job has put, where there are no locks: who has the
