@@ -208,6 +208,13 @@ class Session {
   /// changed, for a checkpoint of other modules (tensors under their names that they do not have,
   /// or the other way round) or of other optimizers (number, kinds, parameter groups).
   void load(const CheckpointReader& saved, CheckpointState* extra = nullptr);
+  /// What state() has beside modules and optimizers, under names that begin with `prefix`: for a
+  /// program that saves those by itself.
+  void add_counters(CheckpointState& state, const std::string& prefix = "train.") const;
+  /// Goes on from them. `saved_ranks`: how many ranks saved; those beyond keep their random state.
+  /// Throws InvalidArgument where they are not in `state`.
+  void restore_counters(const CheckpointState& state, int saved_ranks,
+                        const std::string& prefix = "train.");
   /// Optimizer steps so far, those left out included.
   std::int64_t steps() const { return steps_; }
   double loss_scale() const;

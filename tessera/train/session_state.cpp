@@ -7,6 +7,7 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/optimizer_state.h"
+#include "tessera/tensor/policy.h"
 #include "tessera/train/detail/all_modules.h"
 #include "tessera/train/detail/random_bytes.h"
 #include "tessera/train/session.h"
@@ -80,15 +81,7 @@ CheckpointState Session::state() {
   state.add("", *all_, shards);
   for (std::size_t i = 0; i < optimizers_.size(); ++i)
     add_optimizer(state, concat("optimizer.", i, "."), *optimizers_[i], *all_, shards);
-  state.set_integer("train.steps", steps_);
-  state.set_real("train.unit", unit_);
-  if (scaler_) state.set("train.scaler", scaler_->state());
-  state.set_of_rank("train.random", detail::random_bytes(strategy_->root_device()));
-  if (const DistributedManager* manager = strategy_->manager()) {
-    const RandomState random = random_state(*manager);
-    state.set_integer("train.sharded_seed", static_cast<std::int64_t>(random.seed));
-    state.set_integer("train.sharded_stream", static_cast<std::int64_t>(random.stream));
-  }
+  add_counters(state);
   return state;
 }
 
@@ -111,19 +104,36 @@ void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
   saved.load(state, {.allow_extra = true});
   restored_ = false;
   for (const auto& commit : commits) commit();
-  steps_ = state.get_integer("train.steps");
-  if (state.has("train.unit")) unit_ = state.get_real("train.unit");
-  if (scaler_ && state.has("train.scaler")) scaler_->restore(state.get("train.scaler"));
-  // Where the first rank alone saved, the others keep theirs.
-  if (state.has_of_rank("train.random") && strategy_->rank() < saved.saved_ranks())
-    detail::set_random_bytes(state.get_of_rank("train.random"), strategy_->root_device());
-  const DistributedManager* manager = strategy_->manager();
-  if (manager && state.has("train.sharded_seed")) {
-    set_random_state(*manager,
-                     {static_cast<std::uint64_t>(state.get_integer("train.sharded_seed")),
-                      static_cast<std::uint64_t>(state.get_integer("train.sharded_stream"))});
-  }
+  restore_counters(state, saved.saved_ranks());
   if (extra) *extra = std::move(state);
+}
+
+void Session::add_counters(CheckpointState& state, const std::string& prefix) const {
+  state.set_integer(prefix + "steps", steps_);
+  state.set_real(prefix + "unit", unit_);
+  if (scaler_) state.set(prefix + "scaler", scaler_->state());
+  state.set_of_rank(prefix + "random", detail::random_bytes(strategy_->root_device()));
+  if (const DistributedManager* manager = strategy_->manager()) {
+    const RandomState random = random_state(*manager);
+    state.set_integer(prefix + "sharded_seed", static_cast<std::int64_t>(random.seed));
+    state.set_integer(prefix + "sharded_stream", static_cast<std::int64_t>(random.stream));
+  }
+}
+
+void Session::restore_counters(const CheckpointState& state, int saved_ranks,
+                               const std::string& prefix) {
+  steps_ = state.get_integer(prefix + "steps");
+  if (state.has(prefix + "unit")) unit_ = state.get_real(prefix + "unit");
+  if (scaler_ && state.has(prefix + "scaler")) scaler_->restore(state.get(prefix + "scaler"));
+  // Where the first rank alone saved, the others keep theirs.
+  if (state.has_of_rank(prefix + "random") && strategy_->rank() < saved_ranks)
+    detail::set_random_bytes(state.get_of_rank(prefix + "random"), strategy_->root_device());
+  const DistributedManager* manager = strategy_->manager();
+  if (manager && state.has(prefix + "sharded_seed")) {
+    set_random_state(*manager,
+                     {static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_seed")),
+                      static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_stream"))});
+  }
 }
 
 }  // namespace tessera
