@@ -55,11 +55,6 @@ std::tuple<Names, Tensors> listed(const std::map<std::string, std::string>& valu
   return all;
 }
 
-struct PyCheckpointState : torch::CustomClassHolder {
-  CheckpointState state;
-};
-using StatePtr = c10::intrusive_ptr<PyCheckpointState>;
-
 CheckpointOptions::Busy busy_of(const std::string& name) {
   if (name == "wait") return CheckpointOptions::Busy::wait;
   if (name == "refuse") return CheckpointOptions::Busy::refuse;

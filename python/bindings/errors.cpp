@@ -18,6 +18,7 @@
 #include "tessera/schedule/action.h"
 #include "tessera/schedule/validate.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/train/session.h"
 #ifdef TESSERA_PYTHON_HAS_CONFIG
 #include "tessera/config/errors.h"
 #endif
@@ -103,6 +104,7 @@ constexpr ErrorClass kClasses[] = {
     TESSERA_ERROR(PipelineError),
     TESSERA_ERROR(CheckpointBusy),
     TESSERA_ERROR(CheckpointLocked),
+    TESSERA_ERROR(NonFiniteGradient),
     TESSERA_ERROR(Error),
 #undef TESSERA_ERROR
 };

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/checkpoint/state.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/comm/group/pending.h"
 #include "tessera/mesh/groups/group_config.h"
@@ -91,6 +92,11 @@ struct PyRequest : torch::CustomClassHolder {
   std::optional<Started<at::Tensor>> value;
 };
 using RequestPtr = c10::intrusive_ptr<PyRequest>;
+
+struct PyCheckpointState : torch::CustomClassHolder {
+  CheckpointState state;
+};
+using StatePtr = c10::intrusive_ptr<PyCheckpointState>;
 
 /// "sum", "avg", "product", "min", "max", or "premultiplied" by `factor`. Throws InvalidArgument.
 ReduceOp reduce_op(const std::string& name, double factor = 1);

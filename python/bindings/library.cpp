@@ -14,6 +14,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, torch_library) {
   tessera::python::register_ghosts(library);
   tessera::python::register_data(library);
   tessera::python::register_checkpoint(library);
+  tessera::python::register_session(library);
   tessera::python::register_rules(library);
   tessera::python::register_deferred(library);
   tessera::python::register_backend(library);

@@ -64,6 +64,7 @@ void register_groups(Library& library);
 void register_mesh(Library& library);
 void register_nn(Library& library);
 void register_rules(Library& library);
+void register_session(Library& library);
 void register_tensor(Library& library);
 void register_trees(Library& library);
 

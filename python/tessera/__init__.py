@@ -71,6 +71,7 @@ from tessera._errors import (
     MappingError,
     MismatchError,
     NoRuleError,
+    NonFiniteGradient,
     NotAvailable,
     OrthogonalityError,
     ParallelismError,
@@ -187,6 +188,10 @@ from tessera._rules import (
     RuleTensor,
     register_rule,
 )
+from tessera._session import (
+    Session,
+    StepResult,
+)
 from tessera._state import (
     OfRank,
     RandomState,
@@ -251,6 +256,7 @@ __all__ = [
     "MixtureOrder",
     "NetcdfSource",
     "NoRuleError",
+    "NonFiniteGradient",
     "NotAvailable",
     "OffloadOptions",
     "OfRank",
@@ -281,6 +287,7 @@ __all__ = [
     "SavedTensor",
     "ScheduleError",
     "ScheduleSyntaxError",
+    "Session",
     "Shard",
     "ShardedBatch",
     "ShardedOptimizer",
@@ -291,6 +298,7 @@ __all__ = [
     "SourceField",
     "Spec",
     "StalledError",
+    "StepResult",
     "StepWeight",
     "StreamBatch",
     "StreamLoader",

@@ -15,6 +15,7 @@ from tessera._groups import Group, group, world
 from tessera._library import classes, ops
 from tessera._optimizer_state import OptimizerPart
 from tessera._placement import Replicate, Shard, to_text
+from tessera._session import Session, SessionPart
 from tessera._state import In, ModulePart, OfRank, Out, RandomPart, RandomState, TensorsPart, ValuePart, to_bytes
 from tessera._values import KINDS
 
@@ -43,6 +44,8 @@ def _part(key, thing, state):
         return TensorsPart(key, thing)
     if isinstance(thing, RandomState):
         return RandomPart(key, thing)
+    if isinstance(thing, Session):
+        return SessionPart(key, thing)
     if isinstance(thing, OfRank):
         return ValuePart(key, thing.thing, True)
     # Of these each rank has its own.

@@ -157,5 +157,9 @@ class CheckpointLocked(Error):
     """Another job saves or removes a checkpoint in the folder at this moment."""
 
 
+class NonFiniteGradient(Error):
+    """The gradients of a step are infinite or NaN."""
+
+
 NAMES = list(ops.error_names())
 ops.set_error_classes([id(globals()[name]) for name in NAMES])  # the module's classes outlive the library's use

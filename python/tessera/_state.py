@@ -72,7 +72,7 @@ class In:
         self.tensors = dict(zip(names, tensors))
         self.sharded = {name for name, layout in zip(names, layouts) if layout}
         self.values, self.values_of_rank = ({n: to_bytes(d) for n, d in zip(*pair)} for pair in handle.values(timeout))
-        self.targets = classes.CheckpointState()
+        self.targets, self.saved_ranks = classes.CheckpointState(), handle.saved_ranks()
         self.tensors_made, self.wanted, self.misfits = {}, set(), []
         keys = [name[len(_KIND) :] for name in self.values if name.startswith(_KIND)]
         self.groups_of = {}

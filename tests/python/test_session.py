@@ -1,0 +1,272 @@
+"""The training session: in every kind of parallelism the parameters of one process that has all samples."""
+
+import copy
+import functools
+import math
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import tessera as ts
+from support import assert_same, on_ranks
+
+ROWS = {1: ([5], [3]), 2: ([5, 0], [1, 2]), 3: ([2, 0, 3], [0, 1, 4]), 4: ([1, 2, 0, 2], [3, 0, 1, 1])}  # of two micro-batches, on each rank
+STEPS = 3
+KINDS = ["plain", "ddp", "fully_shard", "domain", "sharded_optimizer", "mixed"]
+
+
+torch.manual_seed(3)
+NET = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 1, 3, padding=1)).double()
+
+
+def build():
+    """Ranks that are threads share torch's random numbers."""
+    return copy.deepcopy(NET)
+
+
+def batch(step, k, ranks):
+    generator = torch.Generator().manual_seed(10 * step + k)
+    total = sum(ROWS[ranks][k])
+    return torch.randn(total, 2, 9, generator=generator).double(), torch.randn(total, 1, 9, generator=generator).double()
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, 0.02, eps=1e-3)
+
+
+@functools.cache
+def alone(ranks, steps=STEPS, max_norm=0.2):
+    """Losses, norms and parameters of a plain loop with all samples."""
+    net = build()
+    optimizer, found = adam(net.parameters()), []
+    for step in range(steps):
+        x, y = (torch.cat(t) for t in zip(batch(step, 0, ranks), batch(step, 1, ranks)))
+        loss = nn.functional.mse_loss(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in net.parameters()))
+        for p in net.parameters():
+            p.grad.mul_(min(1.0, max_norm / norm))
+        optimizer.step()
+        found.append((loss.item(), norm))
+    return found, {name: t.detach().clone() for name, t in net.named_parameters()}
+
+
+def made(kind, rank):
+    """Net, optimizer, what places a micro-batch."""
+    net, ranks = build(), ts.world_size()
+    mesh = ts.Mesh({"data": ranks})
+
+    def rows(t, k):
+        return t.split(ROWS[ranks][k])[rank]
+
+    def on_data(t, k):
+        return ts.from_local(rows(t, k), mesh, [ts.Shard(0)])
+
+    if kind == "fully_shard":
+        ts.fully_shard(net, mesh)
+        return net, adam(net.parameters()), on_data
+    if kind == "domain":
+        sizes = [9 - 2 * (ranks - 1)] + [2] * (ranks - 1)
+        ts.distribute_module(net, mesh)
+        return net, adam(net.parameters()), lambda t, k: ts.distribute_tensor(t, mesh, [ts.Shard(2)], {2: sizes})
+    if kind == "sharded_optimizer":
+        return net, ts.ShardedOptimizer(torch.optim.AdamW, net.parameters(), mesh, lr=0.02, eps=1e-3), rows
+    if kind == "mixed":
+        head = ts.DistributedDataParallel(net[2])
+        return nn.Sequential(net[0], net[1], head.module), adam(net.parameters()), rows
+    if kind == "plain" and rank == 1:
+        nn.init.zeros_(net[0].weight)  # rank 0's count
+    return (ts.DistributedDataParallel(net) if kind == "ddp" else net), adam(net.parameters()), rows
+
+
+def train(session, net, place, steps):
+    done = []
+    for step in steps:
+        for k in range(2):
+            x, y = (place(t, k) for t in batch(step, k, ts.world_size()))
+            with ts.CommTrace() as trace:
+                session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x), last=k == 1)
+            assert k or ts.is_sharded(x) or not trace.count  # nothing is sent before the last one
+        done.append(session.step())
+    return done
+
+
+def named(net):
+    return dict((net.module if isinstance(net, ts.DistributedDataParallel) else net).named_parameters())
+
+
+@pytest.mark.parametrize("kind,ranks", [(kind, ranks) for kind in KINDS for ranks in ([1, 2, 3, 4] if kind == "plain" else [3])] + [("mixed", 2)])
+def test_each_trains_as_one_process(kind, ranks):
+    expected, parameters = alone(ranks)
+
+    def body(rank):
+        net, optimizer, place = made(kind, rank)
+        with ts.Session(net, optimizer, max_norm=0.2, signals=False) as session:
+            done = train(session, net, place, range(STEPS))
+        assert [d.loss for d in done] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
+        assert [d.norm for d in done] == pytest.approx([norm for _, norm in expected], rel=1e-10)
+        assert all(d.weight == sum(map(sum, ROWS[ranks])) and d.stepped and not d.stop and not d.save for d in done)
+        for name, p in named(net).items():
+            assert_same(p, parameters[name], f"{kind} {name}")
+        return done
+
+    results = on_ranks(ranks, body)
+    assert all(r == results[0] for r in results)
+
+
+def test_rows_and_a_domain_on_a_mesh_of_two_axes():
+    """A loss of the ranks along one axis, and data parallelism along the other."""
+    expected, parameters = alone(4)
+
+    def body(rank):
+        mesh, net = ts.Mesh({"data": 2, "domain": 2}), build()
+        domain, data = mesh.submesh("domain"), mesh.coordinate[0]
+        ts.distribute_module(net, domain)
+        ddp = ts.DistributedDataParallel(net, mesh.group("data"))
+        session = ts.Session(ddp, adam(net.parameters()), max_norm=0.2, signals=False)
+        rows = [[3, 2], [1, 4]]
+        place = lambda t, k: ts.distribute_tensor(t.split(rows[k])[data], domain, [ts.Shard(2)], {2: [6, 3]})  # noqa: E731
+        done = train(session, ddp, place, range(STEPS))
+        assert [d.loss for d in done] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
+        for name, p in net.named_parameters():
+            assert_same(p, parameters[name], name)
+
+    on_ranks(4, body)
+
+
+def test_what_ranks_ask_for_all_learn():
+    def body(rank):
+        net = build()
+        session = ts.Session(net, adam(net.parameters()), signals=False)
+        one = lambda: session.micro_batch(lambda: net(torch.ones(1, 2, 9).double()).square().mean(), 1)  # noqa: E731
+        one()
+        if rank == 1:
+            session.request_save()
+        first = session.step()
+        one()
+        if rank == 2:
+            session.request_stop()
+        second = session.step()
+        assert session.wanted == ("requested" if rank == 2 else "") and session.vote() == "requested" and session.steps == 2
+        return first, second
+
+    (first, second), *others = on_ranks(3, body)
+    assert (first.save, first.stop, second.save, second.stop) == (True, "", False, "requested")
+    assert all(repr(one) == repr((first, second)) for one in others)  # norms are NaN
+
+
+def test_a_signal_is_noted_and_the_handler_comes_back():
+    noted = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: noted.append(1))
+    try:
+
+        def body(rank):
+            net = build()
+            with ts.Session(net, adam(net.parameters())) as session:
+                signal.raise_signal(signal.SIGUSR1)
+                session.micro_batch(lambda: net(torch.ones(1, 2, 9).double()).sum(), 1)
+                assert session.step().stop == "SIGUSR1"
+
+        on_ranks(1, body)
+        assert not noted
+        signal.raise_signal(signal.SIGUSR1)
+        assert noted
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fully_shard"])
+def test_it_goes_on_on_other_ranks(tmp_path, kind):
+    ranks, steps = {2: range(2), 3: range(2, 4)}, {}
+    x = {step: torch.randn(5, 2, 9, generator=torch.Generator().manual_seed(step)).double() for step in range(4)}
+
+    def body(rank, until=None):
+        net, optimizer, _ = made(kind, rank)
+        session, mesh = ts.Session(net, optimizer, max_norm=0.2, signals=False), ts.Mesh({"data": ts.world_size()})
+        checkpoints = ts.Checkpointer(tmp_path)
+        if name := checkpoints.to_resume():
+            checkpoints.load(name, session.state())
+        for step in range(session.steps, 4) if until is None else until:
+            mine = ts.distribute_tensor(x[step], mesh, [ts.Shard(0)])
+            mine = mine if kind == "fully_shard" else ts.to_local(mine)
+            session.micro_batch(lambda: net(mine).square().mean(), len(mine))
+            steps[session.steps] = session.step().loss
+        if until is not None:
+            checkpoints.save("step-2", session.state())
+        return {name: ts.full_tensor(p.detach()) if ts.is_sharded(p) else p.detach() for name, p in named(net).items()}
+
+    (expected,) = on_ranks(1, lambda rank: body(rank))
+    losses = dict(steps)
+    on_ranks(2, lambda rank: body(rank, ranks[2]))
+    steps.clear()
+    for got in on_ranks(3, lambda rank: body(rank)):
+        for name, p in got.items():
+            assert_same(p, expected[name], name)
+    assert steps == {n: pytest.approx(losses[n], rel=1e-10) for n in (3, 4)}
+
+
+def test_an_overflow_on_one_rank_leaves_the_step_out():
+    def body(rank):
+        net = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(net.weight)
+        session = ts.Session(net, torch.optim.SGD(net.parameters(), 0.5), precision=torch.float16, scaler={"initial": 1024}, signals=False)
+        seen = []
+
+        def loss(size):
+            y = net(torch.full((1, 2), size))
+            seen.append(y.dtype)
+            return y.float().mean()
+
+        session.micro_batch(lambda: loss(1e4 if rank else 1.0), 1)
+        left_out = session.step()
+        assert not left_out.stepped and session.loss_scale == 512 and seen == [torch.float16] and net.weight.grad is None
+        assert torch.equal(net.weight.detach(), torch.ones(1, 2))
+        session.micro_batch(lambda: loss(1.0), 1)
+        assert session.step().stepped and session.steps == 2 and not torch.is_autocast_enabled("cpu")
+        assert net.weight.detach().flatten().tolist() == [0.5, 0.5]
+
+    on_ranks(2, body)
+
+
+def test_errors_are_told_and_the_next_step_is_sound():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("no step today")
+
+    def body(rank):
+        net = build()
+        x = torch.ones(1, 2, 9).double()
+        loss = lambda: net(x).square().mean()  # noqa: E731
+        session = ts.Session(net, Failing(net.parameters(), 0.1), max_norm=1.0, signals=False)
+        session.micro_batch(loss, 1)
+        with pytest.raises(ValueError, match="no step today"):
+            session.step()
+        assert all(p.grad is None for p in net.parameters())
+        fine = torch.optim.SGD(net.parameters(), 0.1)
+        session.add(fine)
+        session.micro_batch(loss, 0)
+        with pytest.raises(ts.InvalidArgument, match="not all zero"):
+            session.step(fine)
+        session.micro_batch(lambda: loss() * (math.nan if rank else 1.0), 1)
+        with pytest.raises(ts.NonFiniteGradient):
+            session.step(fine)
+        session.micro_batch(loss, 1)
+        assert session.step(fine).stepped
+        with pytest.raises(ts.InvalidArgument, match="add\\(\\) it first"):
+            session.step(adam(net.parameters()))
+        with pytest.raises(ts.NotAvailable, match="LBFGS"):
+            session.add(torch.optim.LBFGS(net.parameters()))
+        with pytest.raises(ts.InvalidArgument, match="clip_value"):
+            ts.Session(net, clip_value=0.0, signals=False)
+        with pytest.raises(ts.InvalidArgument, match="'growths'"):
+            ts.Session(net, scaler={"growths": 2}, signals=False)
+        with pytest.raises(ts.InvalidArgument, match="convert"):
+            ts.Session(net, precision=torch.float32)
+        session.close()
+        with pytest.raises(ts.InvalidArgument, match="closed"):
+            session.step()
+
+    on_ranks(2, body)
