@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"

@@ -7,7 +7,7 @@
 #include <set>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/detail/dry_run.h"
+#include "tessera/tensor/dispatch/detail/make_plan.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/op_info.h"
 #include "tessera/tensor/errors.h"

@@ -1,7 +1,6 @@
 #include "tessera/tensor/spec/spec.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"

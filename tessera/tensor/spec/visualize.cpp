@@ -1,7 +1,6 @@
 #include "tessera/tensor/spec/visualize.h"
 
 #include <algorithm>
-#include <sstream>
 #include <vector>
 
 #include "tessera/base/colour.h"

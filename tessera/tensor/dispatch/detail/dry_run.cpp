@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/detail/dry_run.h"
+#include "tessera/tensor/dispatch/detail/make_plan.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>

@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/detail/finite_factors.h"
+#include "tessera/tensor/dispatch/detail/make_plan.h"
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -8,8 +8,6 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/internal/call_origin.h"
-#include "tessera/tensor/dispatch/detail/dry_run.h"
-#include "tessera/tensor/dispatch/detail/finite_factors.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"

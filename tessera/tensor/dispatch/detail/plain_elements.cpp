@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/detail/plain_elements.h"
+#include "tessera/tensor/dispatch/detail/make_plan.h"
 
 #include <ATen/core/List.h>
 

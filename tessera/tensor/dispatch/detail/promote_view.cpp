@@ -8,7 +8,6 @@
 #include <optional>
 #include <vector>
 
-#include "tessera/tensor/dispatch/detail/view_replay.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"

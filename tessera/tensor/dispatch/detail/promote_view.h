@@ -1,8 +1,11 @@
 #pragma once
 // A slice of a plain tensor that a sharded value is written to, as models write it: out =
 // zeros(...); out[..., :m] = value. All of `out` becomes sharded, and the slice a view of it.
+//
+// ViewReplay: views of sharded tensors are replayed in backward, not rebuilt with as_strided.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/AutogradState.h>
 
 #include <memory>
 
@@ -17,5 +20,20 @@ namespace tessera::detail {
 /// selects.
 bool promote_view(const at::Tensor& target, const at::Tensor& base, const at::Tensor& like,
                   const std::shared_ptr<MeshContext>& context, bool above);
+
+class ViewReplay {
+ public:
+  explicit ViewReplay(bool on)
+      : state_(c10::AutogradState::get_tls_state()), before_(state_.get_view_replay_enabled()) {
+    if (on) state_.set_view_replay_enabled(true);
+  }
+  ~ViewReplay() { state_.set_view_replay_enabled(before_); }
+  ViewReplay(const ViewReplay&) = delete;
+  ViewReplay& operator=(const ViewReplay&) = delete;
+
+ private:
+  c10::AutogradState& state_;
+  bool before_;
+};
 
 }  // namespace tessera::detail

@@ -10,7 +10,6 @@
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
-#include "tessera/tensor/dispatch/detail/plain_elements.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"

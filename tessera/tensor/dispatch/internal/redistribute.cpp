@@ -183,13 +183,25 @@ void Redistribution::launch() {
   }
 }
 
+// What the stage before left: the source's box, or a part of it.
+const Box& Redistribution::held_box() const {
+  if (stage_ == 0) return plan_->before;
+  const auto& before = plan_->reductions[stage_ - 1];
+  return before.pieces.empty() ? before.whole : before.pieces[before.rank];
+}
+
+template <class Call>
+void Redistribution::start(const Group& ranks, const Call& call) {
+  if (blocking_) {
+    call(ranks);
+  } else {
+    request_ = call(ranks.started());
+  }
+}
+
 void Redistribution::launch_reduction() {
   const auto& r = plan_->reductions[stage_];
-  // What the stage before left: the source's box, or a part of it.
-  const auto* before = stage_ > 0 ? &plan_->reductions[stage_ - 1] : nullptr;
-  const Box& held = !before                  ? plan_->before
-                    : before->pieces.empty() ? before->whole
-                                             : before->pieces[before->rank];
+  const Box& held = held_box();
   const auto dtype = local_.scalar_type();
   const ReduceOp op = op_for(r.op, dtype);
   const at::Tensor given = dtype == at::kBool ? local_.to(at::kByte) : local_;
@@ -199,21 +211,14 @@ void Redistribution::launch_reduction() {
   if (r.pieces.empty()) {
     at::Tensor part = slice(given, held, r.whole);
     part = fresh && part.is_contiguous() ? part : part.clone(at::MemoryFormat::Contiguous);
-    if (blocking_) {
-      ranks.all_reduce(part, op, kCall);
-    } else {
-      request_ = ranks.started().all_reduce(part, op, kCall);
-    }
+    start(ranks, [&](const auto& on) { return on.all_reduce(part, op, kCall); });
     complete_ = [part, dtype] { return part.to(dtype); };
     return;
   }
   const at::Tensor all = pack(given, held, r.pieces);
   const at::Tensor mine = at::empty({volume(r.pieces[r.rank])}, all.options());
-  if (blocking_) {
-    ranks.reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
-  } else {
-    request_ = ranks.started().reduce_scatter(mine, all, op, volumes(r.pieces), kCall);
-  }
+  start(ranks,
+        [&](const auto& on) { return on.reduce_scatter(mine, all, op, volumes(r.pieces), kCall); });
   complete_ = [mine, dtype, shape = shape_of(r.pieces[r.rank])] {
     return mine.view(shape).to(dtype);
   };
@@ -222,10 +227,7 @@ void Redistribution::launch_reduction() {
 void Redistribution::launch_move() {
   using Kind = RedistributionPlan::Move::Kind;
   const auto& move = plan_->move;
-  const auto* before = plan_->reductions.empty() ? nullptr : &plan_->reductions.back();
-  const Box& held = !before                  ? plan_->before
-                    : before->pieces.empty() ? before->whole
-                                             : before->pieces[before->rank];
+  const Box& held = held_box();
   switch (move.kind) {
     case Kind::none:
       complete_ = [this, &held, &move] {
@@ -235,95 +237,96 @@ void Redistribution::launch_move() {
         return slice(local_, held, move.after);
       };
       return;
-    case Kind::all_gather: {
-      const Group ranks = group(move.axes);
-      const at::Tensor mine = slice(local_, held, move.pieces[move.rank]).contiguous().view({-1});
-      const at::Tensor all = at::empty({volume(move.after)}, mine.options());
-      if (blocking_) {
-        ranks.all_gather(all, mine, volumes(move.pieces), kCall);
-      } else {
-        request_ = ranks.started().all_gather(all, mine, volumes(move.pieces), kCall);
-      }
-      complete_ = [all, &move] {
-        if (in_memory_order(move.pieces, move.after)) return all.view(shape_of(move.after));
-        at::Tensor result = at::empty(shape_of(move.after), all.options());
-        unpack(result, all, move.pieces, move.after);
-        return result;
-      };
-      own_ = true;
-      return;
-    }
-    case Kind::broadcast: {
-      const Group ranks = group(move.axes);
-      const Box& box = move.pieces[move.root];
-      const at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous()
-                                                    : at::empty(shape_of(box), local_.options());
-      if (blocking_) {
-        ranks.broadcast(all, move.root, kCall);
-      } else {
-        request_ = ranks.started().broadcast(all, move.root, kCall);
-      }
-      complete_ = [all] { return all; };
-      return;
-    }
-    case Kind::all_to_all: {
-      const Group ranks = group(move.axes);
-      std::vector<Box> out(ranks.size(), Box(held.size())), in = out;
-      for (const Piece& p : move.transfer.sends) out[p.rank] = p.box;
-      for (const Piece& p : move.transfer.receives) in[p.rank] = p.box;
-      const Box own = move.transfer.copies.empty() ? Box(held.size()) : move.transfer.copies[0];
-      std::vector<Box> parts = in;
-      parts[move.rank] = own;
-      const bool in_place = in_memory_order(parts, move.after);
-      // This rank's own box is copied once, outside the call, unless it is between boxes that
-      // arrive.
-      const auto nothing = [](const Box& box) { return volume(box) == 0; };
-      const bool first = std::all_of(in.begin(), in.begin() + move.rank, nothing),
-                 last = std::all_of(in.begin() + move.rank, in.end(), nothing);
-      const bool along = in_place && !first && !last && volume(own) > 0;
-      if (along) in[move.rank] = out[move.rank] = own;
-      const Sizes arriving = volumes(in);
-      const std::int64_t n = std::accumulate(arriving.begin(), arriving.end(), std::int64_t{0});
-      const at::Tensor packed = pack(local_, held, out),
-                       result = at::empty(shape_of(move.after), packed.options());
-      const at::Tensor received =
-          in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n)
-                   : at::empty({n}, packed.options());
-      if (!blocking_)
-        request_ = ranks.started().all_to_all(received, packed, arriving, volumes(out), kCall);
-      if (!along && volume(own) > 0) slice(result, move.after, own).copy_(slice(local_, held, own));
-      if (blocking_) ranks.all_to_all(received, packed, arriving, volumes(out), kCall);
-      complete_ = [result, received, in_place, in = std::move(in), &move] {
-        if (!in_place) unpack(result, received, in, move.after);
-        return result;
-      };
-      own_ = true;
-      return;
-    }
-    case Kind::exchange: {
-      const at::Tensor result = at::empty(shape_of(move.after), local_.options());
-      std::vector<Message> messages;
-      std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // destination, received
-      for (const Piece& p : move.transfer.sends)
-        messages.push_back({Message::Kind::send, slice(local_, held, p.box).contiguous(), p.rank});
-      for (const Piece& p : move.transfer.receives) {
-        const at::Tensor part = slice(result, move.after, p.box);
-        const at::Tensor buffer =
-            part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
-        if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
-        messages.push_back({Message::Kind::receive, buffer, p.rank});
-      }
-      if (!messages.empty()) request_ = group(move.axes).started().exchange(messages, kCall);
-      for (const Box& box : move.transfer.copies)
-        slice(result, move.after, box).copy_(slice(local_, held, box));
-      complete_ = [result, arrivals = std::move(arrivals)] {
-        for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
-        return result;
-      };
-      own_ = true;
-      return;
-    }
+    case Kind::all_gather:
+      return launch_all_gather(held);
+    case Kind::broadcast:
+      return launch_broadcast(held);
+    case Kind::all_to_all:
+      return launch_all_to_all(held);
+    case Kind::exchange:
+      return launch_exchange(held);
   }
+}
+
+void Redistribution::launch_all_gather(const Box& held) {
+  const auto& move = plan_->move;
+  const Group ranks = group(move.axes);
+  const at::Tensor mine = slice(local_, held, move.pieces[move.rank]).contiguous().view({-1});
+  const at::Tensor all = at::empty({volume(move.after)}, mine.options());
+  start(ranks,
+        [&](const auto& on) { return on.all_gather(all, mine, volumes(move.pieces), kCall); });
+  complete_ = [all, &move] {
+    if (in_memory_order(move.pieces, move.after)) return all.view(shape_of(move.after));
+    at::Tensor result = at::empty(shape_of(move.after), all.options());
+    unpack(result, all, move.pieces, move.after);
+    return result;
+  };
+}
+
+void Redistribution::launch_broadcast(const Box& held) {
+  const auto& move = plan_->move;
+  const Group ranks = group(move.axes);
+  const Box& box = move.pieces[move.root];
+  const at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous()
+                                                : at::empty(shape_of(box), local_.options());
+  start(ranks, [&](const auto& on) { return on.broadcast(all, move.root, kCall); });
+  complete_ = [all] { return all; };
+}
+
+void Redistribution::launch_all_to_all(const Box& held) {
+  const auto& move = plan_->move;
+  const Group ranks = group(move.axes);
+  std::vector<Box> out(ranks.size(), Box(held.size())), in = out;
+  for (const Piece& p : move.transfer.sends) out[p.rank] = p.box;
+  for (const Piece& p : move.transfer.receives) in[p.rank] = p.box;
+  const Box own = move.transfer.copies.empty() ? Box(held.size()) : move.transfer.copies[0];
+  std::vector<Box> parts = in;
+  parts[move.rank] = own;
+  const bool in_place = in_memory_order(parts, move.after);
+  // This rank's own box is copied once, outside the call, unless it is between boxes that
+  // arrive.
+  const auto nothing = [](const Box& box) { return volume(box) == 0; };
+  const bool first = std::all_of(in.begin(), in.begin() + move.rank, nothing),
+             last = std::all_of(in.begin() + move.rank, in.end(), nothing);
+  const bool along = in_place && !first && !last && volume(own) > 0;
+  if (along) in[move.rank] = out[move.rank] = own;
+  const Sizes arriving = volumes(in);
+  const std::int64_t n = std::accumulate(arriving.begin(), arriving.end(), std::int64_t{0});
+  const at::Tensor packed = pack(local_, held, out),
+                   result = at::empty(shape_of(move.after), packed.options());
+  const at::Tensor received =
+      in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n)
+               : at::empty({n}, packed.options());
+  if (!blocking_)
+    request_ = ranks.started().all_to_all(received, packed, arriving, volumes(out), kCall);
+  if (!along && volume(own) > 0) slice(result, move.after, own).copy_(slice(local_, held, own));
+  if (blocking_) ranks.all_to_all(received, packed, arriving, volumes(out), kCall);
+  complete_ = [result, received, in_place, in = std::move(in), &move] {
+    if (!in_place) unpack(result, received, in, move.after);
+    return result;
+  };
+}
+
+void Redistribution::launch_exchange(const Box& held) {
+  const auto& move = plan_->move;
+  const at::Tensor result = at::empty(shape_of(move.after), local_.options());
+  std::vector<Message> messages;
+  std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // destination, received
+  for (const Piece& p : move.transfer.sends)
+    messages.push_back({Message::Kind::send, slice(local_, held, p.box).contiguous(), p.rank});
+  for (const Piece& p : move.transfer.receives) {
+    const at::Tensor part = slice(result, move.after, p.box);
+    const at::Tensor buffer = part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
+    if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
+    messages.push_back({Message::Kind::receive, buffer, p.rank});
+  }
+  if (!messages.empty()) request_ = group(move.axes).started().exchange(messages, kCall);
+  for (const Box& box : move.transfer.copies)
+    slice(result, move.after, box).copy_(slice(local_, held, box));
+  complete_ = [result, arrivals = std::move(arrivals)] {
+    for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
+    return result;
+  };
 }
 
 at::Tensor Redistribution::finish() {

@@ -35,6 +35,14 @@ class Redistribution {
   void launch();
   void launch_reduction();
   void launch_move();
+  void launch_all_gather(const Box& held);
+  void launch_broadcast(const Box& held);
+  void launch_all_to_all(const Box& held);
+  void launch_exchange(const Box& held);
+  const Box& held_box() const;
+  /// Has the collective `call` made by the ranks: at once if this is blocking, else as `request_`.
+  template <class Call>
+  void start(const Group& ranks, const Call& call);
   Group group(const std::vector<int>& axes) const;
 
   const ShardSpec from_;

@@ -4,7 +4,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <iterator>
 #include <optional>
 #include <tuple>
 
@@ -145,15 +144,6 @@ bool makes_view_of_normal(const OpInfo& info, const c10::IValue& base) {
          !base.toTensor().is_inference();
 }
 
-// Tells copies of views about a write to their base, and writes back what was written to a copy.
-void note_written(const c10::IValue& v, RankState& state) {
-  const ShardMeta* meta = v.isTensor() && v.toTensor().defined() ? meta_of(v.toTensor()) : nullptr;
-  if (!meta) return;
-  if (state.copies.any()) state.copies.wrote(meta->local, nullptr);
-  if (state.sources.any()) state.sources.wrote(meta->local);
-  if (meta->copy) meta->copy->write_back();
-}
-
 // True if both tensors contain the same element at different positions, as TensorIterator refuses
 // it on one process.
 bool overlap_in_part(const at::Tensor& a, const at::Tensor& b) {
@@ -173,57 +163,6 @@ const at::Tensor& memory_of(const ShardMeta& meta) {
   return at->local;
 }
 
-using Copies = std::vector<std::shared_ptr<ViewCopy>>;
-
-// For an operator that writes to several tensors: those targets, or all tensors, that are views in
-// memory of their own.
-Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool written_only) {
-  Copies copies;
-  const auto look = [&](const c10::IValue& v) {
-    if (!v.isTensor() || !v.toTensor().defined()) return;
-    if (const ShardMeta* meta = meta_of(v.toTensor()); meta && meta->copy)
-      copies.push_back(meta->copy);
-  };
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    if (written_only && !info.written[i]) continue;
-    look(arguments[i]);
-    if (arguments[i].isTensorList()) {
-      for (const c10::IValue& v : arguments[i].toListRef()) look(v);
-    }
-  }
-  return copies;
-}
-
-void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
-  for (std::size_t i = 0; i < copies.size(); ++i) {
-    for (std::size_t j = 0; j < i; ++j) {
-      if (copies[i] != copies[j] && copies[i]->base_local().is_alias_of(copies[j]->base_local()))
-        throw ShardingError(concat(info.name, " writes to two views of ",
-                                   meta_of(copies[i]->base)->spec(),
-                                   " that had to be copied. Write to one after the other."));
-    }
-  }
-}
-
-// Of a tensor, or the first of a list: whether it shows a device other than the CPU.
-bool shows_device(const c10::IValue& v) {
-  if (v.isTensor()) return v.toTensor().defined() && !v.toTensor().is_cpu();
-  return v.isTensorList() && !v.toListRef().empty() && shows_device(v.toListRef().front());
-}
-
-// Calls `call` with each tensor among the arguments, and whether it is written to.
-template <class Call>
-void each_tensor(const OpInfo& info, const c10::IValue* arguments, const Call& call) {
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    const c10::IValue& v = arguments[i];
-    if (v.isTensor() && v.toTensor().defined()) call(v.toTensor(), info.written[i]);
-    if (info.kinds[i] == OpInfo::Kind::other || !v.isList()) continue;
-    for (const c10::IValue& t : v.toListRef()) {
-      if (t.isTensor() && t.toTensor().defined()) call(t.toTensor(), info.written[i]);
-    }
-  }
-}
-
 bool any_in_host_memory(const OpInfo& info, const c10::IValue* arguments) {
   bool any = false;
   each_tensor(info, arguments, [&](const at::Tensor& t, bool) {
@@ -231,39 +170,6 @@ bool any_in_host_memory(const OpInfo& info, const c10::IValue* arguments) {
     any |= meta && in_host_memory(*meta);
   });
   return any;
-}
-
-// Whether some of the targets lie in host memory, and others on the device that they show. Where
-// the first shows the CPU it is not asked.
-bool in_two_memories(const OpInfo& info, const c10::IValue* arguments) {
-  bool host = false, device = false;
-  if (!shows_device(arguments[0])) return false;
-  each_tensor(info, arguments, [&](const at::Tensor& t, bool written) {
-    const ShardMeta* meta = written ? meta_of(t) : nullptr;
-    if (meta) (in_host_memory(*meta) ? host : device) = true;
-  });
-  return host && device;
-}
-
-// Argument `i` of an operator on lists, for element `e` of the lists.
-c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, std::size_t e) {
-  if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
-    c10::List<at::Tensor> one;
-    one.push_back(v.toListRef()[e].toTensor());
-    return one;
-  }
-  if (info.op.schema().arguments()[i].name() != "scalars") return v;
-  if (v.isTensor()) return v.toTensor().narrow(0, static_cast<std::int64_t>(e), 1);
-  c10::List<at::Scalar> one;
-  one.push_back(v.toListRef()[e].toScalar());
-  return one;
-}
-
-bool lists_of(std::size_t size, const OpInfo& info, const c10::IValue* arguments) {
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    if (arguments[i].isList() && arguments[i].toListRef().size() != size) return false;
-  }
-  return true;
 }
 
 }  // namespace
@@ -464,56 +370,6 @@ void ShardedCall::substitute_locals() {
   }
 }
 
-void ShardedCall::run_local() {
-  // On the global values everything is as on one process, autocast inside of the operator too. On
-  // shards it is not: a rank whose shard is empty might choose another dtype.
-  const bool as_one_process = plan_.mode == ReadyPlan::Mode::replicated && !plan_.local;
-  std::optional<LocalCallGuard> local;
-  if (!as_one_process) local.emplace();
-  const BelowAutogradGuard guard;
-  for (const auto& [i, value] : plan_.arguments) stack_[first_ + i] = value;
-  if (plan_.local) {
-    run_local_function();
-  } else if (alias_targets_) {
-    run_on_aliases();
-  } else {
-    info_.op.callBoxed(&stack_);
-  }
-}
-
-void ShardedCall::wrap_results() {
-  std::size_t position = 0;
-  const std::size_t results = stack_.size() - info_.returns.size();
-  for (std::size_t i = 0; i < info_.returns.size(); ++i) {
-    c10::IValue& v = stack_[results + i];
-    const OpInfo::Return& r = info_.returns[i];
-    if (r.argument >= 0) {
-      v = targets_[r.argument];
-    } else if (r.tensor) {
-      if (v.isTensor()) v = wrap(std::move(v).toTensor(), r.view, position++);
-    } else if (r.list) {
-      c10::List<at::Tensor> list;
-      for (const c10::IValue& t : v.toListRef())
-        list.push_back(wrap(t.toTensor(), r.view, position++));
-      v = std::move(list);
-    }
-  }
-}
-
-void ShardedCall::write_back() const {
-  for (const c10::IValue& target : targets_) {
-    note_written(target, *context_.state);
-    if (!target.isTensorList()) continue;
-    for (const c10::IValue& t : target.toListRef()) {
-      note_written(t, *context_.state);
-      // libtorch's kernels of lists write to one tensor after the other, and count each write. For
-      // sharded tensors they write to the locals, and nothing has been counted.
-      if (t.isTensor() && t.toTensor().defined() && !t.toTensor().is_inference())
-        t.toTensor().unsafeGetTensorImpl()->bump_version();
-    }
-  }
-}
-
 at::Tensor ShardedCall::argument(const ReadyPlan::Move& move) const {
   const c10::IValue& v = stack_[first_ + move.argument];
   return move.element < 0 ? v.toTensor() : v.toListRef()[move.element].toTensor();
@@ -584,116 +440,6 @@ at::Tensor ShardedCall::uploaded(const ShardMeta& meta) const {
   return on_device(meta);
 }
 
-// The device that a result shows.
-c10::Device ShardedCall::shown_by(const at::Tensor& result) const {
-  return on_host_ && !elsewhere_ ? shown_ : result.device();
-}
-
-void ShardedCall::run_local_function() {
-  torch::jit::Stack given(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
-  stack_.resize(first_);
-  torch::jit::Stack made = plan_.local(info_.op, std::move(given));
-  stack_.insert(stack_.end(), std::make_move_iterator(made.begin()),
-                std::make_move_iterator(made.end()));
-  if (stack_.size() != first_ + info_.returns.size()) {
-    throw RuleError(concat("the local function of the rule of ", info_.name, " returns ",
-                           stack_.size() - first_, " values, the operator ", info_.returns.size()));
-  }
-}
-
-// The targets adopt what the call has made of their aliases.
-void ShardedCall::run_on_aliases() {
-  std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
-  for (std::size_t i = 0; i < count_; ++i) {
-    if (info_.written[i] && targets_[i].isTensor() && targets_[i].toTensor().defined())
-      aliases.emplace_back(targets_[i].toTensor(), stack_[first_ + i].toTensor());
-  }
-  info_.op.callBoxed(&stack_);
-  for (const auto& [target, alias] : aliases) {
-    const ShardMeta* meta = meta_of(target);
-    if (!meta) continue;
-    // A local that was not replaced is still a view of its base.
-    auto copy = alias.is_alias_of(meta->local) ? meta->copy : nullptr;
-    LayoutPtr layout = replicated_layout(context_of(like_->spec), alias);
-    if (const c10::Device shown = shown_by(alias); shown != layout->device)
-      layout = make_layout(layout->spec, layout->strides, layout->offset, layout->dtype, shown);
-    install(target, alias, std::move(layout), std::move(copy));
-  }
-}
-
-at::Tensor ShardedCall::wrap(at::Tensor local, bool view, std::size_t position) {
-  if (!local.defined()) return local;
-  if (local.layout() != at::kStrided || local.is_nested())
-    throw ShardingError(concat(info_.name, " makes a ", local.toString(),
-                               " tensor of a sharded one: sparse, nested and mkldnn tensors cannot "
-                               "be sharded. Take its value first (tessera::full_tensor)."));
-  // What a rule has made for a rank without elements.
-  if (on_host_ && !elsewhere_ && !local.is_cpu()) local = to_host(local);
-  return plan_.mode == ReadyPlan::Mode::replicated
-             ? wrap_replicated(std::move(local), view, position)
-             : wrap_ruled(std::move(local), view, position);
-}
-
-at::Tensor ShardedCall::wrap_replicated(at::Tensor local, bool view, std::size_t position) {
-  if (!view && (local.is_conj() || local.is_neg())) {
-    const LocalCallGuard guard;
-    local = local.resolve_conj().resolve_neg();
-  }
-  if (position >= plan_.outputs.size()) plan_.outputs.resize(position + 1);
-  LayoutPtr& known = plan_.outputs[position].layout;
-  const c10::Device shown = shown_by(local);
-  std::int64_t offset = local.storage_offset();
-  if (view && view_copy_ && view_base_.defined()) {
-    // The memory of a copy begins elsewhere than that of its base.
-    const ShardMeta& base = *meta_of(view_base_);
-    offset += (base.layout->offset - base.local.storage_offset()) *
-              static_cast<std::int64_t>(base.local.element_size()) /
-              static_cast<std::int64_t>(local.element_size());
-  }
-  if (!known || local.sizes() != at::IntArrayRef(known->sizes()) ||
-      local.strides() != at::IntArrayRef(known->strides) || offset != known->offset ||
-      local.scalar_type() != known->dtype || shown != known->device) {
-    known = replicated_layout(context_of(like_->spec), local);
-    if (shown != known->device || offset != known->offset)
-      known = make_layout(known->spec, known->strides, offset, known->dtype, shown);
-  }
-  at::Tensor t = wrap_shown(std::move(local), known, shown);
-  if (view) meta_of(t)->copy = view_copy_;
-  if (view && view_of_normal_) as_view_of_normal(t);
-  return t;
-}
-
-at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t position) {
-  if (position >= plan_.outputs.size())
-    throw RuleError(concat("the rule of ", info_.name, " plans ", plan_.outputs.size(),
-                           " outputs, the operator makes more"));
-  ReadyPlan::Output& out = plan_.outputs[position];
-  const c10::Device shown = shown_by(local);
-  if (!out.layout) {
-    if (!out.spec)
-      throw RuleError(concat("the rule of ", info_.name, " gives no spec for result ", position));
-    out.layout =
-        make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
-                    local.scalar_type(), shown);
-  }
-  if (local.dim() != out.layout->spec.dims())
-    throw RuleError(concat("the rule of ", info_.name, " says that result ", position, " has ",
-                           out.layout->spec.dims(), " dims, the operator makes ", local.dim()));
-  if (!view) {
-    if (copied_from_)
-      local = copied_from_->copied(copied_index_, *like_, *out.layout,
-                                   aligned(std::move(local), *out.layout));
-    at::Tensor made = wrap_fresh(std::move(local), out.layout, shown);
-    if (out.layout->spec.data()->partial) meta_of(made)->intermediate = true;
-    return made;
-  }
-  at::Tensor t = wrap_shown(std::move(local), out.layout, shown);
-  meta_of(t)->copy = view_copy_;
-  if (plan_.moves.empty() && out.layout->spec.has_partial()) as_view_of_partial(t, view_base_);
-  if (view_of_normal_) as_view_of_normal(t);
-  return t;
-}
-
 bool reduce_intermediate(const at::Tensor& tensor) {
   const ShardMeta* meta = tensor.defined() ? meta_of(tensor) : nullptr;
   if (!meta || !meta->spec().has_partial()) return false;
@@ -702,94 +448,6 @@ bool reduce_intermediate(const at::Tensor& tensor) {
   const ShardMeta& of = shows ? *meta->base : *meta;
   install_reduced(tensor, reduced_in_order(of), without_partial(of.spec()));
   return true;
-}
-
-bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
-  const std::size_t n = info.kinds.size(), first = stack->size() - n;
-  const c10::IValue* arguments = stack->data() + first;
-  const Copies copies = copies_among(info, arguments, true);
-  if (copies.empty() && !in_two_memories(info, arguments)) return false;
-  const bool on_lists = info.name.starts_with("aten::_foreach_") && arguments[0].isList();
-  const std::size_t elements = on_lists ? arguments[0].toListRef().size() : 0;
-  if (!on_lists || !lists_of(elements, info, arguments)) {
-    refuse_two_of_one(info, copies);
-    return false;
-  }
-  if (elements < 2) return false;
-  const torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-  stack->resize(first);
-  for (std::size_t e = 0; e < elements; ++e) {
-    torch::jit::Stack one;
-    for (std::size_t i = 0; i < n; ++i) one.push_back(of_element(info, i, given[i], e));
-    // Whether or not they have changed, so that all ranks do the same.
-    for (const auto& copy : e == 0 ? Copies() : copies_among(info, one.data(), false))
-      copy->refresh();
-    run_sharded(info, &one);
-  }
-  return true;
-}
-
-namespace {
-
-// The tensor that `value` is, or those of the list.
-void append_tensors(std::vector<at::Tensor>* all, const c10::IValue& value) {
-  if (value.isTensor()) {
-    all->push_back(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& t : value.toTensorVector()) all->push_back(t);
-  }
-}
-
-}  // namespace
-
-void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
-  const std::size_t n = info.kinds.size(), first = stack->size() - n;
-  std::vector<at::Tensor> targets;
-  torch::jit::Stack inputs;
-  bool lists = false;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (info.written[i]) append_tensors(&targets, (*stack)[first + i]);
-    lists |= info.written[i] && (*stack)[first + i].isList();
-    if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
-  }
-  const LocalCallGuard guard;
-  info.functional->callBoxed(&inputs);
-  std::vector<at::Tensor> results;
-  for (const c10::IValue& made : inputs) append_tensors(&results, made);
-  if (results.size() < targets.size() || (lists && results.size() != targets.size()))
-    throw InvalidArgument(concat(info.name, ": there are ", results.size(),
-                                 " results, and out has ", targets.size(), " tensors"));
-  for (std::size_t i = 0; i < targets.size(); ++i) {
-    const at::Tensor& result = results[results.size() - targets.size() + i];
-    const ShardMeta* made = meta_of(result);
-    if (info.out_variant && !c10::canCast(result.scalar_type(), targets[i].scalar_type()))
-      throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
-                                   ", which out, being ", toString(targets[i].scalar_type()),
-                                   ", cannot hold"));
-    if (info.name == "aten::index_select.out" && result.scalar_type() != targets[i].scalar_type())
-      throw InvalidArgument(concat(info.name, ": self is ", toString(result.scalar_type()),
-                                   ", out is ", toString(targets[i].scalar_type()),
-                                   ": this operator converts nothing"));
-    if (info.out_variant && targets[i].sizes() == result.sizes()) {
-      targets[i].copy_(result);
-    } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
-      throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()),
-                                 ", out is ", toString(targets[i].scalar_type())));
-    } else if (!made) {
-      throw ShardingError(concat(info.name, ": the result has shape ", result.sizes(),
-                                 ", out, which is sharded, ", targets[i].sizes()));
-    } else {
-      install(targets[i], made->local, made->layout, made->copy);
-      meta_of(targets[i])->base = made->base;
-      // libtorch counts the change of shape as a write, but nothing has been written.
-      if (info.in_place_view && !targets[i].is_inference()) {
-        for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
-      }
-    }
-  }
-  stack->resize(first);
-  if (info.returns.empty()) return;
-  for (const at::Tensor& t : targets) stack->emplace_back(t);
 }
 
 }  // namespace tessera::detail

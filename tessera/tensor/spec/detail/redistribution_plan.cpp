@@ -1,8 +1,6 @@
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 
 #include <algorithm>
-#include <limits>
-#include <numeric>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"

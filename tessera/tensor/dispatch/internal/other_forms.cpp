@@ -1,0 +1,173 @@
+// Operators that are not run on locals as they are: those on lists, element by element, and those
+// that write, by their functional forms.
+
+#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/sharded_call.h"
+#include "tessera/tensor/errors.h"
+
+namespace tessera::detail {
+
+namespace {
+
+using Copies = std::vector<std::shared_ptr<ViewCopy>>;
+
+// For an operator that writes to several tensors: those targets, or all tensors, that are views in
+// memory of their own.
+Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool written_only) {
+  Copies copies;
+  const auto look = [&](const c10::IValue& v) {
+    if (!v.isTensor() || !v.toTensor().defined()) return;
+    if (const ShardMeta* meta = meta_of(v.toTensor()); meta && meta->copy)
+      copies.push_back(meta->copy);
+  };
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (written_only && !info.written[i]) continue;
+    look(arguments[i]);
+    if (arguments[i].isTensorList()) {
+      for (const c10::IValue& v : arguments[i].toListRef()) look(v);
+    }
+  }
+  return copies;
+}
+
+void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      if (copies[i] != copies[j] && copies[i]->base_local().is_alias_of(copies[j]->base_local()))
+        throw ShardingError(concat(info.name, " writes to two views of ",
+                                   meta_of(copies[i]->base)->spec(),
+                                   " that had to be copied. Write to one after the other."));
+    }
+  }
+}
+
+// Of a tensor, or the first of a list: whether it shows a device other than the CPU.
+bool shows_device(const c10::IValue& v) {
+  if (v.isTensor()) return v.toTensor().defined() && !v.toTensor().is_cpu();
+  return v.isTensorList() && !v.toListRef().empty() && shows_device(v.toListRef().front());
+}
+
+// Whether some of the targets lie in host memory, and others on the device that they show. Where
+// the first shows the CPU it is not asked.
+bool in_two_memories(const OpInfo& info, const c10::IValue* arguments) {
+  bool host = false, device = false;
+  if (!shows_device(arguments[0])) return false;
+  each_tensor(info, arguments, [&](const at::Tensor& t, bool written) {
+    const ShardMeta* meta = written ? meta_of(t) : nullptr;
+    if (meta) (in_host_memory(*meta) ? host : device) = true;
+  });
+  return host && device;
+}
+
+// Argument `i` of an operator on lists, for element `e` of the lists.
+c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, std::size_t e) {
+  if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
+    c10::List<at::Tensor> one;
+    one.push_back(v.toListRef()[e].toTensor());
+    return one;
+  }
+  if (info.op.schema().arguments()[i].name() != "scalars") return v;
+  if (v.isTensor()) return v.toTensor().narrow(0, static_cast<std::int64_t>(e), 1);
+  c10::List<at::Scalar> one;
+  one.push_back(v.toListRef()[e].toScalar());
+  return one;
+}
+
+bool lists_of(std::size_t size, const OpInfo& info, const c10::IValue* arguments) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    if (arguments[i].isList() && arguments[i].toListRef().size() != size) return false;
+  }
+  return true;
+}
+
+// The tensor that `value` is, or those of the list.
+void append_tensors(std::vector<at::Tensor>* all, const c10::IValue& value) {
+  if (value.isTensor()) {
+    all->push_back(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& t : value.toTensorVector()) all->push_back(t);
+  }
+}
+
+}  // namespace
+
+bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  const c10::IValue* arguments = stack->data() + first;
+  const Copies copies = copies_among(info, arguments, true);
+  if (copies.empty() && !in_two_memories(info, arguments)) return false;
+  const bool on_lists = info.name.starts_with("aten::_foreach_") && arguments[0].isList();
+  const std::size_t elements = on_lists ? arguments[0].toListRef().size() : 0;
+  if (!on_lists || !lists_of(elements, info, arguments)) {
+    refuse_two_of_one(info, copies);
+    return false;
+  }
+  if (elements < 2) return false;
+  const torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  stack->resize(first);
+  for (std::size_t e = 0; e < elements; ++e) {
+    torch::jit::Stack one;
+    for (std::size_t i = 0; i < n; ++i) one.push_back(of_element(info, i, given[i], e));
+    // Whether or not they have changed, so that all ranks do the same.
+    for (const auto& copy : e == 0 ? Copies() : copies_among(info, one.data(), false))
+      copy->refresh();
+    run_sharded(info, &one);
+  }
+  return true;
+}
+
+void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
+  const std::size_t n = info.kinds.size(), first = stack->size() - n;
+  std::vector<at::Tensor> targets;
+  torch::jit::Stack inputs;
+  bool lists = false;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (info.written[i]) append_tensors(&targets, (*stack)[first + i]);
+    lists |= info.written[i] && (*stack)[first + i].isList();
+    if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
+  }
+  const LocalCallGuard guard;
+  info.functional->callBoxed(&inputs);
+  std::vector<at::Tensor> results;
+  for (const c10::IValue& made : inputs) append_tensors(&results, made);
+  if (results.size() < targets.size() || (lists && results.size() != targets.size()))
+    throw InvalidArgument(concat(info.name, ": there are ", results.size(),
+                                 " results, and out has ", targets.size(), " tensors"));
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const at::Tensor& result = results[results.size() - targets.size() + i];
+    const ShardMeta* made = meta_of(result);
+    if (info.out_variant && !c10::canCast(result.scalar_type(), targets[i].scalar_type()))
+      throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
+                                   ", which out, being ", toString(targets[i].scalar_type()),
+                                   ", cannot hold"));
+    if (info.name == "aten::index_select.out" && result.scalar_type() != targets[i].scalar_type())
+      throw InvalidArgument(concat(info.name, ": self is ", toString(result.scalar_type()),
+                                   ", out is ", toString(targets[i].scalar_type()),
+                                   ": this operator converts nothing"));
+    if (info.out_variant && targets[i].sizes() == result.sizes()) {
+      targets[i].copy_(result);
+    } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
+      throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()),
+                                 ", out is ", toString(targets[i].scalar_type())));
+    } else if (!made) {
+      throw ShardingError(concat(info.name, ": the result has shape ", result.sizes(),
+                                 ", out, which is sharded, ", targets[i].sizes()));
+    } else {
+      install(targets[i], made->local, made->layout, made->copy);
+      meta_of(targets[i])->base = made->base;
+      // libtorch counts the change of shape as a write, but nothing has been written.
+      if (info.in_place_view && !targets[i].is_inference()) {
+        for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
+      }
+    }
+  }
+  stack->resize(first);
+  if (info.returns.empty()) return;
+  for (const at::Tensor& t : targets) stack->emplace_back(t);
+}
+
+}  // namespace tessera::detail
