@@ -1,0 +1,370 @@
+"""Strategies for Lightning's `Trainer`: it trains what the user has wrapped and moved, saves from every rank, and undoes nothing.
+
+Needs the package `lightning`; `import tessera` does not.
+
+>>> import lightning as L
+>>> from tessera.lightning import MeshStrategy
+>>> strategy = MeshStrategy({"data": 2, "domain": 2}, batch=[ts.Shard(0), ts.Shard(2)])
+>>> L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=3, accumulate_grad_batches=4, gradient_clip_val=1.0).fit(model, loader)
+
+Started by `tessera run`, torchrun, Slurm or mpirun: the ranks are there already and Lightning launches none, so that `devices=1` is each rank's own device.
+"""
+
+import io
+import os
+import pathlib
+import pickle
+from functools import partial
+
+import torch
+
+import tessera as ts
+from tessera._placement import from_text, to_text
+
+try:
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning_utilities.core.apply_func import apply_to_collection
+    from torchmetrics import Metric
+except ImportError as error:
+    raise ImportError(f"tessera.lightning needs the package lightning ({error}): pip install 'lightning>=2.6'") from error
+
+__all__ = ["DDPStrategy", "ManualStrategy", "MeshStrategy"]
+
+_OPS = {"mean": "avg", "avg": "avg", "sum": "sum", "min": "min", "max": "max", "product": "product"}
+
+
+class _Ranks(ClusterEnvironment):
+    """The ranks of this job, which are there already."""
+
+    creates_processes_externally = True
+    main_address, main_port = "", 0
+
+    @staticmethod
+    def detect():
+        return True
+
+    def world_size(self):
+        return ts.world_size()
+
+    def global_rank(self):
+        return ts.rank()
+
+    def local_rank(self):
+        return ts.local_rank()
+
+    def node_rank(self):
+        # Lightning asks whether it is 0: that of the host's first rank says so.
+        return ts.rank() - ts.local_rank()
+
+    def set_world_size(self, size):
+        pass
+
+    def set_global_rank(self, rank):
+        pass
+
+
+class _Rest:
+    """What Lightning keeps beside modules and optimizers (loops, callbacks, schedules, hyperparameters), as it pickles it."""
+
+    def __init__(self, values=None, weights_only=None):
+        self.values, self._weights_only = values, weights_only
+
+    def state_dict(self):
+        out = io.BytesIO()
+        torch.save(self.values, out)
+        return {"pickle": out.getvalue()}
+
+    def load_state_dict(self, state):
+        self.values = torch.load(io.BytesIO(state["pickle"]), map_location="cpu", weights_only=self._weights_only)
+
+
+def _whole(tensor):
+    return ts.full_tensor(tensor) if ts.is_sharded(tensor) else tensor
+
+
+def _rows(batch):
+    """The rows of the first tensor of a batch."""
+    found = []
+    apply_to_collection(batch, torch.Tensor, found.append)
+    if not found or not found[0].dim():
+        raise ts.InvalidArgument("DDPStrategy: the batch has no tensor with rows, by which its loss could be weighted: give weight=function of the batch, or weight=None")
+    return len(found[0])
+
+
+class ManualStrategy(ParallelStrategy):
+    """The user wraps, shards and moves the modules, in `configure_model` or before; this supplies ranks, collectives and checkpoints, and leaves the rest as it is.
+
+    >>> class Fit(L.LightningModule):
+    ...     def configure_model(self):                       # before the optimizers are made
+    ...         self.mesh = ts.Mesh({"data": ts.world_size()})
+    ...         ts.fully_shard(self.net, self.mesh)
+    ...     def training_step(self, batch, _):
+    ...         x, y = (ts.from_local(t, self.mesh, [ts.Shard(0)]) for t in batch)
+    ...         return criterion(self.net(x), y)
+    >>> L.Trainer(strategy=ManualStrategy(), accelerator="cpu", devices=1).fit(Fit(), loader)
+
+    Nothing is moved, converted or broadcast, and no sampler is put into a loader: each rank reads what its own loader gives. While micro-batches accumulate
+    (`accumulate_grad_batches`) nothing that reduces gradients of the module sends. Norms of `gradient_clip_val` are those of `clip_gradients`; `by_hand` as there.
+    `self.log(..., sync_dist=True)` and torchmetrics reduce over all ranks; `sharing`: how many ranks have the same samples, which a sum counts once. A sharded
+    value is logged with `sync_dist=True`.
+
+    A checkpoint is a folder that all ranks write, of the path that Lightning gives it, and is loaded on any number of ranks and by any of these strategies; so is
+    a file that another strategy of Lightning's wrote, the optimizers' part of it into plain parameters alone.
+    Raises InvalidArgument for `precision="16-mixed"` with sharded parameters, whose overflow the ranks would not agree on.
+    """
+
+    def __init__(self, *, sharing=1, by_hand=()):
+        try:
+            ts.rank()
+        except ts.ConfigurationError:
+            ts.init()
+        super().__init__(cluster_environment=_Ranks())
+        rank_zero_only.rank = ts.rank()
+        self._by_hand, self._sharing = tuple(by_hand), int(sharing)
+        # Ranks that have different samples; into how many parts a sampler deals them, and which of them is this rank's.
+        self._data_group, self._replicas, self._place = ts.world(), 1, 0
+        self._checkpointers = {}
+
+    # ---- where and what ----
+
+    @property
+    def root_device(self):
+        """Where batches go: of the devices that the trainer was given, the one of this rank's number on its host."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    def is_distributed(self):
+        """True: Lightning asks before it reduces what is logged with `sync_dist=True`."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self):
+        """Which of the samples this rank reads where Lightning puts a DistributedSampler into a loader."""
+        return {"num_replicas": self._replicas, "rank": self._place}
+
+    def model_to_device(self):
+        """Leaves the modules where they are."""
+
+    def _sharded(self):
+        return any(map(ts.is_sharded, self.lightning_module.parameters()))
+
+    def _prepare(self, fitting):
+        """What becomes of the modules before the optimizers are made."""
+
+    def setup(self, trainer):
+        """Makes the optimizers, once the modules are as they will be trained."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._replicas == 1:
+            trainer._accelerator_connector.use_distributed_sampler = False
+        self.accelerator.setup(trainer)
+        self._prepare(fitting)
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and self._sharded():
+            raise ts.InvalidArgument("precision='16-mixed' with sharded parameters: ranks would not agree on an overflow; take 'bf16-mixed', or ts.Session, which agrees")
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = partial(self._clip, plugin), partial(self._clip_elements, plugin)
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.dist_sync_fn, metric.distributed_available_fn = self._gather_metric, lambda: ts.world_size() > 1
+
+    def teardown(self):
+        """Leaves modules and optimizers as they are."""
+        for part in (self.precision_plugin, self.accelerator, self.checkpoint_io, self.cluster_environment):
+            part.teardown()
+
+    # ---- gradients ----
+
+    def block_backward_sync(self):
+        """`with strategy.block_backward_sync():` gradients accumulate locally."""
+        return ts.no_sync(self.lightning_module)
+
+    def _clip(self, plugin, optimizer, clip_val):
+        return ts.clip_gradients(plugin.main_params(optimizer), clip_val, by_hand=self._by_hand)
+
+    @staticmethod
+    def _clip_elements(plugin, optimizer, clip_val):
+        for p in plugin.main_params(optimizer):
+            if p.grad is not None:
+                (ts.to_local(p.grad) if ts.is_sharded(p.grad) else p.grad).clamp_(-clip_val, clip_val)
+
+    # ---- collectives ----
+
+    def barrier(self, name=None):
+        """Returns when all ranks have come."""
+        ts.world().barrier()
+
+    def broadcast(self, obj, src=0):
+        """Any object that can be pickled, of rank `src`."""
+        return pickle.loads(ts.world().broadcast_bytes(pickle.dumps(obj) if ts.rank() == src else None, src))
+
+    def reduce(self, tensor, group=None, reduce_op="mean"):
+        """Over all ranks, or those of a `ts.Group`; what ranks share is in a sum once, and a sharded value is one value."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        over = group if isinstance(group, ts.Group) else ts.world()
+        name = reduce_op if isinstance(reduce_op, str) else "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2]
+        op, shared = _OPS[name.lower()], self._sharing
+        if ts.is_sharded(tensor):
+            tensor, shared = ts.full_tensor(tensor), len(ts.spec(tensor).mesh.ranks)
+        # The mean of counts has a fraction.
+        summed = tensor.double() if op == "avg" and not tensor.is_floating_point() else tensor.clone()
+        with torch.no_grad():
+            over.all_reduce(summed, op)
+        return summed / shared if op == "sum" and shared > 1 else summed
+
+    def all_gather(self, tensor, group=None, sync_grads=False):
+        """The ranks' tensors of one shape, stacked."""
+        over, whole = group if isinstance(group, ts.Group) else ts.world(), _whole(tensor)
+        if sync_grads:
+            return ts.functional.all_gather(over, whole.unsqueeze(0))
+        return over.all_gather(whole.detach().unsqueeze(0))
+
+    def _gather_metric(self, tensor, group=None):
+        """As torchmetrics asks for it: a list by rank, of any shapes."""
+        over = group if isinstance(group, ts.Group) else self._data_group
+        mine = _whole(tensor).detach()
+        return [pickle.loads(data).to(mine.device) for data in over.all_gather_bytes(pickle.dumps(mine.cpu()))]
+
+    # ---- checkpoints ----
+
+    @property
+    def restore_checkpoint_after_setup(self):
+        """Into modules and optimizers as they will be trained."""
+        return True
+
+    def optimizer_state(self, optimizer):
+        """Nothing: `save_checkpoint` takes the optimizers themselves, from all ranks."""
+        return {}
+
+    def _state(self, rest, with_optimizers):
+        optimizers = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(self.optimizers)}
+        return {"module": self.lightning_module, "lightning": ts.OfRank(rest), **(optimizers if with_optimizers else {})}
+
+    def _checkpointer(self, path):
+        folder = str(path.parent)
+        if folder not in self._checkpointers:
+            self._checkpointers[folder] = ts.Checkpointer(folder)
+        return self._checkpointers[folder]
+
+    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+        """Writes the folder `filepath` from all ranks: each its shards. Collective."""
+        if storage_options is not None:
+            raise TypeError("storage_options: a checkpoint of ranks is a folder in a file system that all of them share")
+        path = pathlib.Path(filepath).absolute()
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        rest = apply_to_collection(rest, torch.Tensor, _whole)  # metrics of a loop may be sharded
+        self._checkpointer(path).save(path.name, self._state(_Rest(rest), "optimizer_states" in checkpoint))
+
+    def load_checkpoint(self, checkpoint_path, weights_only=None):
+        """Modules and optimizers become what they were; returns the rest. Collective. `weights_only`: of what Lightning has pickled, as of `torch.load`."""
+        path = pathlib.Path(checkpoint_path).absolute()
+        if path.is_file():
+            return super().load_checkpoint(path, weights_only=weights_only)
+        rest, fitting = _Rest(weights_only=weights_only), self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        ts.CheckpointReader(str(path.parent), path.name).load(self._state(rest, fitting), allow_extra=not fitting)
+        return {"state_dict": {}, "optimizer_states": [], **self.broadcast(rest.values)}
+
+    def load_model_state_dict(self, checkpoint, strict=True):
+        """From a file of another strategy; what `load_checkpoint` found in a folder has its values already."""
+        if checkpoint["state_dict"]:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint):
+        """Likewise."""
+        if checkpoint["optimizer_states"] and self._sharded():
+            raise ts.InvalidArgument(
+                "the file has optimizers of plain parameters, and those here are sharded: load the weights alone (load_from_checkpoint, then fit without ckpt_path)"
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+    def remove_checkpoint(self, filepath):
+        """Removes the folder. Collective."""
+        path = pathlib.Path(filepath).absolute()
+        self._checkpointer(path).remove(path.name)
+
+
+class DDPStrategy(ManualStrategy):
+    """Every rank holds all parameters; gradients are averaged while backward runs, by `DistributedDataParallel` over the LightningModule.
+
+    Ranks may have different numbers of samples, or none: `weight(batch)` says how many, by default the rows of the batch's first tensor, and the gradients of
+    each micro-batch are those of the mean over all ranks' samples; None: each rank's loss counts the same. The module is moved to the device and converted to
+    the trainer's precision. Lightning puts a DistributedSampler into loaders that have none. `options`: of `DistributedDataParallel`.
+    """
+
+    def __init__(self, *, weight=_rows, **options):
+        super().__init__()
+        self._replicas, self._place = ts.world_size(), ts.rank()
+        self._weight, self._options, self._ddp, self._samples = weight, options, None, 1
+
+    def _prepare(self, fitting):
+        module = self.precision_plugin.convert_module(self.lightning_module).to(self.root_device)
+        if fitting:
+            if self._ddp is None or self._ddp.module is not module:
+                self._ddp = ts.DistributedDataParallel(module, **self._options)
+            self.model = self._ddp
+
+    def training_step(self, *args, **kwargs):
+        """Of the LightningModule, behind what `DistributedDataParallel` does before a forward."""
+        if self._weight is not None:
+            self._samples = float(self._weight(args[0]))
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss, *args, **kwargs):
+        """Backward of the mean over all ranks' samples."""
+        if self._weight is not None:
+            closure_loss = ts.mean_loss(closure_loss, self._samples)
+        return super().backward(closure_loss, *args, **kwargs)
+
+
+class MeshStrategy(ManualStrategy):
+    """Parameters and batches on a mesh: sharded, in space too, or replicated, in any mixture.
+
+    `axes`: as of `Mesh`, which is `trainer.strategy.mesh` in `configure_model`. `batch`: how the tensors of a batch lie, a placement for each axis; default
+    Shard(0) along the first axis. A loader reads complete samples: along axes of Shard(0) each rank its own rows, of any number, and along the others the same
+    ones, of which each rank keeps its shard. So Lightning's DistributedSampler goes by the coordinate along the axes of Shard(0). Tensors with too few dims for a
+    Shard are replicated on that axis. The loss of such a batch is the mean over all ranks' samples.
+
+    `rule`: of `distribute_module`, which the LightningModule goes through if `configure_model` has sharded none of its parameters; default: replicated. Raises
+    InvalidArgument for placements that do not fit the axes, or are partial.
+    """
+
+    def __init__(self, axes, *, batch=None, rule=None):
+        super().__init__()
+        self.mesh, self._rule = ts.Mesh(axes), rule
+        replicated = [ts.Replicate()] * (len(self.mesh.axes) - 1)
+        self._placements = [from_text(text) for text in to_text([ts.Shard(0), *replicated] if batch is None else batch)]
+        if len(self._placements) != len(self.mesh.axes) or any(isinstance(p, ts.Partial) or (isinstance(p, ts.Shard) and p.dim < 0) for p in self._placements):
+            raise ts.InvalidArgument(
+                f"MeshStrategy: a batch that lies as {self._placements} on {self.mesh}: give for each axis Replicate() or Shard(dim), dims counted from the first"
+            )
+        self._rows_over = [axis for axis, p in zip(self.mesh.axes, self._placements) if p == ts.Shard(0)]
+        for axis, size, coordinate in zip(self.mesh.axes, self.mesh.axes.values(), self.mesh.coordinate):
+            if axis in self._rows_over:
+                self._replicas, self._place = self._replicas * size, self._place * size + coordinate
+        self._sharing = ts.world_size() // self._replicas
+        if self._rows_over:
+            self._data_group = self.mesh.group(*self._rows_over)
+
+    def _prepare(self, fitting):
+        if not self._sharded():
+            module = self.precision_plugin.convert_module(self.lightning_module).to(self.root_device)
+            ts.distribute_module(module, self.mesh, self._rule)
+
+    def batch_to_device(self, batch, device=None, dataloader_idx=0):
+        """Moves the batch, and makes its tensors sharded ones. Collective: the ranks' rows are counted."""
+        return apply_to_collection(super().batch_to_device(batch, device, dataloader_idx), torch.Tensor, self._placed)
+
+    def _placed(self, tensor):
+        if ts.is_sharded(tensor):
+            return tensor
+        where = [ts.Replicate() if isinstance(p, ts.Shard) and p.dim >= tensor.dim() else p for p in self._placements]
+        rows = [p if p == ts.Shard(0) else ts.Replicate() for p in where]
+        return ts.redistribute(ts.from_local(tensor, self.mesh, rows), where)

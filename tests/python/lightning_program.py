@@ -1,0 +1,163 @@
+"""Lightning's Trainer over the strategies of tessera.lightning, each compared with a plain loop of one process. Argument: a folder of all ranks."""
+
+import math
+import pathlib
+import sys
+import warnings
+
+import lightning as L
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tessera as ts
+from support import assert_same
+from tessera.lightning import DDPStrategy, ManualStrategy, MeshStrategy
+
+FOLDER = pathlib.Path(sys.argv[1])
+EPOCHS, BATCHES, ACCUMULATED, NORM = 2, 3, 2, 0.2
+warnings.filterwarnings("ignore")
+
+
+def build():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 1, 3, padding=1)).double()
+
+
+def samples(rows):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(rows, 2, 9, generator=generator).double(), torch.randn(rows, 1, 9, generator=generator).double()
+
+
+def alone(epochs):
+    """Parameters, and the loss over all samples. `epochs`: batches of each."""
+    net = build()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.02, eps=1e-3)
+    for batches in epochs:
+        for first in range(0, len(batches), ACCUMULATED):
+            optimizer.zero_grad()
+            for x, y in batches[first : first + ACCUMULATED]:
+                (nn.functional.mse_loss(net(x), y) / ACCUMULATED).backward()
+            norm = math.sqrt(sum(p.grad.square().sum().item() for p in net.parameters()))
+            for p in net.parameters():
+                p.grad.mul_(min(1.0, NORM / norm))
+            optimizer.step()
+    x, y = (torch.cat(t) for t in zip(*batches))
+    return dict(net.named_parameters()), nn.functional.mse_loss(net(x), y).item()
+
+
+class Fit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.error = build(), torchmetrics.MeanMetric().double()
+
+    def loss(self, batch):
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch, _):
+        return self.loss(batch)
+
+    def validation_step(self, batch, _):
+        loss, rows = self.loss(batch), len(batch[0])
+        self.log("loss", loss.nan_to_num(), sync_dist=True, batch_size=rows)
+        self.error.update(ts.full_tensor(loss) if ts.is_sharded(loss) else loss.nan_to_num(), rows)
+        self.log("error", self.error)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters(), 0.02, eps=1e-3)
+
+
+class FullyShard(Fit):
+    def configure_model(self):
+        if not any(map(ts.is_sharded, self.parameters())):
+            self.mesh = ts.fully_shard(self.net, ts.Mesh({"data": ts.world_size()})) and ts.Mesh({"data": ts.world_size()})
+
+    def loss(self, batch):
+        return super().loss([ts.from_local(t, self.mesh, ts.Shard(0)) for t in batch])
+
+
+class Domain(Fit):
+    """Each rank has a slab of every field."""
+
+    def configure_model(self):
+        if not any(map(ts.is_sharded, self.parameters())):
+            self.mesh = ts.Mesh({"domain": ts.world_size()})
+            ts.distribute_module(self.net, self.mesh)
+
+    def loss(self, batch):
+        n = ts.world_size()
+        return super().loss([ts.distribute_tensor(t, self.mesh, ts.Shard(2), {2: [9 - 2 * (n - 1)] + [2] * (n - 1)}) for t in batch])
+
+
+def trainer(strategy, epochs=EPOCHS, **options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {**quiet, "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": NORM, "num_sanity_val_steps": 0, **options}
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, default_root_dir=FOLDER, use_distributed_sampler=not isinstance(strategy, DDPStrategy), **options)
+
+
+def compare(what, run, module, expected):
+    parameters, loss = expected
+    for name, p in module.net.named_parameters():
+        assert_same(p, parameters[name], f"{what} {name}")
+    for name in ("loss", "error"):
+        # Lightning counts in the default dtype at least.
+        assert abs(run.callback_metrics[name].item() - loss) < 1e-6 * loss, (what, name, run.callback_metrics[name], loss)
+
+
+def by_batch(batches):
+    return DataLoader(batches, batch_size=None)
+
+
+def main():
+    ts.init()
+    torch.set_num_threads(1)
+    rank, ranks = ts.rank(), ts.world_size()
+    whole = [t.split([5, 4, 6]) for t in samples(15)]
+    batches = list(zip(*whole))
+    uneven = [[3, 1, 0, 1], [0, 0, 4, 0], [1, 2, 2, 1]]
+    mine = [tuple(t.split(rows[: ranks - 1] + [sum(rows[ranks - 1 :])])[rank] for t in b) for b, rows in zip(batches, uneven)]
+    expected = alone([batches] * EPOCHS)
+
+    module, run = Fit(), trainer(DDPStrategy())
+    run.fit(module, by_batch(mine), by_batch(mine))
+    compare("ddp", run, module, expected)
+    assert (run.world_size, run.global_rank) == (ranks, rank), (run.world_size, run.global_rank)
+
+    module, run = Domain(), trainer(ManualStrategy(sharing=ranks))
+    run.fit(module, by_batch(batches), by_batch(batches))
+    compare("domain", run, module, expected)
+    assert all(map(ts.is_sharded, module.net.parameters()))  # nothing is undone
+
+    keeps = L.pytorch.callbacks.ModelCheckpoint(FOLDER / "kept", save_top_k=1, monitor="loss", filename="{epoch}")
+    module, run = FullyShard(), trainer(ManualStrategy(), enable_checkpointing=True, callbacks=[keeps])
+    run.fit(module, by_batch(mine), by_batch(mine))
+    compare("fully sharded", run, module, expected)
+    run.save_checkpoint(FOLDER / "last.ckpt")
+    kept = ts.Checkpointer(FOLDER / "kept").names()
+    assert kept == [f"epoch={EPOCHS - 1}.ckpt"] == [pathlib.Path(keeps.best_model_path).name], kept
+    assert ts.CheckpointReader(FOLDER, "last.ckpt").saved_ranks == ranks
+    # Another strategy goes on from it.
+    module, run = Fit(), trainer(DDPStrategy(), EPOCHS + 1)
+    run.fit(module, by_batch(mine), by_batch(mine), ckpt_path=FOLDER / "last.ckpt")
+    compare("resumed", run, module, alone([batches] * (EPOCHS + 1)))
+
+    axes = {"data": ranks // 2, "domain": 2} if ranks % 2 == 0 else {"data": ranks, "domain": 1}
+    x, y = samples(12)
+    # As a DistributedSampler deals them, whatever the number of coordinates: alike on ranks of one coordinate. Of one coordinate there is none.
+    orders = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)) if axes["data"] > 1 else torch.arange(12) for epoch in range(EPOCHS)]
+    module, run = Fit(), trainer(MeshStrategy(axes, batch=[ts.Shard(0), ts.Shard(2)]))
+    loader = DataLoader(TensorDataset(x, y), batch_size=6 // axes["data"])
+    run.fit(module, loader, loader)
+    compare("mesh", run, module, alone([[(x[i], y[i]) for i in order.split(6)] for order in orders]))
+
+    strategy = run.strategy
+    assert strategy.broadcast({"from": rank}, ranks - 1) == {"from": ranks - 1} and strategy.reduce_boolean_decision(rank == 0, all=False)
+    assert strategy.all_gather(torch.tensor([rank])).flatten().tolist() == list(range(ranks))
+    assert strategy.reduce(torch.tensor(1.0), reduce_op="sum").item() == axes["data"]
+    print(f"rank {rank} of {ranks}: as one process", flush=True)
+
+
+if __name__ == "__main__":
+    main()
