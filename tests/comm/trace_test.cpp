@@ -4,16 +4,56 @@
 #include <torch/torch.h>
 
 #include <unistd.h>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
+#include <thread>
 
 #include "tessera/comm/group/trace.h"
+#include "tessera/comm/group/wait_time.h"
 #include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {
+
+// One rank comes later than the other, which waits for it in either kind of call.
+TEST(WaitTime, CountsWhatThisThreadWaitsInCalls) {
+  using Clock = WaitTime::Clock;
+  constexpr auto kLate = std::chrono::milliseconds(20);
+  std::atomic<int> called{0};
+  run_threads(2, [&](DistributedManager& manager) {
+    EXPECT_FALSE(WaitTime::counts());
+    const WaitTime all;
+    for (int round = 1; round <= 2; ++round) {
+      const WaitTime waiting;
+      EXPECT_TRUE(WaitTime::counts());
+      torch::Tensor x = torch::ones({5});
+      if (manager.rank() == 0) {
+        ++called;
+      } else {
+        while (called < round) std::this_thread::yield();
+        for (const auto from = Clock::now(); Clock::now() - from < kLate;) {
+        }
+      }
+      if (round == 1) {
+        manager.world().all_reduce(x);
+      } else {
+        auto started = manager.world().started().all_reduce(x, ReduceOp::sum);
+        EXPECT_EQ(waiting.total(), Clock::duration::zero()) << "the rank goes on with its work";
+        started.wait();
+      }
+      EXPECT_GT(waiting.total(), Clock::duration::zero());
+      if (manager.rank() == 0) EXPECT_GT(waiting.total(), kLate / 2);
+    }
+    if (manager.rank() == 0) EXPECT_GT(all.total(), kLate);
+    bool elsewhere = true;
+    std::thread([&] { elsewhere = WaitTime::counts(); }).join();
+    EXPECT_FALSE(elsewhere);
+  });
+  EXPECT_FALSE(WaitTime::counts());
+}
 
 TEST(Trace, CountsCallsAndBytesOfOperationsAndGroups) {
   run_threads(2, [](DistributedManager& manager) {

@@ -9,6 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/mismatch.h"
 #include "tessera/comm/group/detail/trace_event.h"
+#include "tessera/comm/group/wait_time.h"
 
 namespace tessera::detail {
 namespace {
@@ -298,6 +299,8 @@ void RequestState::wait() {
     if (error_) std::rethrow_exception(error_);
     return;
   }
+  const bool counted = !within_call_ && WaitTime::counts();
+  const auto from = counted && !blocking_ ? WaitTime::Clock::now() : begin_;
   try {
     wait_for_works();
     if (!finish_.empty() || !copies_.empty()) {
@@ -309,6 +312,7 @@ void RequestState::wait() {
     fail(std::current_exception());
   }
   finished_ = true;
+  if (counted) WaitTime::add(WaitTime::Clock::now() - from);
   if (CommTrace* trace = group_.trace(); trace && !within_call_)
     record(*trace, *this, begin_, bytes_);
   works_.clear();
