@@ -137,6 +137,43 @@ def test_rows_and_a_domain_on_a_mesh_of_two_axes():
     on_ranks(4, body)
 
 
+def test_gradients_that_the_program_reduces():
+    """Summed by hand; a loss that all ranks compute; shards of a table that each rank has of its own, in the norm once each."""
+    expected, parameters = alone(2, steps=1)
+
+    def body(rank):
+        net = build()
+        session = ts.Session(net, adam(net.parameters()), max_norm=0.2, gradients="summed", signals=False)
+        for k in range(2):
+            x, y = (t.split(ROWS[2][k])[rank] for t in batch(0, k, 2))
+            session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x), last=k == 1)
+        for p in net.parameters():
+            ts.world().all_reduce(p.grad)
+        summed = session.step()
+        assert (summed.loss, summed.norm) == pytest.approx(expected[0], rel=1e-10)
+        for name, p in net.named_parameters():
+            assert_same(p, parameters[name], name)
+
+        net = build()
+        session = ts.Session(net, adam(net.parameters()), max_norm=0.2, sharing=2, signals=False)
+        for k in range(2):
+            x, y = batch(0, k, 2)
+            session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x), last=k == 1)
+        shared = session.step()
+        assert shared.weight == summed.weight and (shared.loss, shared.norm) == pytest.approx(expected[0], rel=1e-10)
+
+        table = nn.ParameterList([torch.zeros(3 - rank, dtype=torch.float64)])
+        session = ts.Session(table, torch.optim.SGD(table, 1.0), gradients="summed", by_hand=[(table[0], ts.world())], max_norm=1.0, signals=False)
+        session.micro_batch(lambda: (table[0] * 4).sum(), 1)
+        assert session.step().norm == pytest.approx(math.sqrt(5 * 2.0**2)) and torch.allclose(table[0], torch.full_like(table[0], -1 / math.sqrt(5)))
+        with pytest.raises(ts.InvalidArgument, match="divisor"):
+            ts.Session(net, sharing=3, signals=False)
+        with pytest.raises(ts.InvalidArgument, match="'averaged' or 'summed'"):
+            ts.Session(net, gradients="added", signals=False)
+
+    on_ranks(2, body)
+
+
 def test_what_ranks_ask_for_all_learn():
     def body(rank):
         net = build()
