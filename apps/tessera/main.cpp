@@ -3,13 +3,12 @@
 
 #include <algorithm>
 #include <iostream>
-#include <numeric>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "commands.h"
 #include "tessera/base/error.h"
+#include "tessera/base/nearest.h"
 #include "tessera/base/text.h"
 #include "tessera/version.h"
 
@@ -25,21 +24,6 @@ void open_standard_descriptors() {
   }
 }
 
-// How many letters differ, are missing or are too many.
-std::size_t distance(const std::string& a, const std::string& b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i + 1);
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t changed = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({changed, diagonal + 1, row[j] + 1});
-    }
-  }
-  return row.back();
-}
-
 // Says which commands there are where the first argument is none. The parser would take it for an
 // argument of no command.
 bool is_no_command(const std::string& word, const std::vector<tessera::app::Command>& commands) {
@@ -47,13 +31,9 @@ bool is_no_command(const std::string& word, const std::vector<tessera::app::Comm
   for (const auto& command : commands) names.push_back(command.parser->get_name());
   if (word.empty() || word[0] == '-' || std::find(names.begin(), names.end(), word) != names.end())
     return false;
-  const auto nearest =
-      std::min_element(names.begin(), names.end(), [&](const std::string& a, const std::string& b) {
-        return distance(word, a) < distance(word, b);
-      });
   std::cerr << tessera::concat("tessera: '", word.substr(0, 60),
-                               "' is no command; the nearest is '", *nearest, "'. There are ",
-                               tessera::list(names), "; tessera --help\n");
+                               "' is no command; the nearest is '", tessera::nearest(word, names),
+                               "'. There are ", tessera::list(names), "; tessera --help\n");
   return true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <charconv>
 #include <fstream>
+#include <functional>
 #include <set>
 #include <vector>
 
@@ -121,6 +122,8 @@ void to_yaml(const Json& value, YAML::Emitter& out) {
     out << YAML::EndSeq;
   } else if (value.is_string()) {
     put_text(value.get<std::string>());
+  } else if (value.is_null()) {
+    out << YAML::Null;
   } else {
     out << value.dump();
   }
@@ -165,6 +168,22 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
     // Of a number that is too large the message holds every digit.
     throw ConfigFileError(concat(source, ": ", printable(error.what(), 500)));
   }
+}
+
+std::map<std::string, int> lines_of(const std::string& text) {
+  std::map<std::string, int> lines;
+  const std::function<void(const YAML::Node&, const std::string&)> visit =
+      [&](const YAML::Node& node, const std::string& at) {
+        if (!node.IsMap()) return;
+        for (const auto& entry : node) {
+          const std::string key =
+              at.empty() ? entry.first.Scalar() : concat(at, ".", entry.first.Scalar());
+          lines[key] = entry.first.Mark().line + 1;
+          visit(entry.second, key);
+        }
+      };
+  visit(YAML::Load(text), "");
+  return lines;
 }
 
 std::string write_document(const Json& value, FileFormat format) {

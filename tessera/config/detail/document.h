@@ -1,6 +1,7 @@
 #pragma once
 // JSON and YAML texts as one kind of value, so that each schema is read by one piece of code.
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -15,6 +16,9 @@ using Json = nlohmann::ordered_json;
 /// counted wherever they are used).
 Json parse_document(const std::string& text, FileFormat format, const std::string& source);
 std::string write_document(const Json& value, FileFormat format);
+/// The lines of the keys of a YAML text that parse_document() has read, by their path with dots
+/// between ("trainer.max_steps"), counted from 1; of keys inside lists none.
+std::map<std::string, int> lines_of(const std::string& text);
 
 /// The format of a file by its ending: ".json" -> json; ".yaml", ".yml" -> yaml. Throws
 /// ConfigFileError for anything else.
