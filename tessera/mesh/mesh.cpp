@@ -1,7 +1,6 @@
 #include "tessera/mesh/mesh.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <ostream>
 #include <set>

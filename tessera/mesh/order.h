@@ -31,4 +31,12 @@ Mesh mesh_from_order(const std::string& order, const std::map<std::string, int>&
 /// dash or is empty, for then the order cannot be read back.
 std::string order_of(const Mesh& mesh);
 
+/// The mesh dp x pp x mp, outermost first: ranks of one model are adjacent, pipeline stages stride
+/// over them, and data-parallel replicas stride over both. parallel_mesh(8, 2, 2) on 8 ranks:
+///   model [0,1] [2,3] [4,5] [6,7];  pipeline [0,2] [1,3] [4,6] [5,7];
+///   data [0,4] [1,5] [2,6] [3,7]
+/// Throws WorldSizeMismatch if model x pipeline does not divide the world, GroupConfigError for a
+/// size below 1.
+Mesh parallel_mesh(int world_size, int model_parallelism, int pipeline_parallelism);
+
 }  // namespace tessera

@@ -13,27 +13,14 @@ int MeshResize::count(RankMove::Kind kind) const {
                                         [&](const RankMove& move) { return move.kind == kind; }));
 }
 
-MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
-                       const std::vector<int>& old_rank_of) {
-  const int along = old_mesh.index(axis), old_size = old_mesh.size(along),
-            slice = old_mesh.size() / old_size;
-  const int world = static_cast<int>(old_rank_of.size());
-  if (world < slice || world % slice != 0)
-    throw WorldSizeMismatch(
-        concat("a world of ", world, " ranks does not fit the mesh ", old_mesh, " with axis '",
-               axis, "' resized: the other axes multiply to ", slice, "; use ",
-               world / slice * slice > 0 ? concat(world / slice * slice, " or ") : "",
-               (world / slice + 1) * slice, " ranks"),
-        world, slice);
-  const int new_size = world / slice;
-  auto axes = old_mesh.axes();
-  axes[along].size = new_size;
-  const Mesh shape(axes);  // positions of the new mesh
+namespace {
 
-  // Survivors by old position.
+/// The new rank of each position of the old mesh, -1 where it is gone; `joined` gets those that
+/// were not in it. Throws InvalidArgument if two say that they were one rank.
+std::vector<int> survivors(const Mesh& old_mesh, const std::vector<int>& old_rank_of,
+                           std::vector<int>& joined) {
   std::vector<int> survivor(old_mesh.size(), -1);  // new rank
-  std::vector<int> joined;
-  for (int r = 0; r < world; ++r) {
+  for (int r = 0; r < static_cast<int>(old_rank_of.size()); ++r) {
     const auto at = old_rank_of[r] < 0 ? std::nullopt : old_mesh.find(old_rank_of[r]);
     if (!at) {
       joined.push_back(r);
@@ -45,11 +32,14 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
                                    "; a process has one rank"));
     survivor[*at] = r;
   }
+  return survivor;
+}
 
-  const int stride = old_mesh.stride(along);
-  const auto index_of = [&](int position) { return position / stride % old_size; };
-  std::vector<int> alive(old_size, 0), kept(old_size);
-  for (int p = 0; p < old_mesh.size(); ++p) alive[index_of(p)] += survivor[p] >= 0;
+/// The index in the new mesh of each slice along the axis that is resized, -1 for one that is
+/// dropped: those with the most ranks `alive` stay, at their index where the new mesh has it.
+std::vector<int> slice_targets(const std::vector<int>& alive, int new_size) {
+  const int old_size = static_cast<int>(alive.size());
+  std::vector<int> kept(old_size);
   std::iota(kept.begin(), kept.end(), 0);
   std::stable_sort(kept.begin(), kept.end(), [&](int a, int b) { return alive[a] > alive[b]; });
   if (old_size > new_size) kept.resize(new_size);
@@ -68,6 +58,56 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
       target[s] = free;
       taken[free] = true;
     }
+  return target;
+}
+
+/// One of each new rank, then one of each that is gone.
+std::vector<RankMove> moves(const Mesh& old_mesh, const Mesh& mesh,
+                            const std::vector<int>& old_rank_of, const std::vector<int>& survivor) {
+  std::vector<RankMove> result;
+  for (int r = 0; r < mesh.size(); ++r) {
+    RankMove move{RankMove::Kind::joined, -1, r, {}, mesh.coordinate(r)};
+    if (old_rank_of[r] >= 0 && old_mesh.contains(old_rank_of[r])) {
+      move.old_rank = old_rank_of[r];
+      move.from = old_mesh.coordinate(move.old_rank);
+      move.kind = move.from == move.to ? RankMove::Kind::kept : RankMove::Kind::moved;
+    }
+    result.push_back(std::move(move));
+  }
+  std::vector<int> gone;
+  for (int p = 0; p < old_mesh.size(); ++p)
+    if (survivor[p] < 0) gone.push_back(old_mesh.ranks()[p]);
+  std::sort(gone.begin(), gone.end());
+  for (int rank : gone)
+    result.push_back({RankMove::Kind::left, rank, -1, old_mesh.coordinate(rank), {}});
+  return result;
+}
+
+}  // namespace
+
+MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
+                       const std::vector<int>& old_rank_of) {
+  const int along = old_mesh.index(axis), old_size = old_mesh.size(along),
+            slice = old_mesh.size() / old_size;
+  const int world = static_cast<int>(old_rank_of.size());
+  if (world < slice || world % slice != 0)
+    throw WorldSizeMismatch(
+        concat("a world of ", world, " ranks does not fit the mesh ", old_mesh, " with axis '",
+               axis, "' resized: the other axes multiply to ", slice, "; use ",
+               world / slice * slice > 0 ? concat(world / slice * slice, " or ") : "",
+               (world / slice + 1) * slice, " ranks"),
+        world, slice);
+  const int new_size = world / slice;
+  auto axes = old_mesh.axes();
+  axes[along].size = new_size;
+
+  std::vector<int> joined;
+  const std::vector<int> survivor = survivors(old_mesh, old_rank_of, joined);
+  const int stride = old_mesh.stride(along);
+  const auto index_of = [&](int position) { return position / stride % old_size; };
+  std::vector<int> alive(old_size, 0);
+  for (int p = 0; p < old_mesh.size(); ++p) alive[index_of(p)] += survivor[p] >= 0;
+  const std::vector<int> target = slice_targets(alive, new_size);
 
   // `stride` is that of the new mesh as well: the axes to the right are unchanged.
   const auto moved_to = [&](int position, int index) {
@@ -99,23 +139,8 @@ MeshResize resize_mesh(const Mesh& old_mesh, const std::string& axis,
   for (int p : still) fill(survivor[p]);
   for (int rank : joined) fill(rank);
 
-  MeshResize result{Mesh(axes, table), {}};
-  for (int r = 0; r < world; ++r) {
-    RankMove move{RankMove::Kind::joined, -1, r, {}, result.mesh.coordinate(r)};
-    if (old_rank_of[r] >= 0 && old_mesh.contains(old_rank_of[r])) {
-      move.old_rank = old_rank_of[r];
-      move.from = old_mesh.coordinate(move.old_rank);
-      move.kind = move.from == move.to ? RankMove::Kind::kept : RankMove::Kind::moved;
-    }
-    result.moves.push_back(std::move(move));
-  }
-  std::vector<int> gone;
-  for (int p = 0; p < old_mesh.size(); ++p)
-    if (survivor[p] < 0) gone.push_back(old_mesh.ranks()[p]);
-  std::sort(gone.begin(), gone.end());
-  for (int rank : gone)
-    result.moves.push_back({RankMove::Kind::left, rank, -1, old_mesh.coordinate(rank), {}});
-  return result;
+  const Mesh mesh(axes, table);
+  return {mesh, moves(old_mesh, mesh, old_rank_of, survivor)};
 }
 
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "tessera/mesh/groups/group_plan.h"
 #include "tessera/mesh/groups/model_groups.h"
 #include "tessera/mesh/groups/orthogonal.h"
-#include "tessera/mesh/parallelism.h"
+#include "tessera/mesh/order.h"
 
 using namespace tessera;
 using Names = std::vector<std::string>;

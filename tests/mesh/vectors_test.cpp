@@ -9,7 +9,6 @@
 #include "tessera/mesh/groups/group_plan.h"
 #include "tessera/mesh/groups/orthogonal.h"
 #include "tessera/mesh/order.h"
-#include "tessera/mesh/parallelism.h"
 
 using namespace tessera;
 using Json = nlohmann::json;

@@ -14,7 +14,7 @@
 #include "tessera/comm/group/functional.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/mesh/errors.h"
-#include "tessera/mesh/parallelism.h"
+#include "tessera/mesh/order.h"
 
 namespace tessera {
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <set>
 
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"

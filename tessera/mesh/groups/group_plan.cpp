@@ -1,7 +1,6 @@
 #include "tessera/mesh/groups/group_plan.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"

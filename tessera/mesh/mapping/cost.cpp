@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <utility>
 
 #include "tessera/base/internal/name.h"
@@ -276,6 +275,77 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
          std::max(slowest, drain(scratch));
 }
 
+namespace {
+
+/// The cheapest algorithm for a collective of n bytes among p members, and its seconds.
+/// `round(partner, bytes)`: the seconds of a round in which member i sends to partner(i), or, at
+/// -1, does not.
+template <class Round>
+std::pair<double, const char*> cheapest(Collective collective, double n, int p,
+                                        const Round& round) {
+  const auto ring_round = [&] {
+    return round([&](int i) { return i + 1 == p ? 0 : i + 1; }, n / p);
+  };
+  int power = 1;
+  while (power * 2 <= p) power *= 2;
+  const int extra = p - power;
+  // In the recursive algorithms the first `extra` odd members stand for their left neighbours.
+  const auto member_of = [&](int i) { return i < extra ? 2 * i + 1 : i + extra; };
+  const auto index_of = [&](int m) { return m < 2 * extra ? (m % 2 ? m / 2 : -1) : m - extra; };
+  const auto fold = [&](double bytes) {
+    return extra == 0
+               ? 0.0
+               : round([&](int i) { return i < 2 * extra && i % 2 == 0 ? i + 1 : -1; }, bytes);
+  };
+  // Nearest partners exchange the largest messages: n/2 at distance 1, n/4 at distance 2 ...; or n
+  // each time.
+  const auto exchange = [&](bool halves) {
+    double seconds = 0;
+    for (int distance = 1, k = 1; distance < power; distance *= 2, ++k)
+      seconds += round(
+          [&](int m) {
+            const int i = index_of(m);
+            return i < 0 ? -1 : member_of(i ^ distance);
+          },
+          halves ? std::ldexp(n, -k) : n);
+    return seconds;
+  };
+  // Farthest first, so that few messages leave a host; in a scatter a message contains what the
+  // receiver will pass on.
+  const auto tree = [&](bool scatter) {
+    double seconds = 0;
+    for (int distance = power == p ? p / 2 : power; distance > 0; distance /= 2)
+      seconds += round(
+          [&](int i) { return i % (2 * distance) == 0 && i + distance < p ? i + distance : -1; },
+          scatter ? n * std::min(distance, p - distance) / p : n);
+    return seconds;
+  };
+  using Choice = std::pair<double, const char*>;
+  const auto best = [](std::initializer_list<Choice> choices) {
+    return *std::min_element(choices.begin(), choices.end(),
+                             [](const Choice& a, const Choice& b) { return a.first < b.first; });
+  };
+  switch (collective) {
+    case Collective::all_reduce: {
+      const double ends = 2 * fold(n);
+      return best({{2 * (p - 1) * ring_round(), "ring"},
+                   {ends + exchange(false), "recursive doubling"},
+                   {ends + 2 * exchange(true), "halving and doubling"}});
+    }
+    case Collective::all_gather:
+      return best({{(p - 1) * ring_round(), "ring"},
+                   {fold(n) + fold(n / p) + exchange(true), "recursive doubling"}});
+    case Collective::reduce_scatter:
+      return best({{(p - 1) * ring_round(), "ring"},
+                   {fold(n) + fold(n / p) + exchange(true), "recursive halving"}});
+    default:  // broadcast and reduce: the same messages, the other way
+      return best(
+          {{tree(false), "binomial tree"}, {tree(true) + (p - 1) * ring_round(), "tree and ring"}});
+  }
+}
+
+}  // namespace
+
 double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot_of,
                                  Scratch& scratch, std::string* algorithm) const {
   const Traffic& traffic = traffic_[entry];
@@ -306,75 +376,15 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
   if (traffic.collective == Collective::all_to_all)
     return named(all_to_all_seconds(n, scratch), "pairwise exchange");
 
-  // fill(f): the flows of a round, f(i) = partner of member i or -1.
-  const auto fill = [&](auto&& partner) {
-    flows.clear();
-    for (const auto& m : scratch.members)
-      for (int i = 0; i < p; ++i)
-        if (const int j = partner(i); j >= 0) flows.emplace_back(m[i], m[j]);
-  };
-  const auto ring_round = [&] {
-    fill([&](int i) { return i + 1 == p ? 0 : i + 1; });
-    return round_seconds(flows, n / p, scratch);
-  };
-  int power = 1;
-  while (power * 2 <= p) power *= 2;
-  const int extra = p - power;
-  // In the recursive algorithms the first `extra` odd members stand for their left neighbours.
-  const auto member_of = [&](int i) { return i < extra ? 2 * i + 1 : i + extra; };
-  const auto index_of = [&](int m) { return m < 2 * extra ? (m % 2 ? m / 2 : -1) : m - extra; };
-  const auto fold = [&](double bytes) {
-    if (extra == 0) return 0.0;
-    fill([&](int i) { return i < 2 * extra && i % 2 == 0 ? i + 1 : -1; });
-    return round_seconds(flows, bytes, scratch);
-  };
-  // Nearest partners exchange the largest messages: n/2 at distance 1, n/4 at distance 2 ...; or n
-  // each time.
-  const auto exchange = [&](bool halves) {
-    double seconds = 0;
-    for (int distance = 1, k = 1; distance < power; distance *= 2, ++k) {
-      fill([&](int m) {
-        const int i = index_of(m);
-        return i < 0 ? -1 : member_of(i ^ distance);
+  const auto [seconds, name] =
+      cheapest(traffic.collective, n, p, [&](const auto& partner, double bytes) {
+        flows.clear();
+        for (const auto& m : scratch.members)
+          for (int i = 0; i < p; ++i)
+            if (const int j = partner(i); j >= 0) flows.emplace_back(m[i], m[j]);
+        return round_seconds(flows, bytes, scratch);
       });
-      seconds += round_seconds(flows, halves ? std::ldexp(n, -k) : n, scratch);
-    }
-    return seconds;
-  };
-  // Farthest first, so that few messages leave a host; in a scatter a message contains what the
-  // receiver will pass on.
-  const auto tree = [&](bool scatter) {
-    double seconds = 0;
-    for (int distance = power == p ? p / 2 : power; distance > 0; distance /= 2) {
-      fill([&](int i) { return i % (2 * distance) == 0 && i + distance < p ? i + distance : -1; });
-      seconds +=
-          round_seconds(flows, scatter ? n * std::min(distance, p - distance) / p : n, scratch);
-    }
-    return seconds;
-  };
-  const auto best = [&](std::initializer_list<std::pair<double, const char*>> choices) {
-    auto least = *choices.begin();
-    for (const auto& choice : choices)
-      if (choice.first < least.first) least = choice;
-    return named(least.first, least.second);
-  };
-  switch (traffic.collective) {
-    case Collective::all_reduce: {
-      const double ends = 2 * fold(n);
-      return best({{2 * (p - 1) * ring_round(), "ring"},
-                   {ends + exchange(false), "recursive doubling"},
-                   {ends + 2 * exchange(true), "halving and doubling"}});
-    }
-    case Collective::all_gather:
-      return best({{(p - 1) * ring_round(), "ring"},
-                   {fold(n) + fold(n / p) + exchange(true), "recursive doubling"}});
-    case Collective::reduce_scatter:
-      return best({{(p - 1) * ring_round(), "ring"},
-                   {fold(n) + fold(n / p) + exchange(true), "recursive halving"}});
-    default:  // broadcast and reduce: the same messages, the other way
-      return best(
-          {{tree(false), "binomial tree"}, {tree(true) + (p - 1) * ring_round(), "tree and ring"}});
-  }
+  return named(seconds, name);
 }
 
 MappingCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {

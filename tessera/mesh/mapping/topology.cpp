@@ -1,7 +1,6 @@
 #include "tessera/mesh/mapping/topology.h"
 
 #include <cmath>
-#include <limits>
 #include <set>
 
 #include "tessera/base/internal/name.h"
