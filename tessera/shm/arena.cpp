@@ -1,4 +1,4 @@
-#include "tessera/shm/arena.h"
+#include "tessera/shm/group.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -11,6 +11,10 @@
 // All calls but send, receive and exchange are collective: all ranks make them, in the same order
 // and with the same sizes. Results have the same bits on all ranks and in every run.
 //
+// Meeting. One rank makes the memory, and passes its descriptor to the others over a local socket.
+// That they can meet there proves that they share a host; names of hosts and environment variables
+// are not consulted.
+//
 // Progress. There is no background thread: a started call advances while this rank starts, tests or
 // waits for any call of the group, or in drive(). What fits into a slot is published when it is
 // started, so that the other ranks need not wait for this rank's next call.
@@ -24,12 +28,14 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "tessera/shm/arena.h"
-#include "tessera/shm/meeting.h"
 #include "tessera/shm/types.h"
 
 namespace tessera::shm {
@@ -40,6 +46,73 @@ class Core;
 struct GroupState;
 class Op;
 }  // namespace detail
+
+/// A place where ranks leave each other short messages before they share memory: any key-value
+/// store that all of them reach. Each key is used once.
+struct Directory {
+  std::function<void(const std::string& key, const std::string& bytes)> put;
+  /// Waits until the key exists. Throws once the limit has passed.
+  std::function<std::string(const std::string& key, std::chrono::milliseconds limit)> get;
+  /// Deletes a key that no rank will read any more; may be empty.
+  std::function<void(const std::string& key)> erase = {};
+};
+
+struct Options {
+  /// Name of the group, for messages.
+  std::string name = "shm";
+  /// Time limit of calls that give none, and of making the group.
+  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  /// Size of each rank's arena, from which it allocates memory that collectives use in place.
+  std::size_t arena_bytes = 0;
+  /// Largest piece of a pipelined collective in bytes; 0: chosen by the number of ranks.
+  std::size_t slot_bytes = 0;
+  /// Largest piece of a message in bytes; 0: chosen by the number of ranks.
+  std::size_t frame_bytes = 0;
+  /// Copy large messages out of the sender's memory where the kernel allows it.
+  bool single_copy = true;
+  /// How data for other ranks are written; if it is not given, measured when the group is made.
+  /// Ranks may differ.
+  std::optional<Stores> stores;
+  /// Limit of the messages in bytes that a rank keeps because they came before their receives.
+  std::size_t kept_bytes = std::size_t{1} << 30;
+};
+
+/// A range of this rank's memory that the other ranks of its group see too: collectives on it need
+/// no intermediate copy. It is part of the group's shared memory, of size Options::arena_bytes.
+class Arena {
+ public:
+  /// For shm::Group alone. `keep` owns the memory.
+  Arena(std::shared_ptr<const void> keep, std::byte* begin, std::size_t bytes);
+
+  /// Allocates at least this many bytes, aligned to 64; from any thread. Returns null if no free
+  /// block is large enough.
+  std::byte* try_allocate(std::size_t bytes);
+  /// As try_allocate(). Throws ArenaFull instead of returning null.
+  std::byte* allocate(std::size_t bytes);
+  /// Frees what allocate() returned, or null. Throws InvalidArgument for any other address.
+  void deallocate(std::byte* data);
+
+  bool contains(const void* data) const;
+  std::size_t size() const { return bytes_; }
+  std::size_t used() const;
+  /// Size of the largest block that could be allocated now.
+  std::size_t largest_free() const;
+
+ private:
+  const std::shared_ptr<const void> keep_;
+  std::byte* const begin_;
+  const std::size_t bytes_;
+  mutable std::mutex mutex_;
+  /// Offset to size. This table is in private memory: no other rank can damage it.
+  std::map<std::size_t, std::size_t> free_, taken_;
+};
+
+/// Thrown if the arena has no free block that is large enough.
+class ArenaFull : public Error {
+ public:
+  using Error::Error;
+  ~ArenaFull() override;
+};
 
 /// Options of one call.
 struct Call {

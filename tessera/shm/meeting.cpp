@@ -1,4 +1,4 @@
-#include "tessera/shm/meeting.h"
+#include "tessera/shm/group.h"
 
 #include <unistd.h>
 
@@ -371,6 +371,8 @@ class Meeting {
   /// The stores that bring data to another rank in the least time, the same on all ranks.
   /// Collective.
   ChosenStores fastest_stores(Core& core) const;
+  /// Reduces a few values over the ranks, in place.
+  void reduce(void* data, std::size_t count, Element element, Reduction::Kind kind) const;
 
   const int rank_, size_;
   const Directory& directory_;
@@ -388,19 +390,19 @@ class Meeting {
   std::shared_ptr<Core> core_;
 };
 
+void Meeting::reduce(void* data, std::size_t count, Element element, Reduction::Kind kind) const {
+  auto* bytes = static_cast<std::byte*>(data);
+  ReduceOnce agreement(*core_, "the first call", {bytes, bytes, count, element, {kind}});
+  core_->run(agreement, time_left(deadline_));
+}
+
 void Meeting::finish() {
   Core& core = *core_;
   // Every rank tries all others, and all agree; this is also the first call of the group.
   auto readable = std::uint8_t{options_.single_copy};
   for (int r = 0; r < size_ && readable != 0; ++r)
     readable = core.liveness().read(r, nullptr, 0, 0) ? 1 : 0;
-  ReduceArguments arguments;
-  arguments.input = arguments.output = reinterpret_cast<std::byte*>(&readable);
-  arguments.count = 1;
-  arguments.element = Element::uint8;
-  arguments.reduction.kind = Reduction::Kind::min;
-  ReduceOnce agreement(core, "the first call", arguments);
-  core.run(agreement, time_left(deadline_));
+  reduce(&readable, 1, Element::uint8, Reduction::Kind::min);
   core.allow_single_copy(readable != 0);
   // All ranks take part, also where some are told what to use.
   const ChosenStores fastest = fastest_stores(core);
@@ -435,12 +437,7 @@ ChosenStores Meeting::fastest_stores(Core& core) const {
       if (trial >= 0) best[kind] = std::min(best[kind], took.count());
     }
   }
-  ReduceArguments arguments;
-  arguments.input = arguments.output = reinterpret_cast<std::byte*>(best.data());
-  arguments.count = best.size();
-  arguments.element = Element::float64;
-  ReduceOnce sum(core, "the first call", arguments);
-  core.run(sum, time_left(deadline_));
+  reduce(best.data(), best.size(), Element::float64, Reduction::Kind::sum);
   const auto fastest = std::min_element(best.begin(), best.end());
   const double enough = kClearlyFaster * best.front();
   return {*fastest < enough ? kKinds[fastest - best.begin()] : Stores::cached,

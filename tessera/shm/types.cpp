@@ -1,7 +1,5 @@
 #include "tessera/shm/types.h"
 
-#include <algorithm>
-
 namespace tessera::shm {
 
 SetupError::~SetupError() = default;

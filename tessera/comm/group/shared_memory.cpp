@@ -5,7 +5,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_state.h"
-#include "tessera/shm/arena.h"
+#include "tessera/shm/group.h"
 
 namespace tessera {
 

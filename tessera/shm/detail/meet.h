@@ -1,5 +1,5 @@
 #pragma once
-// The meeting of meeting.h, step by step:
+// The meeting of group.h, step by step:
 //
 //   rank 0 listens, and puts the socket's name and a secret into the directory
 //   the other ranks connect, look whose socket it is, say who they are, and put "met" or the reason
@@ -18,7 +18,7 @@
 #include <memory>
 
 #include "tessera/shm/detail/core.h"
-#include "tessera/shm/meeting.h"
+#include "tessera/shm/group.h"
 
 namespace tessera::shm::detail {
 

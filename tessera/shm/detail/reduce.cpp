@@ -286,95 +286,61 @@ Reducer::Block pick([[maybe_unused]] bool vectors) {
   return block_baseline<T, kind>;
 }
 
-template <class T>
-Reducer::Block pick_integer(Kind kind, bool vectors) {
-  using U =
-      std::make_unsigned_t<T>;  // Sums and products wrap around, which signed numbers may not.
-  switch (kind) {
-    case Kind::sum:
-      return pick<U, Kind::sum>(vectors);
-    case Kind::product:
-      return pick<U, Kind::product>(vectors);
-    case Kind::min:
-      return pick<T, Kind::min>(vectors);
-    case Kind::max:
-      return pick<T, Kind::max>(vectors);
-    case Kind::bit_and:
-      return pick<U, Kind::bit_and>(vectors);
-    case Kind::bit_or:
-      return pick<U, Kind::bit_or>(vectors);
-    default:
-      return pick<U, Kind::bit_xor>(vectors);
-  }
+/// The block of `kind`, which is one of `kinds`.
+template <class T, Kind... kinds>
+Reducer::Block pick_one(Kind kind, bool vectors) {
+  Reducer::Block found = nullptr;
+  ((kind == kinds ? void(found = pick<T, kinds>(vectors)) : void()), ...);
+  return found;
 }
 
 Reducer::Block pick_boolean(Kind kind, bool vectors) {
-  switch (kind) {
-    case Kind::sum:
-    case Kind::max:
-    case Kind::bit_or:
-      return pick<Boolean, Kind::bit_or>(vectors);
-    case Kind::bit_xor:
-      return pick<Boolean, Kind::bit_xor>(vectors);
-    default:
-      return pick<Boolean, Kind::bit_and>(vectors);
-  }
+  const bool any = kind == Kind::sum || kind == Kind::max, all = !any && kind < Kind::bit_and;
+  return pick_one<Boolean, Kind::bit_and, Kind::bit_or, Kind::bit_xor>(any   ? Kind::bit_or
+                                                                       : all ? Kind::bit_and
+                                                                             : kind,
+                                                                       vectors);
+}
+
+template <class T>
+Reducer::Block pick_integer(Kind kind, bool vectors) {
+  if (kind == Kind::min || kind == Kind::max)
+    return pick_one<T, Kind::min, Kind::max>(kind, vectors);
+  // Sums and products wrap around, which signed numbers may not.
+  return pick_one<std::make_unsigned_t<T>, Kind::sum, Kind::product, Kind::bit_and, Kind::bit_or,
+                  Kind::bit_xor>(kind, vectors);
 }
 
 template <class T>
 Reducer::Block pick_floating(Kind kind, bool vectors) {
-  switch (kind) {
-    case Kind::sum:
-      return pick<T, Kind::sum>(vectors);
-    case Kind::product:
-      return pick<T, Kind::product>(vectors);
-    case Kind::min:
-      return pick<T, Kind::min>(vectors);
-    case Kind::max:
-      return pick<T, Kind::max>(vectors);
-    case Kind::average:
-      return pick<T, Kind::average>(vectors);
-    default:
-      return pick<T, Kind::premultiplied>(vectors);
-  }
+  return pick_one<T, Kind::sum, Kind::product, Kind::min, Kind::max, Kind::average,
+                  Kind::premultiplied>(kind, vectors);
 }
 
-Reducer::Block pick_any(Element element, Kind kind, bool vectors) {
-  switch (element) {
-    case Element::boolean:
-      return pick_boolean(kind, vectors);
-    case Element::int8:
-      return pick_integer<std::int8_t>(kind, vectors);
-    case Element::uint8:
-      return pick_integer<std::uint8_t>(kind, vectors);
-    case Element::int16:
-      return pick_integer<std::int16_t>(kind, vectors);
-    case Element::uint16:
-      return pick_integer<std::uint16_t>(kind, vectors);
-    case Element::int32:
-      return pick_integer<std::int32_t>(kind, vectors);
-    case Element::uint32:
-      return pick_integer<std::uint32_t>(kind, vectors);
-    case Element::int64:
-      return pick_integer<std::int64_t>(kind, vectors);
-    case Element::uint64:
-      return pick_integer<std::uint64_t>(kind, vectors);
-    case Element::half:
-      return pick_floating<Half>(kind, vectors);
-    case Element::bfloat16:
-      return pick_floating<Bfloat16>(kind, vectors);
-    case Element::float32:
-      return pick_floating<float>(kind, vectors);
-    case Element::float64:
-      return pick_floating<double>(kind, vectors);
-    case Element::complex64:
-      return kind == Kind::product ? pick<Complex<float>, Kind::product>(vectors)
-                                   : pick_floating<float>(kind, vectors);
-    default:
-      return kind == Kind::product ? pick<Complex<double>, Kind::product>(vectors)
-                                   : pick_floating<double>(kind, vectors);
-  }
+template <class T>
+Reducer::Block pick_complex(Kind kind, bool vectors) {
+  return kind == Kind::product ? pick<Complex<T>, Kind::product>(vectors)
+                               : pick_floating<T>(kind, vectors);
 }
+
+/// In the order of Element.
+constexpr Reducer::Block (*kPicks[])(Kind kind, bool vectors) = {
+    pick_boolean,
+    pick_integer<std::int8_t>,
+    pick_integer<std::uint8_t>,
+    pick_integer<std::int16_t>,
+    pick_integer<std::uint16_t>,
+    pick_integer<std::int32_t>,
+    pick_integer<std::uint32_t>,
+    pick_integer<std::int64_t>,
+    pick_integer<std::uint64_t>,
+    pick_floating<Half>,
+    pick_floating<Bfloat16>,
+    pick_floating<float>,
+    pick_floating<double>,
+    pick_complex<float>,
+    pick_complex<double>,
+};
 
 }  // namespace
 
@@ -388,7 +354,7 @@ Reducer::Reducer(Element element, Kind kind, bool vectors)
                                  " has no meaning: complex numbers have no order, ",
                                  "average and premultiplied are for floating-point and complex "
                                  "numbers, and, or, xor for integers and bool"));
-  block_ = pick_any(element, kind, vectors);
+  block_ = kPicks[static_cast<std::size_t>(element)](kind, vectors);
   if (element >= Element::complex64 && kind != Kind::product) {
     item_bytes_ /= 2;
     items_per_element_ = 2;

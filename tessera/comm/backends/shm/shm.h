@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/shm/meeting.h"
+#include "tessera/shm/group.h"
 
 namespace tessera {
 
