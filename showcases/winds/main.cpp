@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -18,7 +17,6 @@
 #include <string>
 #include <vector>
 
-#include "progress.h"
 #include "report.h"
 #include "skill.h"
 #include "tessera/base/text.h"
@@ -153,16 +151,9 @@ void run(const Settings& settings) {
   const double read_time = seconds_since(start);
 
   std::vector<double> losses;
-  Progress progress(first ? terminal_columns() : 0);
   const auto training_start = std::chrono::steady_clock::now();
-  WindNet network = train(data, settings.training, [&](const Step& step) {
-    losses.push_back(step.loss);
-    char note[64];
-    std::snprintf(note, sizeof note, "epoch %lld of %lld, RMS error %.3f m/s",
-                  static_cast<long long>(step.epoch + 1),
-                  static_cast<long long>(settings.training.epochs), std::sqrt(step.loss));
-    progress.show(step.number + 1, step.of, note);
-  });
+  WindNet network =
+      train(data, settings.training, [&](const Step& step) { losses.push_back(step.loss); });
   const double training_time = seconds_since(training_start);
 
   // Each rank forecasts its own months and latitudes of the test.

@@ -32,7 +32,7 @@
 namespace tessera {
 
 /// Counts the operators that are called on its thread while it lives. Each operator of the program
-/// then costs about half a microsecond more; of two that live on a thread the inner one counts.
+/// then costs about a microsecond more; of two that live on a thread the inner one counts.
 class FlopCounter : Pinned {
  public:
   FlopCounter();

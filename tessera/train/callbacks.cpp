@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <ostream>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
@@ -255,83 +254,6 @@ void LearningRateMonitor::on_step_end(Trainer& trainer, const StepResult&) {
       rates[g == 0 ? concat("lr/", i) : concat("lr/", i, ".", g)] = groups[g].options().get_lr();
   }
   trainer.log(rates);
-}
-
-Progress::Progress(std::ostream& out, std::chrono::milliseconds interval,
-                   std::vector<std::string> metrics, bool terminal)
-    : out_(out), interval_(interval), metrics_(std::move(metrics)), terminal_(terminal) {}
-
-void Progress::on_fit_start(Trainer& trainer) {
-  last_ = SteadyClock::now();
-  last_step_ = trainer.step();
-}
-
-void Progress::on_step_end(Trainer& trainer, const StepResult&) {
-  if (trainer.first_rank() && SteadyClock::now() - last_ >= interval_) print(trainer);
-}
-
-void Progress::on_fit_end(Trainer& trainer) {
-  if (!trainer.first_rank()) return;
-  print(trainer);
-  if (terminal_) out_ << '\n' << std::flush;
-}
-
-void Progress::print(Trainer& trainer) {
-  const auto now = SteadyClock::now();
-  const double seconds = std::chrono::duration<double>(now - last_).count();
-  TextStream line;
-  line.precision(4);
-  line << "epoch " << trainer.epoch() << ", step " << trainer.step();
-  const std::int64_t most = trainer.options().max_steps;
-  if (most > 0) {
-    constexpr std::int64_t kWidth = 20;
-    const std::int64_t done = std::min(kWidth, kWidth * trainer.step() / most);
-    line << " of " << most << " (" << 100 * trainer.step() / most << " %) ["
-         << std::string(static_cast<std::size_t>(done), '#')
-         << std::string(static_cast<std::size_t>(kWidth - done), '.') << "]";
-  }
-  if (seconds > 0 && trainer.step() > last_step_) {
-    const double pace = static_cast<double>(trainer.step() - last_step_) / seconds;
-    line << ", " << pace << " steps/s";
-    if (most > trainer.step())
-      line << ", " << static_cast<double>(most - trainer.step()) / pace << " s left";
-  }
-  for (const std::string& name : metrics_) {
-    const auto it = trainer.metrics().find(name);
-    if (it != trainer.metrics().end()) line << ", " << name << " " << it->second;
-  }
-  const std::string text = line.str();
-  // On a terminal what a longer line before it has left is written over.
-  const std::size_t rest = length_ > text.size() ? length_ - text.size() : 0;
-  out_ << (terminal_ ? "\r" + text + std::string(rest, ' ') : text + "\n") << std::flush;
-  length_ = text.size();
-  last_ = now;
-  last_step_ = trainer.step();
-}
-
-void Throughput::on_fit_start(Trainer&) {
-  since_ = SteadyClock::now();
-  samples_ = bytes_ = 0;
-  steps_ = 0;
-}
-
-void Throughput::on_batch_start(Trainer&, const MicroBatch& batch) {
-  for (const at::Tensor& t : batch.tensors)
-    bytes_ += static_cast<double>(t.numel()) * static_cast<double>(t.element_size());
-}
-
-void Throughput::on_step_end(Trainer& trainer, const StepResult& result) {
-  samples_ += result.weight;
-  ++steps_;
-  if (!trainer.every(trainer.options().log_every_steps)) return;
-  const auto now = SteadyClock::now();
-  const double seconds = std::max(std::chrono::duration<double>(now - since_).count(), 1e-9);
-  std::map<std::string, double> rates{{"throughput/samples", samples_ / seconds},
-                                      {"throughput/steps", static_cast<double>(steps_) / seconds},
-                                      {"throughput/bytes", bytes_ / seconds}};
-  if (flop_per_sample_ > 0) rates["throughput/flop"] = samples_ * flop_per_sample_ / seconds;
-  trainer.log_here(rates);
-  on_fit_start(trainer);
 }
 
 void Timer::on_setup(Trainer&) {

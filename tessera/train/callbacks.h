@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <iosfwd>
 #include <limits>
 #include <map>
 #include <optional>
@@ -139,48 +138,6 @@ class LearningRateMonitor : public Callback {
  public:
   std::string name() const override { return "learning_rate"; }
   void on_step_end(Trainer& trainer, const StepResult& result) override;
-};
-
-/// A line on the first rank, at most so often: epoch, step, a bar with the share of the steps and
-/// the time that is left (where TrainerOptions::max_steps says how many there are), metrics. On a
-/// terminal the line is written over the one before.
-class Progress : public Callback {
- public:
-  /// `terminal`: `out` is one.
-  explicit Progress(std::ostream& out, std::chrono::milliseconds interval = std::chrono::seconds(1),
-                    std::vector<std::string> metrics = {"train/loss"}, bool terminal = false);
-  std::string name() const override { return "progress"; }
-  void on_fit_start(Trainer& trainer) override;
-  void on_step_end(Trainer& trainer, const StepResult& result) override;
-  void on_fit_end(Trainer& trainer) override;
-
- private:
-  void print(Trainer& trainer);
-  std::ostream& out_;
-  std::chrono::milliseconds interval_;
-  std::vector<std::string> metrics_;
-  bool terminal_;
-  std::chrono::steady_clock::time_point last_;
-  std::int64_t last_step_ = 0;
-  std::size_t length_ = 0;
-};
-
-/// Logs, by the first rank's clock and as often as the trainer logs, "throughput/samples" (weight
-/// of all ranks a second), "throughput/steps", "throughput/bytes" (of the first rank's batches),
-/// and with `flop_per_sample` "throughput/flop". Validation counts as time.
-class Throughput : public Callback {
- public:
-  explicit Throughput(double flop_per_sample = 0) : flop_per_sample_(flop_per_sample) {}
-  std::string name() const override { return "throughput"; }
-  void on_fit_start(Trainer& trainer) override;
-  void on_batch_start(Trainer& trainer, const MicroBatch& batch) override;
-  void on_step_end(Trainer& trainer, const StepResult& result) override;
-
- private:
-  double flop_per_sample_;
-  std::chrono::steady_clock::time_point since_;
-  double samples_ = 0, bytes_ = 0;
-  std::int64_t steps_ = 0;
 };
 
 /// Stops the run after so much time by any rank's clock, that of the runs before it included.

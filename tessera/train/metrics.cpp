@@ -57,13 +57,19 @@ void Metrics::add(const Metrics& other) {
 }
 
 std::map<std::string, double> Metrics::reduce(Strategy& strategy, std::string* not_a_number) const {
-  std::vector<Metrics> ranks;  // in their order: the same sum on all
+  std::vector<Metrics> ranks;
   if (strategy.size() == 1) {
     ranks.push_back(*this);
   } else {
     for (const std::string& bytes : strategy.all_gather(state()))
       ranks.emplace_back().restore(bytes);
   }
+  return reduce(ranks, strategy.sharing(), not_a_number);
+}
+
+// In the order of the ranks: the same sum on all.
+std::map<std::string, double> Metrics::reduce(const std::vector<Metrics>& ranks, int sharing,
+                                              std::string* not_a_number) {
   std::map<std::string, Sum> sums;
   std::map<std::string, std::vector<int>> nans;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
@@ -82,7 +88,7 @@ std::map<std::string, double> Metrics::reduce(Strategy& strategy, std::string* n
   for (const auto& [name, sum] : sums) {
     if (sum.weight == 0) continue;
     result[name] = sum.kind == Kind::mean  ? sum.value / sum.weight
-                   : sum.kind == Kind::sum ? sum.value / strategy.sharing()
+                   : sum.kind == Kind::sum ? sum.value / sharing
                                            : sum.value;
   }
   return result;

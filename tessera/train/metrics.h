@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "tessera/train/strategy.h"
 
@@ -36,6 +37,9 @@ class Metrics {
   /// stays empty.
   std::map<std::string, double> reduce(Strategy& strategy,
                                        std::string* not_a_number = nullptr) const;
+  /// The same of what all ranks have, by rank, without a message. `sharing`: Strategy::sharing().
+  static std::map<std::string, double> reduce(const std::vector<Metrics>& ranks, int sharing,
+                                              std::string* not_a_number = nullptr);
   void clear() { all_.clear(); }
   bool has(const std::string& name) const { return all_.contains(name); }
   bool empty() const { return all_.empty(); }

@@ -10,6 +10,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/launch/launch.h"
+#include "tessera/train/detail/run_meter.h"
 #include "tessera/train/strategies.h"
 
 namespace tessera {
@@ -55,6 +56,8 @@ struct Trainer::Running {
   explicit Running(Trainer& t) : trainer(t) { trainer.running_ = true; }
   ~Running() {
     trainer.running_ = false;
+    trainer.progress_.reset();
+    trainer.meter_.reset();
     if (!trainer.session_) return;
     trainer.session_->listen(false);
     trainer.session_->rest(true);
@@ -102,6 +105,7 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
       for (const auto& logger : options_.loggers) logger->start(step_);
     each([&](Callback& c) { c.on_fit_start(*this); });
     keep_whole_state();
+    begin_progress();
     run();
     // A signal after the last vote is not lost.
     stop_ = std::max(stop_, session_->vote());
@@ -110,6 +114,7 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
     if (checkpointer_) checkpointer_->wait();
     remove_what_was_asked();
     pass_on_warnings();
+    end_progress();
     stop_ = std::max(stop_, session_->vote());
     if (first_rank())
       for (const auto& logger : options_.loggers) logger->flush();
@@ -268,6 +273,7 @@ void Trainer::run_epoch() {
     in_epoch_ = true;
     each([&](Callback& c) { c.on_epoch_start(*this); });
   }
+  expect_steps();
   while (run_step()) {
     if (stop_ != Stop::none) return;
     if (options_.max_steps < 0 || step_ < options_.max_steps) continue;
@@ -287,6 +293,7 @@ void Trainer::run_epoch() {
 // One optimizer step; false at the end of the epoch.
 bool Trainer::run_step() {
   set_learning_rates();
+  meter_->begin_step();
   int done = 0;
   for (; done < options_.accumulate; ++done) {
     auto batch = training_->next();
@@ -294,7 +301,10 @@ bool Trainer::run_step() {
     const bool last = done + 1 == options_.accumulate || training_->known_end();
     train_micro_batch(*batch, last);
   }
-  if (done == 0) return false;
+  if (done == 0) {
+    meter_->drop_step();
+    return false;
+  }
   if (task_->automatic()) {
     after_step(session_->step({}, [&](const StepResult& result) {
       each([&](Callback& c) { c.on_before_step(*this, result); });
@@ -308,6 +318,7 @@ bool Trainer::run_step() {
 void Trainer::train_micro_batch(MicroBatch& batch, bool last) {
   each([&](Callback& c) { c.on_batch_start(*this, batch); });
   const double weight = task_->weight(batch);
+  meter_->batch(batch, weight);
   strategy().place(batch);
   session_->convert(batch);
   Metrics own;
@@ -358,6 +369,7 @@ void Trainer::set_learning_rates(bool back) {
 void Trainer::after_step(const StepResult& result) {
   previous_step_ = step_;
   step_ = session_->steps();
+  meter_->end_step(result.weight, step_ - previous_step_);
   stop_ = std::max(stop_, result.stop);
   // The same on every rank already: one rank's share of the weight, so that the mean stays.
   if (!own_loss_ && result.weight > 0) {
@@ -365,6 +377,7 @@ void Trainer::after_step(const StepResult& result) {
     epoch_metrics_.add("loss", result.loss, result.weight);
   }
   metrics_["train/loss"] = result.loss;
+  show_step(result);
   if (!std::isfinite(result.loss)) warn_of_loss(result.loss, !std::isfinite(session_->own_loss()));
   step_due_ = result;
   keep_whole_state();
@@ -375,11 +388,7 @@ void Trainer::end_step(const StepResult& result) {
   each([&](Callback& c) { c.on_step_end(*this, result); });
   step_due_.reset();
   if (session_->take_save()) request_save();
-  if (every(options_.log_every_steps)) {
-    const auto values = reduced(window_metrics_, "train/");
-    window_metrics_.clear();
-    log(values);
-  }
+  if (every(options_.log_every_steps)) log_window();
   if (validation_ && every(options_.validate_every_steps)) {
     validation_due_ = true;  // by the next run, if this one ends here
     keep_whole_state();
@@ -405,13 +414,19 @@ void Trainer::end_epoch() {
 
 std::map<std::string, double> Trainer::reduced(const Metrics& metrics, const std::string& prefix,
                                                const std::string& suffix) {
-  std::map<std::string, double> values;
   std::string not_a_number;
-  for (const auto& [name, value] : metrics.reduce(strategy(), &not_a_number))
-    values[prefix + name + suffix] = value;
+  const auto values = metrics.reduce(strategy(), &not_a_number);
+  return named(values, not_a_number, prefix, suffix);
+}
+
+std::map<std::string, double> Trainer::named(const std::map<std::string, double>& values,
+                                             const std::string& not_a_number,
+                                             const std::string& prefix, const std::string& suffix) {
+  std::map<std::string, double> all;
+  for (const auto& [name, value] : values) all[prefix + name + suffix] = value;
   if (!not_a_number.empty() && !std::exchange(warned_not_finite_, true))
     warn(concat("after step ", step_, " the metric ", not_a_number, " in ", prefix, "..."));
-  return values;
+  return all;
 }
 
 void Trainer::warn_of_loss(double value, bool mine) {

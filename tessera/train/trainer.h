@@ -12,6 +12,7 @@
 //
 // docs/trainer.md has the life of a step, and what is saved where.
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -28,11 +29,17 @@
 #include "tessera/train/callback.h"
 #include "tessera/train/logger.h"
 #include "tessera/train/metrics.h"
+#include "tessera/train/progress.h"
 #include "tessera/train/session.h"
 #include "tessera/train/strategy.h"
 #include "tessera/train/task.h"
 
 namespace tessera {
+
+namespace detail {
+class RunMeter;
+struct Pace;
+}  // namespace detail
 
 struct TrainerCheckpoints {
   /// On a file system that all ranks share; empty, without `io`: nothing is saved.
@@ -46,6 +53,9 @@ struct TrainerCheckpoints {
   /// Saves run beside training (Checkpointer::start_save).
   bool background = true;
   CheckpointOptions options = {};
+  /// A text that the first rank puts beside the checkpoints as config.yaml when a fit() begins, in
+  /// place of that of the run before; empty: none (RunSettings).
+  std::string configuration = {};
 
   bool given() const { return io || !folder.empty(); }
   /// Where they are: `io`, or the folder.
@@ -78,6 +88,8 @@ struct TrainerOptions {
   bool requeue = false;
   /// Numbers of the training go to the log after so many steps.
   std::int64_t log_every_steps = 50;
+  /// What the first rank says of a run while it runs, and what of its pace goes to the log.
+  ProgressOptions progress = {};
 };
 
 struct FitResult {
@@ -197,6 +209,26 @@ class Trainer {
   /// Over all ranks, as "train/loss_epoch" is of "loss". Collective.
   std::map<std::string, double> reduced(const Metrics& metrics, const std::string& prefix,
                                         const std::string& suffix = "");
+  std::map<std::string, double> named(const std::map<std::string, double>& values,
+                                      const std::string& not_a_number, const std::string& prefix,
+                                      const std::string& suffix);
+  // What a run says of itself (trainer_progress.cpp).
+  void begin_progress();
+  /// As far as the epoch that begins says how many steps there will be.
+  void expect_steps();
+  /// Of a run that ends by itself. Collective.
+  void end_progress();
+  void show_step(const StepResult& result);
+  std::string shown_metrics() const;
+  /// How many steps there will be, as far as the first rank's data say that.
+  std::int64_t expected_steps() const;
+  /// The training's numbers since the last time, and the pace of all ranks. Collective.
+  void log_window();
+  /// What every rank has measured, and given besides (where a place for it is named).
+  std::vector<detail::Pace> gather_pace(std::vector<Metrics>* besides);
+  void write_configuration() const;
+  void begin_saved(const std::string& name);
+  void show_saved();
   /// Once a run. Collective: the value is the same on every rank; `mine`: it comes from this one.
   void warn_of_loss(double value, bool mine);
   void safe_point();
@@ -239,6 +271,18 @@ class Trainer {
   std::unique_ptr<Checkpointer> checkpointer_;
   /// Of its warnings.
   std::size_t passed_on_ = 0;
+  std::unique_ptr<Progress> progress_;
+  bool said_how_many_ = false;
+  std::unique_ptr<detail::RunMeter> meter_;
+  /// The checkpoint that the run goes on from; empty: it begins anew.
+  std::string resumed_;
+  /// On the first rank: saves that have begun, and are not told to be committed yet.
+  struct Saving {
+    std::string name;
+    std::uint64_t before = 0;
+    std::chrono::steady_clock::time_point began;
+  };
+  std::vector<Saving> saving_;
   std::shared_ptr<AgreedBatches> training_, validation_;
   Metrics window_metrics_, epoch_metrics_;
   std::map<std::string, double> metrics_;

@@ -118,9 +118,10 @@ std::unique_ptr<CheckpointReader> Trainer::resumed_from() {
   const std::string from = options_.checkpoint.from.empty() && options_.checkpoint.resume
                                ? latest()
                                : options_.checkpoint.from;
+  resumed_ = from;
   if (from.empty()) return nullptr;
-  return std::make_unique<CheckpointReader>(manager().group(ranks()),
-                                            options_.checkpoint.place(), from);
+  return std::make_unique<CheckpointReader>(manager().group(ranks()), options_.checkpoint.place(),
+                                            from);
 }
 
 void Trainer::load(const CheckpointReader& saved) {
@@ -236,14 +237,17 @@ void Trainer::safe_point() {
   removed.swap(ready_to_remove_);
   ready_to_remove_.swap(to_remove_);
   remove_all(removed);
+  show_saved();
   for (const std::string& name : names) {
     const CheckpointState all = state();
+    begin_saved(name);
     if (checkpointer_ && options_.checkpoint.background && !ends)
       checkpointer_->start_save(name, all);
     else if (checkpointer_)
       checkpointer_->save(name, all);
     saved_ = name;
   }
+  show_saved();
   keep_whole_state();
 }
 

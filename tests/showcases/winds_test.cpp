@@ -13,7 +13,6 @@
 #include <sstream>
 #include <string>
 
-#include "progress.h"
 #include "report.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/device_mesh.h"
@@ -171,25 +170,6 @@ TEST(Winds, PaddingIsRoundInLongitude) {
   const at::Tensor input = torch::randn({2, 3, 7, 12});
   EXPECT_TRUE(at::allclose(network->forward(input.roll(5, -1)), network->forward(input).roll(5, -1),
                            1e-4, 1e-4));
-}
-
-TEST(Winds, TheBarIsQuietWithoutATerminal) {
-  testing::internal::CaptureStderr();
-  {
-    Progress quiet(0);
-    quiet.show(1, 2, "note");
-    quiet.show(2, 2, "note");
-  }
-  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
-  testing::internal::CaptureStderr();
-  {
-    Progress bar(80);
-    bar.show(1, 2, "note");
-    bar.show(2, 2, "note");
-  }
-  const std::string shown = testing::internal::GetCapturedStderr();
-  EXPECT_NE(shown.find("50%  note"), std::string::npos) << shown;
-  EXPECT_EQ(shown.back(), '\n');
 }
 
 TEST(Winds, TheReportNeedsNothingBesideIt) {

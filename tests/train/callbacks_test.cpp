@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <limits>
-#include <sstream>
 
 #include "support.h"
 
@@ -231,26 +230,13 @@ TEST(Callbacks, EmaFollowsItsDefinitionAndValidationsUseIt) {
   EXPECT_THROW(Ema(1.0), InvalidArgument);
 }
 
-TEST(Callbacks, TimerProgressAndThroughput) {
+TEST(Callbacks, TheTimerOfOneRankStopsAll) {
   on_threads(2, [](DistributedManager& manager) {
-    std::ostringstream out;
     Regression task;
     auto options = validating(manager, 1);
     options.max_steps = 100000;
-    options.log_every_steps = 1;
-    struct Seen : Callback {
-      std::string name() const override { return "seen"; }
-      void on_log(Trainer&, const std::map<std::string, double>& values) override {
-        for (const auto& [name, value] : values) last[name] = value;
-      }
-      std::map<std::string, double> last;
-    };
-    const auto seen = std::make_shared<Seen>();
-    // One rank's clock is enough.
     const auto limit = manager.rank() == 1 ? std::chrono::milliseconds(60) : std::chrono::hours(1);
-    options.callbacks = {std::make_shared<Timer>(limit),
-                         std::make_shared<Progress>(out, std::chrono::milliseconds(10)),
-                         std::make_shared<Throughput>(1e6), seen};
+    options.callbacks = {std::make_shared<Timer>(limit)};
     const auto endless =
         batches_of([&](std::uint64_t, std::uint64_t i) -> std::optional<MicroBatch> {
           return make_batch(ragged_data(manager.rank(), static_cast<std::int64_t>(i % 7)));
@@ -258,17 +244,6 @@ TEST(Callbacks, TimerProgressAndThroughput) {
     const FitResult result = Trainer(options).fit(task, endless);
     EXPECT_EQ(result.stop, Stop::requested);
     EXPECT_LT(result.steps, 100000);
-    if (manager.rank() == 0) {
-      EXPECT_NE(out.str().find("train/loss"), std::string::npos) << out.str();
-      EXPECT_NE(out.str().find(" of 100000 ("), std::string::npos) << out.str();
-      EXPECT_GT(seen->last.at("throughput/samples"), 0);
-      EXPECT_NEAR(seen->last.at("throughput/flop"), 1e6 * seen->last.at("throughput/samples"),
-                  1e-3 * seen->last.at("throughput/flop"));
-      EXPECT_GT(seen->last.at("throughput/bytes"), 0);
-    } else {
-      EXPECT_TRUE(out.str().empty());
-      EXPECT_FALSE(seen->last.contains("throughput/samples"));
-    }
   });
 }
 

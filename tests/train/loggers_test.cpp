@@ -123,7 +123,8 @@ TEST(Loggers, OnlyTheFirstRankWrites) {
       at += 16 + length;
       ++records;
     }
-    EXPECT_EQ(records, 1u + 2 + 2);  // the version, two of the training, validation, epoch
+    // The version, two of the training, and of its pace, validation, epoch.
+    EXPECT_EQ(records, 1u + 2 * 2 + 2);
   }
   EXPECT_EQ(files, 1);
 }

@@ -1,0 +1,97 @@
+// A training out of a configuration file: trainer, mesh, strategy and plan.
+
+#include "tessera/train/run_settings.h"
+
+#include <filesystem>
+
+#include "support.h"
+#include "tessera/config/settings.h"
+
+namespace tessera::test {
+
+using ::tessera::testing::contents;
+using ::tessera::testing::thrown;
+
+namespace {
+
+RunSettings quiet() {
+  RunSettings run;
+  run.trainer.session.signals = false;
+  run.trainer.progress.show = false;
+  return run;
+}
+
+}  // namespace
+
+TEST(RunSettings, AFileTrainsAsItsOptionsDo) {
+  const Folder folder;
+  on_threads(2, [&](DistributedManager& manager) {
+    RunSettings run = quiet();
+    Settings settings;
+    run.add_to(settings);
+    settings.read_text(concat("strategy: mesh\n"
+                              "mesh: {data: 1, tensor: 2}\n"
+                              "batch: {data: 0}\n"
+                              "plan: {\"0\": column, \"2\": row}\n"
+                              "trainer: {max_epochs: 2, accumulate: 2, clip_norm: 0.5}\n"
+                              "checkpoint: {folder: ",
+                              folder / "run", ", every_steps: 2, keep_last: 0}\n",
+                              "log: {folder: ", folder.path(), ", json: true, every_steps: 1}\n"),
+                       "run.yaml");
+    settings.set("trainer.max_steps=3");
+    Regression task;
+    const FitResult result =
+        Trainer(run.make(manager, settings.resolved())).fit(task, ragged_batches(0, 4));
+    EXPECT_EQ(result.steps, 3);
+    EXPECT_TRUE(is_sharded(task.net->parameters()[0]));
+    TrainerOptions same;
+    same.session.signals = false;
+    same.session.clip.max_norm = 0.5;
+    same.accumulate = 2;
+    same.max_epochs = 2;
+    same.max_steps = 3;
+    Regression alone;
+    Trainer(same).fit(alone, ragged_batches(0, 4));
+    expect_near(task.values(), alone.values(), "by file");
+    // What was written is the same run.
+    RunSettings again = quiet();
+    Settings others;
+    again.add_to(others);
+    others.read_file(folder / "run/config.yaml");
+    EXPECT_EQ(others.resolved(), settings.resolved());
+    EXPECT_EQ(again.trainer.max_steps, 3);
+  });
+  for (const std::string file : {"metrics.csv", "metrics.jsonl", "run/step-2", "run/step-3"})
+    EXPECT_TRUE(std::filesystem::exists(folder / file)) << file;
+  EXPECT_FALSE(std::filesystem::exists(folder / "run/config.yaml.new"));
+}
+
+TEST(RunSettings, WhatCannotBeMadeIsRefused) {
+  on_threads(1, [&](DistributedManager& manager) {
+    const auto refusal = [&](const std::string& text) {
+      RunSettings run = quiet();
+      Settings settings;
+      run.add_to(settings);
+      settings.read_text(text, "run.yaml");
+      return thrown<InvalidArgument>([&] { run.make(manager); });
+    };
+    EXPECT_NE(refusal("strategy: dpd").find("ddp"), std::string::npos);
+    EXPECT_NE(refusal("mesh: {data: 1}").find("the strategy 'ddp' takes no mesh"),
+              std::string::npos);
+    EXPECT_NE(refusal("strategy: mesh").find("needs a mesh"), std::string::npos);
+    EXPECT_NE(refusal("strategy: mesh\nmesh: {data: 1}\nbatch: {domain: 2}")
+                  .find("no axis 'domain'; its axes are [data]"),
+              std::string::npos);
+    EXPECT_NE(refusal("strategy: mesh\nmesh: {data: 1}\nplan: {a: row}").find("no axis 'tensor'"),
+              std::string::npos);
+    for (const std::string word : {"rows", "row(0)", "row(x)", "row(2", "vocabulary(2)", "row()"})
+      EXPECT_NE(refusal(concat("strategy: mesh\nmesh: {tensor: 1}\nplan: {a: ", word, "}"))
+                    .find("known are [column"),
+                std::string::npos)
+          << word;
+    EXPECT_NE(refusal("early_stopping: {monitor: val/loss, patience: 0}").find("a patience of 0"),
+              std::string::npos);
+  });
+}
+
+}  // namespace tessera::test
