@@ -95,14 +95,31 @@ class PythonStrategy final : public ManagedStrategy {
     if (reduced_) reduced_->broadcast_buffers();
   }
 
-  /// How many ranks have this loss: those of its mesh, or those that the user says.
-  void shared_by(const at::Tensor& loss, bool first) {
-    const int now = is_sharded(loss) ? spec(loss).mesh().mesh().size() : plain_sharing_;
+  /// How many ranks have this loss: those of its mesh, or those that the user says. `parameters`:
+  /// what those ranks alone reduce, of several losses, each of these groups would train apart.
+  void shared_by(const at::Tensor& loss, bool first, const Tensors& parameters) {
+    const std::vector<int> ranks =
+        is_sharded(loss) ? spec(loss).mesh().all().ranks() : std::vector<int>();
+    const int now = ranks.empty() ? plain_sharing_ : static_cast<int>(ranks.size());
     if (!first && now != sharing_)
       throw InvalidArgument(concat("Session: losses of one step are shared by ", sharing_,
                                    " and by ", now,
                                    " ranks: take those of one mesh, or plain ones"));
     sharing_ = now;
+    if (!first || ranks.empty() || now == size()) return;
+    const auto among = [&](int rank) {
+      return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+    };
+    for (const at::Tensor& p : parameters) {
+      const auto sum = p.requires_grad() ? gradient_sum(p) : std::nullopt;
+      if (sum && sum->reducers > 0 && !sum->ranks.empty() &&
+          std::all_of(sum->ranks.begin(), sum->ranks.end(), among))
+        throw GradientError(concat("Session: a parameter (shape ", p.sizes(),
+                                   ") is reduced over ranks ", list(sum->ranks),
+                                   " alone, which share one loss, and the session has ", size(),
+                                   " ranks: wrap the module in DistributedDataParallel over the "
+                                   "group along the other axes of the mesh"));
+    }
   }
 
  private:
@@ -216,7 +233,12 @@ struct PySession : torch::CustomClassHolder {
     return static_cast<std::int64_t>(open().add(optimizers.back()));
   }
   void backward(const at::Tensor& loss, double weight, bool last) {
-    strategy->shared_by(loss, std::exchange(fresh, true));  // what throws ends the step
+    Tensors parameters;
+    for (const auto& optimizer : optimizers)
+      for (const auto& group : optimizer->param_groups())
+        parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+    // What throws ends the step.
+    strategy->shared_by(loss, std::exchange(fresh, true), parameters);
     open().backward(loss, weight, last);
     fresh = false;
   }

@@ -133,6 +133,10 @@ def test_rows_and_a_domain_on_a_mesh_of_two_axes():
         assert [d.loss for d in done] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
         for name, p in net.named_parameters():
             assert_same(p, parameters[name], name)
+        session.close()
+        alone_each = ts.distribute_module(build(), domain)
+        with ts.Session(alone_each, adam(alone_each.parameters()), signals=False) as session, pytest.raises(ts.GradientError, match="along the other axes"):
+            train(session, alone_each, place, range(1))
 
     on_ranks(4, body)
 
