@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"

@@ -53,8 +53,7 @@ void require_numel(const char* name, const char* which, const at::Tensor& tensor
 /// Converts rows to elements; a row of `like` has the elements of its dims after the first. Throws
 /// InvalidArgument if the sums overflow.
 TransportCall::Counts elements_of(const TransportCall::Counts& rows, const at::Tensor& like) {
-  std::int64_t row = 1;
-  for (std::int64_t d = 1; d < like.dim(); ++d) row *= like.size(d);
+  const std::int64_t row = row_numel(like);
   TransportCall::Counts result = rows;
   std::int64_t sum = 0;
   for (auto& n : result)
@@ -62,12 +61,6 @@ TransportCall::Counts elements_of(const TransportCall::Counts& rows, const at::T
     if (__builtin_mul_overflow(n, row, &n) || __builtin_add_overflow(sum, n, &sum))
       throw InvalidArgument(concat("sizes ", list(rows), " of rows of ", row,
                                    " elements are more than any tensor has"));
-  return result;
-}
-
-TransportCall::Counts numels(const Tensors& tensors) {
-  TransportCall::Counts result;
-  for (const auto& t : tensors) result.push_back(t.numel());
   return result;
 }
 
@@ -103,11 +96,9 @@ at::Tensor values_of(const at::Tensor& tensor) {
 /// The values of several tensors, one after the other.
 at::Tensor values_of(const Tensors& tensors) {
   const at::NoGradGuard no_grad;
-  const at::Tensor whole = at::empty({total_of(numels(tensors))}, tensors.front().options());
-  const auto parts = split_flat(whole, numels(tensors));
-  for (std::size_t r = 0; r < tensors.size(); ++r)
-    parts[r].view(tensors[r].sizes()).copy_(tensors[r]);
-  return whole;
+  Tensors parts;
+  for (const auto& t : tensors) parts.push_back(values_of(t));
+  return at::cat(parts);
 }
 
 /// Sets what the transport reduces by. Throws InvalidArgument if it cannot do that exactly.
@@ -133,53 +124,6 @@ Recipe c10d_reduction(TransportCall& call, const char* name, const Abilities& ca
                                " has no such reduction over this backend; the calls of "
                                "tessera::Group have more"));
 }
-
-// ---- works ----
-
-/// The work of a call that was complete when it returned.
-class DoneWork final : public OwnWork {
- public:
-  DoneWork(int rank, OpType type, Tensors results) : OwnWork(rank, type, std::move(results)) {
-    finish();
-  }
-};
-
-/// Several works as one.
-class WorksInTurn final : public OwnWork {
- public:
-  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  WorksInTurn(int rank, Tensors results, Works works)
-      : OwnWork(rank, OpType::COALESCED, std::move(results)), works_(std::move(works)) {}
-
-  bool isCompleted() override {
-    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
-  }
-  std::exception_ptr exception() const override {
-    for (const auto& work : works_)
-      if (auto error = work->exception()) return error;
-    return nullptr;
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    return std::all_of(works_.begin(), works_.end(), [&](auto& w) { return w->wait(timeout); });
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    const auto type = c10::ListType::create(c10::TensorType::get());
-    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
-    for (const auto& work : works_) futures.push_back(work->getFuture());
-    return c10::collectAll(futures)->then(
-        [results = results_](c10::ivalue::Future& all) {
-          all.value();  // throws the error of any
-          return c10::IValue(results);
-        },
-        type);
-  }
-
- private:
-  const Works works_;
-};
 
 }  // namespace
 
@@ -278,32 +222,28 @@ AsC10d::WorkPtr AsC10d::broadcast(Tensors& tensors, const c10d::BroadcastOptions
   return hand(call, &Transport::broadcast);
 }
 
+AsC10d::WorkPtr AsC10d::reduced(TransportCall& call, const char* name, const at::Tensor& tensor,
+                                const c10d::ReduceOp& op, bool writes, Function make) {
+  const at::NoGradGuard no_grad;
+  const Recipe recipe = c10d_reduction(call, name, can_, tensor, op, can_.reduces);
+  call.output = recipe.outgoing(tensor, writes);
+  call.results = {tensor};
+  if (writes && recipe.settles(tensor, call.output))
+    call.finish = [=, result = call.output, n = size_] { recipe.settle(tensor, result, n); };
+  return hand(call, make);
+}
+
 AsC10d::WorkPtr AsC10d::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::Tensor& tensor = only("all_reduce", tensors);
-  const at::NoGradGuard no_grad;
   TransportCall call = call_of(OpType::ALLREDUCE, options);
-  const Recipe recipe =
-      c10d_reduction(call, "all_reduce", can_, tensor, options.reduceOp, can_.reduces);
-  call.output = recipe.outgoing(tensor, true);
-  call.results = {tensor};
-  if (recipe.settles(tensor, call.output))
-    call.finish = [=, result = call.output, n = size_] { recipe.settle(tensor, result, n); };
-  return hand(call, &Transport::all_reduce);
+  return reduced(call, "all_reduce", tensor, options.reduceOp, true, &Transport::all_reduce);
 }
 
 AsC10d::WorkPtr AsC10d::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const at::Tensor& tensor = only("reduce", tensors);
-  const at::NoGradGuard no_grad;
   TransportCall call = call_of(OpType::REDUCE, options);
-  const Recipe recipe =
-      c10d_reduction(call, "reduce", can_, tensor, options.reduceOp, can_.reduces);
   call.root = required_rank(options.rootRank, "the root of reduce");
-  const bool is_root = rank_ == call.root;
-  call.output = recipe.outgoing(tensor, is_root);
-  call.results = {tensor};
-  if (is_root && recipe.settles(tensor, call.output))
-    call.finish = [=, result = call.output, n = size_] { recipe.settle(tensor, result, n); };
-  return hand(call, &Transport::reduce);
+  return reduced(call, "reduce", tensor, options.reduceOp, rank_ == call.root, &Transport::reduce);
 }
 
 AsC10d::WorkPtr AsC10d::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -417,33 +357,35 @@ AsC10d::WorkPtr AsC10d::allgather_coalesced(TensorLists& outputs, Tensors& input
   return hand(call, &Transport::all_gather);
 }
 
+AsC10d::WorkPtr AsC10d::rooted(TransportCall& call, const at::Tensor& part,
+                               const TensorLists& lists, bool gathers) {
+  const char* name = gathers ? "gather" : "scatter";
+  call.counts.assign(size_, part.numel());
+  if (rank_ == call.root) {
+    require_list(lists, name, gathers ? "outputs on its root" : "inputs on its root");
+    const Tensors& all = lists.front();
+    require_same_type(name, gathers ? part : all.front(), gathers ? all.front() : part);
+    if (can_.gathers_any_sizes) call.counts = numels(all);
+    for (std::size_t r = 0; r < all.size(); ++r)
+      if (!can_.gathers_any_sizes || r == static_cast<std::size_t>(rank_))
+        require_numel(name, gathers ? "output" : "input", all[r], part.numel());
+    (gathers ? call.output : call.input) = gathers ? target_of(call, all) : values_of(all);
+  }
+  if (!can_.gathers_any_sizes)
+    return hand(call, gathers ? &Transport::gather : &Transport::scatter);
+  // Each rank gives its own counts: the others do not know the sizes of the root's.
+  rooted_as_all_to_all(call, rank_, gathers);
+  call.agreed = false;
+  return hand(call, &Transport::all_to_all);
+}
+
 AsC10d::WorkPtr AsC10d::gather(TensorLists& outputs, Tensors& inputs,
                                const c10d::GatherOptions& options) {
   const at::Tensor& input = only("gather", inputs);
   TransportCall call = call_of(OpType::GATHER, options);
   call.root = required_rank(options.rootRank, "the root of gather");
   call.input = values_of(input);
-  call.counts.assign(size_, input.numel());
-  if (rank_ == call.root) {
-    require_list(outputs, "gather", "outputs on its root");
-    const Tensors& out = outputs.front();
-    require_same_type("gather", input, out.front());
-    if (can_.gathers_any_sizes) call.counts = numels(out);
-    for (std::size_t r = 0; r < out.size(); ++r)
-      if (!can_.gathers_any_sizes || r == static_cast<std::size_t>(rank_))
-        require_numel("gather", "output", out[r], input.numel());
-    call.output = target_of(call, out);
-  }
-  if (!can_.gathers_any_sizes) return hand(call, &Transport::gather);
-  // Each rank gives its own counts: the others do not know the sizes of the root's.
-  if (rank_ != call.root) {
-    call.counts.assign(size_, 0);
-    call.output = input.new_empty({0});
-  }
-  call.input_counts.assign(size_, 0);
-  call.input_counts[static_cast<std::size_t>(call.root)] = input.numel();
-  call.agreed = false;
-  return hand(call, &Transport::all_to_all);
+  return rooted(call, input, outputs, true);
 }
 
 AsC10d::WorkPtr AsC10d::scatter(Tensors& outputs, TensorLists& inputs,
@@ -452,24 +394,7 @@ AsC10d::WorkPtr AsC10d::scatter(Tensors& outputs, TensorLists& inputs,
   TransportCall call = call_of(OpType::SCATTER, options);
   call.root = required_rank(options.rootRank, "the root of scatter");
   call.output = target_of(call, output);
-  call.counts.assign(size_, output.numel());
-  if (rank_ == call.root) {
-    require_list(inputs, "scatter", "inputs on its root");
-    const Tensors& in = inputs.front();
-    require_same_type("scatter", in.front(), output);
-    if (can_.gathers_any_sizes) call.counts = numels(in);
-    for (std::size_t r = 0; r < in.size(); ++r)
-      if (!can_.gathers_any_sizes || r == static_cast<std::size_t>(rank_))
-        require_numel("scatter", "input", in[r], output.numel());
-    call.input = values_of(in);
-  }
-  if (!can_.gathers_any_sizes) return hand(call, &Transport::scatter);
-  call.input_counts = rank_ == call.root ? call.counts : Counts(size_, 0);
-  if (rank_ != call.root) call.input = output.new_empty({0});
-  call.counts.assign(size_, 0);
-  call.counts[static_cast<std::size_t>(call.root)] = output.numel();
-  call.agreed = false;
-  return hand(call, &Transport::all_to_all);
+  return rooted(call, output, inputs, false);
 }
 
 AsC10d::WorkPtr AsC10d::reduce_scatter(Tensors& outputs, TensorLists& inputs,

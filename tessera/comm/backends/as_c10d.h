@@ -88,6 +88,11 @@ class AsC10d final : public c10d::Backend {
   WorkPtr in_turn(const Tensors& results, const std::function<WorkPtr(std::size_t)>& make) const;
   WorkPtr reduce_scatter(TransportCall& call, const at::Tensor& output, const at::Tensor& input,
                          Counts counts, const c10d::ReduceOp& op);
+  WorkPtr reduced(TransportCall& call, const char* name, const at::Tensor& tensor,
+                  const c10d::ReduceOp& op, bool writes, Function make);
+  /// A gather or scatter of this rank's `part` and, on the root, the tensors of `lists`.
+  WorkPtr rooted(TransportCall& call, const at::Tensor& part, const TensorLists& lists,
+                 bool gathers);
   WorkPtr message(Message::Kind kind, c10d::OpType type, const at::Tensor& tensor, int peer,
                   int tag);
 

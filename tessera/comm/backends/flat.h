@@ -27,6 +27,19 @@ inline at::Tensor flat(const at::Tensor& plain) {
 }
 inline at::Tensor flat_bytes(const at::Tensor& plain) { return flat(plain).view(at::kByte); }
 
+/// The elements of one row: of all dims after the first.
+inline std::int64_t row_numel(const at::Tensor& tensor) {
+  std::int64_t width = 1;
+  for (std::int64_t d = 1; d < tensor.dim(); ++d) width *= tensor.size(d);
+  return width;
+}
+
+inline std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::int64_t> result;
+  for (const auto& t : tensors) result.push_back(t.numel());
+  return result;
+}
+
 inline std::int64_t total_of(const std::vector<std::int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
 }

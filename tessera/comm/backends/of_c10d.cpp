@@ -91,35 +91,29 @@ void OfC10d::all_gather(TransportCall& call) {
 }
 
 void OfC10d::gather(TransportCall& call) {
-  const bool is_root = rank_ == call.root;
   if (all_equal(call.counts)) {
     auto how = options<c10d::GatherOptions>(call);
     how.rootRank = call.root;
     std::vector<Tensors> wholes;
-    if (is_root) wholes.push_back(split_flat(call.output, call.counts));
+    if (rank_ == call.root) wholes.push_back(split_flat(call.output, call.counts));
     Tensors parts{call.input};
     return add(call, backend_->gather(wholes, parts, how));
   }
-  Counts mine(size_, 0);
-  mine[call.root] = call.input.numel();
-  all_to_all(call, is_root ? call.output : call.input.new_empty({0}),
-             is_root ? call.counts : Counts(size_, 0), call.input, mine);
+  rooted_as_all_to_all(call, rank_, true);
+  all_to_all(call, call.output, call.counts, call.input, call.input_counts);
 }
 
 void OfC10d::scatter(TransportCall& call) {
-  const bool is_root = rank_ == call.root;
   if (all_equal(call.counts)) {
     auto how = options<c10d::ScatterOptions>(call);
     how.rootRank = call.root;
     std::vector<Tensors> wholes;
-    if (is_root) wholes.push_back(split_flat(call.input, call.counts));
+    if (rank_ == call.root) wholes.push_back(split_flat(call.input, call.counts));
     Tensors parts{call.output};
     return add(call, backend_->scatter(parts, wholes, how));
   }
-  Counts mine(size_, 0);
-  mine[call.root] = call.output.numel();
-  all_to_all(call, call.output, mine, is_root ? call.input : call.output.new_empty({0}),
-             is_root ? call.counts : Counts(size_, 0));
+  rooted_as_all_to_all(call, rank_, false);
+  all_to_all(call, call.output, call.counts, call.input, call.input_counts);
 }
 
 void OfC10d::all_to_all(TransportCall& call) {
@@ -168,6 +162,19 @@ void OfC10d::exchange(TransportCall& call) {
 
 void OfC10d::barrier(TransportCall& call) {
   add(call, backend_->barrier(options<c10d::BarrierOptions>(call)));
+}
+
+void rooted_as_all_to_all(TransportCall& call, int rank, bool gathers) {
+  const auto ranks = call.counts.size();
+  auto &whole = gathers ? call.output : call.input, &part = gathers ? call.input : call.output;
+  TransportCall::Counts of_whole(ranks, 0), of_part(ranks, 0);
+  of_part[static_cast<std::size_t>(call.root)] = part.numel();
+  if (rank == call.root)
+    of_whole = call.counts;
+  else
+    whole = part.new_empty({0});
+  call.counts = gathers ? of_whole : of_part;
+  call.input_counts = gathers ? of_part : of_whole;
 }
 
 void compose_reduce_scatter(Transport& transport, TransportCall& call) {

@@ -1,5 +1,6 @@
 #include "tessera/comm/backends/own_work.h"
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -50,6 +51,38 @@ c10::intrusive_ptr<c10::ivalue::Future> OwnWork::getFuture() {
 bool OwnWork::has_open_future() const {
   const std::lock_guard lock(mutex_);
   return future_ && !settled_;
+}
+
+// ---- several works as one ----
+
+bool WorksInTurn::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
+}
+
+bool WorksInTurn::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
+}
+
+std::exception_ptr WorksInTurn::exception() const {
+  for (const auto& work : works_)
+    if (auto error = work->exception()) return error;
+  return nullptr;
+}
+
+bool WorksInTurn::wait(std::chrono::milliseconds timeout) {
+  return std::all_of(works_.begin(), works_.end(), [&](auto& w) { return w->wait(timeout); });
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorksInTurn::getFuture() {
+  const auto type = c10::ListType::create(c10::TensorType::get());
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
+  for (const auto& work : works_) futures.push_back(work->getFuture());
+  return c10::collectAll(futures)->then(
+      [results = results_](c10::ivalue::Future& all) {
+        all.value();  // throws the error of any
+        return c10::IValue(results);
+      },
+      type);
 }
 
 // ---- futures ----

@@ -6,12 +6,15 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace tessera::detail {
@@ -38,6 +41,32 @@ class OwnWork : public c10d::Work {
  private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool settled_ = false;
+};
+
+/// The work of a call that was complete when it returned.
+class DoneWork final : public OwnWork {
+ public:
+  DoneWork(int rank, c10d::OpType type, std::vector<at::Tensor> results)
+      : OwnWork(rank, type, std::move(results)) {
+    finish();
+  }
+};
+
+/// Several works as one.
+class WorksInTurn final : public OwnWork {
+ public:
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  WorksInTurn(int rank, std::vector<at::Tensor> results, Works works)
+      : OwnWork(rank, c10d::OpType::COALESCED, std::move(results)), works_(std::move(works)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  const Works works_;
 };
 
 /// Completes the futures of a group's works. A callback may wait for the future of another call of

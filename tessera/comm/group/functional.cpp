@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/flat.h"
 
 namespace tessera::functional {
 namespace {
@@ -74,10 +75,6 @@ Tensor with_rows(const Tensor& x, std::int64_t rows) {
   return at::empty(shape, x.options().requires_grad(false));
 }
 
-std::int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-}
-
 std::int64_t rows_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
 
 std::int64_t equal_rows(const Group& group, const Tensor& x, const char* call) {
@@ -131,7 +128,7 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
   return apply(
       x,
       [=](const Tensor& t) {
-        auto y = with_rows(t, total(all));
+        auto y = with_rows(t, detail::total_of(all));
         group.all_gather(y, t, sizes, options);
         return y;
       },
@@ -143,7 +140,7 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
 }
 
 Tensor own_rows(const Group& group, const Tensor& x, const Sizes& sizes) {
-  if (static_cast<int>(sizes.size()) != group.size() || total(sizes) != rows_of(x))
+  if (static_cast<int>(sizes.size()) != group.size() || detail::total_of(sizes) != rows_of(x))
     throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ",
                                  group.size(), " ranks: sizes ", list(sizes),
                                  " are not one per rank for ", rows_of(x), " rows"));
@@ -170,7 +167,7 @@ Tensor reduce_scatter(const Group& group, const Tensor& x, const Sizes& sizes, R
 Tensor all_to_all(const Group& group, const Tensor& x, const Sizes& output_sizes,
                   const Sizes& input_sizes) {
   const auto options = options_for(x);
-  const auto rows = output_sizes.empty() ? rows_of(x) : total(output_sizes);
+  const auto rows = output_sizes.empty() ? rows_of(x) : detail::total_of(output_sizes);
   return apply(
       x,
       [=](const Tensor& t) {
@@ -216,7 +213,7 @@ Tensor gather(const Group& group, const Tensor& x, int root, const Sizes& sizes)
   return apply(
       x,
       [=](const Tensor& t) {
-        auto y = with_rows(t, group.rank() == root ? total(all) : 0);
+        auto y = with_rows(t, group.rank() == root ? detail::total_of(all) : 0);
         group.gather(group.rank() == root ? y : Tensor(), t, root, sizes, options);
         return y;
       },

@@ -120,15 +120,16 @@ Result Collectives<Result>::all_to_all(const at::Tensor& output, const at::Tenso
 template <class Result>
 Result Collectives<Result>::gather(const at::Tensor& output, const at::Tensor& input, int root,
                                    const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "gather", options,
-                      [&](RequestState& call) { launch_gather(call, output, input, root, sizes); });
+  return make<Result>(state_, "gather", options, [&](RequestState& call) {
+    launch_rooted(call, output, input, root, sizes, true);
+  });
 }
 
 template <class Result>
 Result Collectives<Result>::scatter(const at::Tensor& output, const at::Tensor& input, int root,
                                     const Sizes& sizes, const CallOptions& options) const {
   return make<Result>(state_, "scatter", options, [&](RequestState& call) {
-    launch_scatter(call, output, input, root, sizes);
+    launch_rooted(call, input, output, root, sizes, false);
   });
 }
 

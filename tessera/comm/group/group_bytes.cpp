@@ -3,9 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
-#include <numeric>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/flat.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/group.h"
 
@@ -45,10 +45,6 @@ Sizes values(const at::Tensor& tensor) {
   return {data, data + host.numel()};
 }
 
-std::int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-}
-
 Sizes all_lengths(const Group& group, const std::string& mine, c10::Device device,
                   const CallOptions& options) {
   auto lengths = at::empty({group.size()}, at::TensorOptions(at::kLong).device(device));
@@ -69,7 +65,7 @@ std::vector<std::string> Group::all_gather_bytes(const std::string& mine,
                                                  const CallOptions& options) const {
   const auto device = detail::control_device(*this);
   const Sizes sizes = all_lengths(*this, mine, device, options);
-  auto all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
+  auto all = at::empty({detail::total_of(sizes)}, at::TensorOptions(at::kByte).device(device));
   all_gather(all, to_tensor(mine, device), sizes, options);
   return split(all, sizes);
 }
@@ -91,7 +87,8 @@ std::vector<std::string> Group::gather_bytes(const std::string& mine, int root,
   const auto device = detail::control_device(*this);
   const Sizes sizes = all_lengths(*this, mine, device, options);
   at::Tensor all;
-  if (rank() == root) all = at::empty({total(sizes)}, at::TensorOptions(at::kByte).device(device));
+  if (rank() == root)
+    all = at::empty({detail::total_of(sizes)}, at::TensorOptions(at::kByte).device(device));
   gather(all, to_tensor(mine, device), root, sizes, options);
   return rank() == root ? split(all, sizes) : std::vector<std::string>{};
 }

@@ -4,7 +4,6 @@
 #include <fstream>
 #include <iomanip>
 #include <map>
-#include <sstream>
 #include <utility>
 
 #include "tessera/base/error.h"

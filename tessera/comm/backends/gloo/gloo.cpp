@@ -94,55 +94,46 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   std::uint64_t* signature() { return &signature_; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    tag("broadcast", tensors, options.rootRank);
-    const auto alone = start_alone();
+    const auto alone = begin("broadcast", tensors, options.rootRank);
     return c10d::ProcessGroupGloo::broadcast(tensors, options);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    tag("all_reduce", tensors, options.reduceOp.op_);
-    const auto alone = start_alone();
+    const auto alone = begin("all_reduce", tensors, options.reduceOp.op_);
     return c10d::ProcessGroupGloo::allreduce(tensors, options);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    tag("reduce", tensors, options.rootRank * 256 + options.reduceOp.op_);
-    const auto alone = start_alone();
+    const auto alone = begin("reduce", tensors, options.rootRank * 256 + options.reduceOp.op_);
     return c10d::ProcessGroupGloo::reduce(tensors, options);
   }
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
-    tag("all_gather", inputs, 0);
-    const auto alone = start_alone();
+    const auto alone = begin("all_gather", inputs, 0);
     return c10d::ProcessGroupGloo::allgather(outputs, inputs, options);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
-    tag("all_gather", {input}, 0);
-    const auto alone = start_alone();
+    const auto alone = begin("all_gather", {input}, 0);
     return c10d::ProcessGroupGloo::_allgather_base(output, input, options);
   }
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
-    tag("gather", inputs, options.rootRank);
-    const auto alone = start_alone();
+    const auto alone = begin("gather", inputs, options.rootRank);
     return c10d::ProcessGroupGloo::gather(outputs, inputs, options);
   }
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& options) override {
-    tag("scatter", outputs, options.rootRank);
-    const auto alone = start_alone();
+    const auto alone = begin("scatter", outputs, options.rootRank);
     return c10d::ProcessGroupGloo::scatter(outputs, inputs, options);
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& to,
                         std::vector<std::int64_t>& from,
                         const c10d::AllToAllOptions& options) override {
     // With sizes, ranks may rightly hold different numbers of elements.
-    tag("all_to_all", to.empty() ? Tensors{input} : Tensors{}, 0);
-    const auto alone = start_alone();
+    const auto alone = begin("all_to_all", to.empty() ? Tensors{input} : Tensors{}, 0);
     return c10d::ProcessGroupGloo::alltoall_base(output, input, to, from, options);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    tag("barrier", {}, 0);
-    const auto alone = start_alone();
+    const auto alone = begin("barrier", {}, 0);
     return c10d::ProcessGroupGloo::barrier(options);
   }
 
@@ -178,7 +169,8 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   // The tag of no message: the group's own tags are smaller, or have bit 30 (call_card.cpp).
   static constexpr int kAbortTag = 0x7e55;
 
-  void tag(const char* operation, const Tensors& tensors, std::int64_t detail) {
+  std::unique_lock<std::recursive_mutex> begin(const char* operation, const Tensors& tensors,
+                                               std::int64_t detail) {
     auto call = signature_;
     signature_ = 0;
     if (call == 0) {
@@ -190,6 +182,7 @@ class GlooBackend : public c10d::ProcessGroupGloo {
       call = hash.value();
     }
     collectiveCounter_ = number_++ << 24 | static_cast<std::uint32_t>(call & 0xffffff);
+    return start_alone();
   }
 
   std::uint64_t signature_ = 0;

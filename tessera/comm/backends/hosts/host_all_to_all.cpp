@@ -7,15 +7,14 @@
 
 namespace tessera::detail {
 
-std::vector<HostLinks::Counts> HostLinks::near_counts(HostCall& call, const Counts& sent,
-                                                      const Counts& awaited) {
+std::vector<HostLinks::Counts> HostLinks::near_counts(HostCall& call) {
   const auto n = static_cast<std::int64_t>(map_.size());
   const auto ranks = static_cast<std::int64_t>(mates().size());
   const auto options = at::TensorOptions().dtype(at::kLong);
   auto mine = at::empty({2 * n}, options), all = at::empty({ranks * 2 * n}, options);
   auto* row = mine.mutable_data_ptr<std::int64_t>();
-  std::copy(sent.begin(), sent.end(), row);
-  std::copy(awaited.begin(), awaited.end(), row + n);
+  std::copy(call.input_counts.begin(), call.input_counts.end(), row);
+  std::copy(call.counts.begin(), call.counts.end(), row + n);
   if (near_)
     near_step(call, step_of(all, mine, Counts(mates().size(), 2 * n)), &Transport::all_gather);
   else
@@ -62,9 +61,10 @@ void HostLinks::compare_far_counts(HostCall& call, const std::vector<Counts>& ro
   }
 }
 
-void HostLinks::all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
-                           const at::Tensor& input, const Counts& input_counts) {
-  const auto rows = near_counts(call, input_counts, output_counts);
+void HostLinks::all_to_all(HostCall& call) {
+  const at::Tensor &output = call.output, &input = call.input;
+  const Counts &output_counts = call.counts, &input_counts = call.input_counts;
+  const auto rows = near_counts(call);
   const auto n = index(map_.size());
   for (std::size_t a = 0; a < rows.size(); ++a)
     for (std::size_t b = 0; b < rows.size(); ++b) {
@@ -90,29 +90,28 @@ void HostLinks::all_to_all(HostCall& call, const at::Tensor& output, const Count
   }
   copy_range(output, begin_out[index(rank_)], input, begin_in[index(rank_)],
              input_counts[index(rank_)]);
-  all_to_all_far(call, output, output_counts, input, input_counts, rows);
+  all_to_all_far(call, rows);
 }
 
-void HostLinks::all_to_all_far(HostCall& call, const at::Tensor& output,
-                               const Counts& output_counts, const at::Tensor& input,
-                               const Counts& input_counts, const std::vector<Counts>& rows) {
+void HostLinks::all_to_all_far(HostCall& call, const std::vector<Counts>& rows) {
+  const at::Tensor &output = call.output, &input = call.input;
+  const Counts &output_counts = call.counts, &input_counts = call.input_counts;
   const auto n = index(map_.size()), hosts = map_.hosts.size();
+  std::vector<std::size_t> far;  // the ranks of other hosts, in the order of the hosts
+  for (std::size_t host = 0; host < hosts; ++host)
+    if (host != index(host_))
+      for (const int rank : map_.hosts[host]) far.push_back(index(rank));
   const auto far_sum = [&](const Counts& row, std::size_t first) {
     std::int64_t sum = 0;
-    for (std::size_t rank = 0; rank < n; ++rank)
-      if (map_.host_of[rank] != host_) sum += row[first + rank];
+    for (const auto rank : far) sum += row[first + rank];
     return sum;
   };
-  // What goes to other hosts, in the order of the hosts.
   const auto begin_in = begins_of(input_counts), begin_out = begins_of(output_counts);
   const auto packed = scratch_bytes(far_sum(input_counts, 0));
   std::int64_t at_packed = 0;
-  for (std::size_t host = 0; host < hosts; ++host) {
-    if (host == index(host_)) continue;
-    for (const int rank : map_.hosts[host]) {
-      copy_range(packed, at_packed, input, begin_in[index(rank)], input_counts[index(rank)]);
-      at_packed += input_counts[index(rank)];
-    }
+  for (const auto rank : far) {
+    copy_range(packed, at_packed, input, begin_in[rank], input_counts[rank]);
+    at_packed += input_counts[rank];
   }
   Counts sent_by_mate, awaited_by_mate;
   for (const auto& row : rows) {
@@ -147,26 +146,20 @@ void HostLinks::all_to_all_far(HostCall& call, const at::Tensor& output,
     dealt = scratch_bytes(incoming.numel());
     auto write = begins_of(awaited_by_mate);
     std::int64_t at_incoming = 0;
-    for (std::size_t host = 0; host < hosts; ++host) {
-      if (host == index(host_)) continue;
-      for (const int sender : map_.hosts[host])
-        for (std::size_t mate = 0; mate < rows.size(); ++mate) {
-          const auto bytes = rows[mate][n + index(sender)];
-          copy_range(dealt, write[mate], incoming, at_incoming, bytes);
-          write[mate] += bytes;
-          at_incoming += bytes;
-        }
-    }
+    for (const auto sender : far)
+      for (std::size_t mate = 0; mate < rows.size(); ++mate) {
+        const auto bytes = rows[mate][n + sender];
+        copy_range(dealt, write[mate], incoming, at_incoming, bytes);
+        write[mate] += bytes;
+        at_incoming += bytes;
+      }
   }
   const auto mine = scratch_bytes(far_sum(output_counts, 0));
   near_scatter(call, mine, dealt, awaited_by_mate, 0);
   std::int64_t at_mine = 0;
-  for (std::size_t host = 0; host < hosts; ++host) {
-    if (host == index(host_)) continue;
-    for (const int rank : map_.hosts[host]) {
-      copy_range(output, begin_out[index(rank)], mine, at_mine, output_counts[index(rank)]);
-      at_mine += output_counts[index(rank)];
-    }
+  for (const auto rank : far) {
+    copy_range(output, begin_out[rank], mine, at_mine, output_counts[rank]);
+    at_mine += output_counts[rank];
   }
 }
 

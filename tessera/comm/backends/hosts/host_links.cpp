@@ -1,6 +1,5 @@
 #include "tessera/comm/backends/hosts/host_links.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "tessera/comm/backends/hosts/host_steps.h"
@@ -33,10 +32,8 @@ void HostLinks::near_broadcast(HostCall& call, const at::Tensor& data, int place
   near_step(call, step_of(data, {}, {}, place), &Transport::broadcast);
 }
 
-void HostLinks::near_reduce(HostCall& call, const at::Tensor& data, ReduceOp op) {
-  TransportCall step = step_of(data, {}, {}, 0);
-  step.op = op;
-  near_step(call, std::move(step), &Transport::reduce);
+void HostLinks::near_reduce(HostCall& call, const at::Tensor& data) {
+  near_step(call, step_of(data, {}, {}, 0), &Transport::reduce);
 }
 
 void HostLinks::near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
@@ -84,28 +81,16 @@ HostLinks::Counts HostLinks::only_for(int place, std::int64_t count) const {
   return counts;
 }
 
-void HostLinks::copy_to_hosts_order(const at::Tensor& to, const at::Tensor& from,
-                                    const Counts& counts) const {
+void HostLinks::copy_to(Order order, const at::Tensor& to, const at::Tensor& from,
+                        const Counts& counts) const {
   const auto width = static_cast<std::int64_t>(from.element_size());
   const auto begins = begins_of(counts);
+  const bool by_host = order == Order::of_hosts;
   std::int64_t begin = 0;
   for (const auto& host : map_.hosts)
     for (const int rank : host) {
-      const auto bytes = counts[index(rank)] * width;
-      copy_range(to, begin, from, begins[index(rank)] * width, bytes);
-      begin += bytes;
-    }
-}
-
-void HostLinks::copy_to_group_order(const at::Tensor& to, const at::Tensor& from,
-                                    const Counts& counts) const {
-  const auto width = static_cast<std::int64_t>(from.element_size());
-  const auto begins = begins_of(counts);
-  std::int64_t begin = 0;
-  for (const auto& host : map_.hosts)
-    for (const int rank : host) {
-      const auto bytes = counts[index(rank)] * width;
-      copy_range(to, begins[index(rank)] * width, from, begin, bytes);
+      const auto bytes = counts[index(rank)] * width, of_rank = begins[index(rank)] * width;
+      copy_range(to, by_host ? begin : of_rank, from, by_host ? of_rank : begin, bytes);
       begin += bytes;
     }
 }
@@ -118,83 +103,78 @@ void HostLinks::barrier(HostCall& call) {
   near_step(call, {}, &Transport::barrier);
 }
 
-void HostLinks::broadcast(HostCall& call, const at::Tensor& data, int root) {
-  const int home = map_.host_of[index(root)];
-  if (host_ == home) near_broadcast(call, data, map_.place_of[index(root)]);
-  if (leads()) far_step(call, step_of(data, {}, {}, home), &Transport::broadcast);
-  if (host_ != home) near_broadcast(call, data, 0);
+void HostLinks::broadcast(HostCall& call) {
+  if (call.output.numel() == 0) return;
+  const int home = map_.host_of[index(call.root)];
+  if (host_ == home) near_broadcast(call, call.output, map_.place_of[index(call.root)]);
+  if (leads()) far_step(call, step_of(call.output, {}, {}, home), &Transport::broadcast);
+  if (host_ != home) near_broadcast(call, call.output, 0);
 }
 
-void HostLinks::all_reduce(HostCall& call, const at::Tensor& data, ReduceOp op) {
-  near_reduce(call, data, op);
-  if (leads()) {
-    TransportCall step = step_of(data);
-    step.op = op;
-    far_step(call, std::move(step), &Transport::all_reduce);
-  }
-  near_broadcast(call, data, 0);
+void HostLinks::all_reduce(HostCall& call) {
+  if (call.output.numel() == 0) return;
+  near_reduce(call, call.output);
+  if (leads()) far_step(call, step_of(call.output), &Transport::all_reduce);
+  near_broadcast(call, call.output, 0);
 }
 
-void HostLinks::reduce(HostCall& call, const at::Tensor& data, ReduceOp op, int root) {
-  const int home = map_.host_of[index(root)], place = map_.place_of[index(root)];
+void HostLinks::reduce(HostCall& call) {
+  const at::Tensor& data = call.output;
+  if (data.numel() == 0) return;
+  const int home = map_.host_of[index(call.root)], place = map_.place_of[index(call.root)];
   // The leader's tensor keeps its values unless it is the root.
-  const at::Tensor sum = leads() && rank_ != root ? data.clone() : data;
-  near_reduce(call, sum, op);
-  if (leads()) {
-    TransportCall step = step_of(sum, {}, {}, home);
-    step.op = op;
-    far_step(call, std::move(step), &Transport::reduce);
-  }
+  const at::Tensor sum = leads() && rank_ != call.root ? data.clone() : data;
+  near_reduce(call, sum);
+  if (leads()) far_step(call, step_of(sum, {}, {}, home), &Transport::reduce);
   if (host_ != home || place == 0) return;
-  const at::Tensor part = rank_ == root ? data : at::empty({0}, data.options());
+  const at::Tensor part = rank_ == call.root ? data : at::empty({0}, data.options());
   near_scatter(call, part, leads() ? sum : at::Tensor(), only_for(place, data.numel()), 0);
 }
 
-void HostLinks::reduce_scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                               const Counts& counts, ReduceOp op) {
-  const at::Tensor sum = leads() ? input.clone() : input;
-  near_reduce(call, sum, op);
+void HostLinks::reduce_scatter(HostCall& call) {
+  if (call.input.numel() == 0) return;
+  const at::Tensor sum = leads() ? call.input.clone() : call.input;
+  near_reduce(call, sum);
   at::Tensor block;
   if (leads()) {
     at::Tensor ordered = sum;
     if (!map_.in_order) {
       ordered = at::empty_like(sum);
-      copy_to_hosts_order(ordered, sum, counts);
+      copy_to(Order::of_hosts, ordered, sum, call.counts);
     }
     // Each host gets its rows from every host, and reduces them in the order of the hosts.
-    const Counts rows = per_host(counts);
-    block = at::empty({rows[index(host_)]}, input.options());
-    TransportCall step = step_of(block, ordered, rows);
-    step.op = op;
-    far_step(call, std::move(step), compose_reduce_scatter);
+    const Counts rows = per_host(call.counts);
+    block = at::empty({rows[index(host_)]}, sum.options());
+    far_step(call, step_of(block, ordered, rows), compose_reduce_scatter);
   }
-  near_scatter(call, output, block, of_mates(counts), 0);
+  near_scatter(call, call.output, block, of_mates(call.counts), 0);
 }
 
-void HostLinks::all_gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                           const Counts& counts) {
-  const Counts blocks = per_host(counts);
+void HostLinks::all_gather(HostCall& call) {
+  const at::Tensor& output = call.output;
+  if (output.numel() == 0) return;
+  const Counts blocks = per_host(call.counts);
   at::Tensor whole, block;
   if (leads()) {
     whole = map_.in_order ? output : scratch_bytes(output.numel());
     block = whole.narrow(0, begins_of(blocks)[index(host_)], blocks[index(host_)]);
   }
-  near_gather(call, block, input, of_mates(counts), 0);
+  near_gather(call, block, call.input, of_mates(call.counts), 0);
   if (leads()) {
     far_step(call, step_of(whole, block, blocks), &Transport::all_gather);
-    if (!map_.in_order) copy_to_group_order(output, whole, counts);
+    if (!map_.in_order) copy_to(Order::of_group, output, whole, call.counts);
   }
   near_broadcast(call, output, 0);
 }
 
-void HostLinks::gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                       const Counts& counts, int root) {
-  const int home = map_.host_of[index(root)], place = map_.place_of[index(root)];
-  const std::int64_t total = total_of(counts);
-  const Counts blocks = per_host(counts);
+void HostLinks::gather(HostCall& call) {
+  const int home = map_.host_of[index(call.root)], place = map_.place_of[index(call.root)];
+  const std::int64_t total = total_of(call.counts);
+  if (total == 0) return;
+  const Counts blocks = per_host(call.counts);
   at::Tensor block, whole;
   if (leads()) block = scratch_bytes(blocks[index(host_)]);
-  near_gather(call, block, input, of_mates(counts), 0);
+  near_gather(call, block, call.input, of_mates(call.counts), 0);
   if (leads()) {
     const bool receives = host_ == home;
     whole = scratch_bytes(receives ? total : 0);
@@ -202,32 +182,33 @@ void HostLinks::gather(HostCall& call, const at::Tensor& output, const at::Tenso
     sent[index(home)] = blocks[index(host_)];
     far_all_to_all(call, whole, receives ? blocks : Counts(map_.hosts.size(), 0), block, sent);
     if (receives) {
-      const at::Tensor ordered = rank_ == root ? output : scratch_bytes(total);
-      copy_to_group_order(ordered, whole, counts);
+      const at::Tensor ordered = rank_ == call.root ? call.output : scratch_bytes(total);
+      copy_to(Order::of_group, ordered, whole, call.counts);
       whole = ordered;
     }
   }
   if (host_ != home || place == 0) return;
-  near_scatter(call, rank_ == root ? output : scratch_bytes(0), whole, only_for(place, total), 0);
+  near_scatter(call, rank_ == call.root ? call.output : scratch_bytes(0), whole,
+               only_for(place, total), 0);
 }
 
-void HostLinks::scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                        const Counts& counts, int root) {
-  const int home = map_.host_of[index(root)], place = map_.place_of[index(root)];
-  const std::int64_t total = total_of(counts);
-  at::Tensor whole = input;
+void HostLinks::scatter(HostCall& call) {
+  const int home = map_.host_of[index(call.root)], place = map_.place_of[index(call.root)];
+  const std::int64_t total = total_of(call.counts);
+  if (total == 0) return;
+  at::Tensor whole = call.input;
   if (host_ == home && place != 0) {
     if (leads()) whole = scratch_bytes(total);
-    near_gather(call, leads() ? whole : at::Tensor(), rank_ == root ? input : scratch_bytes(0),
-                only_for(place, total), 0);
+    near_gather(call, leads() ? whole : at::Tensor(),
+                rank_ == call.root ? call.input : scratch_bytes(0), only_for(place, total), 0);
   }
   at::Tensor block;
   if (leads()) {
-    const Counts blocks = per_host(counts);
+    const Counts blocks = per_host(call.counts);
     at::Tensor ordered = scratch_bytes(0);
     if (host_ == home) {
       ordered = scratch_bytes(total);
-      copy_to_hosts_order(ordered, whole, counts);
+      copy_to(Order::of_hosts, ordered, whole, call.counts);
     }
     block = scratch_bytes(blocks[index(host_)]);
     Counts received(map_.hosts.size(), 0);
@@ -235,7 +216,7 @@ void HostLinks::scatter(HostCall& call, const at::Tensor& output, const at::Tens
     far_all_to_all(call, block, received, ordered,
                    host_ == home ? blocks : Counts(map_.hosts.size(), 0));
   }
-  near_scatter(call, output, block, of_mates(counts), 0);
+  near_scatter(call, call.output, block, of_mates(call.counts), 0);
 }
 
 }  // namespace tessera::detail

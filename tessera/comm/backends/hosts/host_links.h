@@ -9,9 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends/hosts/host_map.h"
@@ -19,8 +17,15 @@
 
 namespace tessera::detail {
 
-/// What the steps of one collective share.
+/// One collective, and what its steps share. Tensors are one-dimensional, contiguous, and on the
+/// CPU; those that are only moved are of uint8. Counts are elements, one number per group rank, and
+/// where not said otherwise the same on all ranks.
 struct HostCall {
+  using Counts = std::vector<std::int64_t>;
+  at::Tensor output, input;
+  Counts counts, input_counts;
+  ReduceOp op = ReduceOp::sum;
+  int root = -1;
   /// The number that stands for the call on all ranks (TransportCall::sign); 0: none is known.
   std::uint64_t sign = 0;
   /// The limit of each step.
@@ -29,11 +34,10 @@ struct HostCall {
   std::uint64_t near = 0, far = 0;
 };
 
-/// Tensors are one-dimensional, contiguous, and on the CPU. Counts are elements, one number per
-/// group rank, and where not said otherwise the same on all ranks. Called by one thread.
+/// Called by one thread. Outputs and inputs are those of TransportCall.
 class HostLinks {
  public:
-  using Counts = std::vector<std::int64_t>;
+  using Counts = HostCall::Counts;
   using TransportPtr = std::shared_ptr<Transport>;
 
   /// `near`: memory, over the ranks of this host in ascending order; null if there is one. `wide`:
@@ -53,28 +57,16 @@ class HostLinks {
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 
   void barrier(HostCall& call);
-  void broadcast(HostCall& call, const at::Tensor& data, int root);
-  /// In place.
-  void all_reduce(HostCall& call, const at::Tensor& data, ReduceOp op);
-  /// In place on root; the tensors of other ranks keep their values.
-  void reduce(HostCall& call, const at::Tensor& data, ReduceOp op, int root);
-  /// `input` keeps its values.
-  void reduce_scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                      const Counts& counts, ReduceOp op);
-
-  // Of bytes, in tensors of uint8.
-  void all_gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-                  const Counts& counts);
-  /// `output` is undefined on the ranks other than root.
-  void gather(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-              const Counts& counts, int root);
-  /// `input` is undefined on the ranks other than root.
-  void scatter(HostCall& call, const at::Tensor& output, const at::Tensor& input,
-               const Counts& counts, int root);
+  void broadcast(HostCall& call);
+  void all_reduce(HostCall& call);
+  void reduce(HostCall& call);
+  void reduce_scatter(HostCall& call);
+  void all_gather(HostCall& call);
+  void gather(HostCall& call);
+  void scatter(HostCall& call);
   /// Counts are this rank's own. Throws FinalMismatch if a rank sends what its receiver does not
   /// wait for; then no data has moved between these two.
-  void all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
-                  const at::Tensor& input, const Counts& input_counts);
+  void all_to_all(HostCall& call);
 
  private:
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
@@ -86,11 +78,10 @@ class HostLinks {
   Counts of_mates(const Counts& counts) const;
   /// Counts for the ranks of this host: `count` for the rank at `place`, nothing for others.
   Counts only_for(int place, std::int64_t count) const;
-  /// Copies between the order of the group and that of the hosts.
-  void copy_to_hosts_order(const at::Tensor& to, const at::Tensor& from,
-                           const Counts& counts) const;
-  void copy_to_group_order(const at::Tensor& to, const at::Tensor& from,
-                           const Counts& counts) const;
+  /// Copies from the order of the group to that of the hosts, or back.
+  enum class Order : unsigned char { of_hosts, of_group };
+  void copy_to(Order order, const at::Tensor& to, const at::Tensor& from,
+               const Counts& counts) const;
 
   /// One step over the ranks of this host, done on return; nothing if this rank is alone there.
   template <class Make>
@@ -100,7 +91,7 @@ class HostLinks {
   void far_step(HostCall& call, TransportCall step, const Make& make);
   void near_broadcast(HostCall& call, const at::Tensor& data, int place);
   /// To the leader, in place there.
-  void near_reduce(HostCall& call, const at::Tensor& data, ReduceOp op);
+  void near_reduce(HostCall& call, const at::Tensor& data);
   /// To and from the rank at `place`; `whole` is used there alone.
   void near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
                    const Counts& counts, int place);
@@ -110,12 +101,10 @@ class HostLinks {
                       const at::Tensor& input, const Counts& input_counts);
   /// The counts that each rank of this host gave: a row per rank, what it sends and what it waits
   /// for.
-  std::vector<Counts> near_counts(HostCall& call, const Counts& sent, const Counts& awaited);
+  std::vector<Counts> near_counts(HostCall& call);
   /// Compares what this host's ranks wait for with what ranks of other hosts send them.
   void compare_far_counts(HostCall& call, const std::vector<Counts>& rows);
-  void all_to_all_far(HostCall& call, const at::Tensor& output, const Counts& output_counts,
-                      const at::Tensor& input, const Counts& input_counts,
-                      const std::vector<Counts>& rows);
+  void all_to_all_far(HostCall& call, const std::vector<Counts>& rows);
 
   const HostMap map_;
   const int rank_, host_, place_;

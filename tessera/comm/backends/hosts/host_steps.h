@@ -45,6 +45,7 @@ void HostLinks::near_step(HostCall& call, TransportCall step, const Make& make) 
   if (!near_) return;
   step.sign = sign_of_step(call.sign, ++call.near);
   step.timeout = call.limit;
+  step.op = call.op;
   step.blocking = true;
   std::invoke(make, *near_, step);
   step.wait();
@@ -54,6 +55,7 @@ template <class Make>
 void HostLinks::far_step(HostCall& call, TransportCall step, const Make& make) {
   step.sign = sign_of_step(call.sign, ++call.far);
   step.timeout = call.limit;
+  step.op = call.op;
   std::invoke(make, *leaders_, step);
   step.wait();
 }

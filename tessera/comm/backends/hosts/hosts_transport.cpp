@@ -16,6 +16,10 @@ namespace {
 // error names the ranks that are missing.
 constexpr std::chrono::milliseconds kStepSlack{2000};
 
+at::Tensor flat_if_any(const at::Tensor& tensor) {
+  return tensor.defined() ? flat(tensor) : tensor;
+}
+
 at::Tensor bytes_if_any(const at::Tensor& tensor) {
   return tensor.defined() ? flat_bytes(tensor) : tensor;
 }
@@ -35,17 +39,31 @@ Abilities HostsTransport::abilities() {
   return result;
 }
 
-void HostsTransport::post(TransportCall& given, std::function<void(HostLinks&, HostCall&)> body) {
-  HostCall call;
+void HostsTransport::post(TransportCall& given, Function function) {
+  post(given, {flat_if_any(given.output), flat_if_any(given.input), given.counts, {}}, function);
+}
+
+void HostsTransport::move(TransportCall& given, Function function) {
+  const auto& any = given.output.defined() ? given.output : given.input;
+  const auto item = static_cast<std::int64_t>(any.element_size());
+  post(given,
+       {bytes_if_any(given.output), bytes_if_any(given.input), times(given.counts, item),
+        times(given.input_counts, item)},
+       function);
+}
+
+void HostsTransport::post(TransportCall& given, HostCall call, Function function) {
+  call.op = given.op;
+  call.root = given.root;
   call.sign = given.sign;
   call.limit = bounded_limit(given.timeout + kStepSlack);
   auto work = c10::make_intrusive<HostsWork>(
       rank_, given.type, given.results,
-      [links = links_, call, tells = tells_, body = std::move(body),
+      [links = links_, call = std::move(call), tells = tells_, function,
        finish = std::move(given.finish)]() mutable {
         if (links->aborted()) throw std::runtime_error("connection closed: the group was aborted");
         try {
-          body(*links, call);
+          (links.get()->*function)(call);
           if (finish) finish();
         } catch (...) {
           // No watch tells the other ranks: those of this host see it in memory, and the leaders of
@@ -56,72 +74,6 @@ void HostsTransport::post(TransportCall& given, std::function<void(HostLinks&, H
       });
   worker_->post(work);
   given.works.push_back({std::move(work)});
-}
-
-// ---- collectives ----
-
-void HostsTransport::broadcast(TransportCall& given) {
-  post(given,
-       [data = flat_bytes(given.output), root = given.root](HostLinks& links, HostCall& call) {
-         if (data.numel() > 0) links.broadcast(call, data, root);
-       });
-}
-
-void HostsTransport::all_reduce(TransportCall& given) {
-  post(given, [data = flat(given.output), op = given.op](HostLinks& links, HostCall& call) {
-    if (data.numel() > 0) links.all_reduce(call, data, op);
-  });
-}
-
-void HostsTransport::reduce(TransportCall& given) {
-  post(given, [data = flat(given.output), op = given.op, root = given.root](HostLinks& links,
-                                                                            HostCall& call) {
-    if (data.numel() > 0) links.reduce(call, data, op, root);
-  });
-}
-
-void HostsTransport::all_gather(TransportCall& given) {
-  const auto item = static_cast<std::int64_t>(given.input.element_size());
-  post(given, [to = flat_bytes(given.output), from = flat_bytes(given.input),
-               counts = times(given.counts, item)](HostLinks& links, HostCall& call) {
-    if (to.numel() > 0) links.all_gather(call, to, from, counts);
-  });
-}
-
-void HostsTransport::reduce_scatter(TransportCall& given) {
-  post(given, [to = flat(given.output), from = flat(given.input), counts = given.counts,
-               op = given.op](HostLinks& links, HostCall& call) {
-    if (from.numel() > 0) links.reduce_scatter(call, to, from, counts, op);
-  });
-}
-
-void HostsTransport::gather(TransportCall& given) {
-  const auto item = static_cast<std::int64_t>(given.input.element_size());
-  post(given,
-       [to = bytes_if_any(given.output), from = flat_bytes(given.input),
-        counts = times(given.counts, item), root = given.root](HostLinks& links, HostCall& call) {
-         if (total_of(counts) > 0) links.gather(call, to, from, counts, root);
-       });
-}
-
-void HostsTransport::scatter(TransportCall& given) {
-  const auto item = static_cast<std::int64_t>(given.output.element_size());
-  post(given,
-       [to = flat_bytes(given.output), from = bytes_if_any(given.input),
-        counts = times(given.counts, item), root = given.root](HostLinks& links, HostCall& call) {
-         if (total_of(counts) > 0) links.scatter(call, to, from, counts, root);
-       });
-}
-
-void HostsTransport::all_to_all(TransportCall& given) {
-  const auto item = static_cast<std::int64_t>(given.output.element_size());
-  post(given, [to = flat_bytes(given.output), out = times(given.counts, item),
-               from = flat_bytes(given.input), in = times(given.input_counts, item)](
-                  HostLinks& links, HostCall& call) { links.all_to_all(call, to, out, from, in); });
-}
-
-void HostsTransport::barrier(TransportCall& given) {
-  post(given, [](HostLinks& links, HostCall& call) { links.barrier(call); });
 }
 
 // ---- messages ----

@@ -4,7 +4,6 @@
 // through memory if its ends share a host, and over the other transport otherwise.
 
 #include <chrono>
-#include <functional>
 #include <memory>
 
 #include "tessera/comm/backends/hosts/host_links.h"
@@ -22,23 +21,28 @@ class HostsTransport final : public Transport {
 
   const char* name() const override { return "hosts"; }
   Abilities abilities() override;
-  void broadcast(TransportCall& call) override;
-  void all_reduce(TransportCall& call) override;
-  void reduce(TransportCall& call) override;
-  void all_gather(TransportCall& call) override;
-  void reduce_scatter(TransportCall& call) override;
-  void gather(TransportCall& call) override;
-  void scatter(TransportCall& call) override;
-  void all_to_all(TransportCall& call) override;
+  void broadcast(TransportCall& call) override { move(call, &HostLinks::broadcast); }
+  void all_reduce(TransportCall& call) override { post(call, &HostLinks::all_reduce); }
+  void reduce(TransportCall& call) override { post(call, &HostLinks::reduce); }
+  void all_gather(TransportCall& call) override { move(call, &HostLinks::all_gather); }
+  void reduce_scatter(TransportCall& call) override { post(call, &HostLinks::reduce_scatter); }
+  void gather(TransportCall& call) override { move(call, &HostLinks::gather); }
+  void scatter(TransportCall& call) override { move(call, &HostLinks::scatter); }
+  void all_to_all(TransportCall& call) override { move(call, &HostLinks::all_to_all); }
   /// Throws NotAvailable for a receive from any rank where some ranks of the group share a host and
   /// others do not.
   void exchange(TransportCall& call) override;
-  void barrier(TransportCall& call) override;
+  void barrier(TransportCall& call) override { post(call, &HostLinks::barrier); }
   void abort() override { links_->abort(); }
   bool batches(int peer) const override { return links_->is_near(peer); }
 
  private:
-  void post(TransportCall& call, std::function<void(HostLinks&, HostCall&)> body);
+  using Function = void (HostLinks::*)(HostCall&);
+  /// Has the worker do a call that reduces, or moves nothing.
+  void post(TransportCall& call, Function function);
+  /// As post(), of a call that moves bytes.
+  void move(TransportCall& call, Function function);
+  void post(TransportCall& given, HostCall call, Function function);
 
   const std::shared_ptr<HostLinks> links_;
   const std::shared_ptr<HostsWorker> worker_;

@@ -26,6 +26,12 @@ char* begin_of(const at::Tensor& t) { return static_cast<char*>(mpi_address(t));
 
 void check(int code, const MpiCall& call) { check_mpi(code, call.name); }
 
+/// Makes a call of MPI: the one that blocks, or the one that is started.
+template <class Blocking, class Started, class... Arguments>
+void issue(MpiCall& call, Blocking blocking, Started started, Arguments... arguments) {
+  check(call.blocking ? blocking(arguments...) : started(arguments..., call.request()), call);
+}
+
 /// What the ranks compare: `like` is a tensor that all ranks have alike, or, with counts, in which
 /// they have those elements.
 CallCard mpi_card(const at::Tensor& like, const TransportCall& given,
@@ -73,7 +79,7 @@ void MpiTransport::in_pieces(MpiCall& call, char* begin, std::int64_t count, std
     std::int64_t done = 0;
     do {
       const int n = static_cast<int>(std::min(piece, count - done));
-      check(move(begin + done * item, n), call);
+      move(begin + done * item, n);
       done += n;
     } while (done < count);
   });
@@ -95,12 +101,9 @@ void MpiTransport::reduce_to(const char* name, TransportCall& given, int root) {
                 const void* from = in_place ? MPI_IN_PLACE : data;
                 void* to = in_place ? data : nullptr;
                 if (root < 0)
-                  return call.blocking
-                             ? MPI_Allreduce(from, to, n, type, op, comm)
-                             : MPI_Iallreduce(from, to, n, type, op, comm, call.request());
-                return call.blocking
-                           ? MPI_Reduce(from, to, n, type, op, root, comm)
-                           : MPI_Ireduce(from, to, n, type, op, root, comm, call.request());
+                  issue(call, MPI_Allreduce, MPI_Iallreduce, from, to, n, type, op, comm);
+                else
+                  issue(call, MPI_Reduce, MPI_Ireduce, from, to, n, type, op, root, comm);
               });
   });
 }
@@ -116,9 +119,7 @@ void MpiTransport::broadcast(TransportCall& given) {
     in_pieces(call, begin_of(t), t.numel(), item_of(t), max_count_,
               [this, &call, root = given.root, type = mpi_bytes_type(t.element_size())](char* data,
                                                                                         int n) {
-                return call.blocking
-                           ? MPI_Bcast(data, n, type, root, comm_->handle())
-                           : MPI_Ibcast(data, n, type, root, comm_->handle(), call.request());
+                issue(call, MPI_Bcast, MPI_Ibcast, data, n, type, root, comm_->handle());
               });
   });
 }
@@ -154,19 +155,13 @@ void MpiTransport::all_gather(TransportCall& given) {
     const int n = static_cast<int>(counts[me()]);
     if (all_equal(counts)) {
       after_meeting(call, [this, &call, from, to, n, type] {
-        check(call.blocking
-                  ? MPI_Allgather(from, n, type, to, n, type, comm_->handle())
-                  : MPI_Iallgather(from, n, type, to, n, type, comm_->handle(), call.request()),
-              call);
+        issue(call, MPI_Allgather, MPI_Iallgather, from, n, type, to, n, type, comm_->handle());
       });
       return;
     }
     after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type] {
-      check(call.blocking
-                ? MPI_Allgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle())
-                : MPI_Iallgatherv(from, n, type, to, v.counts, v.starts, type, comm_->handle(),
-                                  call.request()),
-            call);
+      issue(call, MPI_Allgatherv, MPI_Iallgatherv, from, n, type, to, v.counts, v.starts, type,
+            comm_->handle());
     });
   });
 }
@@ -189,28 +184,21 @@ void MpiTransport::reduce_scatter(TransportCall& given) {
                 const int n = static_cast<int>(std::min(max_count_, counts[index(r)] - done));
                 const char* data = from + (starts[index(r)] + done) * item;
                 char* result = r == rank_ ? to + done * item : nullptr;
-                check(call.blocking ? MPI_Reduce(data, result, n, type, op, r, comm_->handle())
-                                    : MPI_Ireduce(data, result, n, type, op, r, comm_->handle(),
-                                                  call.request()),
-                      call);
+                issue(call, MPI_Reduce, MPI_Ireduce, data, result, n, type, op, r, comm_->handle());
               }
             }
           });
         } else if (all_equal(counts)) {
-          after_meeting(call, [this, &call, n = static_cast<int>(counts.front()), from, to, type,
-                               op] {
-            check(call.blocking ? MPI_Reduce_scatter_block(from, to, n, type, op, comm_->handle())
-                                : MPI_Ireduce_scatter_block(from, to, n, type, op, comm_->handle(),
-                                                            call.request()),
-                  call);
-          });
+          after_meeting(call,
+                        [this, &call, n = static_cast<int>(counts.front()), from, to, type, op] {
+                          issue(call, MPI_Reduce_scatter_block, MPI_Ireduce_scatter_block, from, to,
+                                n, type, op, comm_->handle());
+                        });
         } else {
           after_meeting(call, [this, &call, n = call.keep({counts.begin(), counts.end()}), from, to,
                                type, op] {
-            check(call.blocking
-                      ? MPI_Reduce_scatter(from, to, n, type, op, comm_->handle())
-                      : MPI_Ireduce_scatter(from, to, n, type, op, comm_->handle(), call.request()),
-                  call);
+            issue(call, MPI_Reduce_scatter, MPI_Ireduce_scatter, from, to, n, type, op,
+                  comm_->handle());
           });
         }
       });
@@ -241,19 +229,13 @@ void MpiTransport::gather(TransportCall& given) {
     const int n = static_cast<int>(counts[me()]);
     if (all_equal(counts)) {
       after_meeting(call, [this, &call, from, to, n, type, root] {
-        check(call.blocking
-                  ? MPI_Gather(from, n, type, to, n, type, root, comm_->handle())
-                  : MPI_Igather(from, n, type, to, n, type, root, comm_->handle(), call.request()),
-              call);
+        issue(call, MPI_Gather, MPI_Igather, from, n, type, to, n, type, root, comm_->handle());
       });
       return;
     }
     after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root] {
-      check(call.blocking
-                ? MPI_Gatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle())
-                : MPI_Igatherv(from, n, type, to, v.counts, v.starts, type, root, comm_->handle(),
-                               call.request()),
-            call);
+      issue(call, MPI_Gatherv, MPI_Igatherv, from, n, type, to, v.counts, v.starts, type, root,
+            comm_->handle());
     });
   });
 }
@@ -283,11 +265,8 @@ void MpiTransport::scatter(TransportCall& given) {
         }
         after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to,
                              n = static_cast<int>(counts[me()]), type, root] {
-          check(call.blocking ? MPI_Scatterv(from, v.counts, v.starts, type, to, n, type, root,
-                                             comm_->handle())
-                              : MPI_Iscatterv(from, v.counts, v.starts, type, to, n, type, root,
-                                              comm_->handle(), call.request()),
-                call);
+          issue(call, MPI_Scatterv, MPI_Iscatterv, from, v.counts, v.starts, type, to, n, type,
+                root, comm_->handle());
         });
       });
 }

@@ -19,31 +19,27 @@ namespace detail {
 
 namespace {
 
+struct NamedLevel {
+  MpiThreadLevel level;
+  int mpi;
+  const char* name;
+};
+constexpr NamedLevel kLevels[] = {
+    {MpiThreadLevel::single, MPI_THREAD_SINGLE, "single"},
+    {MpiThreadLevel::funneled, MPI_THREAD_FUNNELED, "funneled"},
+    {MpiThreadLevel::serialized, MPI_THREAD_SERIALIZED, "serialized"},
+    {MpiThreadLevel::multiple, MPI_THREAD_MULTIPLE, "multiple"},
+};
+
 MpiThreadLevel to_level(int provided) {
-  switch (provided) {
-    case MPI_THREAD_MULTIPLE:
-      return MpiThreadLevel::multiple;
-    case MPI_THREAD_SERIALIZED:
-      return MpiThreadLevel::serialized;
-    case MPI_THREAD_FUNNELED:
-      return MpiThreadLevel::funneled;
-    default:
-      return MpiThreadLevel::single;
-  }
+  for (const auto& known : kLevels)
+    if (known.mpi == provided) return known.level;
+  return MpiThreadLevel::single;
 }
 
-int to_mpi(MpiThreadLevel level) {
-  switch (level) {
-    case MpiThreadLevel::multiple:
-      return MPI_THREAD_MULTIPLE;
-    case MpiThreadLevel::serialized:
-      return MPI_THREAD_SERIALIZED;
-    case MpiThreadLevel::funneled:
-      return MPI_THREAD_FUNNELED;
-    case MpiThreadLevel::single:
-      break;
-  }
-  return MPI_THREAD_SINGLE;
+const NamedLevel& named(MpiThreadLevel level) {
+  return *std::find_if(std::begin(kLevels), std::end(kLevels) - 1,
+                       [level](const NamedLevel& known) { return known.level == level; });
 }
 
 bool mpi_flag(int (*query)(int*)) {
@@ -183,7 +179,7 @@ std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
         "MpiWorld until the end of main()");
   if (mpi_flag(MPI_Initialized)) return attach();
   int provided = MPI_THREAD_SINGLE;
-  check_mpi(MPI_Init_thread(nullptr, nullptr, to_mpi(wanted), &provided), "MPI_Init_thread");
+  check_mpi(MPI_Init_thread(nullptr, nullptr, named(wanted).mpi, &provided), "MPI_Init_thread");
   std::shared_ptr<MpiLibrary> library(new MpiLibrary(true, provided));
   current = library;
   try {
@@ -322,19 +318,7 @@ MpiContext::~MpiContext() {
 
 }  // namespace detail
 
-const char* to_string(MpiThreadLevel level) {
-  switch (level) {
-    case MpiThreadLevel::single:
-      return "single";
-    case MpiThreadLevel::funneled:
-      return "funneled";
-    case MpiThreadLevel::serialized:
-      return "serialized";
-    case MpiThreadLevel::multiple:
-      return "multiple";
-  }
-  return "?";
-}
+const char* to_string(MpiThreadLevel level) { return detail::named(level).name; }
 
 bool has_mpi() { return true; }
 

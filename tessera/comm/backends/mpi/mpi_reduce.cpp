@@ -4,8 +4,6 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
-#include <cmath>
-
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_context.h"
 

@@ -1,6 +1,7 @@
 #include "tessera/comm/backends/mpi/mpi_transport.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
@@ -135,6 +136,88 @@ void MpiTransport::exchange(TransportCall& given) {
     std::sort(call.peers.begin(), call.peers.end());
     call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());
   });
+}
+
+// ---- works ----
+
+MpiWork::MpiWork(std::shared_ptr<Transport> transport, std::shared_ptr<MpiComm> comm,
+                 std::unique_ptr<MpiCall> call)
+    : c10d::Work(comm->rank(), call->type),
+      transport_(std::move(transport)),
+      comm_(std::move(comm)),
+      call_(std::move(call)) {
+  // A mismatch that is known already is for wait() to throw.
+  if (!call_->pending() && !call_->error) complete();
+}
+
+MpiWork::~MpiWork() {
+  // What nobody has waited for tells its error in the next call.
+  if (call_ && (call_->pending() || (call_->error && !exception_))) comm_->adopt(std::move(call_));
+}
+
+void MpiWork::fail() {
+  exception_ = std::current_exception();
+  if (call_->pending()) comm_->set_stuck();
+}
+
+void MpiWork::complete() {
+  source_ = call_->source;
+  results_ = std::move(call_->results);
+  call_->end();
+  completed_ = true;
+  call_.reset();
+}
+
+bool MpiWork::isCompleted() {
+  comm_->library().drive();  // a caller that only tests must let other calls continue too
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (completed_ || exception_) return true;
+  try {
+    if (!comm_->test(*call_)) return false;
+    complete();
+  } catch (...) {
+    fail();
+  }
+  return true;
+}
+
+bool MpiWork::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ && !exception_;
+}
+
+bool MpiWork::wait(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (exception_) std::rethrow_exception(exception_);
+  if (completed_) return true;
+  const auto limit = timeout.count() > 0 ? timeout : call_->timeout;
+  try {
+    comm_->library().require_thread();
+    comm_->wait(*call_, limit);
+    complete();
+  } catch (const TimeoutError&) {
+    if (limit >= call_->timeout) fail();
+    throw;
+  } catch (...) {
+    fail();
+    throw;
+  }
+  return true;
+}
+
+int MpiWork::sourceRank() const { return source_; }
+
+std::vector<at::Tensor> MpiWork::result() {
+  wait();
+  return results_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
+  wait();
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  future->markCompleted(at::IValue(results_));
+  return future;
 }
 
 std::shared_ptr<Transport> make_mpi_transport(const MpiWorld& world, const std::vector<int>& ranks,

@@ -1,7 +1,6 @@
 #include "tessera/comm/backends/mpi/mpi_work.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/ivalue.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -45,13 +44,13 @@ void check_received(int code, const MpiCall& call) {
   check_mpi(code, call.name);
 }
 
-void finish(const MpiCall& call) {
-  if (!call.finish) return;
-  const at::NoGradGuard no_grad;  // Results are written below autograd, as MPI itself does.
-  call.finish();
-}
-
 }  // namespace
+
+void MpiCall::end() const {
+  if (!finish) return;
+  const at::NoGradGuard no_grad;  // Results are written below autograd, as MPI itself does.
+  finish();
+}
 
 bool MpiCall::pending() const {
   if (queued.load(std::memory_order_acquire)) return true;
@@ -427,7 +426,7 @@ void MpiComm::sweep() {
     std::erase_if(adopted_, [&](const auto& call) {
       try {
         if (!test(*call)) return false;
-        finish(*call);
+        call->end();
         return true;
       } catch (...) {
         if (!error) error = std::current_exception();
@@ -454,86 +453,6 @@ bool MpiComm::drain(std::chrono::milliseconds limit) noexcept {
   } catch (const std::exception&) {
     return false;
   }
-}
-
-MpiWork::MpiWork(std::shared_ptr<Transport> transport, std::shared_ptr<MpiComm> comm,
-                 std::unique_ptr<MpiCall> call)
-    : c10d::Work(comm->rank(), call->type),
-      transport_(std::move(transport)),
-      comm_(std::move(comm)),
-      call_(std::move(call)) {
-  // A mismatch that is known already is for wait() to throw.
-  if (!call_->pending() && !call_->error) complete();
-}
-
-MpiWork::~MpiWork() {
-  // What nobody has waited for tells its error in the next call.
-  if (call_ && (call_->pending() || (call_->error && !exception_))) comm_->adopt(std::move(call_));
-}
-
-void MpiWork::fail() {
-  exception_ = std::current_exception();
-  if (call_->pending()) comm_->set_stuck();
-}
-
-void MpiWork::complete() {
-  source_ = call_->source;
-  results_ = std::move(call_->results);
-  detail::finish(*call_);
-  completed_ = true;
-  call_.reset();
-}
-
-bool MpiWork::isCompleted() {
-  comm_->library().drive();  // a caller that only tests must let other calls continue too
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (completed_ || exception_) return true;
-  try {
-    if (!comm_->test(*call_)) return false;
-    complete();
-  } catch (...) {
-    fail();
-  }
-  return true;
-}
-
-bool MpiWork::isSuccess() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ && !exception_;
-}
-
-bool MpiWork::wait(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (exception_) std::rethrow_exception(exception_);
-  if (completed_) return true;
-  const auto limit = timeout.count() > 0 ? timeout : call_->timeout;
-  try {
-    comm_->library().require_thread();
-    comm_->wait(*call_, limit);
-    complete();
-  } catch (const TimeoutError&) {
-    if (limit >= call_->timeout) fail();
-    throw;
-  } catch (...) {
-    fail();
-    throw;
-  }
-  return true;
-}
-
-int MpiWork::sourceRank() const { return source_; }
-
-std::vector<at::Tensor> MpiWork::result() {
-  wait();
-  return results_;
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
-  wait();
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  future->markCompleted(at::IValue(results_));
-  return future;
 }
 
 }  // namespace tessera::detail

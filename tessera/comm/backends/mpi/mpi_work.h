@@ -24,7 +24,6 @@
 #include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
-#include "tessera/comm/group/detail/mismatch.h"
 
 namespace tessera::detail {
 
@@ -91,6 +90,8 @@ struct MpiCall {
 
   /// False once MPI no longer uses any memory of the call.
   bool pending() const;
+  /// Runs `finish`, if there is one.
+  void end() const;
   MPI_Request* request() {
     // as long as the list of requests, once there is a receive
     if (!receives.empty()) receives.resize(requests.size() + 1, -1);

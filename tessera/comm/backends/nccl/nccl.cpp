@@ -8,7 +8,6 @@
 #include <future>
 #include <memory>
 #include <thread>
-#include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"

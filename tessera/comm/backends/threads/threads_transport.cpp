@@ -10,7 +10,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
 #include "tessera/comm/backends/own_work.h"
-#include "tessera/comm/group/detail/mismatch.h"
+#include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/group/types.h"
 
@@ -55,17 +55,22 @@ void move(const ThreadsSlot& slot, int from, const at::Tensor& source, int to,
   if (source.data_ptr() != target.data_ptr()) target.view({-1}).copy_(source.view({-1}));
 }
 
-// Moves and computes all data of a call. First all checks, so that a call that fails touches no
-// rank's data.
-void move_all(const ThreadsSlot& slot) {
-  const int n = static_cast<int>(slot.calls.size());
+void require_one_call(const ThreadsSlot& slot) {
   const auto& first = slot.calls.front();
-  for (int r = 1; r < n; ++r) {
+  for (std::size_t r = 1; r < slot.calls.size(); ++r) {
     const auto& call = slot.calls[r];
     if (std::string_view(call.operation) != first.operation || call.root != first.root ||
         call.op != first.op || call.source.hash() != first.source.hash())
-      mismatch(slot, 0, r);
+      mismatch(slot, 0, static_cast<int>(r));
   }
+}
+
+// Moves and computes all data of a call. First all checks, so that a call that fails touches no
+// rank's data.
+void move_all(const ThreadsSlot& slot) {
+  require_one_call(slot);
+  const int n = static_cast<int>(slot.calls.size());
+  const auto& first = slot.calls.front();
   const std::string_view operation = first.operation;
   const at::AutoDispatchBelowADInplaceOrView guard;
 
@@ -311,16 +316,6 @@ std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Te
   return mine;
 }
 
-std::shared_ptr<ThreadsMessage> ThreadsRoom::send(int from, int to, int tag,
-                                                  const at::Tensor& tensor) {
-  return post({from, to, tag}, tensor, true);
-}
-
-std::shared_ptr<ThreadsMessage> ThreadsRoom::receive(int from, int to, int tag,
-                                                     const at::Tensor& tensor) {
-  return post({from, to, tag}, tensor, false);
-}
-
 void ThreadsRoom::leave(int rank) {
   const std::lock_guard lock(mutex_);
   left_[rank] = true;
@@ -386,9 +381,10 @@ void ThreadsTransport::exchange(TransportCall& call) {
   for (const auto& m : call.messages) {
     if (m.peer == TransportCall::kAnyRank)
       throw NotAvailable("ranks as threads receive from a rank that is named");
-    work->add(m.kind == Message::Kind::send ? room_->send(rank_, m.peer, call.tag, m.tensor)
-                                            : room_->receive(m.peer, rank_, call.tag, m.tensor),
-              m.peer);
+    const bool sends = m.kind == Message::Kind::send;
+    work->add(
+        room_->post({sends ? rank_ : m.peer, sends ? m.peer : rank_, call.tag}, m.tensor, sends),
+        m.peer);
   }
   call.works.push_back({std::move(work)});
 }

@@ -59,8 +59,9 @@ class ThreadsRoom {
   ThreadsRoom(std::string name, std::vector<int> ranks);
 
   std::shared_ptr<ThreadsSlot> enter(std::uint64_t sequence, int rank, ThreadsCall call);
-  std::shared_ptr<ThreadsMessage> send(int from, int to, int tag, const at::Tensor& tensor);
-  std::shared_ptr<ThreadsMessage> receive(int from, int to, int tag, const at::Tensor& tensor);
+  /// Sender, receiver and tag of messages that match in their order.
+  using Pair = std::tuple<int, int, int>;
+  std::shared_ptr<ThreadsMessage> post(const Pair& pair, const at::Tensor& tensor, bool is_send);
   /// Records that this rank makes no more calls: ranks that wait for it fail.
   void leave(int rank);
   /// Makes waiting ranks look at their watch again.
@@ -74,11 +75,9 @@ class ThreadsRoom {
   int global(int rank) const { return ranks_[rank]; }
 
  private:
-  using Pair = std::tuple<int, int, int>;
   struct Queue {
     std::deque<std::shared_ptr<ThreadsMessage>> sends, receives;
   };
-  std::shared_ptr<ThreadsMessage> post(const Pair& pair, const at::Tensor& tensor, bool is_send);
 
   const std::string name_;
   const std::vector<int> ranks_;

@@ -1,6 +1,8 @@
 #pragma once
 // What the ranks of a group must have in common for one call, as numbers: cheap enough to be made
 // for every call, at every CheckLevel.
+//
+// The text of a MismatchError: the calls of two ranks, and what has become of the group.
 
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
@@ -71,5 +73,21 @@ struct MessageCard {
   /// "Float, 10 elements".
   std::string text() const;
 };
+
+/// A global rank and its call: {3, "called all_reduce, sum, Float, 10 elements"}.
+struct RankCall {
+  int rank = 0;
+  std::string what;
+};
+
+/// before_data: no data has moved and the group goes on; under_way: the group has ended.
+enum class MismatchAt : unsigned char { before_data, under_way };
+
+/// "the ranks called different things: rank 0 called ...; rank 1 called .... ", and what to do.
+/// `more` (other ranks, ranges) is shown after the calls.
+std::string mismatch_text(const RankCall& one, const RankCall& other, MismatchAt at,
+                          const std::string& more = {});
+/// As above, where the other rank's call is not known.
+std::string mismatch_text(const RankCall& one, MismatchAt at, const std::string& more = {});
 
 }  // namespace tessera::detail

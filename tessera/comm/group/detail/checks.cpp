@@ -5,22 +5,16 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 #include "tessera/base/hash.h"
+#include "tessera/comm/backends/flat.h"
+#include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/hand_over.h"
 #include "tessera/comm/group/detail/memory.h"
-#include "tessera/comm/group/detail/mismatch.h"
 
 namespace tessera::detail {
 namespace {
-
-std::int64_t trailing(const at::Tensor& t) {
-  std::int64_t width = 1;
-  for (std::int64_t d = 1; d < t.dim(); ++d) width *= t.size(d);
-  return width;
-}
 
 void check_size_list(const RequestState& call, const char* role, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != call.group().size())
@@ -36,7 +30,7 @@ void check_counts(const RequestState& call, const char* role, const Sizes& sizes
   std::int64_t rows = 0, bytes = 0;
   bool fits = true;
   for (const auto n : sizes) fits = fits && !__builtin_add_overflow(rows, n, &rows);
-  const auto row = trailing(like) * static_cast<std::int64_t>(like.element_size());
+  const auto row = row_numel(like) * static_cast<std::int64_t>(like.element_size());
   if (!fits || __builtin_mul_overflow(rows, row, &bytes))
     refuse(call, role, " sizes ", list(sizes), " are more rows than any tensor has");
 }
@@ -103,7 +97,7 @@ void check_sizes(const RequestState& call, const at::Tensor& whole, const at::Te
   if (part.dim() < 1 || part.size(0) != rows)
     refuse(call, "this rank's tensor is ", show(part), ", but sizes ", list(sizes), " give it ",
            rows, " rows");
-  if (whole.defined() && trailing(whole) != trailing(part))
+  if (whole.defined() && row_numel(whole) != row_numel(part))
     refuse(call, "the gathered tensor ", show(whole), " and this rank's ", show(part),
            " have rows of different size");
 }
@@ -118,7 +112,7 @@ void check_rows(const RequestState& call, const char* role, const at::Tensor& te
   }
   check_size_list(call, role, sizes);
   check_counts(call, role, sizes, tensor);
-  const auto sum = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  const auto sum = total_of(sizes);
   if (tensor.dim() < 1 || tensor.size(0) != sum)
     refuse(call, role, " is ", show(tensor), ", but sizes ", list(sizes), " add up to ", sum,
            " rows");

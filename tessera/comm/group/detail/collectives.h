@@ -19,10 +19,9 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
 void launch_scan(RequestState& call, const at::Tensor& tensor, ReduceOp op);
 void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& input,
                        const Sizes& output_sizes, const Sizes& input_sizes);
-void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
-                   const Sizes& sizes);
-void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
-                    const Sizes& sizes);
+/// Gather (`whole` is written, on the root alone) or scatter (it is read); every rank has a `part`.
+void launch_rooted(RequestState& call, const at::Tensor& whole, const at::Tensor& part, int root,
+                   const Sizes& sizes, bool gathers);
 void launch_exchange(RequestState& call, const std::vector<Message>& messages);
 void launch_barrier(RequestState& call);
 

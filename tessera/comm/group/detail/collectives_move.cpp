@@ -5,7 +5,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
-#include <numeric>
 #include <optional>
 
 #include "tessera/base/text.h"
@@ -20,17 +19,11 @@ namespace {
 
 using Guard = at::AutoDispatchBelowADInplaceOrView;
 
-std::int64_t width_of(const at::Tensor& t) {
-  std::int64_t width = 1;
-  for (std::int64_t d = 1; d < t.dim(); ++d) width *= t.size(d);
-  return width;
-}
-
 // Elements on the wire of each rank's tensor.
 Sizes wire_counts(RequestState& call, const at::Tensor& part, const Sizes& sizes) {
   const auto width = wire_width(call, part);
   return sizes.empty() ? Sizes(call.group().size(), part.numel() * width)
-                       : times(sizes, width_of(part) * width);
+                       : times(sizes, row_numel(part) * width);
 }
 
 std::string kind_of(const at::Tensor& t) {
@@ -53,7 +46,7 @@ CallCard move_card(const at::Tensor& t, int root, const Sizes& sizes = {}) {
   card.dtype = t.scalar_type();
   card.device = t.device().type();
   card.root = root;
-  card.elements = sizes.empty() ? t.numel() : width_of(t);
+  card.elements = sizes.empty() ? t.numel() : row_numel(t);
   card.sizes = sizes;
   return card;
 }
@@ -63,9 +56,7 @@ std::int64_t bytes_of(const at::Tensor& t) {
 }
 
 bool nothing(const Sizes& sizes, const at::Tensor& part) {
-  return sizes.empty()
-             ? part.numel() == 0
-             : std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}) * width_of(part) == 0;
+  return sizes.empty() ? part.numel() == 0 : total_of(sizes) * row_numel(part) == 0;
 }
 
 void copy_here(const at::Tensor& output, const at::Tensor& input) {
@@ -132,7 +123,7 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
         check_rows(call, "the input", given, input_sizes);
         if (output_sizes.empty() != input_sizes.empty())
           refuse(call, "sizes of only one side were given; give both, or neither");
-        if (!output_sizes.empty() && width_of(output) != width_of(given))
+        if (!output_sizes.empty() && row_numel(output) != row_numel(given))
           refuse(call, "the output ", show(output), " and the input ", show(given),
                  " have rows of different size");
         if (output_sizes.empty() && output.numel() != given.numel())
@@ -158,9 +149,9 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
   call.count_bytes(bytes_of(input));
   const int n = call.group().size();
   const Sizes out_rows =
-      output_sizes.empty() ? Sizes(n, output.numel() / n) : times(output_sizes, width_of(output));
+      output_sizes.empty() ? Sizes(n, output.numel() / n) : times(output_sizes, row_numel(output));
   const Sizes in_rows =
-      input_sizes.empty() ? Sizes(n, input.numel() / n) : times(input_sizes, width_of(input));
+      input_sizes.empty() ? Sizes(n, input.numel() / n) : times(input_sizes, row_numel(input));
   compare_pairs(call, out_rows, in_rows);
   if (input_sizes.empty() && input.numel() == 0) return;
   const Guard guard;
@@ -175,7 +166,6 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
   hand_over(call, endpoint_for(call, input), handed, &Transport::all_to_all);
 }
 
-// Gather (`whole` on the root is written) and scatter (it is read); every rank has a `part`.
 void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::Tensor& part_given,
                    int root, const Sizes& sizes, bool gathers) {
   const bool is_root = call.group().rank() == root;
@@ -217,16 +207,6 @@ void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::
   handed.root = root;
   hand_over(call, endpoint_for(call, part), handed,
             gathers ? &Transport::gather : &Transport::scatter);
-}
-
-void launch_gather(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
-                   const Sizes& sizes) {
-  launch_rooted(call, output, input, root, sizes, true);
-}
-
-void launch_scatter(RequestState& call, const at::Tensor& output, const at::Tensor& input, int root,
-                    const Sizes& sizes) {
-  launch_rooted(call, input, output, root, sizes, false);
 }
 
 namespace {

@@ -9,7 +9,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/mismatch.h"
+#include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/internal/any_thread.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/store/detail/job_store.h"

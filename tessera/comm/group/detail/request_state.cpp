@@ -7,7 +7,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/group/detail/mismatch.h"
+#include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/trace_event.h"
 #include "tessera/comm/group/wait_time.h"
 

@@ -15,7 +15,6 @@
 #include "tessera/comm/job/detail/make_in_time.h"
 #include "tessera/comm/store/detail/job_store.h"
 #include "tessera/comm/store/detail/store_server.h"
-#include "tessera/mesh/errors.h"
 
 namespace tessera::detail {
 namespace {
@@ -38,17 +37,6 @@ bool met_at_store(const std::string& backend) {
 std::string keys_of(const std::string& group) { return "group/" + group; }
 
 }  // namespace
-
-AxisGroupOptions axis_options(const GroupPlan& plan, int view) {
-  AxisGroupOptions options;
-  for (const auto& family : plan.families()) {
-    if (family.view != view) continue;
-    auto axes = family.axes;
-    std::sort(axes.begin(), axes.end());
-    options.emplace(std::move(axes), family.options);  // the first family of the axes decides
-  }
-  return options;
-}
 
 ManagerState::ManagerState(ManagerBase base)
     : base_(std::move(base)), level_(base_.options.check_level), trace_(base_.trace) {
@@ -470,111 +458,6 @@ void ManagerState::lost(int rank, bool on_purpose, const std::string& text) {
 std::optional<Position> ManagerState::position(const std::string& group) const {
   const auto watch = this->watch(group);
   return watch ? std::optional(watch->position()) : std::nullopt;
-}
-
-namespace {
-
-// The same groups: one plan, or the roots of two trees over the same ranks.
-bool same_family(const std::string& name, const GroupPlan& known, const GroupPlan& added) {
-  if (known.canonical() == added.canonical()) return true;
-  const auto root_of = [&](const GroupPlan& plan) {
-    const GroupFamily& family = plan.family(name);
-    return family.kind != GroupFamily::Kind::orthogonal &&
-           plan.group_size(name) == plan.mesh(family).size();
-  };
-  return root_of(known) && root_of(added) &&
-         known.family(name).options == added.family(name).options &&
-         known.mesh(known.family(name)).ranks() == added.mesh(added.family(name)).ranks();
-}
-
-}  // namespace
-
-void ManagerState::add_families(const GroupPlan& plan) {
-  const auto shared = std::make_shared<const GroupPlan>(plan);
-  const std::lock_guard lock(mutex_);
-  for (const auto& family : plan.families()) {
-    if (meshes_.count(family.name))
-      throw RepeatedName(
-          concat("a mesh '", family.name, "' exists already; give the group family another name"));
-    const auto same = std::find_if(families_.begin(), families_.end(),
-                                   [&](const auto& known) { return known.first == family.name; });
-    if (same != families_.end() && !same_family(family.name, *same->second, plan))
-      throw RepeatedName(
-          concat("a group family '", family.name,
-                 "' exists already, from another plan; give the new one another name"));
-  }
-  for (const auto& family : plan.families()) {
-    const auto same = std::find_if(families_.begin(), families_.end(),
-                                   [&](const auto& known) { return known.first == family.name; });
-    if (same == families_.end()) families_.emplace_back(family.name, shared);
-  }
-}
-
-std::shared_ptr<const GroupPlan> ManagerState::plan_of(const std::string& family,
-                                                       bool or_mesh) const {
-  const std::lock_guard lock(mutex_);
-  std::vector<std::string> known;
-  for (const auto& [name, plan] : families_) {
-    if (name == family) return plan;
-    known.push_back(name);
-  }
-  if (!or_mesh)
-    throw UnknownName(concat("there is no group family '", family,
-                             "'; create_process_groups() made ", list(known)));
-  for (const auto& [name, mesh] : meshes_) known.push_back(name);
-  throw UnknownName(concat("there is no mesh '", family,
-                           "'; create_process_groups() and add_mesh() made ", list(known)));
-}
-
-Membership ManagerState::membership(const std::string& family) const {
-  const auto plan = plan_of(family, false);
-  Membership mine;
-  mine.family = family;
-  mine.ranks = plan->group(family, base_.launch.rank);
-  mine.group_rank = plan->group_rank(family, base_.launch.rank);
-  mine.options = plan->family(family).options;
-  return mine;
-}
-
-void ManagerState::add_mesh(const std::string& name, const Mesh& mesh) {
-  const std::lock_guard lock(mutex_);
-  const bool family = std::any_of(families_.begin(), families_.end(),
-                                  [&](const auto& known) { return known.first == name; });
-  const auto [at, added] = meshes_.emplace(name, mesh);
-  if (!family && (added || at->second == mesh)) return;
-  if (family && added) meshes_.erase(at);
-  throw RepeatedName(concat(family ? "a group family '" : "another mesh '", name,
-                            "' exists already; give the new mesh another name"));
-}
-
-std::pair<Mesh, AxisGroupOptions> ManagerState::named_mesh(const std::string& name) const {
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto at = meshes_.find(name); at != meshes_.end()) return {at->second, {}};
-  }
-  const auto plan = plan_of(name, true);
-  const GroupFamily& family = plan->family(name);
-  const Mesh& whole = plan->mesh(family);
-  auto axes = family.axes;
-  std::sort(axes.begin(), axes.end());
-  std::vector<Axis> named;
-  for (const int axis : axes) named.push_back(whole.axes()[static_cast<std::size_t>(axis)]);
-  AxisGroupOptions options;
-  for (const auto& [of, given] : axis_options(*plan, family.view)) {
-    std::vector<int> places;  // of those axes in the smaller mesh
-    for (const int axis : of)
-      if (const auto at = std::find(axes.begin(), axes.end(), axis); at != axes.end())
-        places.push_back(static_cast<int>(at - axes.begin()));
-    if (places.size() == of.size()) options.emplace(std::move(places), given);
-  }
-  return {Mesh(std::move(named), plan->group(name, base_.launch.rank)), std::move(options)};
-}
-
-std::vector<std::string> ManagerState::family_names() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<std::string> names;
-  for (const auto& [name, plan] : families_) names.push_back(name);
-  return names;
 }
 
 }  // namespace tessera::detail

@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>

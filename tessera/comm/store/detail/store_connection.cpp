@@ -109,6 +109,50 @@ std::optional<Challenge> receive_challenge(const Socket& socket, const Hello& he
   throw_foreign(hello, "it speaks another version of the protocol");
 }
 
+/// Receives the store's `proof`, then, when all ranks are there, its answer. False if the store
+/// ended or is of an earlier meeting, with the reason in `why`.
+bool all_are_there(const Socket& socket, const Hello& hello, Deadline deadline, std::int64_t limit,
+                   const Challenge& challenge, const std::string& proof, std::string& why) {
+  for (bool proven = false;;) {
+    Transfer how;
+    const std::string frame = receive_frame(socket, deadline + server_grace,
+                                            proven ? largest_frame : largest_stranger, how);
+    if (how == Transfer::late)
+      throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where,
+                                   " fell silent during the rendezvous (limit ", limit,
+                                   " ms); rank 0, which serves it, may be stopped"),
+                            {0});
+    if (how == Transfer::closed) {
+      why = kEnded;
+      return false;
+    }
+    Reader in(frame);
+    if (in.kind == Frame::refused) {
+      if (!proven && challenge.complete) {
+        why = kEarlier;
+        return false;
+      }
+      const std::string text = printable(in.text(), 4000);
+      const auto ranks = in.numbers<std::vector<int>>();
+      throw RendezvousError(
+          concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text),
+          proven ? ranks : std::vector<int>());
+    }
+    if (!proven) {
+      if (in.kind != Frame::welcome || !same_proof(in.text(), proof))
+        throw_foreign(hello, "it does not know the job's secret");
+      proven = true;
+      continue;
+    }
+    if (in.kind == Frame::retry) {
+      why = kEarlier;
+      return false;
+    }
+    if (in.kind != Frame::ready) throw_foreign(hello, "it speaks another version of the protocol");
+    return true;
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hello& hello,
@@ -149,46 +193,9 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
                                .take();
   send_all(socket, mine.data(), mine.size(), deadline);
 
-  // First the store's proof, then, when all ranks are there, its answer.
-  for (bool proven = false;;) {
-    Transfer how;
-    const std::string frame = receive_frame(socket, deadline + server_grace,
-                                            proven ? largest_frame : largest_stranger, how);
-    if (how == Transfer::late)
-      throw RendezvousError(concat("rank ", hello.rank, ": the job's store on ", hello.where,
-                                   " fell silent during the rendezvous (limit ", limit,
-                                   " ms); rank 0, which serves it, may be stopped"),
-                            {0});
-    if (how == Transfer::closed) {
-      why = kEnded;
-      return nullptr;
-    }
-    Reader in(frame);
-    if (in.kind == Frame::refused) {
-      if (!proven && challenge->complete) {
-        why = kEarlier;
-        return nullptr;
-      }
-      const std::string text = printable(in.text(), 4000);
-      const auto ranks = in.numbers<std::vector<int>>();
-      throw RendezvousError(
-          concat("rank ", hello.rank, ", rendezvous on ", hello.where, ": ", text),
-          proven ? ranks : std::vector<int>());
-    }
-    if (!proven) {
-      if (in.kind != Frame::welcome ||
-          !same_proof(in.text(), store_proof(*secret, challenge->nonce, fields)))
-        throw_foreign(hello, "it does not know the job's secret");
-      proven = true;
-      continue;
-    }
-    if (in.kind == Frame::retry) {
-      why = kEarlier;
-      return nullptr;
-    }
-    if (in.kind != Frame::ready) throw_foreign(hello, "it speaks another version of the protocol");
-    break;
-  }
+  if (!all_are_there(socket, hello, deadline, limit, *challenge,
+                     store_proof(*secret, challenge->nonce, fields), why))
+    return nullptr;
   std::shared_ptr<StoreConnection> connection(new StoreConnection(std::move(socket), hello));
   try {
     connection->reader_ = std::thread([raw = connection.get()] { raw->run(); });
