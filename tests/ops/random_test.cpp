@@ -1,7 +1,7 @@
 // Random numbers do not depend on where they are drawn.
 
 #include "support.h"
-#include "tessera/ops/random/detail/philox.h"
+#include "tessera/ops/random/detail/draws.h"
 
 namespace tessera::test {
 

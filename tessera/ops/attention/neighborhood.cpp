@@ -10,7 +10,6 @@
 #include "tessera/ops/attention/detail/neighborhood_local.h"
 #include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/shard_tensor.h"

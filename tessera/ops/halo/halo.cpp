@@ -5,12 +5,9 @@
 #include <algorithm>
 #include <set>
 
-#include "tessera/base/text.h"
 #include "tessera/ops/halo/detail/peer_exchange.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
-#include "tessera/tensor/errors.h"
+#include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera {
 
@@ -44,6 +41,7 @@ using detail::PeerBuffers;
 using detail::PeerExchange;
 using detail::PeerPiece;
 using detail::PeerTransfer;
+using detail::shape_of;
 
 // The box `box` of a tensor whose own box is `of`.
 at::Tensor view_of(const at::Tensor& t, const Box& of, const Box& box) {
@@ -77,11 +75,7 @@ at::Tensor values_at(const at::Tensor& t, const Box& of, const HaloPiece& piece,
   }
   at::Tensor v = view_of(t, of, source);
   if (!flips.empty()) v = v.flip(flips);
-  if (stretched) {
-    std::vector<std::int64_t> sizes;
-    for (const Interval& i : box) sizes.push_back(i.size());
-    v = v.expand(sizes);
-  }
+  if (stretched) v = v.expand(shape_of(box));
   return v;
 }
 
@@ -97,12 +91,6 @@ at::Tensor folded(const at::Tensor& gradient, const Box& of, const HaloPiece& pi
   }
   if (!sums.empty()) v = v.sum(sums, true);
   return flips.empty() ? v : v.flip(flips);
-}
-
-std::vector<std::int64_t> shape_of(const Box& box) {
-  std::vector<std::int64_t> shape;
-  for (const Interval& i : box) shape.push_back(i.size());
-  return shape;
 }
 
 Request launch(const HaloState& state, const PeerBuffers& buffers, bool back) {

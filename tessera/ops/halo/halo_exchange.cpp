@@ -4,7 +4,6 @@
 
 #include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -239,9 +239,9 @@ std::vector<Placement> gradient_of(const ShardSpec& spec, const ShardSpec& out) 
   return placements;
 }
 
-at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::int64_t mode,
-                        std::int64_t padding, bool align) {
-  const int n = static_cast<int>(input.dim()), inner = n - 2;
+void check_call(const at::Tensor& input, const at::Tensor& given, std::int64_t mode,
+                std::int64_t padding) {
+  const std::int64_t n = input.dim();
   at::native::check_grid_sampler_common(input, given);
   if ((n != 4 && n != 5) || given.dim() != n || mode < 0 || mode > 2 || padding < 0 || padding > 2)
     throw InvalidArgument(concat("grid_sampler of ", n, " dims by a grid of ", given.dim(),
@@ -251,6 +251,24 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
     throw InvalidArgument(concat("grid_sampler of ", c10::toString(input.scalar_type()),
                                  " values by a grid of ", c10::toString(given.scalar_type()),
                                  ": convert one"));
+}
+
+/// The rows of `extent` that the taps read.
+Interval read_by(const std::vector<Tap>& taps, std::int64_t extent) {
+  Interval need{extent, 0};
+  for (const Tap& t : taps) {
+    const at::Tensor read = t.index.masked_select(t.inside);
+    if (read.numel() == 0) continue;
+    need = {std::min(need.begin, read.min().item<std::int64_t>()),
+            std::max(need.end, read.max().item<std::int64_t>() + 1)};
+  }
+  return need;
+}
+
+at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::int64_t mode,
+                        std::int64_t padding, bool align) {
+  const int n = static_cast<int>(input.dim()), inner = n - 2;
+  check_call(input, given, mode, padding);
   const auto context = context_of((meta_of(input) ? meta_of(input) : meta_of(given))->spec());
   const at::Tensor x = meta_of(input) ? input : promote(input, context),
                    g = meta_of(given) ? given : promote(given, context);
@@ -286,13 +304,7 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   for (int d = 0; d < inner; ++d) {
     // The last number of a grid's row is the first spatial dim.
     taps.push_back(taps_of(grid.select(-1, inner - 1 - d), x.size(2 + d), sampling));
-    Interval need{x.size(2 + d), 0};
-    for (const Tap& t : taps.back()) {
-      const at::Tensor read = t.index.masked_select(t.inside);
-      if (read.numel() == 0) continue;
-      need = {std::min(need.begin, read.min().item<std::int64_t>()),
-              std::max(need.end, read.max().item<std::int64_t>() + 1)};
-    }
+    const Interval need = read_by(taps.back(), x.size(2 + d));
     // Nothing inside: any box, of which nothing is used.
     box[d] = need.empty() && grid.numel() > 0 ? Interval{0, 1} : need;
   }

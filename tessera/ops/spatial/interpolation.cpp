@@ -9,7 +9,6 @@
 
 #include "tessera/ops/rules/detail/field_map.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/ops/rules/detail/thread_cache.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/spatial/detail/interpolation_halo.h"
 #include "tessera/partition/internal/window_call.h"

@@ -12,7 +12,6 @@
 #include <map>
 #include <string>
 
-#include "tessera/ops/matmul/detail/sequence_linear.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 

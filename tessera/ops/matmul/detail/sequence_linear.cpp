@@ -1,4 +1,3 @@
-#include "tessera/ops/matmul/detail/sequence_linear.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mm.h>

@@ -1,16 +1,46 @@
 #pragma once
 // Numbers of one draw by global index, for rules that draw a box of a tensor that no rank holds.
+//
+// Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC
+// 2011): a function of a counter and a key, so that any rank can compute the random number of any
+// element.
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
-#include "tessera/ops/random/detail/philox.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
+
+/// Published test vector: counter {0, 0, 0, 0}, key {0, 0} -> {6627e8d5, e169c58d, bc57ac4c,
+/// 9b00dbd8}.
+constexpr std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> c,
+                                              std::array<std::uint32_t, 2> key) {
+  for (int round = 0; round < 10; ++round) {
+    const std::uint64_t a = 0xD2511F53ull * c[0], b = 0xCD9E8D57ull * c[2];
+    c = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<std::uint32_t>(b),
+         static_cast<std::uint32_t>(a >> 32) ^ c[3] ^ key[1], static_cast<std::uint32_t>(a)};
+    key = {key[0] + 0x9E3779B9u, key[1] + 0xBB67AE85u};
+  }
+  return c;
+}
+
+/// The four words of element `index` of draw `stream`.
+constexpr std::array<std::uint32_t, 4> element_words(std::uint64_t seed, std::uint64_t stream,
+                                                     std::uint64_t index) {
+  return philox({static_cast<std::uint32_t>(index), static_cast<std::uint32_t>(index >> 32),
+                 static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)},
+                {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)});
+}
+
+/// Two words as a double in [0, 1), a multiple of 2^-53.
+constexpr double unit_double(std::uint32_t high, std::uint32_t low) {
+  return static_cast<double>((static_cast<std::uint64_t>(high) << 32 | low) >> 11) * 0x1p-53;
+}
 
 /// One draw: with the global index of an element it gives the element's number.
 struct DrawPosition {

@@ -9,7 +9,9 @@ inline std::set<int> reduced_dims(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   std::set<int> dims;
   if (call.argument("dim") >= 0 && call.has("dim")) {
-    for (const auto d : call.integers("dim")) dims.insert(static_cast<int>(normal_dim(d, n)));
+    for (const auto d : call.integers("dim"))
+      if (!dims.insert(static_cast<int>(normal_dim(d, n))).second)
+        throw InvalidArgument(concat(call.name(), ": dim ", d, " is given twice"));
   }
   if (dims.empty()) {
     for (int d = 0; d < n; ++d) dims.insert(d);

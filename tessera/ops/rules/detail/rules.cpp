@@ -164,9 +164,7 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
   return chosen;
 }
 
-}  // namespace
-
-Plan solve(const LabelProblem& p) {
+void check_inputs(const LabelProblem& p) {
   const auto& tensors = p.call.tensors();
   if (p.inputs.size() != tensors.size())
     throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(),
@@ -178,16 +176,13 @@ Plan solve(const LabelProblem& p) {
                  " of shape ", list(tensors[i].spec.shape()), " has ", tensors[i].spec.dims(),
                  " dims, and needs ", p.inputs[i].size(), " with the other arguments as they are"));
   }
-  const auto& context = context_of(tensors[0].spec);
-  const int axes = tensors[0].spec.mesh_dims();
-  std::vector<Choice> chosen;
-  std::map<int, std::vector<int>> axes_of;  // label -> axes
-  for (int axis = 0; axis < axes; ++axis) {
-    chosen.push_back(best(p, axis, context->sizes[axis]));
-    if (chosen.back().kind == Choice::Kind::label) axes_of[chosen.back().label].push_back(axis);
-  }
-  // The partition of a label: that of the tensor that is written to, else of the largest input that
-  // is sharded over the same axes.
+}
+
+/// The partition of each label: that of the tensor that is written to, else of the largest input
+/// that is sharded over the same axes.
+std::map<int, DimSharding> partitions(const LabelProblem& p,
+                                      const std::map<int, std::vector<int>>& axes_of) {
+  const auto& tensors = p.call.tensors();
   std::map<int, DimSharding> parts;
   for (const auto& [label, of] : axes_of) {
     double largest = -1;
@@ -202,6 +197,23 @@ Plan solve(const LabelProblem& p) {
       }
     }
   }
+  return parts;
+}
+
+}  // namespace
+
+Plan solve(const LabelProblem& p) {
+  const auto& tensors = p.call.tensors();
+  check_inputs(p);
+  const auto& context = context_of(tensors[0].spec);
+  const int axes = tensors[0].spec.mesh_dims();
+  std::vector<Choice> chosen;
+  std::map<int, std::vector<int>> axes_of;  // label -> axes
+  for (int axis = 0; axis < axes; ++axis) {
+    chosen.push_back(best(p, axis, context->sizes[axis]));
+    if (chosen.back().kind == Choice::Kind::label) axes_of[chosen.back().label].push_back(axis);
+  }
+  const auto parts = partitions(p, axes_of);
   const auto spec_of = [&](const Labels& labels, const std::vector<std::int64_t>& shape,
                            std::vector<Placement> placements) {
     if (labels.size() != shape.size())

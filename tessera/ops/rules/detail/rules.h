@@ -25,12 +25,14 @@
 #include <optional>
 #include <set>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/plan_cache.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -192,6 +194,23 @@ struct OverRanks {
     at::Tensor all = t.contiguous();
     if (!axes.empty()) context->mesh.group(axes).all_reduce(all, op, {.name = name});
     return all;
+  }
+};
+
+/// `Tag` tells caches of one type of value apart.
+template <class Value, class Tag>
+class ThreadCache {
+ public:
+  /// The value of `key`, made by `make()` the first time. Pointers in a key must be kept alive by
+  /// the value. When 1024 values are held all are dropped.
+  template <class Make>
+  static Value find_or_make(Key key, const Make& make) {
+    static thread_local std::unordered_map<Key, Value, KeyHash, KeyEqual> all;
+    if (const auto found = all.find(key); found != all.end()) return found->second;
+    Value value = make();
+    if (all.size() >= 1024) all.clear();
+    all.emplace(std::move(key), value);
+    return value;
   }
 };
 
