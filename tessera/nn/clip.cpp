@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <unordered_set>
-#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -56,10 +55,10 @@ std::vector<int> sharded_axes(const ShardSpec& spec) {
   return axes;
 }
 
-}  // namespace
-
-double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
-                      const ClipOptions& options, const std::vector<OwnedShard>& by_hand) {
+/// The parameters, each once: a tied one is given under each of its names. Throws InvalidArgument
+/// if the arguments contradict.
+std::vector<at::Tensor> checked(const std::vector<at::Tensor>& given, const ClipOptions& options,
+                                const std::vector<OwnedShard>& by_hand) {
   if (!(options.max_norm > 0)) {
     throw InvalidArgument(
         concat("clip_gradients: max_norm is ", options.max_norm, ", but must be above 0"));
@@ -68,7 +67,6 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
     throw InvalidArgument(
         concat("clip_gradients: norm_type is ", options.norm_type, ", but must be at least 1"));
   }
-  // A tied parameter is given under each of its names.
   std::vector<at::Tensor> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& p : given) {
@@ -84,22 +82,25 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
           "given");
     }
   }
-  const at::NoGradGuard no_grad;
-  const Norm norm{options.norm_type};
+  return parameters;
+}
+
+/// What this rank's gradients add up to, by the group to add over.
+struct Sums {
+  const Norm norm;
   double replicated = 0;
   // In the order in which the parameters first name a group, which all ranks share. A parameter
   // takes part whether or not this rank has a gradient of it: the calls must be the same.
-  std::vector<GroupSum> sums;
-  const auto add_to = [&](const Group& over, double sum) {
+  std::vector<GroupSum> over{};
+
+  void add_to(const Group& group, double sum) {
     auto it =
-        std::find_if(sums.begin(), sums.end(), [&](const GroupSum& s) { return s.group == over; });
-    if (it == sums.end()) it = sums.insert(sums.end(), GroupSum{over, 0});
+        std::find_if(over.begin(), over.end(), [&](const GroupSum& s) { return s.group == group; });
+    if (it == over.end()) it = over.insert(over.end(), GroupSum{group, 0});
     it->sum = norm.add(it->sum, sum);
-  };
-  for (const at::Tensor& p : parameters) {
-    if (std::any_of(options.elsewhere.begin(), options.elsewhere.end(),
-                    [&](const at::Tensor& other) { return p.is_same(other); }))
-      continue;
+  }
+
+  void add(const at::Tensor& p, const std::vector<OwnedShard>& by_hand) {
     const at::Tensor& gradient = p.grad();
     const auto hand = std::find_if(by_hand.begin(), by_hand.end(), [&](const OwnedShard& owned) {
       return p.is_same(owned.parameter);
@@ -126,18 +127,11 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
       replicated = norm.add(replicated, norm.of(gradient));
     }
   }
-  double sum = replicated;
-  const auto over = [&](const Group& ranks, double mine, ReduceOp op) {
-    if (ranks.size() == 1) return mine;
-    at::Tensor value = at::full({1}, mine, at::kDouble);
-    ranks.all_reduce(value, op, {.name = "gradient norm"});
-    return value.item<double>();
-  };
-  for (const GroupSum& s : sums) sum = norm.add(sum, over(s.group, s.sum, norm.op()));
-  if (options.disjoint) sum = over(*options.disjoint, sum, norm.op());
-  const double mine = norm.root(sum);
+};
 
-  // One number for all, or an error on all: a rank that scales by another factor drifts in silence.
+/// The norm, which is one number for all, or an error on all: a rank that scales by another factor
+/// drifts in silence.
+double compared(double mine, const Group& group) {
   at::Tensor bounds = at::tensor({mine, -mine}, at::kDouble);
   if (std::isnan(mine)) bounds.fill_(std::numeric_limits<double>::infinity());
   if (group.size() > 1)
@@ -153,7 +147,33 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
         " here): declare parameters that are sharded by hand (by_hand), or look for replicas "
         "that have drifted apart"));
   }
-  if (largest > options.max_norm) {
+  return largest;
+}
+
+}  // namespace
+
+double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
+                      const ClipOptions& options, const std::vector<OwnedShard>& by_hand) {
+  const std::vector<at::Tensor> parameters = checked(given, options, by_hand);
+  const at::NoGradGuard no_grad;
+  Sums sums{Norm{options.norm_type}};
+  const Norm& norm = sums.norm;
+  for (const at::Tensor& p : parameters) {
+    if (std::none_of(options.elsewhere.begin(), options.elsewhere.end(),
+                     [&](const at::Tensor& other) { return p.is_same(other); }))
+      sums.add(p, by_hand);
+  }
+  double sum = sums.replicated;
+  const auto over = [&](const Group& ranks, double mine) {
+    if (ranks.size() == 1) return mine;
+    at::Tensor value = at::full({1}, mine, at::kDouble);
+    ranks.all_reduce(value, norm.op(), {.name = "gradient norm"});
+    return value.item<double>();
+  };
+  for (const GroupSum& s : sums.over) sum = norm.add(sum, over(s.group, s.sum));
+  if (options.disjoint) sum = over(*options.disjoint, sum);
+  const double largest = compared(norm.root(sum), group);
+  if (std::isfinite(largest) && largest > options.max_norm) {
     const double factor = options.max_norm / largest;
     for (const at::Tensor& p : parameters) {
       if (p.grad().defined()) p.grad().mul_(factor);

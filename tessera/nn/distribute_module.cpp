@@ -1,7 +1,6 @@
 #include "tessera/nn/distribute_module.h"
 
 #include <exception>
-#include <memory>
 #include <set>
 #include <string_view>
 #include <unordered_map>

@@ -1,7 +1,6 @@
 #include "tessera/nn/tensor_parallel.h"
 
 #include <algorithm>
-#include <exception>
 #include <functional>
 #include <map>
 #include <set>

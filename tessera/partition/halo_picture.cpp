@@ -1,7 +1,6 @@
 #include "tessera/partition/halo_picture.h"
 
 #include <algorithm>
-#include <sstream>
 
 #include "tessera/base/colour.h"
 #include "tessera/base/error.h"

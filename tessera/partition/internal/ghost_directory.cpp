@@ -1,6 +1,5 @@
 #include "tessera/partition/internal/ghost_directory.h"
 
-#include <algorithm>
 #include <numeric>
 
 #include "tessera/base/error.h"
