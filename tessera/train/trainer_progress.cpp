@@ -55,10 +55,13 @@ std::int64_t Trainer::expected_steps() const {
 
 std::string Trainer::shown_metrics() const {
   std::string text;
+  const std::int64_t most = options_.max_epochs;
+  if (most > 1) text = concat("epoch ", std::min(epoch_ + 1, most), " of ", most);
+  if (most < 0 && epoch_ > 0) text = concat("epoch ", epoch_ + 1);
   for (const std::string& name : options_.progress.metrics) {
     const auto it = metrics_.find(name);
     if (it != metrics_.end())
-      text += concat(text.empty() ? "" : "  ", name, " ", significant(it->second, 4));
+      text += concat(text.empty() ? "" : ", ", name, " ", significant(it->second, 4));
   }
   return text;
 }
@@ -97,6 +100,9 @@ void Trainer::log_window() {
 void Trainer::end_progress() {
   progress_->finish([&] { return shown_metrics(); });
   show_saved();
+  if (stop_ != Stop::none)
+    progress_->say(concat("stopped ", stop_ == Stop::requested ? "as " : "by ", to_string(stop_),
+                          reason_.empty() ? "" : ": ", reason_));
   const auto ranks = gather_pace(nullptr);
   for (const std::string& line : detail::pace_lines(ranks, options_.progress.peak_flop,
                                                     progress_->seconds(), options_.progress.unit))

@@ -193,7 +193,9 @@ TEST(Progress, ATrainerSpeaksOnItsFirstRankAlone) {
       const int at = resumes ? 7 : 3;
       EXPECT_TRUE(said.starts_with(concat(begins, " on 2 ranks (ddp)\nstep ", at, " of ", at + 1)))
           << out.str();
-      EXPECT_NE(said.find("%), 0.05 steps/s, 0.3 samples/s, train/mse "), std::string::npos)
+      EXPECT_NE(said.find(concat("%), 0.05 steps/s, 0.3 samples/s, ",
+                                 resumes ? "epoch 2 of 2, " : "", "train/mse ")),
+                std::string::npos)
           << said;
       EXPECT_NE(said.find("20 s left\n"), std::string::npos) << said;
       EXPECT_NE(said.find("trained 4 steps in 1 min 20 s: 0.05 steps/s, 0.3 samples/s, "),
@@ -286,6 +288,22 @@ TEST(Progress, FlopOfARunAreCountedByHandToo) {
       EXPECT_TRUE(seen->last.contains("train/loss"));
     });
   }
+}
+
+TEST(Progress, WhoStopsARunIsTold) {
+  std::ostringstream out;
+  Regression task;
+  TrainerOptions options;
+  options.session.signals = false;
+  options.max_epochs = 9;
+  options.callbacks = {std::make_shared<Timer>(std::chrono::milliseconds(0))};
+  options.progress = {.out = &out};
+  Trainer(options).fit(task, even_batches(4));
+  EXPECT_NE(out.str().find("epoch 1 of 9, train/loss "), std::string::npos) << out.str();
+  EXPECT_NE(
+      out.str().find("\nstopped as requested: the limit of 0 ms is over\ntrained 2 steps in "),
+      std::string::npos)
+      << out.str();
 }
 
 TEST(Progress, AMetricThatIsNeverLoggedIsTold) {
