@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "callbacks.h"
 #include "handles.h"
 #include "library.h"
 #include "mesh.h"
@@ -31,35 +32,9 @@ using MeshPtr = c10::intrusive_ptr<PyMesh>;
 using Names = std::vector<std::string>;
 using Numbers = std::vector<std::int64_t>;
 
-// What a function of Python's hands over while it runs on this thread: it is called by address,
-// which takes numbers alone, and calls the operators deliver() and refuse() before it returns.
-struct Delivery {
-  std::vector<at::Tensor> tensors;
-  std::string problem;
-};
-Delivery*& delivery() {
-  thread_local Delivery* here = nullptr;
-  return here;
-}
-
-/// A function of Python's. It returns 1 if it has delivered, 0 at the end of a stream, and -1 after
-/// an exception, whose text it has handed over. `indices`, `count`: the samples that are wanted.
-using PythonReader = int (*)(const std::uint64_t* indices, std::uint64_t count);
-
-std::optional<std::vector<at::Tensor>> ask(PythonReader reader,
-                                           std::span<const std::uint64_t> indices) {
-  Delivery mine;
-  Delivery* const before = std::exchange(delivery(), &mine);
-  const int answer = reader(indices.data(), indices.size());
-  delivery() = before;
-  if (answer < 0) throw Error(mine.problem);
-  if (answer == 0) return std::nullopt;
-  return std::move(mine.tensors);
-}
-
 class PythonDataset final : public Dataset {
  public:
-  PythonDataset(std::uint64_t size, PythonReader batch) : size_(size), batch_(batch) {}
+  PythonDataset(std::uint64_t size, PythonFunction batch) : size_(size), batch_(batch) {}
   std::uint64_t size() const override { return size_; }
   Sample get(std::uint64_t index) const override {
     Sample one = get_batch({&index, 1});
@@ -77,16 +52,16 @@ class PythonDataset final : public Dataset {
 
  private:
   std::uint64_t size_;
-  PythonReader batch_;
+  PythonFunction batch_;
 };
 
 class PythonStream final : public IterableDataset {
  public:
-  explicit PythonStream(PythonReader next) : next_(next) {}
+  explicit PythonStream(PythonFunction next) : next_(next) {}
   std::optional<Sample> next() override { return ask(next_, {}); }
 
  private:
-  PythonReader next_;
+  PythonFunction next_;
 };
 
 struct PySource : torch::CustomClassHolder {
@@ -256,7 +231,7 @@ struct PyStreamLoader : torch::CustomClassHolder {
     options.workers = static_cast<int>(workers);
     options.prefetch = static_cast<int>(prefetch);
     options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
-    loader.emplace(std::make_shared<PythonStream>(reinterpret_cast<PythonReader>(stream)), rows,
+    loader.emplace(std::make_shared<PythonStream>(reinterpret_cast<PythonFunction>(stream)), rows,
                    group->group, std::move(options));
   }
   StreamLoader& open() {
@@ -297,12 +272,6 @@ void register_datasets(Library& library) {
       .def("get", [](const DatasetPtr& self, std::int64_t index) {
         return self->dataset->get(natural(index, "the index of a sample"));
       });
-  library.def("deliver", [](const std::vector<at::Tensor>& tensors) {
-    if (delivery()) delivery()->tensors = tensors;
-  });
-  library.def("refuse", [](const std::string& why) {
-    if (delivery()) delivery()->problem = why;
-  });
   library.def("source", &open_source);
   library.def("tensor_dataset", [](const std::vector<at::Tensor>& tensors) {
     return c10::make_intrusive<PyDataset>(std::make_shared<TensorDataset>(tensors));
@@ -324,7 +293,7 @@ void register_datasets(Library& library) {
   });
   library.def("python_dataset", [](std::int64_t size, std::int64_t reader) {
     return c10::make_intrusive<PyDataset>(std::make_shared<PythonDataset>(
-        natural(size, "len() of the dataset"), reinterpret_cast<PythonReader>(reader)));
+        natural(size, "len() of the dataset"), reinterpret_cast<PythonFunction>(reader)));
   });
 }
 

@@ -56,6 +56,7 @@ class Library {
 };
 
 void register_backend(Library& library);
+void register_callbacks(Library& library);
 void register_checkpoint(Library& library);
 void register_data(Library& library);
 void register_ghosts(Library& library);
@@ -63,7 +64,9 @@ void register_deferred(Library& library);
 void register_groups(Library& library);
 void register_mesh(Library& library);
 void register_nn(Library& library);
+void register_pipeline(Library& library);
 void register_rules(Library& library);
+void register_schedules(Library& library);
 void register_session(Library& library);
 void register_tensor(Library& library);
 void register_trees(Library& library);

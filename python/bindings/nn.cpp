@@ -114,8 +114,9 @@ at::Tensor made(const std::string& how, const Numbers& shape, const MeshPtr& mes
 
 double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, double max_norm,
             double norm_type, const std::optional<GroupPtr>& disjoint,
-            const std::vector<at::Tensor>& by_hand, const std::vector<GroupPtr>& owners) {
-  ClipOptions options{max_norm, norm_type};
+            const std::vector<at::Tensor>& by_hand, const std::vector<GroupPtr>& owners,
+            const std::vector<at::Tensor>& elsewhere) {
+  ClipOptions options{.max_norm = max_norm, .norm_type = norm_type, .elsewhere = elsewhere};
   if (disjoint) options.disjoint = (*disjoint)->group;
   std::vector<OwnedShard> shards;
   for (std::size_t i = 0; i < by_hand.size(); ++i)

@@ -1,6 +1,5 @@
 """Data: who reads which samples, in an order that depends neither on ranks nor on workers."""
 
-import ctypes
 import os
 import re
 import weakref
@@ -9,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
+from tessera._callbacks import Callbacks, address, with_cause
 from tessera._groups import world
 from tessera._library import classes, ops
 
-_READER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
 # Never freed: a worker that hangs in a sample is left behind when its loader goes, and returns through the reader one day.
 _READERS = []
 
@@ -59,46 +58,9 @@ def _by_names(names, tensors):
     return tuple(members.values()) if list(members) == [str(i) for i in range(len(members))] else members
 
 
-class _Errors:
-    """What Python's functions raised while the library called them, so that it can be the cause of what the library raises."""
-
-    def __init__(self):
-        self.by_text = {}
-
-    def calling(self, function):
-        def call(indices, count):
-            try:
-                given = function([indices[i] for i in range(count)])
-                if given is None:
-                    return 0
-                ops.deliver(given)
-                return 1
-            except BaseException as error:  # no exception passes through the library
-                text = f"{type(error).__name__}: {error}"
-                if len(self.by_text) >= 8:
-                    self.by_text.clear()
-                self.by_text[text] = error
-                ops.refuse(text)
-                return -1
-
-        reader = _READER(call)
-        _READERS.append(reader)
-        return reader
-
-
-def _with_cause(all_errors, call, *arguments):
-    """Calls the library. What it raises has the exception of Python's as its cause whose words it carries; an interruption is raised as it is."""
-    try:
-        return call(*arguments)
-    except RuntimeError as error:
-        for errors in all_errors:
-            found = next((text for text in errors.by_text if text in str(error)), None)
-            if found is not None:
-                cause = errors.by_text[found]
-                if not isinstance(cause, Exception):
-                    raise cause
-                raise error from cause
-        raise
+def _kept(function):
+    _READERS.append(function)
+    return function
 
 
 class Dataset:
@@ -137,7 +99,7 @@ class Dataset:
             raise TypeError("a tensor is no dataset: TensorDataset(t) has its rows; a list of samples is Dataset.of(list)")
         if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
             raise TypeError(f"a dataset has len() and [index]; {samples!r:.60} has not. A list of samples is one dataset as Dataset.of(list)")
-        errors, known = _Errors(), []
+        errors, known = Callbacks(), []
 
         def batch(indices):
             got = [samples[i] for i in indices or range(min(1, len(samples)))]
@@ -149,8 +111,8 @@ class Dataset:
             known[:] = [nesting]
             return made if indices else [t[:0] for t in made]
 
-        reader = errors.calling(batch)
-        dataset = Dataset(ops.python_dataset(len(samples), ctypes.cast(reader, ctypes.c_void_p).value), errors, reader)
+        reader = _kept(errors.calling(batch))
+        dataset = Dataset(ops.python_dataset(len(samples), address(reader)), errors, reader)
         dataset._nesting, dataset._probe = known, batch
         return dataset
 
@@ -263,7 +225,7 @@ class Loader:
         self.close = weakref.finalize(self, _close, self._handle, self._datasets)
 
     def _around(self, call):
-        return _with_cause([d._errors for d in self._datasets if d._errors], call)
+        return with_cause([d._errors for d in self._datasets if d._errors], call)
 
     def next(self):
         """The next batch. After an exception the loader is still before that batch."""
@@ -448,7 +410,7 @@ class StreamLoader:
     """
 
     def __init__(self, stream, rows, group=None, *, uneven="error", example=(), workers=0, prefetch=2, stall_limit=120.0, transform=None):
-        iterator, self._errors = iter(stream), _Errors()
+        iterator, self._errors = iter(stream), Callbacks()
 
         def following(_):
             try:
@@ -457,15 +419,14 @@ class StreamLoader:
                 return None
             return _tensors(transform(sample) if transform else sample)
 
-        self._reader = self._errors.calling(following)
-        address = ctypes.cast(self._reader, ctypes.c_void_p).value
+        self._reader = _kept(self._errors.calling(following))
         on = (world() if group is None else group)._handle
-        self._handle = classes.StreamLoader(address, rows, on, uneven, _tensors(example), workers, prefetch, float(stall_limit))
+        self._handle = classes.StreamLoader(address(self._reader), rows, on, uneven, _tensors(example), workers, prefetch, float(stall_limit))
         self.close = weakref.finalize(self, _close, self._handle, self._reader)
 
     def next(self):
         """The next batch, or None once the ranks have agreed that the data has ended. Collective."""
-        numbers, tensors, mask = _with_cause([self._errors], self._handle.next)
+        numbers, tensors, mask = with_cause([self._errors], self._handle.next)
         if not numbers:
             return None
         step, rows, real, global_real = numbers

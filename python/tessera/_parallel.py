@@ -163,12 +163,12 @@ class StepWeight:
         self._handle.reset()
 
 
-def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None, *, disjoint=None, by_hand=()):
+def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None, *, disjoint=None, elsewhere=(), by_hand=()):
     """Scales gradients to a norm of at most `max_norm` and returns the norm before that, the same number on every rank.
 
     Plain parameters count once (they are replicated), sharded ones each element once, on whatever mesh. `by_hand`: pairs (parameter, group) of plain
     parameters of which each rank of the group holds another shard. `disjoint`: the ranks that hold other parameters of the same model (the stages of a
-    pipeline). Collective over `group`, default the world. Where a gradient is NaN or infinite every rank gets infinity and nothing is scaled. Raises
+    pipeline); `elsewhere`: those of the parameters that another rank of these holds and counts too (`Pipeline.repeated_parameters`). Collective over `group`, default the world. Where a gradient is NaN or infinite every rank gets infinity and nothing is scaled. Raises
     InvalidArgument for a norm out of range, ShardingError for a gradient that is still a partial sum, MismatchError where replicas have drifted apart.
 
     >>> net(x).sum().backward()
@@ -178,7 +178,7 @@ def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None,
     """
     shards, owners = [p for p, _ in by_hand], [g._handle for _, g in by_hand]
     on = (world() if group is None else group)._handle
-    return ops.clip_gradients(list(parameters), on, float(max_norm), float(norm_type), disjoint and disjoint._handle, shards, owners)
+    return ops.clip_gradients(list(parameters), on, float(max_norm), float(norm_type), disjoint and disjoint._handle, shards, owners, list(elsewhere))
 
 
 def halo_exchange(tensor, widths, method="automatic"):

@@ -72,6 +72,9 @@ struct PipelineBatch {
   /// How many samples the mean of micro-batch k is over (tokens, cells, area), at least 0; on the
   /// rank of the last stage. Empty: the rows (dim 0) of targets[k][0].
   std::vector<double> weights;
+  /// Why this rank has no batch, where it has none (its loader threw): the step then throws
+  /// InvalidArgument with it on every rank.
+  std::string problem = {};
 };
 
 /// The rows of each tensor in `micro_batches` parts whose sizes differ by at most 1, the larger

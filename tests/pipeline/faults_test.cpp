@@ -205,6 +205,9 @@ TEST(PipelineFaults, WhatDoesNotFitIsRefusedOnEveryRank) {
     refused([&](PipelineBatch& b) {
       if (rank == 1) b.weights = {1, 1, std::nan("")};
     });
+    refused([&](PipelineBatch& b) {
+      if (rank == 1) b.problem = "sample 7 cannot be read";
+    });
     // And all of that left it sound.
     for (const auto& [s, stage] : own.by_number) stage->zero_grad();
     pipeline.step(c.batch());

@@ -135,6 +135,7 @@ std::vector<double> weights_of(const PipelineBatch& batch) {
 
 std::string batch_problem(const PipelinePlan& plan, const PipelineBatch& batch, bool training,
                           const std::vector<double>& weights) {
+  if (!batch.problem.empty()) return batch.problem;
   const std::size_t most = static_cast<std::size_t>(plan.training.micro_batches);
   if (plan.first() && (batch.inputs.empty() || batch.inputs.size() > most))
     return concat(batch.inputs.size(), " micro-batches of inputs, where the schedule has ", most,
