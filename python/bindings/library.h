@@ -66,8 +66,8 @@ void register_mesh(Library& library);
 void register_nn(Library& library);
 void register_pipeline(Library& library);
 void register_rules(Library& library);
-void register_schedules(Library& library);
 void register_session(Library& library);
+void register_schedules(Library& library);
 void register_tensor(Library& library);
 void register_trees(Library& library);
 
