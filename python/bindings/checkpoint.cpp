@@ -4,11 +4,14 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
 
+#include "callbacks.h"
 #include "convert.h"
 #include "handles.h"
 #include "library.h"
@@ -61,8 +64,135 @@ CheckpointOptions::Busy busy_of(const std::string& name) {
   throw InvalidArgument(concat("busy is 'wait' or 'refuse', not '", name, "'"));
 }
 
+// A place that functions of Python's look after (_checkpoint_io.py).
+class PythonIO final : public CheckpointIO {
+ public:
+  PythonIO(PythonFunction function, std::string root)
+      : function_(function), root_(std::move(root)) {}
+
+  std::string where(const std::string& name) const override {
+    return name.empty() ? root_ : concat(root_, '/', name);
+  }
+  std::vector<std::string> list(const std::string& folder) override {
+    const std::string text = bytes_of(need(Call::list, folder));
+    Names names;
+    for (std::size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
+      end = text.find('\0', begin);
+      names.push_back(text.substr(begin, end - begin));
+    }
+    return names;
+  }
+  std::optional<std::uint64_t> size(const std::string& name) override {
+    const auto bytes = call(Call::size, name);
+    return bytes ? std::optional<std::uint64_t>(bytes->item<std::int64_t>()) : std::nullopt;
+  }
+  std::shared_ptr<const ReadFile> open(const std::string& name) override {
+    const auto bytes = size(name);
+    if (!bytes) throw FileError(concat("'", where(name), "' cannot be opened: it is not there"));
+    return std::make_shared<const ReadFile>(
+        where(name), *bytes, [this, name](std::uint64_t offset, void* out, std::size_t count) {
+          if (count == 0) return;
+          const at::Tensor got = need(Call::read, name, {offset, count});
+          if (got.nbytes() != count)
+            throw FileError(concat("'", where(name), "' ends at byte ", offset + got.nbytes()));
+          std::memcpy(out, got.const_data_ptr(), count);
+        });
+  }
+  std::unique_ptr<CheckpointFile> create(const std::string& name) override {
+    return std::make_unique<File>(*this, name, ++files_);
+  }
+  bool put(const std::string& name, std::string_view bytes, bool if_absent) override {
+    const auto done = call(Call::put, name, {if_absent}, bytes);
+    if (!done) throw NotAvailable(concat("'", root_, "' has no puts that are refused"));
+    return done->item<bool>();
+  }
+  bool remove(const std::string& name) override { return need(Call::remove, name).item<bool>(); }
+  void make(const std::string& folder) override { need(Call::make, folder); }
+
+ private:
+  enum class Call : unsigned char {
+    list,
+    size,
+    read,
+    create,
+    write,
+    commit,
+    discard,
+    put,
+    remove,
+    make
+  };
+
+  class File final : public CheckpointFile {
+   public:
+    File(PythonIO& io, std::string name, std::uint64_t number)
+        : io_(io), name_(std::move(name)), number_(number) {
+      io_.need(Call::create, name_, {number_});
+    }
+    ~File() override {
+      if (committed_) return;
+      try {
+        io_.call(Call::discard, name_, {number_});
+      } catch (const std::exception&) {
+        // What stays behind has a name that no reader trusts.
+      }
+    }
+    void write(const void* data, std::size_t bytes) override {
+      io_.need(Call::write, name_, {number_},
+               std::string_view(static_cast<const char*>(data), bytes));
+    }
+    void commit() override {
+      io_.need(Call::commit, name_, {number_});
+      committed_ = true;
+    }
+
+   private:
+    PythonIO& io_;
+    std::string name_;
+    std::uint64_t number_;
+    bool committed_ = false;
+  };
+
+  // Nothing where there is none.
+  std::optional<at::Tensor> call(Call what, const std::string& name,
+                                 std::vector<std::uint64_t> numbers = {},
+                                 std::optional<std::string_view> data = std::nullopt) const {
+    numbers.insert(numbers.begin(), static_cast<std::uint64_t>(what));
+    Tensors given{tensor_of(name)};
+    if (data) given.push_back(tensor_of(std::string(*data)));
+    try {
+      const auto answer = ask(function_, numbers, given);
+      return answer ? std::optional(answer->at(0)) : std::nullopt;
+    } catch (const std::exception& e) {
+      throw FileError(concat("'", where(name), "': ", e.what()));
+    }
+  }
+  at::Tensor need(Call what, const std::string& name, std::vector<std::uint64_t> numbers = {},
+                  std::optional<std::string_view> data = std::nullopt) const {
+    const auto answer = call(what, name, std::move(numbers), data);
+    if (!answer) throw FileError(concat("'", where(name), "': nothing was answered"));
+    return *answer;
+  }
+
+  PythonFunction function_;
+  std::string root_;
+  std::atomic<std::uint64_t> files_{0};
+};
+
+struct PyCheckpointIO : torch::CustomClassHolder {
+  /// Without a function: a local folder.
+  PyCheckpointIO(std::int64_t function, const std::string& root) {
+    if (function == 0)
+      io = local_folder(root);
+    else
+      io = std::make_shared<PythonIO>(reinterpret_cast<PythonFunction>(function), root);
+  }
+  std::shared_ptr<CheckpointIO> io;
+};
+using PlacePtr = c10::intrusive_ptr<PyCheckpointIO>;
+
 struct PyCheckpointer : torch::CustomClassHolder {
-  PyCheckpointer(const std::string& folder, const GroupPtr& group, std::int64_t keep_last,
+  PyCheckpointer(const PlacePtr& place, const GroupPtr& group, std::int64_t keep_last,
                  const std::string& busy, std::int64_t background_rate, bool check_replicas,
                  bool remove_incomplete, double timeout) {
     // What one rank alone has wrong is told on all.
@@ -78,7 +208,7 @@ struct PyCheckpointer : torch::CustomClassHolder {
       options.remove_incomplete = remove_incomplete;
       options.timeout = limit_of(timeout);
     });
-    checkpointer.emplace(here(), folder, options, group->group.ranks());
+    checkpointer.emplace(here(), place->io, options, group->group.ranks());
   }
   Checkpointer& open() {
     if (!checkpointer) throw InvalidArgument("the Checkpointer is closed");
@@ -89,12 +219,13 @@ struct PyCheckpointer : torch::CustomClassHolder {
 using CheckpointerPtr = c10::intrusive_ptr<PyCheckpointer>;
 
 struct PyCheckpointReader : torch::CustomClassHolder {
-  PyCheckpointReader(const GroupPtr& group, const std::string& folder,
-                     const std::optional<std::string>& name) {
-    if (name)
-      reader.emplace(group->group, folder, *name);
+  /// Without a place: of a file.
+  PyCheckpointReader(const GroupPtr& group, const std::optional<PlacePtr>& place,
+                     const std::string& name) {
+    if (place)
+      reader.emplace(group->group, (*place)->io, name);
     else
-      reader.emplace(group->group, folder);
+      reader.emplace(group->group, name);
   }
   std::optional<CheckpointReader> reader;
 };
@@ -149,7 +280,7 @@ void register_states(Library& library) {
 
 void register_reader(Library& library) {
   library.class_<PyCheckpointReader>("CheckpointReader")
-      .def(torch::init<const GroupPtr&, const std::string&, const std::optional<std::string>&>())
+      .def(torch::init<const GroupPtr&, const std::optional<PlacePtr>&, const std::string&>())
       .def("tensors", [](const ReaderPtr& self) { return described(*self->reader); })
       .def("saved_ranks",
            [](const ReaderPtr& self) -> std::int64_t { return self->reader->saved_ranks(); })
@@ -208,9 +339,11 @@ void register_reader(Library& library) {
 
 void register_checkpoint(Library& library) {
   register_states(library);
+  library.class_<PyCheckpointIO>("CheckpointIO")
+      .def(torch::init<std::int64_t, const std::string&>());
   register_reader(library);
   library.class_<PyCheckpointer>("Checkpointer")
-      .def(torch::init<const std::string&, const GroupPtr&, std::int64_t, const std::string&,
+      .def(torch::init<const PlacePtr&, const GroupPtr&, std::int64_t, const std::string&,
                        std::int64_t, bool, bool, double>())
       .def("folder", [](const CheckpointerPtr& self) { return self->open().folder(); })
       .def("save", [](const CheckpointerPtr& self, const std::string& name,

@@ -35,6 +35,9 @@ from tessera._checkpoint import (
     Checkpointer,
     SavedTensor,
 )
+from tessera._checkpoint_io import (
+    FsspecIO,
+)
 from tessera._data import (
     Dataset,
     FieldSharding,
@@ -258,6 +261,7 @@ __all__ = [
     "FieldSharding",
     "FileError",
     "FixedOrder",
+    "FsspecIO",
     "GhostPlan",
     "GradientError",
     "Group",

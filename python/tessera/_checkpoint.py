@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tessera._api import Mesh, _sizes
+from tessera._checkpoint_io import place_of
 from tessera._data import StreamLoader
 from tessera._errors import Error, InvalidArgument
 from tessera._groups import Group, group, world
@@ -93,7 +94,7 @@ class Checkpointer:
     sharded or not; learning rate schedules, `GradScaler` and any other object with `state_dict()` and `load_state_dict()`; `Loader`; `RandomState`; plain
     values, the same on all ranks; `OfRank(value)` of each rank. Names, files and optimizers are those of C++'s Checkpointer: each reads what the other wrote.
 
-    `folder`: on a file system that all ranks share. `keep_last`: after a save all but so many of the latest go; 0: none does. `busy`: what a save does while
+    `folder`: on a file system that all ranks share, or an `FsspecIO`. `keep_last`: after a save all but so many of the latest go; 0: none does. `busy`: what a save does while
     an earlier one is still being written: "wait", or "refuse" with `CheckpointBusy`. `background_rate`: bytes a second that a rank writes in the background
     at most. `check_replicas`: plain tensors that differ by rank are refused; else those of the first rank are saved. `remove_incomplete`: the first save
     removes what interrupted ones left. `timeout`: seconds that ranks wait for the slowest. `ranks`: global ranks, of which this is one; default all.
@@ -105,9 +106,9 @@ class Checkpointer:
     def __init__(self, folder, *, keep_last=0, busy="wait", background_rate=0, check_replicas=False, remove_incomplete=True, timeout=_HOUR, ranks=None):
         self._group, self._timeout = world() if ranks is None else group(ranks), float(timeout)
         options = (int(keep_last), busy, int(background_rate), bool(check_replicas), bool(remove_incomplete), self._timeout)
-        self._handle = classes.Checkpointer(os.fspath(folder), self._group._handle, *options)
+        self._place, self._handle = folder, classes.Checkpointer(place_of(folder), self._group._handle, *options)
         # Not in the destructor of the handle, which holds the interpreter's lock that the other ranks' saves may wait for; and before the job ends.
-        self.close = weakref.finalize(self, _close, self._handle)
+        self.close = weakref.finalize(self, _close, self._handle, folder)
         atexit.register(self.close)
 
     @property
@@ -169,7 +170,7 @@ class Checkpointer:
 
     def load(self, name, state, **options):
         """Makes everything in `state` what it was; `CheckpointReader.load` says how, and takes the options."""
-        return CheckpointReader(self.folder, name, self._group, timeout=self._timeout).load(state, **options)
+        return CheckpointReader(self._place, name, self._group, timeout=self._timeout).load(state, **options)
 
     def remove(self, name):
         """Removes a checkpoint, its manifest first.
@@ -203,7 +204,8 @@ class Checkpointer:
         return self._handle.bytes_written()
 
 
-def _close(handle):
+def _close(handle, _place):
+    # What is saved goes to the place until then.
     handle.close()
 
 
@@ -231,7 +233,7 @@ def _saved_tensor(meta, layout):
 
 
 class CheckpointReader:
-    """One checkpoint of a folder, or a safetensors file of any program, to be loaded on any number of ranks and any mesh.
+    """One checkpoint of a folder or an `FsspecIO`, or a safetensors file of any program, to be loaded on any number of ranks and any mesh.
 
     >>> ts.Checkpointer("runs/7").save("step-100", {"net": net, "field": t, "step": 100})
     >>> saved = ts.CheckpointReader("runs/7", "step-100")
@@ -251,7 +253,9 @@ class CheckpointReader:
 
     def __init__(self, folder, name=None, group=None, *, timeout=_HOUR):
         self._group, self._timeout = world() if group is None else group, float(timeout)
-        self._handle = classes.CheckpointReader(self._group._handle, os.fspath(folder), name)
+        self._place = folder
+        place, what = (None, os.fspath(folder)) if name is None else (place_of(folder), name)
+        self._handle = classes.CheckpointReader(self._group._handle, place, what)
 
     @property
     def tensors(self):
