@@ -298,7 +298,11 @@ struct Kernels<Op, Result(Arguments...)> {
     for (const c10::IValue& v : stack) {
       if (!v.isTensor() || !v.toTensor().defined()) continue;
       if (const ShardMeta* meta = meta_of(v.toTensor())) {
-        return promote_arguments(*info, stack.data(), context_of(meta->spec()), true);
+        std::optional<PromotedTargets> promoted;
+        raising([&] {
+          promoted.emplace(promote_arguments(*info, stack.data(), context_of(meta->spec()), true));
+        });
+        return promoted;
       }
     }
     return std::nullopt;
