@@ -16,11 +16,12 @@ using ::tessera::testing::put;
 
 namespace {
 
-TrainerOptions plain(const std::string& folder = {}) {
+TrainerOptions plain(const std::string& folder = {}, bool as_io = false) {
   TrainerOptions options;
   options.session.signals = false;
   options.log_every_steps = 1;
-  options.checkpoint.folder = folder;
+  options.checkpoint.folder = as_io ? "" : folder;
+  if (as_io) options.checkpoint.io = local_folder(folder);
   return options;
 }
 
@@ -283,7 +284,7 @@ TEST(Runs, CrashesDoNotPileUpCheckpoints) {
     const Folder folder;
     for (std::int64_t life = 1; life <= 6; ++life) {
       Regression task;
-      auto options = plain(folder.path());
+      auto options = plain(folder.path(), background);
       options.checkpoint.resume = true;
       options.checkpoint.background = background;
       options.callbacks = {keeping({.every_steps = 1, .at_end = false}),
@@ -293,7 +294,7 @@ TEST(Runs, CrashesDoNotPileUpCheckpoints) {
       EXPECT_LE(sorted_names(folder.path()).size(), 3u) << "life " << life;
     }
     Regression task;
-    auto options = plain(folder.path());
+    auto options = plain(folder.path(), background);
     options.checkpoint.resume = true;
     options.callbacks = {keeping({.every_steps = 1})};
     Trainer(options).fit(task, ragged_batches(0, 20));
