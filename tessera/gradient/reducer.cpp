@@ -126,6 +126,54 @@ void compare_parameters(const std::vector<Group>& order,
 
 }  // namespace
 
+void GradientReducer::State::make_buckets(const std::vector<ReducedParameter>& given,
+                                          const std::vector<BucketItem>& items) {
+  layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
+  bucket_of.resize(parameters.size());
+  pending.assign(parameters.size(), false);
+  came.assign(parameters.size(), false);
+  fired.assign(parameters.size(), false);
+  reduced.assign(parameters.size(), false);
+  for (std::size_t b = 0; b < layout.size(); ++b) {
+    Bucket bucket;
+    const ReducedParameter& first = given[layout[b].front()];
+    bucket.group = first.group;
+    bucket.op = first.op;
+    bucket.uniform = access(layout[b].front()).uniform();
+    // A gradient that lies in the bucket is not copied: there is nothing to fold into, and it keeps
+    // its value until the reduction has succeeded.
+    if (bucket.op.kind == ReduceOp::Kind::premultiplied && !bucket.uniform)
+      bucket.op = ReduceOp::sum;  // weighted before they are accumulated
+    if (!bucket.uniform && !options.gradient_as_bucket_view)  // as all ranks were told
+      bucket.factor = take_factor(bucket.op, bucket.group.size(),
+                                  access(layout[b].front()).like(first.parameter).scalar_type());
+    for (std::size_t i : layout[b]) {
+      at::Tensor like = access(i).like(given[i].parameter);
+      bucket.slots.push_back({i, bucket.numel, bucket.uniform ? at::Tensor() : like, {}});
+      bucket.bytes += items[i].bytes;
+      bucket.numel += like.numel();
+      bucket_of[i] = b;
+    }
+    buckets.push_back(std::move(bucket));
+  }
+}
+
+void GradientReducer::State::add_hooks(const std::vector<ReducedParameter>& given) {
+  const std::weak_ptr<State> weak = weak_from_this();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = given[i].parameter;
+    if (parameters[i].sums()) {
+      detail::add_hook_before(parameter, [weak, i](const at::TensorBase& gradient) {
+        const auto reducer = gradient.defined() ? weak.lock() : nullptr;
+        return reducer ? at::TensorBase(reducer->accumulating(i, at::Tensor(gradient))) : gradient;
+      });
+    }
+    detail::add_hook_after(parameter, std::make_unique<AccumulatedHook>(weak, [weak, i] {
+                             if (auto reducer = weak.lock()) reducer->accumulated(i);
+                           }));
+  }
+}
+
 GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options)
     : state_(std::make_shared<State>()) {
   State& state = *state_;
@@ -173,57 +221,16 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   compare_parameters(order, agreed, told);
   if (refused) std::rethrow_exception(refused);
 
+  state.make_buckets(parameters, items);
   // What another one reduces first is complete only when backward ends.
   if (!state.earlier.empty()) {
     state.options.overlap = false;
     state.options.gradient_as_bucket_view = false;
   }
-  state.layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
-  state.bucket_of.resize(state.parameters.size());
-  state.pending.assign(state.parameters.size(), false);
-  state.came.assign(state.parameters.size(), false);
-  state.fired.assign(state.parameters.size(), false);
-  state.reduced.assign(state.parameters.size(), false);
-  for (std::size_t b = 0; b < state.layout.size(); ++b) {
-    State::Bucket bucket;
-    const ReducedParameter& first = parameters[state.layout[b].front()];
-    bucket.group = first.group;
-    bucket.op = first.op;
-    bucket.uniform = state.access(state.layout[b].front()).uniform();
-    // A gradient that lies in the bucket is not copied: there is nothing to fold into, and it keeps
-    // its value until the reduction has succeeded.
-    if (bucket.op.kind == ReduceOp::Kind::premultiplied && !bucket.uniform)
-      bucket.op = ReduceOp::sum;  // weighted before they are accumulated
-    if (!bucket.uniform && !options.gradient_as_bucket_view)  // as all ranks were told
-      bucket.factor =
-          take_factor(bucket.op, bucket.group.size(),
-                      state.access(state.layout[b].front()).like(first.parameter).scalar_type());
-    for (std::size_t i : state.layout[b]) {
-      at::Tensor like = state.access(i).like(parameters[i].parameter);
-      bucket.slots.push_back({i, bucket.numel, bucket.uniform ? at::Tensor() : like, {}});
-      bucket.bytes += items[i].bytes;
-      bucket.numel += like.numel();
-      state.bucket_of[i] = b;
-    }
-    state.buckets.push_back(std::move(bucket));
-  }
   for (std::size_t b = 0; b < state.buckets.size(); ++b) state.order.push_back(b);
   state.reset();
   for (const Group& group : order) state.share_memory(group);
-
-  for (std::size_t i = 0; i < state.parameters.size(); ++i) {
-    const at::Tensor& parameter = parameters[i].parameter;
-    const std::weak_ptr<State> weak = state_;
-    if (state.parameters[i].sums()) {
-      detail::add_hook_before(parameter, [weak, i](const at::TensorBase& gradient) {
-        const auto reducer = gradient.defined() ? weak.lock() : nullptr;
-        return reducer ? at::TensorBase(reducer->accumulating(i, at::Tensor(gradient))) : gradient;
-      });
-    }
-    detail::add_hook_after(parameter, std::make_unique<AccumulatedHook>(weak, [weak, i] {
-                             if (auto reducer = weak.lock()) reducer->accumulated(i);
-                           }));
-  }
+  state.add_hooks(parameters);
 }
 
 GradientReducer::~GradientReducer() = default;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/comm/group/shared_memory.h"
+#include "tessera/gradient/detail/bucket.h"
 #include "tessera/gradient/detail/bucket_message.h"
 #include "tessera/gradient/reducer.h"
 
@@ -142,6 +143,9 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
 
   std::string find_earlier(const ReducedParameter& p, std::exception_ptr& refused);
   void require_earlier_alike();
+  void make_buckets(const std::vector<ReducedParameter>& given,
+                    const std::vector<BucketItem>& items);
+  void add_hooks(const std::vector<ReducedParameter>& given);
   const GradientAccess& access(std::size_t i) const {
     static const GradientAccess plain;
     return parameters[i].access ? *parameters[i].access : plain;
