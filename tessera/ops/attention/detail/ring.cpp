@@ -143,6 +143,48 @@ at::Tensor Round::kept(const at::Tensor& p, const Interval& keys, const Run& run
       .div(1 - ring.dropout);
 }
 
+namespace {
+
+/// How the first of the specs that shards dim d over the axes of the placements shards it.
+const DimSharding* first_that_fits(int d, const std::vector<const ShardSpec*>& all,
+                                   const std::vector<Placement>& placements) {
+  std::vector<int> wanted;
+  for (int a = 0; a < static_cast<int>(placements.size()); ++a) {
+    if (placements[a].is_shard(d)) wanted.push_back(a);
+  }
+  for (const ShardSpec* s : all) {
+    if (s->dim(d).axes == wanted) return &s->dim(d);
+  }
+  return nullptr;
+}
+
+/// Places the mask as the queries and its gradient. False if its shape does not fit them.
+bool place_mask(Ring& ring, const ShardSpec& mask, const std::vector<Placement>& of_query) {
+  const int m = mask.dims(), n = ring.query.dims(), axes = ring.query.mesh_dims();
+  const std::int64_t keys = ring.key.shape()[n - 2];
+  if (m > n || m < 2 || (mask.shape()[m - 1] != 1 && mask.shape()[m - 1] != keys)) return false;
+  std::vector<Placement> of_mask(axes), of_gradient(axes);
+  std::vector<const DimSharding*> mask_parts(m);
+  for (int a = 0; a < axes; ++a) {
+    if (!of_query[a].is_shard()) continue;
+    const int d = of_query[a].dim - (n - m);
+    const bool sharded = d >= 0 && mask.shape()[d] != 1;
+    of_mask[a] = sharded ? Shard(d) : Replicate();
+    of_gradient[a] = sharded ? Shard(d) : Partial();
+  }
+  for (int d = 0; d < m - 1; ++d) {
+    const std::int64_t extent = mask.shape()[d];
+    if (extent != 1 && extent != ring.query.shape()[d + n - m]) return false;
+    mask_parts[d] = &ring.query.dim(d + n - m);
+    // The axes are the same in both, but the dims are not.
+  }
+  ring.mask = placed(ring.context, mask.shape(), of_mask, mask_parts);
+  ring.mask_gradient = placed(ring.context, mask.shape(), of_gradient, mask_parts);
+  return true;
+}
+
+}  // namespace
+
 std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
                                 const ShardSpec& mask, bool causal, double scale, bool grouped) {
   const int n = q.dims(), sequence = n - 2;
@@ -179,17 +221,6 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const Sh
   }
   const auto& context = ring->context;
   std::vector<const DimSharding*> query_parts(n), key_parts(n);
-  const auto first_that_fits = [&](int d, const std::vector<const ShardSpec*>& all,
-                                   const std::vector<Placement>& placements) {
-    std::vector<int> wanted;
-    for (int a = 0; a < axes; ++a) {
-      if (placements[a].is_shard(d)) wanted.push_back(a);
-    }
-    for (const ShardSpec* s : all) {
-      if (s->dim(d).axes == wanted) return &s->dim(d);
-    }
-    return static_cast<const DimSharding*>(nullptr);
-  };
   for (int d = 0; d < n; ++d) {
     query_parts[d] = first_that_fits(d,
                                      d < sequence ? std::vector<const ShardSpec*>{&q, &k, &v}
@@ -211,28 +242,7 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const Sh
   }
   ring->key_gradient = ring->key.with_placements(key_gradient);
   ring->value_gradient = ring->value.with_placements(key_gradient);
-  if (mask) {
-    const int m = mask.dims();
-    if (m > n || m < 2 || (mask.shape()[m - 1] != 1 && mask.shape()[m - 1] != k.shape()[sequence]))
-      return {};
-    std::vector<Placement> of_mask(axes), of_gradient(axes);
-    std::vector<const DimSharding*> mask_parts(m);
-    for (int a = 0; a < axes; ++a) {
-      if (!of_query[a].is_shard()) continue;
-      const int d = of_query[a].dim - (n - m);
-      const bool sharded = d >= 0 && mask.shape()[d] != 1;
-      of_mask[a] = sharded ? Shard(d) : Replicate();
-      of_gradient[a] = sharded ? Shard(d) : Partial();
-    }
-    for (int d = 0; d < m - 1; ++d) {
-      const std::int64_t extent = mask.shape()[d];
-      if (extent != 1 && extent != q.shape()[d + n - m]) return {};
-      mask_parts[d] = &ring->query.dim(d + n - m);
-      // The axes are the same in both, but the dims are not.
-    }
-    ring->mask = placed(context, mask.shape(), of_mask, mask_parts);
-    ring->mask_gradient = placed(context, mask.shape(), of_gradient, mask_parts);
-  }
+  if (mask && !place_mask(*ring, mask, of_query)) return {};
   return ring;
 }
 
