@@ -90,7 +90,8 @@ struct PyPipeline : torch::CustomClassHolder {
              const Stages& stages, std::int64_t function, bool has_loss,
              const PipelineOptionsPtr& options)
       : on(mesh->mesh), along(axis) {
-    const auto call = reinterpret_cast<PythonFunction>(function);
+    const auto call =
+        reinterpret_cast<PythonFunction>(function);  // NOLINT(performance-no-int-to-ptr)
     std::vector<std::shared_ptr<PipelineStage>> mine;
     for (const auto& [number, tree, recompute, gathers] : stages)
       mine.push_back(stage_of(call, number, tree, recompute, gathers));
