@@ -17,6 +17,7 @@ struct Command {
 Command add_run(CLI::App& program);
 Command add_bench(CLI::App& program);
 Command add_doctor(CLI::App& program);
+Command add_new(CLI::App& program);
 Command add_plan(CLI::App& program);
 Command add_report(CLI::App& program);
 

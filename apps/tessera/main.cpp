@@ -59,9 +59,9 @@ int main(int argc, char** argv) {
   program.name("tessera");
   program.set_version_flag("--version", "tessera " TESSERA_VERSION);
   const std::vector<tessera::app::Command> commands{
-      tessera::app::add_run(program), tessera::app::add_doctor(program),
-      tessera::app::add_plan(program), tessera::app::add_bench(program),
-      tessera::app::add_report(program)};
+      tessera::app::add_run(program),    tessera::app::add_doctor(program),
+      tessera::app::add_plan(program),   tessera::app::add_bench(program),
+      tessera::app::add_report(program), tessera::app::add_new(program)};
   std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
   if (arguments.empty()) {
     std::cout << program.help();
