@@ -24,8 +24,8 @@ def _tensor(data):
 class FsspecIO:
     """A place for checkpoints on any file system of fsspec: an object store, memory, or another one.
 
-    >>> place = ts.FsspecIO("s3://bucket/runs/7", anon=False)      # options go to the file system
-    >>> checkpoints = ts.Checkpointer(place, keep_last=3)
+    >>> place = ts.FsspecIO("memory://runs/7")     # "s3://bucket/runs/7", anon=False: options go to the file system
+    >>> ts.Checkpointer(place, keep_last=3).save("step-100", {"net": net})
     >>> saved = ts.CheckpointReader(place, "step-100")
 
     `url`: with its protocol, or a path of `filesystem`, an object of fsspec. Each rank makes one for the same place. `timeout`: seconds after which a call
