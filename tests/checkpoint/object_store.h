@@ -32,9 +32,9 @@
 namespace tessera::testing {
 
 /// What happens at one call. error: refused. slow: done after three later calls, and never
-/// answered. lost: done, and the connection ends without an answer. Of the process: killed before
-/// it sends, with half of it sent, or once the store has done it.
-enum class Fault : unsigned char { none, error, slow, lost, dies_before, dies_within, dies_after };
+/// answered. lost: done, and the connection ends without an answer. The process is
+/// killed with half of the call sent, or once the store has done it.
+enum class Fault : unsigned char { none, error, slow, lost, dies_within, dies_after };
 
 struct HttpMessage {
   std::string first;
@@ -165,8 +165,10 @@ class ObjectStore {
 /// Checkpoints in an ObjectStore. Each rank has its own.
 class HttpIO : public CheckpointIO {
  public:
-  explicit HttpIO(int port, std::chrono::milliseconds limit = std::chrono::seconds(20))
-      : port_(port), limit_(limit) {}
+  explicit HttpIO(int port) : port_(port) {}
+
+  /// Of each call from now on.
+  void set_limit(std::chrono::milliseconds limit) { limit_ = limit; }
 
   /// The n-th call from now on, counted from 0, goes wrong.
   void fail_at(int n, Fault fault) {
@@ -239,7 +241,6 @@ class HttpIO : public CheckpointIO {
                                   const std::set<int>& good) {
     if (method == "PUT" && before_ && name.ends_with(end_of_name_)) std::exchange(before_, {})();
     const Fault fault = left_-- == 0 ? fault_.load() : Fault::none;
-    if (fault == Fault::dies_before) ::kill(::getpid(), SIGKILL);
     static constexpr const char* kAsked[] = {"", "error", "slow", "lost"};
     std::string text = concat(method, " /", name, " HTTP/1.1\r\n", headers);
     if (fault != Fault::none && fault <= Fault::lost)
@@ -269,7 +270,7 @@ class HttpIO : public CheckpointIO {
   }
 
   int port_;
-  std::chrono::milliseconds limit_;
+  std::chrono::milliseconds limit_ = std::chrono::seconds(20);
   std::atomic<int> left_{-1};
   std::atomic<Fault> fault_{Fault::none};
   std::string end_of_name_;

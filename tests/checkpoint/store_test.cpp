@@ -108,11 +108,11 @@ TEST(CheckpointStore, AFaultAtEveryCallIsToldOnAllRanksAndNothingIsLost) {
         std::atomic<int> told{0};
         on_threads(2, [&](DistributedManager& manager) {
           const bool mine = manager.rank() == victim;
-          const auto io = std::make_shared<HttpIO>(
-              store.port(), std::chrono::milliseconds(mine && fault == Fault::slow ? 60 : 20000));
+          const auto io = std::make_shared<HttpIO>(store.port());
           Checkpointer checkpoints(manager, io, {.keep_last = 1});
           checkpoints.save("first", state_of(manager, 1));
           if (mine) io->fail_at(at, fault);
+          if (mine && fault == Fault::slow) io->set_limit(std::chrono::milliseconds(60));
           try {
             checkpoints.save("second", state_of(manager, 2));
           } catch (const FileError& e) {
@@ -141,10 +141,11 @@ TEST(CheckpointStore, AFaultAtEveryCallIsToldOnAllRanksAndNothingIsLost) {
 TEST(CheckpointStore, ADeadOneIsAnErrorOnAllRanksWithinTheLimit) {
   const ObjectStore store;
   on_threads(2, [&](DistributedManager& manager) {
-    const auto io = std::make_shared<HttpIO>(store.port(), std::chrono::milliseconds(100));
+    const auto io = std::make_shared<HttpIO>(store.port());
     Checkpointer checkpoints(manager, io);
     checkpoints.save("a", state_of(manager, 1));
     const CheckpointReader saved(manager.world(), io, "a");
+    io->set_limit(std::chrono::milliseconds(100));
     manager.world().barrier();
     store.stop();
     const auto begun = std::chrono::steady_clock::now();
