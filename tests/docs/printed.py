@@ -44,7 +44,7 @@ def pattern(text):
 def command_of(words, source, programs, python):
     for word in words:
         if word == "python":
-            yield python
+            yield from [python] if isinstance(python, str) else python
         elif word.startswith("examples/"):
             yield str(source / word)
         else:

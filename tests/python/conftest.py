@@ -1,3 +1,7 @@
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -7,6 +11,30 @@ def one_thread():
     """Ranks are threads: each computes on its own."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory):
+    """What stands for `sys.executable` where a test starts ranks that need not import torch themselves (warm.py)."""
+    path, program = tmp_path_factory.mktemp("warm") / "socket", pathlib.Path(__file__).with_name("warm.py")
+    server = subprocess.Popen([sys.executable, program, "serve", path], stdin=subprocess.DEVNULL)
+    while not path.exists():
+        assert server.poll() is None
+    yield [sys.executable, "-I", "-S", program, "run", path]
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def warm_torchrun(warm_python):
+    """As test_processes.torchrun, with an agent and workers that need not import torch."""
+
+    def start(ranks, program, *arguments):
+        agent = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--no-python"]
+        command = [*agent, *warm_python, pathlib.Path(__file__).with_name(program), *arguments]
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
+
+    return start
 
 
 def pytest_addoption(parser):

@@ -12,8 +12,8 @@ from test_processes import HERE, run, torchrun
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_pythons_own_training_over_it_equals_gloo(ranks):
-    done = torchrun(ranks, "c10d_program.py")
+def test_pythons_own_training_over_it_equals_gloo(warm_torchrun, ranks):
+    done = warm_torchrun(ranks, "c10d_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank (\d) of \d: equal", done.stdout)) == [str(r) for r in range(ranks)]
 

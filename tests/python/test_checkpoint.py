@@ -6,7 +6,6 @@ import fcntl
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -501,24 +500,24 @@ def test_folders_of_files_with_an_index(tmp_path):
         assert file.metadata()["format"] == "pt"
 
 
-def launch(request, ranks, *arguments):
+def launch(request, warm_python, ranks, *arguments):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
-    command = [launcher, "run", "-n", ranks, "--timeout", 80, "--", sys.executable, HERE / "checkpoint_program.py", *arguments]
+    command = [launcher, "run", "-n", ranks, "--timeout", 80, "--", *warm_python, HERE / "checkpoint_program.py", *arguments]
     return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_processes_go_on_bit_by_bit(request, tmp_path, ranks):
+def test_processes_go_on_bit_by_bit(request, warm_python, tmp_path, ranks):
     """Plain modules under DistributedDataParallel, with dropout from each rank's own generator; the second life is another job."""
     for life in ("straight", "resumed"):
-        done = launch(request, ranks, life, tmp_path)
+        done = launch(request, warm_python, ranks, life, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank (\d): bit by bit", done.stdout)) == [str(r) for r in range(ranks)]
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_killed_while_it_saves_the_last_checkpoint_stays_whole(request, tmp_path, dies):
-    done = launch(request, 2, "killed", tmp_path, dies)
+def test_killed_while_it_saves_the_last_checkpoint_stays_whole(request, warm_python, tmp_path, dies):
+    done = launch(request, warm_python, 2, "killed", tmp_path, dies)
     assert done.returncode != 0 and "is killed" in done.stdout, done.stdout + done.stderr
 
     def body(rank):

@@ -41,39 +41,39 @@ def test_alone_without_a_launcher():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rank_that_raises_ends_the_job():
+def test_a_rank_that_raises_ends_the_job(warm_torchrun):
     began = time.monotonic()
-    done = torchrun(2, "failing_program.py")
+    done = warm_torchrun(2, "failing_program.py")
     assert done.returncode != 0 and "rank 1 has had enough" in done.stderr
     assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("ranks", [3])
-def test_an_error_of_one_rank_is_caught_by_all(ranks):
-    done = torchrun(ranks, "recovering_program.py")
+def test_an_error_of_one_rank_is_caught_by_all(warm_torchrun, ranks):
+    done = warm_torchrun(ranks, "recovering_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("goes on") == ranks
 
 
-def test_a_loss_that_one_rank_alone_prints_is_told(request):
+def test_a_loss_that_one_rank_alone_prints_is_told(request, warm_python):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
-    done = run(launcher, "run", "-n", 2, "--timeout", 60, "--", sys.executable, HERE / "lone_item_program.py")
+    done = run(launcher, "run", "-n", 2, "--timeout", 60, "--", *warm_python, HERE / "lone_item_program.py")
     assert "loss" not in re.sub("rank . is told.*", "", done.stdout) and "at the end" not in done.stdout
     told = re.findall("rank ([01]) is told: (.*)", done.stdout)
     assert {rank for rank, _ in told} == {"0", "1"}, done.stdout + done.stderr
     assert all("item() of []" in text and "rank 0" in text and "rank 1" in text for _, text in told), told
 
 
-def test_nodes_of_a_tree_have_their_backends_and_limits(request):
+def test_nodes_of_a_tree_have_their_backends_and_limits(request, warm_python):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
-    done = run(launcher, "run", "-n", 4, "--timeout", 60, "--", sys.executable, HERE / "backends_program.py")
+    done = run(launcher, "run", "-n", 4, "--timeout", 60, "--", *warm_python, HERE / "backends_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("gloo and shm") == 4
 
 
 @pytest.mark.parametrize("ranks", [3])
-def test_second_derivatives_of_a_ring(request, ranks):
+def test_second_derivatives_of_a_ring(request, warm_python, ranks):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
-    done = run(launcher, "run", "-n", ranks, "--timeout", 80, "--", sys.executable, HERE / "ring_program.py")
+    done = run(launcher, "run", "-n", ranks, "--timeout", 80, "--", *warm_python, HERE / "ring_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"of {ranks}: 4 second derivatives") == ranks

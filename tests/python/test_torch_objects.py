@@ -7,12 +7,11 @@ import torch
 
 import tessera as ts
 from support import on_ranks
-from test_processes import torchrun
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_there_and_back(tmp_path, ranks):
-    done = torchrun(ranks, "dtensor_program.py", tmp_path)
+def test_there_and_back(tmp_path, warm_torchrun, ranks):
+    done = warm_torchrun(ranks, "dtensor_program.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank (\d) of \d: there and back", done.stdout)) == [str(r) for r in range(ranks)]
 

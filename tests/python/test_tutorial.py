@@ -28,9 +28,9 @@ def test_the_code_of_the_page(capsys):
 
 
 @pytest.mark.parametrize("page", ["02_python", "04_domain"])
-def test_what_the_page_says_is_printed(request, page):
+def test_what_the_page_says_is_printed(request, warm_python, page):
     programs = pathlib.Path(request.config.getoption("--launcher")).resolve().parent
-    wrong, compared = printed().check(ROOT / "docs" / "tutorials" / f"{page}.md", ROOT, programs, sys.executable, only_python=True)
+    wrong, compared = printed().check(ROOT / "docs" / "tutorials" / f"{page}.md", ROOT, programs, [str(word) for word in warm_python], only_python=True)
     assert not wrong and compared > 0, "\n".join(wrong)
 
 
@@ -65,12 +65,12 @@ def test_a_page_that_is_wrong_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_quick_start(request, tmp_path, ranks):
+def test_the_quick_start(request, warm_python, tmp_path, ranks):
     text = (ROOT / "docs" / "start_pytorch.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (output,) = re.findall(r"^```text\n(step 0: .*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(code)
     launcher = pathlib.Path(request.config.getoption("--launcher")).resolve()
-    command = [str(launcher), "run", "-n", str(ranks), "--timeout", "60", "--", sys.executable, "train.py"]
+    command = [str(launcher), "run", "-n", str(ranks), "--timeout", "60", "--", *map(str, warm_python), "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and re.sub(r"^\[\d+\] ", "", done.stdout, flags=re.MULTILINE) == output, done.stdout + done.stderr

@@ -1,0 +1,112 @@
+"""Processes that need not import torch: a server has done so, and forks what it is asked to run. Starting Python with torch is most of what a rank of a test costs.
+
+    warm.py serve SOCKET                        in an environment as the programs' own
+    python -I -S warm.py run SOCKET PROGRAM...  as `python PROGRAM...`, with this process' environment, folder, standard files, signals and exit status
+
+What it runs differs from a process of its own in what importing reads of the environment (the number of threads is set again) and in its parent.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+
+def run(path, arguments):
+    """In place of the program: asks for it, passes signals on, and ends as it ends."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(path)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda which, _: server.send(str(which).encode()))
+    asked = json.dumps({"folder": os.getcwd(), "environment": dict(os.environ), "arguments": arguments}).encode()
+    file = os.memfd_create("asked")
+    os.write(file, asked)
+    socket.send_fds(server, [b"run"], [0, 1, 2, file])
+    status = int(server.recv(64) or signal.SIGKILL)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def become(files, asked):
+    """In the fork: the process that was asked for, up to its program."""
+    for number, file in enumerate(files[:3]):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = asked["arguments"]
+    torch = sys.modules["torch"]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def serve(path):
+    """Forks a process for each that asks, until it is ended; in the fork it returns what is to be run."""
+    import selectors
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(64)
+    import torch._dynamo  # noqa: F401  what the first step of an optimizer imports
+    import tessera  # noqa: F401
+
+    waiting = selectors.DefaultSelector()
+    waiting.register(listener, selectors.EVENT_READ, None)
+    children = {}  # connection -> pid
+    while True:
+        for key, _ in waiting.select():
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                _, files, _, _ = socket.recv_fds(connection, 16, 4)
+                asked = json.loads(os.pread(files[3], os.fstat(files[3]).st_size, 0))
+                pid = os.fork()
+                if pid == 0:
+                    waiting.close()
+                    for other in (listener, connection, *children):
+                        other.close()
+                    os.close(files[3])
+                    become(files, asked)
+                    return
+                for file in files:
+                    os.close(file)
+                children[connection] = pid
+                waiting.register(connection, selectors.EVENT_READ, None)
+                waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, connection)
+            elif key.data is None:  # a signal, or the asker's end
+                said = key.fileobj.recv(64)
+                if key.fileobj in children:
+                    os.kill(children[key.fileobj], int(said or signal.SIGKILL))
+                if not said:
+                    waiting.unregister(key.fileobj)
+            else:  # a child has ended
+                connection = key.data
+                _, status = os.waitpid(children.pop(connection), 0)
+                waiting.unregister(key.fd)
+                os.close(key.fd)
+                try:
+                    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+                except OSError:
+                    pass  # the asker has gone before
+                if connection in (k.fileobj for k in waiting.get_map().values()):
+                    waiting.unregister(connection)
+                connection.close()
+
+
+if __name__ == "__main__":
+    what, path, *rest = sys.argv[1:]
+    if what == "run":
+        run(path, rest)
+    serve(path)
+    import runpy
+
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
