@@ -352,7 +352,7 @@ TEST(LoaderAbuse, StatesAreReadToTheirEnd) {
 }
 
 TEST(LoaderAbuse, ATokenFileThatShrinksIsAnError) {
-  const std::string path = testing::TempDir() + "tessera_tokens_" + std::to_string(getpid());
+  const std::string path = ::testing::TempDir() + "tessera_tokens_" + std::to_string(getpid());
   std::ofstream(path) << std::string(64 * 1024, 'x');
   auto data = std::make_shared<TokenFileDataset>(path, torch::kByte, 1024);
   Loader loader({data}, in_order(64, 16), kAlone, 0, {.workers = 1});
@@ -374,7 +374,7 @@ TEST(LoaderAbuse, ATokenFileThatShrinksIsAnError) {
 }
 
 TEST(LoaderAbuse, TokenRowsAreReadInAnyOrder) {
-  const std::string path = testing::TempDir() + "tessera_rows_" + std::to_string(getpid());
+  const std::string path = ::testing::TempDir() + "tessera_rows_" + std::to_string(getpid());
   std::string bytes;
   for (int i = 0; i < 1000; ++i) bytes += static_cast<char>(i % 251);
   std::ofstream(path, std::ios::binary) << bytes;

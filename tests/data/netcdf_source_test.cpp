@@ -25,7 +25,7 @@ void ok(int status) {
 
 // A file under the test's folder that goes when the test ends.
 struct TemporaryFile {
-  std::string path = concat(testing::TempDir(), "/tessera_netcdf_", getpid(), ".nc");
+  std::string path = concat(::testing::TempDir(), "/tessera_netcdf_", getpid(), ".nc");
   ~TemporaryFile() { std::remove(path.c_str()); }
 };
 
@@ -74,7 +74,7 @@ at::Tensor expected(at::Tensor data, const Hyperslab& slab) {
   return data.contiguous();
 }
 
-class Formats : public testing::TestWithParam<int> {};
+class Formats : public ::testing::TestWithParam<int> {};
 
 TEST_P(Formats, RandomSlabsEqualPlainIndexing) {
   const bool netcdf4 = GetParam() == NC_NETCDF4;
@@ -125,7 +125,7 @@ TEST_P(Formats, RandomSlabsEqualPlainIndexing) {
     }
   EXPECT_EQ(read, static_cast<int>(types.size()) * 5 * 40 * 5);
 }
-INSTANTIATE_TEST_SUITE_P(NetcdfSource, Formats, testing::Values(0, NC_64BIT_OFFSET, NC_NETCDF4));
+INSTANTIATE_TEST_SUITE_P(NetcdfSource, Formats, ::testing::Values(0, NC_64BIT_OFFSET, NC_NETCDF4));
 
 TEST(NetcdfSource, ScaleOffsetAndMissing) {
   const TemporaryFile file;
