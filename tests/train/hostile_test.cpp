@@ -149,6 +149,7 @@ Outcome live(const Plan& plan, DistributedManager& manager, const std::string& f
   options.checkpoint.background = plan.background;
   options.checkpoint.options.timeout = std::chrono::seconds(20);
   options.loggers = {csv_logger(folder + "/metrics.csv")};
+  options.progress = {.show = false, .log = false};  // no two runs have one pace
   const auto ema = std::make_shared<Ema>(0.8);
   const auto saves = std::make_shared<CheckpointCallback>(plan.saves);
   const bool mine = manager.rank() == end.rank;
