@@ -459,7 +459,7 @@ TEST(Runs, ALossOrMetricThatIsNaNIsToldInOneLineWithStepAndRank) {
   struct Breaks : Regression {
     Breaks(bool mine, bool metric) : mine(mine), metric(metric) {}
     at::Tensor training_step(const MicroBatch& batch, Step& step) override {
-      const at::Tensor loss = Regression::training_step(batch, step);
+      at::Tensor loss = Regression::training_step(batch, step);
       if (!mine || step.step() != 2) return loss;  // a batch in which rank 1 has rows
       if (metric) step.log("odd", std::nan(""), 1.0);
       return metric ? loss : loss * std::nan("");

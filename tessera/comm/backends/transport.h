@@ -66,8 +66,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
   const std::chrono::milliseconds timeout_;
 };
 
-/// Makes a gather, or a scatter, the all-to-all whose counts are zero but for the root's. Elements to
-/// and from a rank are those that it holds itself.
+/// Makes a gather, or a scatter, the all-to-all whose counts are zero but for the root's. Elements
+/// to and from a rank are those that it holds itself.
 void rooted_as_all_to_all(TransportCall& call, int rank, bool gathers);
 
 /// A reduce-scatter on what only moves data: an all-to-all, then the shards are reduced here in

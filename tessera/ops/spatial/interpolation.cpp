@@ -210,8 +210,8 @@ const std::vector<Interpolation>& interpolations() {
   return all;
 }
 
-// Gradients that are called directly, of images [samples, channels, ...] or [channels, ...]. The size
-// of the input is an argument.
+// Gradients that are called directly, of images [samples, channels, ...] or [channels, ...]. The
+// size of the input is an argument.
 template <int inner>
 Plan upsample_backward(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();

@@ -1,6 +1,6 @@
 #pragma once
-// What the fast kernels look at before a call: its key, its tensors, where they lie, and whether its
-// plan is one that they run themselves. For fast_kernels.cpp alone.
+// What the fast kernels look at before a call: its key, its tensors, where they lie, and whether
+// its plan is one that they run themselves. For fast_kernels.cpp alone.
 
 #include <ATen/core/grad_mode.h>
 

@@ -1,6 +1,6 @@
 #pragma once
-// Helpers shared by the differentiable functions on sharded tensors: what a node of the graph keeps,
-// and the specs of gradients.
+// Helpers shared by the differentiable functions on sharded tensors: what a node of the graph
+// keeps, and the specs of gradients.
 
 #include <torch/csrc/autograd/custom_function.h>
 
