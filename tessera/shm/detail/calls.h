@@ -47,7 +47,8 @@ class Blocks {
  public:
   static Blocks equal(int ranks, std::size_t each) { return Blocks(ranks, each, {}); }
   static Blocks of(std::vector<std::size_t> sizes) {
-    return Blocks(static_cast<int>(sizes.size()), 0, std::move(sizes));
+    const int ranks = static_cast<int>(sizes.size());
+    return Blocks(ranks, 0, std::move(sizes));
   }
   /// A block on one rank alone.
   static Blocks only(int ranks, int rank, std::size_t bytes) {

@@ -90,7 +90,7 @@ struct alignas(2 * kLineBytes) Frame {
 static_assert(sizeof(Frame) == 2 * kLineBytes);
 
 /// The frames from one rank to another.
-struct alignas(kLineBytes) Channel {
+struct Channel {
   Frame frames[kFrames];
   /// Written by the receiver: frames that it has finished with.
   alignas(kLineBytes) std::atomic<std::uint64_t> taken;
