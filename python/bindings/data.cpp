@@ -231,8 +231,10 @@ struct PyStreamLoader : torch::CustomClassHolder {
     options.workers = static_cast<int>(workers);
     options.prefetch = static_cast<int>(prefetch);
     options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
-    loader.emplace(std::make_shared<PythonStream>(reinterpret_cast<PythonFunction>(stream)), rows,
-                   group->group, std::move(options));
+    const auto function =
+        reinterpret_cast<PythonFunction>(stream);  // NOLINT(performance-no-int-to-ptr)
+    loader.emplace(std::make_shared<PythonStream>(function), rows, group->group,
+                   std::move(options));
   }
   StreamLoader& open() {
     if (!loader) throw InvalidArgument("the loader is closed");
@@ -292,8 +294,10 @@ void register_datasets(Library& library) {
         std::make_shared<SourceDataset>(source->source, std::move(all)));
   });
   library.def("python_dataset", [](std::int64_t size, std::int64_t reader) {
-    return c10::make_intrusive<PyDataset>(std::make_shared<PythonDataset>(
-        natural(size, "len() of the dataset"), reinterpret_cast<PythonFunction>(reader)));
+    const auto function =
+        reinterpret_cast<PythonFunction>(reader);  // NOLINT(performance-no-int-to-ptr)
+    return c10::make_intrusive<PyDataset>(
+        std::make_shared<PythonDataset>(natural(size, "len() of the dataset"), function));
   });
 }
 

@@ -423,7 +423,7 @@ std::map<std::string, double> Trainer::named(const std::map<std::string, double>
                                              const std::string& not_a_number,
                                              const std::string& prefix, const std::string& suffix) {
   std::map<std::string, double> all;
-  for (const auto& [name, value] : values) all[prefix + name + suffix] = value;
+  for (const auto& [name, value] : values) all[concat(prefix, name, suffix)] = value;
   if (!not_a_number.empty() && !std::exchange(warned_not_finite_, true))
     warn(concat("after step ", step_, " the metric ", not_a_number, " in ", prefix, "..."));
   return all;

@@ -101,7 +101,7 @@ struct OnlyBatches : Dataset {
   Sample get(std::uint64_t) const override { throw std::logic_error("not this one"); }
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override {
     for (auto i : indices)
-      if (i == 7) throw 42;
+      if (i == 7) throw 42;  // NOLINT(bugprone-std-exception-baseclass)
     return {torch::zeros({static_cast<std::int64_t>(indices.size()) + rows_too_many, 1})};
   }
   std::int64_t rows_too_many = 0;
@@ -342,7 +342,7 @@ TEST(LoaderAbuse, StatesAreReadToTheirEnd) {
     return text + " " + std::to_string(Hash().text(text).value() & 0xffffffffu);
   };
   ASSERT_EQ(with_checksum(body), state);
-  const auto point = body.rfind("p");
+  const auto point = body.rfind('p');
   for (const std::string& text :
        {body + " 0x1p+0", body + " x", body + "x", body.substr(0, body.rfind(' ')),
         body.substr(0, point), body.substr(0, point) + "," + body.substr(point),

@@ -201,8 +201,11 @@ double poisson(double rate, Numbers& numbers) {
   if (rate < 10) {
     const double least = std::exp(-rate);
     double count = 0;
-    for (double product = numbers.positive(); product > least; product *= numbers.positive())
+    double product = numbers.positive();
+    while (product > least) {
       ++count;
+      product *= numbers.positive();
+    }
     return count;
   }
   const double b = 0.931 + 2.53 * std::sqrt(rate), a = -0.059 + 0.02483 * b,

@@ -301,7 +301,8 @@ struct Between {
     if (nearest) at = at.round();
     if (lower) at = at.floor();
     if (higher) at = at.ceil();
-    const at::Tensor below = at.to(at::kLong), value = at::gather(x, -1, below);
+    const at::Tensor below = at.to(at::kLong);
+    at::Tensor value = at::gather(x, -1, below);
     if (nearest || lower || higher) return value;
     const at::Tensor above = at::gather(x, -1, at.ceil().to(at::kLong));
     return at::lerp(value, above, midpoint ? at::full_like(at, 0.5) : at - below.to(at));

@@ -3,6 +3,7 @@
 // inputs.
 
 #include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cross_entropy_loss_native.h>
 #include <ATen/ops/exp.h>
@@ -10,6 +11,7 @@
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/nll_loss2d_forward.h>
 #include <ATen/ops/nll_loss_forward.h>
+#include <ATen/ops/promote_types.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -226,7 +228,7 @@ struct Picked {
     index = at::where(here, target - begin, at::zeros_like(target));
   }
   at::Tensor weights(const c10::IValue& weight, const at::Tensor& scores) const {
-    const at::Tensor zero = at::zeros(index.sizes(), scores.options());
+    at::Tensor zero = at::zeros(index.sizes(), scores.options());
     if (size == 0) return zero;
     if (!weight.isTensor() || !weight.toTensor().defined()) return at::where(here, zero + 1, zero);
     return at::where(

@@ -432,7 +432,7 @@ Rule guarded(Rule rule) {
       torch::jit::Stack results;
       for (const Made& m : made) {
         results.emplace_back(m.defined
-                                 ? at::zeros(m.shape, m.dtype ? options.dtype(*m.dtype) : options)
+                                 ? at::zeros(m.shape, m.dtype ? options.dtype(m.dtype) : options)
                                  : at::Tensor());
       }
       return results;
