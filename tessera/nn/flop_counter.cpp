@@ -1,6 +1,7 @@
 #include "tessera/nn/flop_counter.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,7 @@
 // Recurrent layers. Their weights are used in every step: a sharded one is gathered once in forward
 // and once in backward, and kept while its layer runs. Everything else is libtorch's own composite.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_pack_padded_sequence.h>
 #include <ATen/ops/_pad_packed_sequence.h>
 #include <ATen/ops/arange.h>

@@ -251,7 +251,7 @@ std::optional<at::Tensor> between_replicated(const at::Tensor& x, const at::Tens
   if (!meta_of(w)->spec().placements()[axis].is_shard(1 - out) ||
       !meta_of(x)->spec().placements()[axis].is_shard(static_cast<int>(x.dim()) - 1))
     return std::nullopt;
-  const at::Tensor y = product(x, w, bias, transposed);
+  at::Tensor y = product(x, w, bias, transposed);
   if (y.requires_grad())
     y.register_hook([axis](const at::Tensor& g) { return reduced_gradient(g, axis); });
   return y;
@@ -275,7 +275,7 @@ std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& 
   }
   LastGathered::clear();
   if (of_weight.is_shard(1 - out) && of_data.is_shard(static_cast<int>(x.dim()) - 1)) {
-    const at::Tensor y = product(x, w, bias, transposed);
+    at::Tensor y = product(x, w, bias, transposed);
     const ShardSpec made = spec(y);
     if (!made.placements()[where.axis].is_partial()) return y;
     return redistribute(y, with_axis(made, where.axis, Shard(where.dim)));

@@ -309,7 +309,7 @@ void Redistribution::launch_all_to_all(const Box& held) {
 
 void Redistribution::launch_exchange(const Box& held) {
   const auto& move = plan_->move;
-  const at::Tensor result = at::empty(shape_of(move.after), local_.options());
+  at::Tensor result = at::empty(shape_of(move.after), local_.options());
   std::vector<Message> messages;
   std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // destination, received
   for (const Piece& p : move.transfer.sends)
