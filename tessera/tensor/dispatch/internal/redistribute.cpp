@@ -267,8 +267,8 @@ void Redistribution::launch_broadcast(const Box& held) {
   const auto& move = plan_->move;
   const Group ranks = group(move.axes);
   const Box& box = move.pieces[move.root];
-  const at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous()
-                                                : at::empty(shape_of(box), local_.options());
+  at::Tensor all = move.rank == move.root ? slice(local_, held, box).contiguous()
+                                          : at::empty(shape_of(box), local_.options());
   start(ranks, [&](const auto& on) { return on.broadcast(all, move.root, kCall); });
   complete_ = [all] { return all; };
 }
@@ -292,8 +292,8 @@ void Redistribution::launch_all_to_all(const Box& held) {
   if (along) in[move.rank] = out[move.rank] = own;
   const Sizes arriving = volumes(in);
   const std::int64_t n = std::accumulate(arriving.begin(), arriving.end(), std::int64_t{0});
-  const at::Tensor packed = pack(local_, held, out),
-                   result = at::empty(shape_of(move.after), packed.options());
+  const at::Tensor packed = pack(local_, held, out);
+  at::Tensor result = at::empty(shape_of(move.after), packed.options());
   const at::Tensor received =
       in_place ? result.view({-1}).narrow(0, !along && first ? volume(own) : 0, n)
                : at::empty({n}, packed.options());
