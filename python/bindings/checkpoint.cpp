@@ -182,10 +182,12 @@ class PythonIO final : public CheckpointIO {
 struct PyCheckpointIO : torch::CustomClassHolder {
   /// Without a function: a local folder.
   PyCheckpointIO(std::int64_t function, const std::string& root) {
-    if (function == 0)
+    const auto call =
+        reinterpret_cast<PythonFunction>(function);  // NOLINT(performance-no-int-to-ptr)
+    if (call == nullptr)
       io = local_folder(root);
     else
-      io = std::make_shared<PythonIO>(reinterpret_cast<PythonFunction>(function), root);
+      io = std::make_shared<PythonIO>(call, root);
   }
   std::shared_ptr<CheckpointIO> io;
 };

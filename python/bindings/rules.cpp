@@ -121,7 +121,7 @@ void register_rules(Library& library) {
               });
   library.def("register_python_rule", [](const std::string& op, std::int64_t rule, bool replaces) {
     require_operator(op);
-    const auto function = reinterpret_cast<PythonRule>(rule);
+    const auto function = reinterpret_cast<PythonRule>(rule);  // NOLINT(performance-no-int-to-ptr)
     register_rule(op, [function](const OpCall& call) { return plan_by(function, call); },
                   {.replaces = replaces});
   });

@@ -228,8 +228,8 @@ struct PySession : torch::CustomClassHolder {
   }
   std::int64_t add(std::int64_t step) {
     const auto number = static_cast<std::int64_t>(optimizers.size());
-    optimizers.push_back(
-        std::make_shared<PythonOptimizer>(reinterpret_cast<PythonStep>(step), number));
+    const auto call = reinterpret_cast<PythonStep>(step);  // NOLINT(performance-no-int-to-ptr)
+    optimizers.push_back(std::make_shared<PythonOptimizer>(call, number));
     return static_cast<std::int64_t>(open().add(optimizers.back()));
   }
   void backward(const at::Tensor& loss, double weight, bool last) {

@@ -87,7 +87,7 @@ TrainerOptions RunSettings::make(const DistributedManager& manager, const std::s
   TrainerOptions options = trainer;
   options.strategy = make_strategy(manager, registry);
   options.checkpoint.configuration = resolved;
-  if (!options.checkpoint.folder.empty())
+  if (options.checkpoint.given())
     options.callbacks.push_back(std::make_shared<CheckpointCallback>(saves));
   if (!stop_on.empty())
     options.callbacks.push_back(std::make_shared<EarlyStopping>(stop_on, stopping));

@@ -31,7 +31,7 @@ struct RunSettings {
   std::vector<std::pair<std::string, int>> mesh = {}, batch = {};
   std::vector<std::pair<std::string, std::string>> plan = {};
   std::string plan_axis = "tensor";
-  /// A callback of these is added where trainer.checkpoint.folder is not empty.
+  /// A callback of these is added where trainer.checkpoint names a place.
   CheckpointCallbackOptions saves = {};
   /// Empty: nothing stops the run early.
   std::string stop_on = {};

@@ -6,11 +6,17 @@
 What it runs differs from a process of its own in what importing reads of the environment (the number of threads is set again) and in its parent.
 """
 
+import ctypes
 import json
 import os
 import signal
 import socket
 import sys
+
+
+def end_with_parent():
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def run(path, arguments):
@@ -32,6 +38,7 @@ def run(path, arguments):
 
 def become(files, asked):
     """In the fork: the process that was asked for, up to its program."""
+    end_with_parent()
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
         os.close(file)
@@ -49,6 +56,7 @@ def serve(path):
     """Forks a process for each that asks, until it is ended; in the fork it returns what is to be run."""
     import selectors
 
+    end_with_parent()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
