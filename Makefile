@@ -73,7 +73,7 @@ test:
 	@scripts/stage lint $(MAKE) --no-print-directory lint
 
 ctest:
-	@$(RUN) ctest --preset $(PRESET) $(CTEST_ARGS); status=$$?; scripts/skipped $(BUILD); exit $$status
+	@$(RUN) scripts/tests $(PRESET) $(BUILD) $(CTEST_ARGS)
 
 bench: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target all benchmarks

@@ -243,10 +243,11 @@ TEST_P(Agreement, WithARankThatEnds) {
   for (const auto& call : calls()) {
     const auto ends = processes([&](const DistributedManager& manager) {
       const Group world = manager.world();
-      world.barrier();
-      if (world.rank() == victim) ::kill(::getpid(), SIGKILL);
-      // The ranks behind the first need not wait for each other.
+      // A rank may still be in the barrier when another has left it, and the world.
       return end_of([&] {
+        world.barrier();
+        if (world.rank() == victim) ::kill(::getpid(), SIGKILL);
+        // The ranks behind the first need not wait for each other.
         for (;;) call.run(world, [] {});
       });
     });
@@ -287,6 +288,7 @@ TEST_P(Agreement, ACommErrorGoesOnAtOnce) {
   const auto ends = processes([](const DistributedManager& manager) -> std::string {
     const Group world = manager.world();
     const auto load = [&] {
+      world.barrier();
       agree::all(world, "load", [&] {
         if (world.rank() == 1) throw TimeoutError("of another group", {5});
       });

@@ -183,6 +183,22 @@ TEST(ProcessManager, OneProcessMayMeetAgain) {
   for (const auto& end : ends) EXPECT_EQ(end.report, "ok");
 }
 
+TEST(ProcessManager, ARankMayLeaveWhileOthersStillConnect) {
+  for (int n = 0; n < 6; ++n) {
+    const auto ends = testing::fork_ranks(
+        3,
+        [](const Launch& launch) -> std::string {
+          ManagerOptions options;
+          options.backend = "gloo";
+          options.launch = launch;
+          DistributedManager::initialize(options).world();
+          return "left";
+        },
+        20s);
+    for (const auto& end : ends) EXPECT_EQ(end.report, "left") << end.signal;
+  }
+}
+
 TEST(ProcessManager, AMemberThatDoesNotComeIsNamed) {
   run_processes(3, [](DistributedManager& manager) {
     manager.world().barrier();

@@ -20,6 +20,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/comm/backends/of_c10d.h"
 #include "tessera/comm/group/detail/abilities.h"
+#include "tessera/comm/group/detail/store_meeting.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera {
@@ -199,6 +200,8 @@ std::shared_ptr<detail::Transport> make_gloo_transport(const c10::intrusive_ptr<
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(make_device(address));
   const auto backend = c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));
+  // A rank that is connected may leave, which would end the connecting of the others.
+  detail::agree_at_store(*store, "connected", size, 0, timeout);
   detail::Abilities can;
   can.reduce_scatters = [](c10::ScalarType, ReduceOp::Kind op) {  // composed, in rank order
     return op != ReduceOp::Kind::premultiplied;
