@@ -1,7 +1,31 @@
 # Optional parts. A part that is absent is compiled as a stub whose error says how to get it.
 
+# tessera_part(name HEADER file LIBRARY name... [FOLDERS folder...] DEBIAN package): TESSERA_HAS_<NAME>, and TESSERA_<NAME>_TARGET to link with (empty
+# where it is absent). A portable build has none: it links what every machine with libtorch has.
+function(tessera_part name)
+  cmake_parse_arguments(PART "" "HEADER;DEBIAN" "LIBRARY;FOLDERS" ${ARGN})
+  string(TOUPPER ${name} upper)
+  find_path(TESSERA_${upper}_INCLUDE ${PART_HEADER} PATH_SUFFIXES ${PART_FOLDERS})
+  find_library(TESSERA_${upper}_LIBRARY NAMES ${PART_LIBRARY} PATH_SUFFIXES ${PART_FOLDERS})
+  mark_as_advanced(TESSERA_${upper}_INCLUDE TESSERA_${upper}_LIBRARY)
+  set(TESSERA_HAS_${upper} OFF PARENT_SCOPE)
+  set(TESSERA_${upper}_TARGET "" PARENT_SCOPE)
+  if(TESSERA_PORTABLE)
+    message(STATUS "${name}: left out of a portable build")
+  elseif(TESSERA_${upper}_INCLUDE AND TESSERA_${upper}_LIBRARY)
+    message(STATUS "${name}: ${TESSERA_${upper}_LIBRARY}")
+    add_library(tessera_${name} INTERFACE)
+    target_include_directories(tessera_${name} SYSTEM INTERFACE ${TESSERA_${upper}_INCLUDE})
+    target_link_libraries(tessera_${name} INTERFACE ${TESSERA_${upper}_LIBRARY})
+    set(TESSERA_HAS_${upper} ON PARENT_SCOPE)
+    set(TESSERA_${upper}_TARGET tessera_${name} PARENT_SCOPE)
+  else()
+    message(STATUS "${name}: not found, what needs it will refuse (${PART_DEBIAN} brings it)")
+  endif()
+endfunction()
+
 set(TESSERA_HAS_MPI OFF)
-if(NOT TESSERA_MPI STREQUAL "OFF")
+if(NOT TESSERA_MPI STREQUAL "OFF" AND NOT TESSERA_PORTABLE)
   set(MPI_CXX_SKIP_MPICXX ON)
   find_package(MPI 3.0 QUIET COMPONENTS CXX)
   if(MPI_CXX_FOUND)

@@ -91,7 +91,7 @@ FileFormat format_of(const std::string& name) {
 [[maybe_unused]] [[noreturn]] void without_config(const char* what) {
   throw NotAvailable(concat(what,
                             " needs Tessera::config, which this build lacks: build it where "
-                            "nlohmann-json, yaml-cpp and hwloc are installed"));
+                            "nlohmann-json and yaml-cpp are installed"));
 }
 
 ConfigPtr config_from(const std::string& text, const std::string& format, bool file) {
