@@ -10,7 +10,7 @@ set(libraries "")
 foreach(
   library
   IN
-  ITEMS tessera_base_library tessera_library tessera_config_library tessera_data_library tessera_train_library
+  ITEMS tessera_base_library tessera_library tessera_config_library tessera_data_library tessera_train_library tessera_c_library
 )
   if(TARGET ${library})
     list(APPEND libraries ${library})

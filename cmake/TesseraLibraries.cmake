@@ -4,6 +4,7 @@
 #   Tessera::tessera  everything that needs libtorch and nothing else
 #   Tessera::data     sources of data: libtorch, and netCDF where it is found
 #   Tessera::train    strategies, the trainer, callbacks and loggers
+#   Tessera::c        what C and Fortran call; nothing of C++ reaches who links it
 
 set(
   TESSERA_BASE_ROOMS
@@ -73,3 +74,16 @@ endif()
 tessera_library(tessera_train_library ROOMS train LINK tessera_data_library)
 set_target_properties(tessera_train_library PROPERTIES OUTPUT_NAME tessera_train EXPORT_NAME train)
 add_library(Tessera::train ALIAS tessera_train_library)
+
+if(NOT TARGET tessera_c)
+  return()
+endif()
+tessera_library(tessera_c_library ROOMS c)
+target_link_libraries(tessera_c_library PRIVATE tessera_train_library)
+target_link_options(tessera_c_library INTERFACE -Wl,--allow-shlib-undefined)
+# Programs in C alone have no compiler of C++ that could know the feature.
+set_target_properties(
+  tessera_c_library
+  PROPERTIES OUTPUT_NAME tessera_c EXPORT_NAME c INTERFACE_COMPILE_FEATURES ""
+)
+add_library(Tessera::c ALIAS tessera_c_library)

@@ -1,0 +1,115 @@
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+
+#include "tessera/c/detail/arrays.h"
+
+namespace tessera::c {
+
+namespace {
+
+// Below it products and sums of sizes in bytes stay within 64 bits.
+constexpr std::int64_t kMostElements = std::int64_t{1} << 58;
+
+std::int64_t bounded(std::int64_t a, std::int64_t b) {
+  if (a != 0 && b > kMostElements / a) refuse("the array is larger than memory");
+  return a * b;
+}
+
+// Distinct indices give distinct elements if, from the smallest stride on, each stride reaches
+// beyond all that the dims before it span. Dims that interlock otherwise are refused too.
+void require_apart(const std::vector<std::int64_t>& shape,
+                   const std::vector<std::int64_t>& strides) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return;
+  std::vector<std::size_t> dims;
+  for (std::size_t d = 0; d < shape.size(); ++d)
+    if (shape[d] > 1) dims.push_back(d);
+  std::sort(dims.begin(), dims.end(),
+            [&](std::size_t a, std::size_t b) { return strides[a] < strides[b]; });
+  std::int64_t span = 1;
+  for (const std::size_t d : dims) {
+    if (strides[d] < span)
+      refuse("elements overlap: of shape ", list(shape), " with strides ", list(strides), " dim ",
+             d, " needs a stride of at least ", span);
+    span += bounded(shape[d] - 1, strides[d]);
+    if (span > kMostElements) refuse("the array is larger than memory");
+  }
+}
+
+std::vector<std::int64_t> shape_of(const tessera_array& array) {
+  if (array.dims < 0 || array.dims > TESSERA_MAX_DIMS)
+    refuse("dims is ", array.dims, ": an array has 0 to ", static_cast<int>(TESSERA_MAX_DIMS));
+  if (array.dims == 0) return {};
+  std::vector<std::int64_t> shape(need(array.shape, "shape"), array.shape + array.dims);
+  for (const std::int64_t n : shape)
+    if (n < 0) refuse("the shape is ", list(shape), ": sizes are at least 0");
+  return shape;
+}
+
+}  // namespace
+
+at::ScalarType dtype_of(tessera_dtype dtype) {
+  switch (static_cast<int>(dtype)) {
+    case TESSERA_FLOAT32:
+      return at::kFloat;
+    case TESSERA_FLOAT64:
+      return at::kDouble;
+    case TESSERA_INT32:
+      return at::kInt;
+    case TESSERA_INT64:
+      return at::kLong;
+    default:
+      break;
+  }
+  refuse("dtype is ", static_cast<int>(dtype),
+         ": give TESSERA_FLOAT32, TESSERA_FLOAT64, "
+         "TESSERA_INT32 or TESSERA_INT64");
+}
+
+tessera_dtype dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return TESSERA_FLOAT32;
+    case at::kDouble:
+      return TESSERA_FLOAT64;
+    case at::kInt:
+      return TESSERA_INT32;
+    case at::kLong:
+      return TESSERA_INT64;
+    default:
+      break;
+  }
+  refuse("a tensor of ", toString(dtype), ", for which C has no tessera_dtype");
+}
+
+std::vector<std::int64_t> strides_of(const tessera_array& array) {
+  const auto shape = shape_of(array);
+  const std::size_t dims = shape.size();
+  std::vector<std::int64_t> strides(dims);
+  if (array.strides) {
+    std::copy_n(array.strides, dims, strides.begin());
+  } else {
+    if (array.order != TESSERA_ROW_MAJOR && array.order != TESSERA_COLUMN_MAJOR)
+      refuse("order is ", static_cast<int>(array.order), ", which is no tessera_order");
+    std::int64_t next = 1;
+    for (std::size_t i = 0; i < dims; ++i) {
+      const std::size_t d = array.order == TESSERA_COLUMN_MAJOR ? i : dims - 1 - i;
+      strides[d] = next;
+      next = bounded(std::max<std::int64_t>(shape[d], 1), next);
+    }
+  }
+  require_apart(shape, strides);
+  return strides;
+}
+
+at::Tensor tensor_over(const tessera_array* array, const char* name) {
+  need(array, name);
+  const auto dtype = dtype_of(array->dtype);
+  const auto strides = strides_of(*array);
+  const auto shape = shape_of(*array);
+  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+  if (!array->data && !empty) refuse(name, " has the shape ", list(shape), " and no memory");
+  return at::from_blob(array->data, shape, strides, at::TensorOptions(dtype));
+}
+
+}  // namespace tessera::c

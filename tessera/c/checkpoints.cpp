@@ -1,0 +1,201 @@
+// What goes into checkpoints, and comes back.
+
+#include <algorithm>
+#include <map>
+
+#include "tessera/c/detail/call.h"
+#include "tessera/c/detail/objects.h"
+#include "tessera/checkpoint/checkpoint_reader.h"
+#include "tessera/checkpoint/checkpointer.h"
+#include "tessera/checkpoint/optimizer_state.h"
+
+namespace tessera::c {
+
+namespace {
+
+struct StateObject : Object {
+  static constexpr Kind kind = Kind::state;
+  using Object::Object;
+  struct Item {
+    std::string name;
+    std::shared_ptr<Object> object;
+    Kind kind;
+  };
+  std::vector<Item> items;
+  std::map<std::string, std::int64_t> integers;
+  std::map<std::string, double> reals;
+  // Values that the last load has brought.
+  CheckpointState loaded;
+
+  Session* session() const {
+    for (const Item& item : items)
+      if (item.kind == Kind::session)
+        return static_cast<SessionObject&>(*item.object).session.get();
+    return nullptr;
+  }
+  void require_new(const std::string& name) const {
+    const bool taken =
+        integers.count(name) || reals.count(name) ||
+        std::any_of(items.begin(), items.end(), [&](const Item& i) { return i.name == name; });
+    if (taken) refuse("the state has something named '", name, "' already");
+  }
+  // Tensors and models: what a load writes into.
+  void add_tensors(CheckpointState& all) const {
+    for (const Item& item : items) {
+      if (item.kind == Kind::tensor)
+        all.add(item.name, static_cast<TensorObject&>(*item.object).value.detach());
+      if (item.kind == Kind::model)
+        all.add(item.name + ".", *static_cast<ModelObject&>(*item.object).model.module);
+    }
+  }
+};
+
+void add_item(StateObject& state, const std::string& name, std::shared_ptr<Object> object,
+              Kind kind) {
+  state.require_new(name);
+  if (kind != Kind::tensor && kind != Kind::model && kind != Kind::optimizer &&
+      kind != Kind::session)
+    refuse("a ", to_string(kind), " cannot be saved: a tensor, a model, an optimizer or a session");
+  if (kind == Kind::session && state.session()) refuse("the state has a session already");
+  state.items.push_back({name, std::move(object), kind});
+}
+
+void save(const Call& call, const StateObject& state, const std::string& folder,
+          const std::string& name, int keep_last) {
+  if (keep_last < 0) refuse("keep_last is ", keep_last, ": 0 keeps all");
+  CheckpointState all = state.session() ? state.session()->state() : CheckpointState();
+  state.add_tensors(all);
+  for (const auto& item : state.items) {
+    if (item.kind != Kind::optimizer) continue;
+    const auto& of = static_cast<OptimizerObject&>(*item.object);
+    add_optimizer(all, item.name + ".", *of.optimizer, *of.module);
+  }
+  for (const auto& [key, value] : state.integers) all.set_integer(key, value);
+  for (const auto& [key, value] : state.reals) all.set_real(key, value);
+  Checkpointer(call.manager(), folder, {.keep_last = keep_last}).save(name, all);
+}
+
+void load(const Call& call, StateObject& state, const std::string& folder,
+          const std::string& name) {
+  const CheckpointReader saved(call.manager().world(), folder, name);
+  CheckpointState values;
+  for (const auto& key : saved.value_names()) values.set(key, saved.value(key));
+  std::vector<std::function<void()>> apply;
+  for (const auto& item : state.items) {
+    if (item.kind != Kind::optimizer) continue;
+    const auto& of = static_cast<OptimizerObject&>(*item.object);
+    apply.push_back(read_optimizer(saved, item.name + ".", *of.optimizer, *of.module));
+  }
+  CheckpointState rest;
+  state.add_tensors(rest);
+  if (state.session())
+    state.session()->load(saved, &rest);
+  else
+    saved.load(rest, {.allow_extra = true});
+  for (const auto& one : apply) one();
+  for (const auto& key : saved.value_names()) {
+    state.integers.erase(key);
+    state.reals.erase(key);
+  }
+  state.loaded = std::move(values);
+}
+
+template <class Value, class Get>
+Value value_of(const std::map<std::string, Value>& set, const std::string& name, const Get& get) {
+  const auto it = set.find(name);
+  if (it != set.end()) return it->second;
+  try {
+    return get();
+  } catch (const InvalidArgument&) {
+    refuse("no such value is named '", name, "': none was set, and no checkpoint brought one");
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+tessera_result tessera_state_create(tessera_job job, tessera_state* state) {
+  return run("tessera_state_create", Reach::own, [&](Call& call) {
+    clear(state, "state");
+    call.use<JobObject>(job, "job");
+    call.give(state, std::make_shared<StateObject>(call.job()));
+  });
+}
+
+tessera_result tessera_state_add(tessera_state state, const char* name, void* handle) {
+  return run("tessera_state_add", Reach::own, [&](Call& call) {
+    auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    Kind kind{};
+    auto object = call.share_any(handle, "handle", kind);
+    add_item(its, under, std::move(object), kind);
+  });
+}
+
+tessera_result tessera_state_set_integer(tessera_state state, const char* name, int64_t value) {
+  return run("tessera_state_set_integer", Reach::own, [&](Call& call) {
+    auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    if (!its.integers.count(under)) its.require_new(under);
+    its.integers[under] = value;
+  });
+}
+
+tessera_result tessera_state_set_real(tessera_state state, const char* name, double value) {
+  return run("tessera_state_set_real", Reach::own, [&](Call& call) {
+    auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    if (!its.reals.count(under)) its.require_new(under);
+    its.reals[under] = value;
+  });
+}
+
+tessera_result tessera_state_get_integer(tessera_state state, const char* name, int64_t* value) {
+  return run("tessera_state_get_integer", Reach::own, [&](Call& call) {
+    const auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    *need(value, "value") =
+        value_of(its.integers, under, [&] { return its.loaded.get_integer(under); });
+  });
+}
+
+tessera_result tessera_state_get_real(tessera_state state, const char* name, double* value) {
+  return run("tessera_state_get_real", Reach::own, [&](Call& call) {
+    const auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    *need(value, "value") = value_of(its.reals, under, [&] { return its.loaded.get_real(under); });
+  });
+}
+
+tessera_result tessera_save(tessera_state state, const char* folder, const char* name,
+                            int keep_last) {
+  return run("tessera_save", Reach::all, [&](Call& call) {
+    const auto& its = call.use<StateObject>(state, "state");
+    save(call, its, need_text(folder, "folder"), need_text(name, "name"), keep_last);
+  });
+}
+
+tessera_result tessera_load(tessera_state state, const char* folder, const char* name) {
+  return run("tessera_load", Reach::all, [&](Call& call) {
+    auto& its = call.use<StateObject>(state, "state");
+    load(call, its, need_text(folder, "folder"), need_text(name, "name"));
+  });
+}
+
+tessera_result tessera_latest(tessera_job job, const char* folder, size_t room, char* name) {
+  return run("tessera_latest", Reach::all, [&](Call& call) {
+    call.use<JobObject>(job, "job");
+    const std::string at = need_text(folder, "folder");
+    if (room < 1) refuse("room is 0: name has no place for a zero");
+    *need(name, "name") = 0;
+    const std::string latest = Checkpointer(call.manager(), at).to_resume().value_or("");
+    if (latest.size() + 1 > room)
+      refuse("the checkpoint is named '", latest, "', name has room for ", room, " bytes");
+    latest.copy(name, latest.size());
+    name[latest.size()] = 0;
+  });
+}
+}
+
+}  // namespace tessera::c

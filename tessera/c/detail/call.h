@@ -1,0 +1,160 @@
+#pragma once
+// What every function of the C interface is made of: handles, the gate of a job, and errors that
+// become a code and a sentence.
+//
+//   return run("tessera_copy", Reach::all, [&](Call& call) {
+//     const at::Tensor& to = call.use<TensorObject>(to_handle, "to").value;
+//     ...
+//   });
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/c/tessera.h"
+#include "tessera/comm/job/device_mesh.h"
+#include "tessera/comm/job/manager.h"
+
+namespace tessera::c {
+
+/// A mistake of the caller, seen before anything was sent.
+class Misuse : public Error {
+ public:
+  Misuse(tessera_result result, const std::string& what) : Error(what), result_(result) {}
+  ~Misuse() override;
+  tessera_result result() const { return result_; }
+
+ private:
+  tessera_result result_;
+};
+
+/// Throws Misuse with TESSERA_ERROR_ARGUMENT.
+template <class... Args>
+[[noreturn]] void refuse(const Args&... args) {
+  throw Misuse(TESSERA_ERROR_ARGUMENT, concat(args...));
+}
+
+/// Throws Misuse for a pointer that is NULL.
+template <class Pointer>
+Pointer* need(Pointer* pointer, const char* name) {
+  if (!pointer) refuse(name, " is NULL");
+  return pointer;
+}
+std::string need_text(const char* text, const char* name);
+
+enum class Kind : std::uint8_t { job = 1, mesh, group, tensor, model, optimizer, session, state };
+const char* to_string(Kind kind);
+
+/// One job, and who is in a call of it.
+struct Job {
+  std::optional<DistributedManager> manager;
+  /// Beside the manager, so that it says nothing after the end.
+  int rank = 0, size = 1;
+
+  /// Throws Misuse while another thread is inside; the same one may come in again (a registered
+  /// model that calls the interface).
+  void enter();
+  void leave();
+
+ private:
+  std::mutex mutex_;
+  std::thread::id inside_;
+  int depth_ = 0;
+};
+using JobPtr = std::shared_ptr<Job>;
+
+/// What a handle stands for.
+struct Object {
+  explicit Object(JobPtr of) : job(std::move(of)) {}
+  virtual ~Object();
+  Object(const Object&) = delete;
+  Object& operator=(const Object&) = delete;
+  JobPtr job;
+};
+
+struct JobObject : Object {
+  static constexpr Kind kind = Kind::job;
+  using Object::Object;
+};
+
+struct MeshObject : Object {
+  static constexpr Kind kind = Kind::mesh;
+  MeshObject(JobPtr of, DeviceMesh its) : Object(std::move(of)), mesh(std::move(its)) {}
+  DeviceMesh mesh;
+};
+
+struct TensorObject : Object {
+  static constexpr Kind kind = Kind::tensor;
+  TensorObject(JobPtr of, at::Tensor its) : Object(std::move(of)), value(std::move(its)) {}
+  at::Tensor value;
+  /// Of a field: the caller's block with its ghost cells, and how many there are.
+  at::Tensor block = {};
+  std::vector<std::int64_t> before = {}, after = {};
+  /// What tessera_local() has shown.
+  at::Tensor local = {};
+};
+
+/// One call: what its handles stand for lives until it returns.
+class Call {
+ public:
+  Call() = default;
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  /// What a handle stands for. Enters the gate of its job. Throws Misuse for a handle that is not
+  /// of this kind, and for one of another job than the first.
+  template <class T>
+  T& use(const void* handle, const char* name) {
+    return static_cast<T&>(look_up(handle, name, T::kind));
+  }
+  /// The same whatever its kind is, to be kept beyond the call.
+  std::shared_ptr<Object> share_any(const void* handle, const char* name, Kind& kind);
+  /// A handle of a new object, in the job of the call.
+  template <class T, class Handle>
+  void give(Handle* handle, std::shared_ptr<T> object) {
+    *handle = reinterpret_cast<Handle>(keep(std::move(object), T::kind));
+  }
+  const JobPtr& job() const { return job_; }
+  const DistributedManager& manager() const { return *job_->manager; }
+  void enter(const JobPtr& job);
+
+ private:
+  Object& look_up(const void* handle, const char* name, Kind kind);
+  static std::uintptr_t keep(std::shared_ptr<Object> object, Kind kind);
+
+  std::vector<std::shared_ptr<Object>> held_;
+  JobPtr job_;
+};
+
+/// Whether other ranks wait in the same call: then a Misuse of this one is told to them.
+enum class Reach : std::uint8_t { own, all };
+
+/// Runs `body`, and makes a code and the thread's message of what it throws.
+tessera_result run(const char* name, Reach reach, const std::function<void(Call&)>& body) noexcept;
+
+/// Tells the other ranks of the job (DistributedManager::fail_groups_within).
+void tell(const JobPtr& job, const std::string& reason);
+
+/// Frees one handle. Throws Misuse for what is none, or is a job's.
+void release(const void* handle);
+/// Frees everything of the job, newest first, and the job's own handle.
+void release_job(const void* handle);
+
+/// Fails where nothing may be written to `handle`, and puts NULL there.
+template <class Handle>
+void clear(Handle* handle, const char* name) {
+  *need(handle, name) = nullptr;
+}
+
+}  // namespace tessera::c
