@@ -48,28 +48,20 @@ void check_rows(const GhostState& s, const char* call, const at::Tensor& t, std:
            " on this rank");
 }
 
+bool is_reduced(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble ||
+         type == at::kComplexFloat || type == at::kComplexDouble ||
+         (at::isIntegralType(type, false) && !at::isBarebonesUnsignedType(type));
+}
+
 void check_op(const char* call, const at::Tensor& t, ReduceOp op) {
   if (op != ReduceOp::sum && op != ReduceOp::min && op != ReduceOp::max)
     throw InvalidArgument(concat(call, " by ", name_of(op), "; it reduces by sum, min or max"));
   if (op != ReduceOp::sum && t.is_complex())
     throw InvalidArgument(concat(call, ": complex numbers have no ", name_of(op)));
-  switch (t.scalar_type()) {
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kFloat:
-    case at::kDouble:
-    case at::kComplexFloat:
-    case at::kComplexDouble:
-    case at::kByte:
-    case at::kChar:
-    case at::kShort:
-    case at::kInt:
-    case at::kLong:
-      return;
-    default:
-      throw InvalidArgument(
-          concat(call, " does not reduce ", t.scalar_type(), "; convert it to a type of numbers"));
-  }
+  if (!is_reduced(t.scalar_type()))
+    throw InvalidArgument(
+        concat(call, " does not reduce ", t.scalar_type(), "; convert it to a type of numbers"));
 }
 
 // Ranks of which one has wrong rows would wait for it: they learn of it.
@@ -305,6 +297,19 @@ Pending<at::Tensor> started_ghosts(const GhostPlan& plan, const at::Tensor& give
 }
 
 }  // namespace
+
+namespace detail {
+
+at::Tensor rows_and_ghosts(const std::shared_ptr<GhostState>& state, const at::Tensor& owned) {
+  return ToGhosts(state, owned).finish();
+}
+at::Tensor reduced_to_owners(const std::shared_ptr<GhostState>& state, const at::Tensor& rows,
+                             ReduceOp op) {
+  return ToOwners(state, rows, op).finish();
+}
+bool reduces_ghosts_of(at::ScalarType type) { return is_reduced(type); }
+
+}  // namespace detail
 
 Pending<at::Tensor> start_ghost_exchange(const GhostPlan& plan, const at::Tensor& owned) {
   const GhostRows& rows = plan.rows();

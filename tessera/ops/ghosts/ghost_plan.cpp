@@ -11,31 +11,18 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
-#include "tessera/partition/internal/ghost_directory.h"
 
 namespace tessera {
 namespace {
 
+using detail::carried_by;
 using detail::GhostDirectory;
 using detail::GhostState;
 using detail::IdsByRank;
-using detail::PeerExchange;
-using detail::PeerPiece;
 
 at::Tensor tensor_over(const std::vector<std::int64_t>& numbers) {
   return at::from_blob(const_cast<std::int64_t*>(numbers.data()),
                        {static_cast<std::int64_t>(numbers.size())}, at::kLong);
-}
-
-IdsByRank carried_by(const Group& group, const IdsByRank& sent) {
-  IdsByRank received{std::vector<std::int64_t>(sent.counts.size()), {}};
-  group.all_to_all(tensor_over(received.counts), tensor_over(sent.counts), {}, {},
-                   {.name = "ghost_plan"});
-  received.values.resize(static_cast<std::size_t>(
-      std::accumulate(received.counts.begin(), received.counts.end(), std::int64_t{0})));
-  group.all_to_all(tensor_over(received.values), tensor_over(sent.values), received.counts,
-                   sent.counts, {.name = "ghost_plan"});
-  return received;
 }
 
 std::vector<int> all_axes(const DeviceMesh& mesh) {
@@ -51,18 +38,38 @@ std::uint64_t hash_of(std::span<const std::int64_t> owned, std::span<const std::
   return hash.value();
 }
 
-std::vector<PeerPiece> pieces_of(const std::vector<GhostRows::Peer>& peers) {
-  std::vector<PeerPiece> pieces;
-  for (const GhostRows::Peer& peer : peers) pieces.push_back({peer.rank, {peer.rows}});
-  return pieces;
-}
-
 const std::shared_ptr<GhostState>& made_plan(const std::shared_ptr<GhostState>& state) {
   if (!state) throw InvalidArgument("a GhostPlan that was made without arguments: give it ids");
   return state;
 }
 
 }  // namespace
+
+namespace detail {
+
+IdsByRank carried_by(const Group& group, const IdsByRank& sent) {
+  IdsByRank received{std::vector<std::int64_t>(sent.counts.size()), {}};
+  group.all_to_all(tensor_over(received.counts), tensor_over(sent.counts), {}, {},
+                   {.name = "ghost_plan"});
+  received.values.resize(static_cast<std::size_t>(
+      std::accumulate(received.counts.begin(), received.counts.end(), std::int64_t{0})));
+  group.all_to_all(tensor_over(received.values), tensor_over(sent.values), received.counts,
+                   sent.counts, {.name = "ghost_plan"});
+  return received;
+}
+
+void prepare_messages(GhostState& state) {
+  const auto pieces_of = [](const std::vector<GhostRows::Peer>& peers) {
+    std::vector<PeerPiece> pieces;
+    for (const GhostRows::Peer& peer : peers) pieces.push_back({peer.rank, {peer.rows}});
+    return pieces;
+  };
+  state.in_order = std::is_sorted(state.rows.received.begin(), state.rows.received.end());
+  state.peers =
+      std::make_shared<PeerExchange>(pieces_of(state.rows.sends), pieces_of(state.rows.receives));
+}
+
+}  // namespace detail
 
 GhostPlan::GhostPlan(const DeviceMesh& mesh, std::span<const std::int64_t> owned,
                      std::span<const std::int64_t> needed)
@@ -91,12 +98,10 @@ GhostPlan::GhostPlan(const DeviceMesh& mesh, const std::vector<int>& axes,
   const IdsByRank wanted = carried_by(group, directory->requests(carried_by(group, owners)));
 
   state.rows = directory->rows(wanted);
-  state.in_order = std::is_sorted(state.rows.received.begin(), state.rows.received.end());
+  detail::prepare_messages(state);
   Hash number;
   for (const std::uint64_t hash : hashes) number.number(hash);
   state.number = number.value();
-  state.peers =
-      std::make_shared<PeerExchange>(pieces_of(state.rows.sends), pieces_of(state.rows.receives));
   state_ = std::make_shared<GhostState>(std::move(state));
 }
 

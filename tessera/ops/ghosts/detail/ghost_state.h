@@ -1,13 +1,17 @@
 #pragma once
-// What the copies of a GhostPlan share.
+// What the copies of a GhostPlan share, and its two directions below autograd.
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "tessera/comm/group/types.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/ops/halo/detail/peer_exchange.h"
 #include "tessera/partition/ghosts.h"
+#include "tessera/partition/internal/ghost_directory.h"
 
 namespace tessera::detail {
 
@@ -25,5 +29,17 @@ struct GhostState {
   Group group() const { return mesh.group(axes); }
   bool travels() const { return !rows.sends.empty() || !rows.receives.empty(); }
 };
+
+/// ghost_exchange() and ghost_reduce() on locals that fit: nothing is checked and nothing recorded.
+at::Tensor rows_and_ghosts(const std::shared_ptr<GhostState>& state, const at::Tensor& owned);
+at::Tensor reduced_to_owners(const std::shared_ptr<GhostState>& state, const at::Tensor& rows,
+                             ReduceOp op);
+/// True for the dtypes that ghosts are reduced in.
+bool reduces_ghosts_of(at::ScalarType type);
+
+/// What the ranks of a group send each other, as it arrives. Collective.
+IdsByRank carried_by(const Group& group, const IdsByRank& sent);
+/// The messages of a plan whose rows are known, and the order of its ghosts.
+void prepare_messages(GhostState& state);
 
 }  // namespace tessera::detail

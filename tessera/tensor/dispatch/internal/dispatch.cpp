@@ -15,6 +15,7 @@
 #include "tessera/tensor/dispatch/detail/fast_kernels.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
+#include "tessera/tensor/dispatch/internal/before_rule.h"
 #include "tessera/tensor/dispatch/internal/cast_parameters.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -26,12 +27,27 @@ namespace tessera::detail {
 
 namespace {
 
+std::map<std::string, BeforeRule>& functions_before_rules() {
+  static std::map<std::string, BeforeRule> all;
+  return all;
+}
+
 struct Below final : c10::OperatorKernel {
-  explicit Below(std::shared_ptr<const OpInfo> i) : info(std::move(i)) {}
+  explicit Below(std::shared_ptr<const OpInfo> i) : info(std::move(i)) {
+    if (const auto at = functions_before_rules().find(info->name);
+        at != functions_before_rules().end())
+      instead = at->second;
+  }
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    if (instead) {
+      bool done = false;
+      raising([&] { done = instead(*info, stack); });
+      if (done) return;
+    }
     run_sharded(*info, stack);
   }
   std::shared_ptr<const OpInfo> info;
+  BeforeRule instead = nullptr;
 };
 
 struct Seen {
@@ -309,6 +325,10 @@ class Registrar final : public c10::OpRegistrationListener {
 
 void register_above(const std::string& name, AboveFunction function) {
   above_functions()[name] = function;
+}
+
+void register_before_rule(const std::string& name, BeforeRule function) {
+  functions_before_rules()[name] = function;
 }
 
 void ensure_registered() { Registrar::instance().ensure(); }

@@ -1,0 +1,464 @@
+// Operators by index where rows and index are sharded over the same ranks: nodes of a graph, and
+// edges. Neither is gathered: each rank gets the rows of others that its indices name, and sends
+// what it has added for them to their owners. A rule would have to choose before it sees an index.
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <limits>
+
+#include "tessera/ops/ghosts/detail/row_plan.h"
+#include "tessera/ops/ghosts/owned_rows.h"
+#include "tessera/ops/rules/detail/rules.h"
+#include "tessera/tensor/dispatch/internal/before_rule.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/redistribution.h"
+#include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
+
+namespace tessera::detail::indexed_rows {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+bool in_place_of_its_own(const ShardMeta& meta) {
+  return !meta.copy && !meta.layout->parameter && !meta.layout->stays &&
+         !meta.spec().has_partial() && !in_host_memory(meta);
+}
+
+// True if each place of the index along dim 0 names one row for all that lies behind it.
+bool names_rows(const ShardMeta& index) {
+  const Layout& layout = *index.layout;
+  if (layout.dtype != at::kLong && layout.dtype != at::kInt) return false;
+  for (int d = 1; d < layout.spec.dims(); ++d)
+    if (layout.spec.shape()[d] != 1 && layout.strides[d] != 0) return false;
+  return true;
+}
+
+// An index of rows along dim `d` of a tensor that both lie on the same ranks; `own` false: the rule
+// knows better.
+struct Fit {
+  int d = 0;
+  bool own = false;
+  explicit operator bool() const { return own; }
+};
+
+Fit fit(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
+  const ShardMeta *rows = meta_of(x), *places = meta_of(index);
+  if (!rows || !places || x.dim() == 0 || index.dim() == 0) return {};
+  if (dim < -x.dim() || dim >= x.dim()) return {};
+  const int d = static_cast<int>(dim < 0 ? dim + x.dim() : dim);
+  // Of a tensor with as many dims as the index, the index is along dim 0 as well.
+  if (index.dim() > 1 && d != 0) return {};
+  const auto& axes = rows->spec().dim(d).axes;
+  const bool own = !axes.empty() && places->spec().dim(0).axes == axes && names_rows(*places) &&
+                   in_place_of_its_own(*rows) && in_place_of_its_own(*places) &&
+                   context_of(rows->spec()) == context_of(places->spec()) &&
+                   rows->local.device() == places->local.device() &&
+                   rows->local.layout() == at::kStrided && !rows->local.is_conj() &&
+                   !rows->local.is_neg();
+  return {d, own};
+}
+
+// As `x`, with dim d of the size and the shards of the index.
+ShardSpec with_places(const ShardSpec& x, int d, const ShardSpec& index) {
+  auto shape = x.shape();
+  shape[d] = index.shape()[0];
+  std::vector<DimSharding> dims;
+  for (int i = 0; i < x.dims(); ++i) dims.push_back(i == d ? index.dim(0) : x.dim(i));
+  return make_spec(context_of(x), std::move(shape), x.placements(), std::move(dims));
+}
+
+template <class Run>
+at::Tensor on_local(const char* op, const RowPlan& plan, const ShardSpec& spec, const Run& run) {
+  const OriginScope scope(plan.origin);
+  try {
+    const LocalCallGuard guard;
+    return run();
+  } catch (...) {
+    rethrow_to_all(op, *context_of(spec));
+  }
+}
+
+at::Tensor with_ghosts(const RowPlan& plan, const at::Tensor& rows) {
+  return plan.all_ghosts > 0 ? rows_and_ghosts(plan.state, rows) : rows;
+}
+
+// The rows of `x` that the indices name: sharded as they are.
+at::Tensor selected(const char* op, const at::Tensor& x, int d, const at::Tensor& index,
+                    const RowPlan& plan) {
+  const ShardMeta& meta = *meta_of(x);
+  at::Tensor local = on_local(op, plan, meta.spec(), [&] {
+    return with_ghosts(plan, meta.local.movedim(d, 0)).index_select(0, plan.rows).movedim(0, d);
+  });
+  const ShardSpec spec = with_places(meta.spec(), d, meta_of(index)->spec());
+  return wrap_fresh(local.contiguous(), make_layout(spec, x.scalar_type(), x.device()));
+}
+
+// What is added to rows, sharded as the index; undefined if bringing it there is the rule's
+// affair.
+at::Tensor local_source(const at::Tensor& x, int d, const at::Tensor& index,
+                        const at::Tensor& source) {
+  const ShardMeta *to = meta_of(x), *from = meta_of(source);
+  if (!from || context_of(from->spec()) != context_of(to->spec()) || from->copy ||
+      source.dim() != x.dim() || in_host_memory(*from) || source.scalar_type() != x.scalar_type())
+    return {};
+  const ShardSpec wanted = with_places(to->spec(), d, meta_of(index)->spec());
+  if (from->spec().shape() != wanted.shape()) return {};
+  if (from->spec() == wanted) return from->local;
+  for (int a = 0; a < wanted.mesh_dims(); ++a)
+    if (from->spec().placements()[a].is_shard()) return {};
+  // Replicated, or a partial sum: a gradient of a sum, which is expanded. Each rank takes its own.
+  return redistribute_local(from->local, from->spec(), wanted);
+}
+
+// `reduce` of index_reduce and scatter_reduce; none: a reduction that ghosts cannot take part in.
+std::optional<ReduceOp> reduced_by(std::string_view reduce) {
+  if (reduce == "sum" || reduce == "mean") return ReduceOp::sum;
+  if (reduce == "amax") return ReduceOp::max;
+  if (reduce == "amin") return ReduceOp::min;
+  return std::nullopt;
+}
+
+at::Scalar lowest(at::ScalarType type, bool largest) {
+  if (at::isFloatingType(type)) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    return largest ? kInfinity : -kInfinity;
+  }
+  const int bits = static_cast<int>(8 * c10::elementSize(type));
+  if (type == at::kByte) return largest ? std::int64_t{255} : std::int64_t{0};
+  const auto most = static_cast<std::int64_t>((std::uint64_t{1} << (bits - 1)) - 1);
+  return largest ? most : -most - 1;
+}
+
+at::Tensor along_rows(const at::Tensor& of_rows, const at::Tensor& like) {
+  Shape shape(static_cast<std::size_t>(like.dim()), 1);
+  shape[0] = of_rows.size(0);
+  return of_rows.view(shape).expand(like.sizes());
+}
+
+at::Tensor reduced_here(const at::Tensor& rows, const RowPlan& plan, const at::Tensor& source,
+                        c10::string_view reduce, bool include_self) {
+  return rows.scatter_reduce(0, along_rows(plan.rows, source), source, reduce, include_self);
+}
+
+// The rows, with the rows of `source` added where the indices say; on the owners of the rows.
+at::Tensor added(const RowPlan& plan, const at::Tensor& rows, const at::Tensor& source,
+                 const at::Scalar& alpha) {
+  if (plan.all_ghosts == 0) return rows.index_add(0, plan.rows, source, alpha);
+  auto shape = rows.sizes().vec();
+  shape[0] += plan.state->rows.ghosts;
+  at::Tensor all = at::zeros(shape, rows.options());
+  all.narrow(0, 0, plan.owned()).copy_(rows);
+  return reduced_to_owners(plan.state, all.index_add_(0, plan.rows, source, alpha), ReduceOp::sum);
+}
+
+at::Tensor reduced(const RowPlan& plan, const at::Tensor& rows, const at::Tensor& source,
+                   const std::string& reduce, bool include_self) {
+  if (plan.all_ghosts == 0) return reduced_here(rows, plan, source, reduce, include_self);
+  const ReduceOp op = *reduced_by(reduce);
+  auto shape = rows.sizes().vec();
+  shape[0] += plan.state->rows.ghosts;
+  const at::Scalar nothing =
+      op == ReduceOp::sum ? at::Scalar(0) : lowest(rows.scalar_type(), op == ReduceOp::min);
+  const at::Tensor all = at::full(shape, nothing, rows.options());
+  const at::Tensor here =
+      reduced_here(all, plan, source, op == ReduceOp::sum ? "sum" : reduce, true);
+  at::Tensor result = reduced_to_owners(plan.state, here, op);
+  const at::Tensor counts = along_rows(plan.counts, rows);
+  if (include_self)
+    result = op == ReduceOp::sum   ? rows + result
+             : op == ReduceOp::max ? at::maximum(rows, result)
+                                   : at::minimum(rows, result);
+  if (reduce == "mean") result = result / (counts + (include_self ? 1 : 0)).clamp_min(1);
+  return include_self ? result : at::where(counts.gt(0), result, rows);
+}
+
+// Gives the result its spec, which is the target's, or writes it to the target.
+at::Tensor returned(const OpInfo& info, const at::Tensor& target, int d, at::Tensor rows) {
+  const ShardMeta& meta = *meta_of(target);
+  const LocalCallGuard guard;
+  if (!info.writes)
+    return wrap_fresh(rows.movedim(0, d).contiguous(),
+                      make_layout(meta.spec(), target.scalar_type(), target.device()));
+  meta.local.copy_(rows.movedim(0, d));
+  RankState& state = *context_of(meta.spec())->state;
+  if (state.copies.any()) state.copies.wrote(meta.local, nullptr);
+  return target;
+}
+
+void give(torch::jit::Stack* stack, const OpInfo& info, at::Tensor result) {
+  torch::jit::drop(*stack, info.kinds.size());
+  torch::jit::push(*stack, std::move(result));
+}
+
+// index_add, index_reduce, scatter_add, scatter_reduce, in place too.
+struct Target {
+  const char* op;
+  at::Tensor x, index, source;
+  Fit where;
+  RowPlanPtr plan;
+  at::Tensor local_source = {};
+
+  bool ready(std::string_view reduce) {
+    if (!reduces_ghosts_of(x.scalar_type()) || !source.defined()) return false;
+    where = fit(x, where.d, index);
+    if (!where || index.size(0) != source.size(where.d)) return false;
+    if (reduce != "sum" && (x.is_complex() || (reduce == "mean" && !x.is_floating_point())))
+      return false;
+    local_source = indexed_rows::local_source(x, where.d, index, source);
+    if (!local_source.defined()) return false;
+    plan = row_plan(op, index, meta_of(x)->spec().dim(where.d));
+    return plan && (plan->all_ghosts == 0 || reduced_by(reduce));
+  }
+  template <class Run>
+  bool run(const OpInfo& info, torch::jit::Stack* stack, const Run& run) {
+    const int d = where.d;
+    const ShardMeta& meta = *meta_of(x);
+    at::Tensor rows = on_local(op, *plan, meta.spec(), [&] {
+      return run(meta.local.movedim(d, 0), local_source.movedim(d, 0));
+    });
+    give(stack, info, returned(info, x, d, std::move(rows)));
+    return true;
+  }
+};
+
+// The arguments of a call, in their order.
+struct Given {
+  const OpInfo& info;
+  torch::jit::Stack& stack;
+  const c10::IValue& operator[](std::size_t i) const {
+    return stack[stack.size() - info.kinds.size() + i];
+  }
+  at::Tensor tensor(std::size_t i) const { return (*this)[i].toTensor(); }
+};
+
+Fit along(const at::Tensor& x, std::int64_t dim) {
+  return {static_cast<int>(dim < 0 ? dim + x.dim() : dim), false};
+}
+
+bool index_add(const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  if (a.tensor(2).dim() != 1) return false;
+  Target t{"aten::index_add",
+           a.tensor(0),
+           a.tensor(2),
+           a.tensor(3),
+           along(a.tensor(0), a[1].toInt()),
+           nullptr};
+  if (!t.ready("sum")) return false;
+  const at::Scalar alpha = a[4].toScalar();
+  return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
+    return added(*t.plan, rows, source, alpha);
+  });
+}
+
+bool index_reduce(const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  if (a.tensor(2).dim() != 1) return false;
+  const std::string reduce(a[4].toStringRef());
+  const bool include_self = a[5].toBool();
+  Target t{"aten::index_reduce",
+           a.tensor(0),
+           a.tensor(2),
+           a.tensor(3),
+           along(a.tensor(0), a[1].toInt()),
+           nullptr};
+  if (!t.ready(reduce)) return false;
+  return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
+    return reduced(*t.plan, rows, source, reduce, include_self);
+  });
+}
+
+bool same_but_rows(const at::Tensor& a, const at::Tensor& b) {
+  return a.dim() > 0 && a.dim() == b.dim() && a.sizes().slice(1) == b.sizes().slice(1);
+}
+
+// The index of a scatter has the shape of what is scattered.
+bool scatters_rows(const Given& a) {
+  const at::Tensor x = a.tensor(0), index = a.tensor(2);
+  return a[3].isTensor() && index.sizes() == a.tensor(3).sizes() && same_but_rows(index, x);
+}
+
+bool scatter_add(const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  if (!scatters_rows(a)) return false;
+  Target t{"aten::scatter_add",
+           a.tensor(0),
+           a.tensor(2),
+           a.tensor(3),
+           along(a.tensor(0), a[1].toInt()),
+           nullptr};
+  if (!t.ready("sum")) return false;
+  return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
+    return added(*t.plan, rows, source, 1);
+  });
+}
+
+bool scatter_reduce(const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  if (!scatters_rows(a)) return false;
+  const std::string reduce(a[4].toStringRef());
+  const bool include_self = a[5].toBool();
+  Target t{"aten::scatter_reduce",           a.tensor(0), a.tensor(2), a.tensor(3),
+           along(a.tensor(0), a[1].toInt()), nullptr};
+  if (!t.ready(reduce)) return false;
+  return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
+    return reduced(*t.plan, rows, source, reduce, include_self);
+  });
+}
+
+// One number into the rows that an index names: what a reduction without them has as gradient.
+bool fill_rows(const char* op, const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  const at::Tensor x = a.tensor(0), index = a.tensor(2);
+  const Fit where = fit(x, a[1].toInt(), index);
+  if (!where || a[3].toScalar().isComplex()) return false;
+  const RowPlanPtr plan = row_plan(op, index, meta_of(x)->spec().dim(where.d));
+  if (!plan) return false;
+  at::Tensor rows = on_local(op, *plan, meta_of(x)->spec(), [&] {
+    const at::Tensor here = meta_of(x)->local.movedim(where.d, 0);
+    return here.masked_fill(along_rows(plan->counts.gt(0), here), a[3].toScalar());
+  });
+  give(stack, info, returned(info, x, where.d, std::move(rows)));
+  return true;
+}
+
+bool scatter_value(const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  const at::Tensor x = a.tensor(0), index = a.tensor(2);
+  if (!same_but_rows(index, x)) return false;
+  return fill_rows("aten::scatter", info, stack);
+}
+
+bool index_fill(const OpInfo& info, torch::jit::Stack* stack) {
+  return Given{info, *stack}.tensor(2).dim() == 1 && fill_rows("aten::index_fill", info, stack);
+}
+
+bool gather(const OpInfo& info, torch::jit::Stack* stack) {
+  const Given a{info, *stack};
+  const at::Tensor x = a.tensor(0), index = a.tensor(2);
+  if (!same_but_rows(index, x)) return false;
+  const Fit where = fit(x, a[1].toInt(), index);
+  if (!where) return false;
+  const RowPlanPtr plan = row_plan("aten::gather", index, meta_of(x)->spec().dim(0));
+  if (!plan) return false;
+  give(stack, info, selected("aten::gather", x, 0, index, *plan));
+  return true;
+}
+
+// Backward of index_select knows how the rows were sharded: libtorch's formula knows the shape.
+struct SelectRows : torch::autograd::Function<SelectRows> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, std::int64_t d,
+                            const at::Tensor& index, const RowPlanPtr& plan) {
+    ctx->set_materialize_grads(false);
+    carry(ctx, meta_of(x)->spec());
+    ctx->saved_data["dim"] = d;
+    ctx->save_for_backward({index});
+    return selected("aten::index_select", x, static_cast<int>(d), index, *plan);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    variable_list gradients(4);
+    if (!g[0].defined()) return gradients;
+    const ShardSpec spec = carried(ctx);
+    gradients[0] = zeros(spec, g[0].options())
+                       .index_add(ctx->saved_data["dim"].toInt(), ctx->get_saved_variables()[0],
+                                  sharded_gradient(g[0], spec));
+    return gradients;
+  }
+};
+
+bool select(torch::jit::Stack* stack, std::size_t arguments, const at::Tensor& x, std::int64_t dim,
+            const at::Tensor& index) {
+  const Fit where = fit(x, dim, index);
+  if (!where || index.dim() != 1) return false;
+  const RowPlanPtr plan = row_plan("aten::index_select", index, meta_of(x)->spec().dim(where.d));
+  if (!plan) return false;
+  at::Tensor result = SelectRows::apply(x, std::int64_t{where.d}, index, plan);
+  torch::jit::drop(*stack, arguments);
+  torch::jit::push(*stack, std::move(result));
+  return true;
+}
+
+bool index_select(torch::jit::Stack* stack) {
+  const auto a = torch::jit::last(*stack, 3);
+  return select(stack, 3, a[0].toTensor(), a[1].toInt(), a[2].toTensor());
+}
+
+// x[index], x[:, index]: one index tensor.
+bool index(torch::jit::Stack* stack) {
+  const auto a = torch::jit::last(*stack, 2);
+  if (!a[0].isTensor() || !a[1].isList()) return false;
+  const auto list = a[1].toListRef();
+  std::optional<std::size_t> at;
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    if (!list[i].isTensor() || !list[i].toTensor().defined()) continue;
+    if (at) return false;
+    at = i;
+  }
+  if (!at) return false;
+  const at::Tensor x = a[0].toTensor(), by = list[*at].toTensor();
+  return select(stack, 2, x, static_cast<std::int64_t>(*at), by);
+}
+
+// In inference mode nothing has run above.
+bool index_select_below(const OpInfo&, torch::jit::Stack* stack) { return index_select(stack); }
+bool index_below(const OpInfo&, torch::jit::Stack* stack) { return index(stack); }
+
+// new_zeros and its kin, of as many rows as the scope's: sharded as those.
+bool new_rows(const OpInfo& info, torch::jit::Stack* stack) {
+  const ShardSpec rows = OwnedRowsScope::current();
+  if (!rows) return false;
+  const Given a{info, *stack};
+  const ShardMeta* meta = meta_of(a.tensor(0));
+  if (!meta || context_of(meta->spec()) != context_of(rows) || in_host_memory(*meta)) return false;
+  const auto size = a[1].toIntVector();
+  const ShardSpec& in = meta->spec();
+  if (size.empty() || size[0] != rows.shape()[0] || in.dims() == 0 || in.is_replicated())
+    return false;
+  if (in.shape()[0] == size[0] && in.dims() == static_cast<int>(size.size())) return false;
+  std::vector<DimSharding> dims(size.size());
+  dims[0] = rows.dim(0);
+  const ShardSpec spec = make_spec(context_of(rows), size, rows.placements(), std::move(dims));
+  const LocalCallGuard guard;
+  torch::jit::Stack local = torch::jit::last(*stack, info.kinds.size()).vec();
+  local[0] = meta->local;
+  local[1] = spec.local_shape();
+  info.op.callBoxed(&local);
+  const at::Tensor made = local.back().toTensor();
+  give(stack, info, wrap_fresh(made, make_layout(spec, made.scalar_type(), made.device())));
+  return true;
+}
+
+const AtStart registered([] {
+  register_above("aten::index_select", index_select);
+  register_above("aten::index.Tensor", index);
+  register_before_rule("aten::index_select", index_select_below);
+  register_before_rule("aten::index.Tensor", index_below);
+  for (const char* form : {"", "_"}) {
+    register_before_rule(concat("aten::index_add", form), index_add);
+    register_before_rule(concat("aten::index_reduce", form), index_reduce);
+    register_before_rule(concat("aten::scatter_add", form), scatter_add);
+    register_before_rule(concat("aten::scatter_reduce", form, ".two"), scatter_reduce);
+    register_before_rule(concat("aten::scatter", form, ".value"), scatter_value);
+    register_before_rule(concat("aten::index_fill", form, ".int_Scalar"), index_fill);
+  }
+  register_before_rule("aten::gather", gather);
+  for (const char* name :
+       {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"})
+    register_before_rule(name, new_rows);
+});
+
+}  // namespace
+
+}  // namespace tessera::detail::indexed_rows
