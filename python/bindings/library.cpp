@@ -15,6 +15,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, torch_library) {
   tessera::python::register_callbacks(library);
   tessera::python::register_data(library);
   tessera::python::register_checkpoint(library);
+  tessera::python::register_progress(library);
   tessera::python::register_session(library);
   tessera::python::register_rules(library);
   tessera::python::register_deferred(library);

@@ -65,6 +65,7 @@ void register_groups(Library& library);
 void register_mesh(Library& library);
 void register_nn(Library& library);
 void register_pipeline(Library& library);
+void register_progress(Library& library);
 void register_rules(Library& library);
 void register_session(Library& library);
 void register_schedules(Library& library);

@@ -193,6 +193,12 @@ from tessera._sharded_training import (
 )
 from tessera._rules import (
     RuleCall,
+from tessera._progress import (
+    FlopCounter,
+    Progress,
+    WaitTime,
+    measure_peak_flop,
+)
     RuleTensor,
     register_rule,
 )
@@ -263,6 +269,7 @@ __all__ = [
     "FixedOrder",
     "FsspecIO",
     "GhostPlan",
+    "FlopCounter",
     "GradientError",
     "Group",
     "GroupConfigError",
@@ -301,6 +308,7 @@ __all__ = [
     "RandomState",
     "RangeError",
     "RankMapping",
+    "Progress",
     "RendezvousError",
     "RepeatedName",
     "Replicate",
@@ -350,6 +358,7 @@ __all__ = [
     "WeightedOrder",
     "WorldSizeMismatch",
     "add_mesh",
+    "WaitTime",
     "check",
     "clip_gradients",
     "column",
@@ -394,6 +403,7 @@ __all__ = [
     "neighborhood_attention_1d",
     "neighborhood_attention_2d",
     "neighborhood_attention_3d",
+    "measure_peak_flop",
     "no_sync",
     "ones",
     "open_mpi_rank_file",
