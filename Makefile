@@ -1,6 +1,7 @@
 # The few commands of a checkout. Everything they need and this machine lacks is fetched by scripts/bootstrap.
 #   make             configure and build (PRESET=debug, asan or tsan: another kind)
 #   make install PREFIX=folder   builds the libraries and programs alone, and installs them there
+#   make wheel       the wheel for other machines, in build/dist: no MPI, netCDF, HDF5 or hwloc, no newer instructions; judged by auditwheel
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make relief      the relief example on 1 to 4 ranks (fetches 28 MB); the report is build/relief/report.html
 #   make test        everything: Python's torch, build, all tests, lint
@@ -10,6 +11,7 @@
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
 #   make test-gpu    what has a way for CUDA, on this machine's GPU, with any libtorch (TORCH=folder); results in build/gpu.json
+#   make test-device  everything that runs on the stand-in device, in ROUNDS=20 orders of its streams (docs/gpu.md)
 #   make test-slurm  srun, sbatch, torchrun and mpirun inside, host files and requeueing on a real Slurm of two nodes (needs root; CASES="places plan")
 #   make soak        4 ranks of 2 hosts for HOURS=2: groups made and closed, ranks that die, strangers; nothing may grow (needs root)
 #   make tsan        ThreadSanitizer on the rooms up to comm and ranks that are threads, without Gloo, MPI and NCCL
@@ -25,6 +27,7 @@ NAME ?=
 ARGS ?=
 RANKS ?= 2
 HOURS ?= 2
+ROUNDS ?= 20
 SECONDS_EACH ?= 600
 CASES ?=
 BUILD := build/$(PRESET)
@@ -32,7 +35,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -87,6 +90,11 @@ zoo: python build
 	@scripts/bootstrap --zoo
 	@$(RUN) scripts/zoo $(BUILD) $(ARGS)
 
+# For other machines: compiles the libraries once more, without what those may lack.
+wheel: python
+	@scripts/bootstrap --wheel
+	@$(RUN) scripts/wheel $(ARGS)
+
 format: bootstrap
 	@scripts/bootstrap --lint
 	@$(RUN) scripts/format
@@ -121,6 +129,10 @@ test-stubs: bootstrap
 # No network, nothing fetched: for a machine with a GPU.
 test-gpu:
 	@scripts/test_gpu --jobs $(JOBS) $(if $(TORCH),--torch $(TORCH))
+
+test-device: configure
+	@$(RUN) cmake --build --preset $(PRESET) --target test_device test_device_training test_ops_property test_nn_fully_shard_offload tessera_cli
+	@$(RUN) scripts/test_device $(BUILD) $(ROUNDS)
 
 # Slurm comes unpacked into .env-slurm; its daemons run in namespaces of their own and end with the command.
 test-slurm: build

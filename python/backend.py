@@ -10,8 +10,8 @@ Options (-C name=value):
     cmake-args  more arguments of CMake, as in a shell: "-DTESSERA_MPI=OFF -DTESSERA_NCCL=OFF"
     jobs        files compiled at a time, about 1.5 GB each; default: CMAKE_BUILD_PARALLEL_LEVEL, or 2
 
-The wheel holds the modules, and what `cmake --install` installs but programs: libraries, headers, and
-the CMake package. Nothing in it names a folder of this machine, and it needs no version of Python.
+The wheel holds the modules, and what `cmake --install` installs: libraries, headers, the CMake package, and the programs where they
+were built. Nothing in it names a folder of this machine, and it needs no version of Python. `make wheel` makes one for other machines.
 """
 
 import importlib.util
@@ -135,7 +135,7 @@ def _built(options):
 def _without(rpath, torch):
     """The search path of a library less the folders of torch, which is loaded first or linked beside it."""
     kept = [entry for entry in rpath.split(b":") if entry and entry != torch + b"/lib"]
-    return b":".join(dict.fromkeys([b"$ORIGIN", *kept]))
+    return b":".join(kept if any(entry.startswith(b"$ORIGIN") for entry in kept) else [b"$ORIGIN", *kept])
 
 
 def _forget_torch(library, torch):
@@ -145,7 +145,7 @@ def _forget_torch(library, torch):
     while at >= 0:
         begin, end = data.rfind(b"\0", 0, at) + 1, data.find(b"\0", at)
         old = bytes(data[begin:end])
-        if torch + b"/lib" in old.split(b":") and all(entry in (b"", b"$ORIGIN") or entry.startswith(b"/") for entry in old.split(b":")):
+        if torch + b"/lib" in old.split(b":") and all(entry == b"" or entry.startswith((b"/", b"$ORIGIN")) for entry in old.split(b":")):
             data[begin:end] = _without(old, torch).ljust(len(old), b"\0")
         at = data.find(torch + b"/lib", end)
     library.write_bytes(data)
@@ -178,11 +178,13 @@ def _stage(build, package):
             real.rename(link)
             for targets in cmake.glob("TesseraTargets*.cmake"):
                 targets.write_text(targets.read_text().replace(f"/{real.name}", f"/{link.name}"))
-        for library in libraries.glob("*.so*"):
-            _forget_torch(library, torch.encode())
+        for file in [*libraries.glob("*.so*"), *prefix.glob("bin/*")]:
+            _forget_torch(file, torch.encode())
         shutil.rmtree(libraries / "pkgconfig", ignore_errors=True)
         shutil.copytree(libraries, package / libraries.name)
         shutil.copytree(prefix / "include", package / "include")
+        if (prefix / "bin").exists():
+            shutil.copytree(prefix / "bin", package / "bin")
     return version
 
 
@@ -193,7 +195,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     wheel_directory, before = pathlib.Path(wheel_directory).resolve(), pathlib.Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
-        for name in ("pyproject.toml", "setup.py"):
+        for name in ("pyproject.toml", "setup.py", "tessera_program.py"):
             shutil.copy(HERE / name, tree)
         if (ROOT / "LICENSE").exists():
             shutil.copy(ROOT / "LICENSE", tree)

@@ -3,6 +3,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/file.h"
+#include "tessera/checkpoint/fill_deferred.h"
 #include "tessera/comm/group/functional.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/comm/group/shared_memory.h"

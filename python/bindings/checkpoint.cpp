@@ -20,6 +20,7 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/checkpointer.h"
+#include "tessera/checkpoint/fill_deferred.h"
 #include "tessera/comm/agree/agree.h"
 
 namespace tessera::python {
@@ -280,6 +281,23 @@ void register_states(Library& library) {
   });
 }
 
+// Of pairs of names in the module and in the files; the reader lives as long as it is needed.
+void fill(const Names& names, const Tensors& tensors, const ReaderPtr& self, const Names& from,
+          const Names& to, bool allow_missing, bool allow_extra, bool convert) {
+  NamedTensors all;
+  for (std::size_t i = 0; i < names.size(); ++i) all.emplace_back(names[i], tensors.at(i));
+  NameTable table;
+  for (std::size_t i = 0; i < from.size(); ++i) table.emplace_back(from[i], to.at(i));
+  LoadOptions options;
+  options.allow_missing = allow_missing;
+  options.allow_extra = allow_extra;
+  options.convert = convert;
+  fill_deferred(
+      all,
+      std::shared_ptr<const CheckpointReader>(&*self->reader, [self](const CheckpointReader*) {}),
+      table, options);
+}
+
 void register_reader(Library& library) {
   library.class_<PyCheckpointReader>("CheckpointReader")
       .def(torch::init<const GroupPtr&, const std::optional<PlacePtr>&, const std::string&>())
@@ -335,6 +353,8 @@ void register_reader(Library& library) {
       .def("export_file",
            [](const ReaderPtr& self, const std::string& path) { self->reader->export_file(path); })
       .def("verify", [](const ReaderPtr& self) { self->reader->verify(); });
+  library.def("fill_deferred", &fill);
+  // Its arguments are of the class above.
 }
 
 }  // namespace

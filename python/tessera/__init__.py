@@ -54,6 +54,7 @@ from tessera._data import (
 )
 from tessera._deferred import (
     deferred,
+    fill_deferred,
     is_deferred,
     materialize,
 )
@@ -369,6 +370,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explain_redistribution",
+    "fill_deferred",
     "format_group_config",
     "from_dtensor",
     "from_local",

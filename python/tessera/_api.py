@@ -7,8 +7,6 @@ import threading
 
 import torch
 
-from tessera import _foreign_files
-from tessera._errors import InvalidArgument
 from tessera._library import classes, ops
 from tessera._mesh import Mesh, Spec
 from tessera._placement import ParameterPlacement, from_text, to_text
@@ -279,7 +277,7 @@ def save(tensors, mesh, path, max_bytes=0):
     >>> ts.save({"field": t}, mesh, "folder", max_bytes=1 << 30)
     """
     if max_bytes > 0:
-        _foreign_files.save_files(*_named(tensors), mesh, str(path), int(max_bytes))
+        ops.save_folder(*_named(tensors), mesh._handle, str(path), int(max_bytes))
     else:
         ops.save(*_named(tensors), mesh._handle, str(path))
 
@@ -294,18 +292,6 @@ def load(path, mesh, placements=None):
     >>> ts.load("field.safetensors", mesh, {"field": ts.Shard(1)})["field"]
     <ShardTensor Float [4, 8] data=Shard(1)[8], local [4, 8] at [0, 0]>
     """
-    if files := _foreign_files.files_of(str(path), mesh):
-        placements, all_tensors = placements or {}, {}
-        unknown = [name for name in placements if not any(name in of_one for of_one in files.values())]
-        if unknown:
-            raise InvalidArgument(f"load: placements name {unknown}, which is not in {path}")
-        for file, of_one in files.items():
-            all_tensors.update(_load_file(file, mesh, {name: placed for name, placed in placements.items() if name in of_one}))
-        return all_tensors
-    return _load_file(path, mesh, placements)
-
-
-def _load_file(path, mesh, placements):
     names, where, parts = [], [], []
     for name, placed in (placements or {}).items():
         placed, sizes = _with_sizes(placed)
@@ -318,15 +304,12 @@ def _load_file(path, mesh, placements):
 def load_into(tensors, mesh, path):
     """A file, or a folder of files with an index as for `load`, into the tensors that are there (as for `save`), wherever they lie. Collective.
 
-    Nothing is changed where names, shapes or dtypes do not fit; of a folder this holds for the names, and then for each file by itself.
+    Nothing is changed where names or shapes do not fit.
 
     >>> ts.save(net, mesh, "net.safetensors")
     >>> ts.load_into(net, mesh, "net.safetensors")
     """
-    if files := _foreign_files.files_of(str(path), mesh):
-        _foreign_files.load_into_files(files, *_named(tensors), mesh)
-    else:
-        ops.load_into(*_named(tensors), mesh._handle, str(path))
+    ops.load_into(*_named(tensors), mesh._handle, str(path))
 
 
 class CommTrace:

@@ -73,6 +73,31 @@ def is_deferred(tensor):
     return ops.is_deferred(tensor)
 
 
+def fill_deferred(module, saved, names=(), *, convert=False, allow_missing=False, allow_extra=False):
+    """Says that what is deferred in `module` gets its values from files when it is placed or materialized: nothing is drawn, and each rank reads its ranges.
+
+    `saved`: a `CheckpointReader`, or the path of a safetensors file or of a folder with the index of Hugging Face's tools (then for the world). `names`:
+    pairs of a pattern of the module's names and the name in the files, or a dictionary; a "*" stands in the second for what it matched in the first, and
+    names that no pattern matches are the same. What has values already gets those of the files now. Collective over the reader's group, which are the ranks
+    that place the module. Raises InvalidArgument, before anything is changed, for names that are missing, left over or of another shape or dtype
+    (`allow_missing`, `allow_extra`, `convert`), FileError for files that are absent or damaged.
+
+    >>> ts.save({"model.up.weight": torch.ones(64, 8), "model.up.bias": torch.zeros(64)}, mesh, "model", max_bytes=1024)
+    >>> with ts.deferred():
+    ...     layer = nn.Linear(8, 64)
+    >>> ts.fill_deferred(layer, "model", {"*": "model.up.*"})
+    >>> float(ts.full_tensor(ts.distribute_module(layer, mesh, lambda name, t: [ts.Shard(0)]).weight).sum())
+    512.0
+    """
+    from tessera._checkpoint import CheckpointReader
+
+    reader = saved if isinstance(saved, CheckpointReader) else CheckpointReader(saved)
+    pairs = list(names.items() if isinstance(names, dict) else names)
+    kept = module.state_dict(keep_vars=True)
+    named = {name: t for name, t in kept.items() if isinstance(t, torch.Tensor)}
+    ops.fill_deferred(list(named), list(named.values()), reader._handle, [a for a, _ in pairs], [b for _, b in pairs], allow_missing, allow_extra, convert)
+
+
 def materialize(module, device="cpu"):
     """Gives what is deferred in `module` its values on this process, whole, as its constructor would have, and returns the module.
 

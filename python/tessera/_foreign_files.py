@@ -1,94 +1,10 @@
-"""What other programs keep tensors in: folders of several safetensors files with an index, and torch's distributed checkpoints."""
-
-import json
-import os
+"""What other programs keep tensors in: torch's distributed checkpoints."""
 
 import torch
 
-from tessera._errors import FileError, InvalidArgument
+from tessera._errors import InvalidArgument
 from tessera._library import ops
 from tessera._placement import Partial
-
-INDEX = "model.safetensors.index.json"
-
-
-def _read_index(path):
-    """The file of each tensor, by name, as JSON; "" where `path` is no folder with an index."""
-    if not os.path.isdir(path):
-        return ""
-    index = os.path.join(path, INDEX)
-    try:
-        with open(index, encoding="utf-8") as file:
-            files = json.load(file)["weight_map"]
-        if not all(isinstance(name, str) and isinstance(one, str) and os.path.basename(one) == one for name, one in files.items()):
-            raise ValueError("'weight_map' names a file outside of the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"'{index}' cannot be read: {type(error).__name__}: {error}") from error
-    return json.dumps(files)
-
-
-def _of_first(mesh, body):
-    """The text that `body()` gives on the mesh's first rank, on all of them; what it raises there is raised on all."""
-    group, text, problem, cause = mesh.group(), "", "", None
-    if group.rank == 0:
-        try:
-            text = body()
-        except (FileError, OSError) as error:
-            problem, cause = str(error), error
-    problem, text = json.loads(group.broadcast_bytes(json.dumps([problem, text]).encode(), 0))
-    if problem:
-        raise FileError(problem) from cause
-    return text
-
-
-def files_of(path, mesh):
-    """The files of a folder with an index, and the names of the tensors in each; None where `path` is one file. As the mesh's first rank sees it."""
-    text = _of_first(mesh, lambda: _read_index(path))
-    if not text:
-        return None
-    files = {}
-    for name, one in json.loads(text).items():
-        files.setdefault(os.path.join(path, one), []).append(name)
-    return dict(sorted(files.items()))
-
-
-def load_into_files(files, names, tensors, mesh):
-    """Each file into the tensors of its names, after names have been compared."""
-    there, here = {name for of_one in files.values() for name in of_one}, dict(zip(names, tensors))
-    if there != set(here):
-        missing, left = sorted(set(here) - there), sorted(there - set(here))
-        raise InvalidArgument(f"load_into: not in the folder: {missing[:8]}; in the folder alone: {left[:8]}")
-    for file, of_one in files.items():
-        ops.load_into(of_one, [here[name] for name in of_one], mesh._handle, file)
-
-
-def save_files(names, tensors, mesh, folder, most):
-    """Files of at most `most` bytes each, or of one tensor, and their index, which comes last."""
-    sizes = [t.numel() * t.element_size() for t in tensors]
-    parts, size = [], most + 1
-    for i, bytes_of_one in enumerate(sizes):
-        if size + bytes_of_one > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(i)
-        size += bytes_of_one
-    _of_first(mesh, lambda: os.makedirs(folder, exist_ok=True) or "")
-    files = {}
-    for k, part in enumerate(parts):
-        file = f"model-{k + 1:05d}-of-{len(parts):05d}.safetensors"
-        ops.save([names[i] for i in part], [tensors[i] for i in part], mesh._handle, os.path.join(folder, file))
-        files.update((names[i], file) for i in part)
-
-    def write():
-        temporary = os.path.join(folder, f".{INDEX}.tmp")
-        with open(temporary, "w", encoding="utf-8") as out:
-            json.dump({"metadata": {"total_size": sum(sizes)}, "weight_map": files}, out, indent=2)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, os.path.join(folder, INDEX))
-        return ""
-
-    _of_first(mesh, write)
 
 
 class _Shards(torch.Tensor):

@@ -53,11 +53,11 @@ struct CheckpointReader::Impl {
         group, "load", [&] { return to_json(read_manifest(*io, name)); }, call_within(kReadLimit));
     saved = std::make_unique<SavedCheckpoint>(io, name, parse_manifest(text, io->where(name)));
   }
-  Impl(const Group& over, const std::string& file) : group(over) {
+  Impl(const Group& over, const std::string& path) : group(over) {
     agree::all(
         group, "load",
         [&] {
-          saved = std::make_unique<SavedCheckpoint>(file);
+          saved = std::make_unique<SavedCheckpoint>(path);
           for (const Entry& e : saved->manifest().entries) layout_of(e);
         },
         call_within(kReadLimit));
@@ -192,14 +192,13 @@ struct CheckpointReader::Impl {
         group, "load",
         [&] {
           const auto& entries = saved->manifest().entries;
-          std::vector<std::uint64_t> loads(static_cast<std::size_t>(group.size()), 0);
           std::vector<std::pair<std::size_t, std::size_t>> mine;
           for (std::size_t e = 0; e < entries.size(); ++e)
             for (std::size_t r = 0; r < entries[e].records.size(); ++r) {
               if (!chosen(e, r)) continue;
-              const auto least = std::min_element(loads.begin(), loads.end());
+              const auto least = std::min_element(verified.begin(), verified.end());
               *least += entries[e].records[r].bytes;
-              if (least - loads.begin() == group.rank()) mine.emplace_back(e, r);
+              if (least - verified.begin() == group.rank()) mine.emplace_back(e, r);
             }
           const int threads = detail::threads_of_rank(asked, group.size());
           auto scratch = scratch_of(threads, mine.size());
@@ -253,13 +252,15 @@ struct CheckpointReader::Impl {
 
   Group group;
   std::unique_ptr<SavedCheckpoint> saved;
+  // By rank, what it was given to verify: who reads tensor by tensor gives all of them a share.
+  std::vector<std::uint64_t> verified = std::vector<std::uint64_t>(group.ranks().size(), 0);
 };
 
 CheckpointReader::CheckpointReader(const Group& group, const std::shared_ptr<CheckpointIO>& io,
                                    const std::string& name)
     : impl_(std::make_unique<Impl>(group, io, name)) {}
-CheckpointReader::CheckpointReader(const Group& group, const std::string& file)
-    : impl_(std::make_unique<Impl>(group, file)) {}
+CheckpointReader::CheckpointReader(const Group& group, const std::string& path)
+    : impl_(std::make_unique<Impl>(group, path)) {}
 CheckpointReader::~CheckpointReader() = default;
 
 std::optional<SavedTensor> CheckpointReader::find(const std::string& name) const {

@@ -83,8 +83,9 @@ class CheckpointReader {
   /// At any other place; each rank gives an object of its own for the same one.
   CheckpointReader(const Group& group, const std::shared_ptr<CheckpointIO>& io,
                    const std::string& name);
-  /// A safetensors file of any program; it has no checksums and no values.
-  CheckpointReader(const Group& group, const std::string& file);
+  /// A safetensors file of any program, or a folder of such with the index of Hugging Face's tools
+  /// (model.safetensors.index.json); it has no checksums and no values.
+  CheckpointReader(const Group& group, const std::string& path);
   ~CheckpointReader();
   CheckpointReader(const CheckpointReader&) = delete;
   CheckpointReader& operator=(const CheckpointReader&) = delete;

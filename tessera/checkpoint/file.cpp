@@ -21,8 +21,8 @@
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/internal/call_origin.h"
+#include "tessera/files/internal/safetensors_index.h"
 #include "tessera/files/operations.h"
-#include "tessera/files/read_file.h"
 #include "tessera/partition/transfer.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
@@ -104,30 +104,53 @@ NamedTensors state_of(const torch::nn::Module& module) {
   return all;
 }
 
-// A file open for reading on the first rank; its header known to all.
+// One file or the files of a folder, open for reading on the first rank; headers known to all.
 struct Reading {
   detail::OriginScope scope{kLoading};
-  std::unique_ptr<ReadFile> file;
-  SafetensorsHeader header;
+  // Those of other ranks are open nowhere.
+  std::vector<SafetensorsFile> files;
+  // Of all files, one after the other, and where each is.
+  std::vector<SafetensorsTensor> tensors;
   std::vector<TorchLayout> layouts;
+  std::vector<std::size_t> file_of;
 
   Reading(const Group& all, const std::string& path) {
-    const auto json = agree::first<std::string>(
+    const auto said = agree::first<std::string>(
         all, "load",
         [&] {
-          file = std::make_unique<ReadFile>(path);
-          header = read_safetensors_header(*file);
-          for (const SafetensorsTensor& t : header.tensors) need_torch_layout(t, path);
-          std::string text(header.data - 8, '\0');
-          file->read(text.data(), text.size(), 8);
-          return concat(header.data_bytes, ' ', text);
+          files = open_safetensors(path);
+          std::string text;
+          for (const SafetensorsFile& one : files) {
+            std::string header(one.header.data - 8, '\0');
+            one.file->read(header.data(), header.size(), 8);
+            text += concat(one.header.data_bytes, ' ', header.size(), ' ', header);
+            for (const SafetensorsTensor& t : one.header.tensors)
+              need_torch_layout(t, one.file->path());
+          }
+          return text;
         },
         call_on(all));
-    const auto space = json.find(' ');
-    if (all.rank() != 0)
-      header = parse_safetensors_header(std::string_view(json).substr(space + 1),
-                                        std::stoull(json.substr(0, space)), path);
-    for (const SafetensorsTensor& t : header.tensors) layouts.push_back(need_torch_layout(t, path));
+    if (all.rank() != 0) parse(said, path);
+    for (std::size_t f = 0; f < files.size(); ++f)
+      for (const SafetensorsTensor& t : files[f].header.tensors) {
+        tensors.push_back(t);
+        layouts.push_back(need_torch_layout(t, path));
+        file_of.push_back(f);
+      }
+  }
+
+  void parse(std::string_view said, const std::string& path) {
+    const auto number = [&] {
+      const std::size_t end = said.find(' ');
+      const std::uint64_t n = std::stoull(std::string(said.substr(0, end)));
+      said.remove_prefix(end + 1);
+      return n;
+    };
+    while (!said.empty()) {
+      const std::uint64_t data = number(), bytes = number();
+      files.push_back({nullptr, parse_safetensors_header(said.substr(0, bytes), data, path)});
+      said.remove_prefix(bytes);
+    }
   }
 
   // This rank's shard, on the CPU.
@@ -143,7 +166,8 @@ struct Reading {
           mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
           if (me == 0) {
             whole = at::empty(t.shape, at::TensorOptions(t.dtype));
-            file->read(whole.data_ptr(), whole.nbytes(), header.data + header.tensors[i].begin);
+            const SafetensorsFile& one = files[file_of[i]];
+            one.file->read(whole.data_ptr(), whole.nbytes(), one.header.data + tensors[i].begin);
           }
           transfer.prepare(mine, to.sharding().box(me), whole, whole_box(t.shape),
                            transfer_plan(on_first(t.shape), to.sharding(), me), false);
@@ -155,10 +179,12 @@ struct Reading {
 
   std::map<std::string, SavedLayout> saved() const {
     std::map<std::string, SavedLayout> all;
-    const auto found = header.metadata.find(kLayouts);
-    if (found == header.metadata.end()) return all;
-    const Json json = Json::parse(found->second);  // what members() refers to
-    for (const auto& [name, layout] : json.members()) all[name] = layout_from_json(layout);
+    for (const SafetensorsFile& one : files) {
+      const auto found = one.header.metadata.find(kLayouts);
+      if (found == one.header.metadata.end()) continue;
+      const Json json = Json::parse(found->second);  // what members() refers to
+      for (const auto& [name, layout] : json.members()) all[name] = layout_from_json(layout);
+    }
     return all;
   }
 };
@@ -167,7 +193,7 @@ NamedTensors read_all(Reading& file, const Group& all, const std::vector<ShardSp
   NamedTensors loaded;
   for (std::size_t i = 0; i < specs.size(); ++i)
     loaded.emplace_back(
-        file.header.tensors[i].name,
+        file.tensors[i].name,
         from_local(file.read(all, i, specs[i]).to(specs[i].mesh().manager().device()), specs[i]));
   return loaded;
 }
@@ -267,7 +293,7 @@ NamedTensors load(
   Reading file(all, path);
   std::vector<ShardSpec> specs;
   for (std::size_t i = 0; i < file.layouts.size(); ++i) {
-    const std::string& name = file.header.tensors[i].name;
+    const std::string& name = file.tensors[i].name;
     const auto placed = rule ? rule(name) : std::nullopt;
     specs.push_back(placed
                         ? ShardSpec(mesh, file.layouts[i].shape, placed->placements, placed->sizes)
@@ -291,7 +317,7 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
   }();
   std::vector<ShardSpec> specs;
   for (std::size_t i = 0; i < file.layouts.size(); ++i) {
-    const std::string& name = file.header.tensors[i].name;
+    const std::string& name = file.tensors[i].name;
     const auto& shape = file.layouts[i].shape;
     const auto found = saved.find(name);
     if (found == saved.end()) {
@@ -346,7 +372,7 @@ struct Filled {
 std::vector<Filled> matched(const NamedTensors& state, const DeviceMesh& mesh, const Reading& file,
                             const std::string& path) {
   std::map<std::string, std::size_t> stored;
-  for (std::size_t i = 0; i < file.layouts.size(); ++i) stored[file.header.tensors[i].name] = i;
+  for (std::size_t i = 0; i < file.layouts.size(); ++i) stored[file.tensors[i].name] = i;
   std::string wrong;
   auto left_over = stored;
   std::vector<Filled> all;

@@ -7,7 +7,8 @@
 // The file is written and read by the mesh's first rank alone, one tensor at a time, so that it
 // need not be on a shared file system and no rank holds more than its shards and one full tensor.
 // It is written beside its place, synced to the disk and moved there when it is complete. Files of
-// other programs in this format load as well; nothing in them is executed. For checkpoints of many
+// other programs in this format load as well, and so do folders of several files with the index of
+// Hugging Face's tools, wherever `path` is one; nothing in them is executed. For checkpoints of many
 // ranks, see checkpointer.h.
 //
 // All calls are collective over the mesh. An error on the first rank is thrown on all: FileError
@@ -18,6 +19,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <optional>
@@ -41,6 +43,12 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
 void save(const at::Tensor& tensor, const std::string& path);
 /// Parameters and buffers, plain or sharded.
 void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path);
+
+/// Into a folder of files of at most `max_bytes` bytes of data, or of one tensor, with the index
+/// that Hugging Face's tools write and read (model.safetensors.index.json), which comes last.
+/// Tensors as above; the folder is made if it is absent.
+void save_folder(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& folder,
+                 std::uint64_t max_bytes);
 
 /// All tensors of the file, in its order, distributed over the mesh as `rule` says (default:
 /// replicated). On the manager's device.

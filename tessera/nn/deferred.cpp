@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
 #include "tessera/nn/detail/tape.h"
 
 namespace tessera {
@@ -31,6 +33,17 @@ DeferredScope::DeferredScope(bool host_too) {
 DeferredScope::~DeferredScope() = default;
 
 bool is_deferred(const at::Tensor& tensor) { return detail::recorded(tensor) != nullptr; }
+
+void set_source(const at::Tensor& deferred, const std::string& what, DeferredSource source) {
+  const detail::Recorded* is = detail::recorded(deferred);
+  if (!is)
+    throw InvalidArgument(concat("set_source: the tensor for ", what,
+                                 " is not deferred: it has values, or was made in no "
+                                 "DeferredScope"));
+  const auto tape = is->tape;
+  deferred.unsafeGetTensorImpl()->set_backend_meta(
+      c10::make_intrusive<detail::Recorded>(tape, tape->give(is->value, what, std::move(source))));
+}
 
 void materialize(const std::vector<at::Tensor>& tensors, c10::Device device) {
   detail::require_no_scope("materialize");

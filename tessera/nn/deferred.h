@@ -17,11 +17,15 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace tessera {
+
+class ShardSpec;
 
 namespace detail {
 class Tape;
@@ -63,10 +67,23 @@ auto deferred(Make&& make) {
 /// True if the tensor was made in a DeferredScope and has no values yet.
 bool is_deferred(const at::Tensor& tensor);
 
+/// Gives the value of a deferred tensor: its shards as `spec` says, on `device`, a tensor of that
+/// spec and of the deferred tensor's dtype; for null the whole of it, as a plain tensor. Called when
+/// the tensor is placed, by all ranks of the spec's mesh at once, or by materialize(). What it
+/// throws leaves everything deferred; collective calls of its own must then throw on all ranks.
+using DeferredSource = std::function<at::Tensor(const ShardSpec* spec, c10::Device device)>;
+/// Says that a deferred tensor gets its values from `source` rather than from what was recorded of
+/// it, which is neither computed nor drawn. What is done to the tensor afterwards is recorded on top
+/// of that. `what` names the values ("weight of step-100"): ranks that place a module compare it.
+/// fill_deferred() (tessera/checkpoint/fill_deferred.h) takes a whole module from files. Throws
+/// InvalidArgument for a tensor that is not deferred.
+void set_source(const at::Tensor& deferred, const std::string& what, DeferredSource source);
+
 /// Gives the deferred parameters and buffers of a module their values, each whole, on this process:
 /// what the constructor would have done, with the same random numbers of libtorch's default
 /// generator if nothing else draws in between and all that was recorded belongs to this module. For
-/// modules that nothing places (DistributedDataParallel, one process). Not collective. Throws
+/// modules that nothing places (DistributedDataParallel, one process). Not collective, unless a
+/// source that was set is. Where a source was set, what nothing needs is not drawn. Throws
 /// NotAvailable as DeferredScope, and InvalidArgument inside one.
 void materialize(torch::nn::Module& module, c10::Device device = c10::kCPU);
 /// The same for the tensors of a module that is not C++'s own; what is not deferred stays as it is.

@@ -39,6 +39,7 @@ def warm_torchrun(warm_python):
 
 def pytest_addoption(parser):
     parser.addoption("--launcher", default="build/release/bin/tessera", help="the program `tessera`")
+    parser.addoption("--wheel", help="test_wheel.py: a wheel that is there, in place of one that is packed from the build folder")
     parser.addoption("--skipped-status", type=int, default=0, help="the exit status where all passed but some were skipped")
 
 

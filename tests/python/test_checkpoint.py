@@ -481,7 +481,7 @@ def test_folders_of_files_with_an_index(tmp_path):
         ts.load_into(other, mesh, tmp_path / "model")
         for name, t in [*other.named_parameters(), *other.named_buffers()]:
             assert torch.equal(whole(t), expected[name]), name
-        raises(ts.InvalidArgument, r"not in the folder: \['more'\]", ts.load_into, {**dict(other.named_parameters()), "more": torch.ones(1)}, mesh, tmp_path / "model")
+        raises(ts.InvalidArgument, "'more' is not in the file", ts.load_into, {**dict(other.named_parameters()), "more": torch.ones(1)}, mesh, tmp_path / "model")
         raises(ts.InvalidArgument, "placements name", ts.load, tmp_path / "model", mesh, {"nobody": ts.Shard(0)})
         raises(ts.FileError, "index.json", ts.load, tmp_path, mesh)
         ts.world().barrier()

@@ -68,6 +68,33 @@ def test_values_depend_on_neither_ranks_nor_placements():
                 assert torch.equal(got[name], value), f"{name} on {ranks} ranks"
 
 
+def test_filled_by_files_of_other_names_without_a_draw(tmp_path):
+    torch.manual_seed(3)
+    saved = {name: torch.randn_like(t) if t.is_floating_point() else t + 100 for name, t in Block().state_dict().items() if name != "head.weight"}
+    names = {"mlp.*": "model.ffn.*", "table.weight": "model.embed"}
+    renamed = {("model.ffn." + n[4:] if n.startswith("mlp.") else names.get(n, n)): t for n, t in saved.items()}
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        ts.save(renamed, mesh, tmp_path / "model", max_bytes=200)
+        for rule in [None, rows]:
+            with ts.deferred():
+                net = Block()
+            ts.fill_deferred(net, tmp_path / "model", names)
+            ts.distribute_module(net, mesh, rule)
+            for name, value in saved.items():
+                assert torch.equal(whole(net.state_dict()[name]), value), name
+            assert net.head.weight is net.table.weight
+        with ts.deferred():
+            net = Block()
+        with pytest.raises(ts.InvalidArgument, match="'mlp.0.weight' is not there"):
+            ts.fill_deferred(net, tmp_path / "model")
+        ts.fill_deferred(net, ts.CheckpointReader(tmp_path / "model"), names.items())
+        assert torch.equal(ts.materialize(net.mlp)[0].weight, saved["mlp.0.weight"])
+
+    on_ranks(3, body)
+
+
 def test_materialized_as_constructed():
     torch.manual_seed(3)
     expected = Block(truncated=False).state_dict()

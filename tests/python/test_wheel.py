@@ -64,7 +64,9 @@ def build_of(request):
 
 @pytest.fixture(scope="module")
 def wheel(request, tmp_path_factory):
-    """Of the build folder: nothing is compiled."""
+    """Of the build folder: nothing is compiled. Or a given one."""
+    if given := request.config.getoption("--wheel"):
+        return pathlib.Path(given).resolve()
     to = tmp_path_factory.mktemp("wheel")
     options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", to]
     run(sys.executable, *PIP, "wheel", "--quiet", *options, "-C", f"build={build_of(request)}", ROOT / "python")
@@ -88,14 +90,15 @@ def python(wheel, tmp_path_factory):
 def test_what_the_wheel_holds(wheel, request):
     import torch
 
-    assert re.fullmatch(r"tessera_sharding-0\.1\.0-py3-none-linux_\w+\.whl", wheel.name), wheel.name
+    assert re.fullmatch(r"tessera_sharding-0\.1\.0-py3-none-(many)?linux_[\w.]+\.whl", wheel.name), wheel.name
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         metadata = file.read(next(n for n in names if n.endswith("METADATA"))).decode()
         texts = {n: file.read(n) for n in names if n.endswith((".cmake", ".py", ".txt")) or ".so" in n}
     minor = ".".join(torch.__version__.split(".")[:2])
     assert f"Requires-Dist: torch=={minor}.*" in metadata
-    for needed in ("include/tessera/tessera.h", "lib/libtessera.so.0", "lib/libtessera_python.so", "lib/cmake/Tessera/TesseraConfig.cmake", "py.typed"):
+    assert wheel.stat().st_size < 15e6
+    for needed in ("bin/tessera", "bin/tessera-doctor", "include/tessera/tessera.h", "lib/libtessera.so.0", "lib/libtessera_python.so", "lib/cmake/Tessera/TesseraConfig.cmake", "py.typed"):
         assert f"tessera/{needed}" in names, (needed, names)
     assert not [n for n in names if n.endswith((".so.0.1.0", ".pc"))]  # each library once
     # No folder of this machine: neither of the build nor of torch, in CMake files or search paths of libraries.
@@ -120,6 +123,16 @@ def test_two_ranks_from_python_and_from_cpp(python, tmp_path):
     run("cmake", "--build", tmp_path / "build", limit=100)
     printed = run(*torchrun, "--no-python", tmp_path / "build" / "consumer", cwd=tmp_path)
     assert sorted(re.findall(r"c\+\+ rank \d of \d", printed)) == ["c++ rank 0 of 2", "c++ rank 1 of 2"]
+
+
+def test_the_program_starts_ranks_and_the_doctor(python, tmp_path):
+    """On the path, as pip has put it there; it imports no torch itself."""
+    program = python.parent / "tessera"
+    assert run(program, "--version", limit=5).startswith("tessera 0.1.0")
+    code = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    printed = run(program, "run", "-n", 2, "--", python, "-S", "-c", code, cwd=tmp_path)
+    assert sorted(re.findall(r"rank \d of \d", printed)) == ["rank 0 of 2", "rank 1 of 2"]
+    assert "libtorch" in run(program, "doctor")
 
 
 def test_another_torch_gets_one_line(python, tmp_path):

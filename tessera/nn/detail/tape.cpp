@@ -255,13 +255,34 @@ void Tape::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   steps_.push_back(std::move(step));
 }
 
+std::size_t Tape::give(std::size_t value, const std::string& what, DeferredSource source) {
+  const std::lock_guard lock(mutex_);
+  // A value of its own: what was recorded before takes the one of before.
+  Value fresh = values_[value];
+  fresh.memory = memories_++;
+  values_.push_back(std::move(fresh));
+  // As an operator that makes a tensor out of no other.
+  Step step{c10::Dispatcher::singleton().findSchemaOrThrow("aten::empty", "memory_format"),
+            {},
+            {},
+            {},
+            {values_.size() - 1},
+            {values_.back().memory},
+            {},
+            std::move(source),
+            what};
+  steps_.push_back(std::move(step));
+  given_ = true;
+  return values_.size() - 1;
+}
+
 // All that writes to the memory of these values, and what that takes.
 std::vector<const Tape::Step*> Tape::steps_of(const std::vector<std::size_t>& values,
                                               bool draws) const {
   std::set<std::size_t> memories;
   for (const std::size_t value : values) memories.insert(values_[value].memory);
   for (const Step& step : steps_) {
-    if (draws && step.draw) memories.insert(step.touched.begin(), step.touched.end());
+    if (draws && !given_ && step.draw) memories.insert(step.touched.begin(), step.touched.end());
   }
   std::vector<const Step*> all;
   for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
@@ -276,6 +297,10 @@ std::vector<const Tape::Step*> Tape::steps_of(const std::vector<std::size_t>& va
 }
 
 void Tape::run(const Step& step, Values& values, c10::Device device) const {
+  if (step.source) {
+    values[step.results[0]] = step.source(nullptr, device);
+    return;
+  }
   torch::jit::Stack stack;
   for (std::size_t i = 0; i < step.arguments.size(); ++i) {
     stack.push_back(with_tensors(step.arguments[i], [&](const at::Tensor& t, int element) {
@@ -294,6 +319,7 @@ void Tape::run(const Step& step, Values& values, c10::Device device) const {
 
 // Of a shape that `spec` shards: never more than a shard where that is possible.
 at::Tensor Tape::created(const Step& step, const ShardSpec& spec, c10::Device device) const {
+  if (step.source) return step.source(&spec, device);
   const std::string& name = step.op.schema().name();
   const auto options = at::TensorOptions().dtype(values_[step.results[0]].dtype).device(device);
   if (name.starts_with("aten::empty")) return empty(spec, options);
@@ -357,6 +383,7 @@ std::uint64_t Tape::hash(std::size_t value) const {
       if (argument.isDouble()) hash.text(concat(argument.toDouble()));
     }
     if (step->draw) hash.number(*step->draw);
+    if (step->source) hash.text(step->what);
   }
   return hash.value();
 }

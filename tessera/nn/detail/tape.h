@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/nn/deferred.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/spec/spec.h"
 
@@ -40,6 +41,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   /// of this tape nor, in its scope, makes any.
   void call(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+  /// A value like that of a tensor, which is what `source` gives. `what` stands for it in hash().
+  std::size_t give(std::size_t value, const std::string& what, DeferredSource source);
   /// The value of a tensor, sharded as `spec` says. Collective over its mesh if what was recorded
   /// moves data. Draws are numbered as if all that was recorded ran at the first call.
   at::Tensor placed(std::size_t value, const ShardSpec& spec, c10::Device device);
@@ -74,6 +77,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
     std::vector<std::size_t> touched;
     /// The how-manieth random step it is.
     std::optional<std::uint64_t> draw;
+    /// What gives its result in place of the operator, and its name.
+    DeferredSource source = {};
+    std::string what = {};
   };
   using Values = std::unordered_map<std::size_t, at::Tensor>;
 
@@ -92,6 +98,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<Value> values_;
   std::vector<Step> steps_;
   std::size_t memories_ = 0;
+  /// Values were given from elsewhere: what nobody needs is not drawn.
+  bool given_ = false;
   std::uint64_t draws_ = 0;
   bool drawn_ = false;
   /// Of the first placed() value.

@@ -10,7 +10,7 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/files/internal/checksum.h"
-#include "tessera/files/safetensors.h"
+#include "tessera/files/internal/safetensors_index.h"
 
 namespace tessera {
 
@@ -67,21 +67,25 @@ SavedCheckpoint::SavedCheckpoint(std::shared_ptr<CheckpointIO> io, std::string n
                                  Manifest manifest)
     : io_(std::move(io)), name_(std::move(name)), manifest_(std::move(manifest)) {}
 
-SavedCheckpoint::SavedCheckpoint(const std::string& file) : name_(file), has_checksums_(false) {
-  auto opened = std::make_shared<const ReadFile>(file);
-  const SafetensorsHeader header = read_safetensors_header(*opened);
-  header_bytes_ = opened->bytes_read();
+SavedCheckpoint::SavedCheckpoint(const std::string& path) : name_(path), has_checksums_(false) {
   manifest_.ranks = 1;
-  manifest_.files.push_back({file, opened->size()});
-  for (const SafetensorsTensor& t : header.tensors) {
-    Entry e{{EntryKind::tensor, t.name, 0, t.dtype, t.shape, {}}, {}};
-    if (t.dtype == "F4" && !t.shape.empty() && t.shape.back() % 2 == 0) e.info.shape.back() /= 2;
-    Box box;
-    for (const std::int64_t n : e.info.shape) box.push_back({0, n});
-    e.records.push_back({box, 0, header.data + t.begin, t.bytes(), 0});
-    manifest_.entries.push_back(std::move(e));
+  for (const SafetensorsFile& one : open_safetensors(path)) {
+    const int number = static_cast<int>(manifest_.files.size());
+    manifest_.files.push_back({one.file->path(), one.file->size()});
+    for (const SafetensorsTensor& t : one.header.tensors) {
+      Entry e{{EntryKind::tensor, t.name, 0, t.dtype, t.shape, {}}, {}};
+      if (t.dtype == "F4" && !t.shape.empty() && t.shape.back() % 2 == 0) e.info.shape.back() /= 2;
+      Box box;
+      for (const std::int64_t n : e.info.shape) box.push_back({0, n});
+      e.records.push_back({box, number, one.header.data + t.begin, t.bytes(), 0});
+      manifest_.entries.push_back(std::move(e));
+    }
+    header_bytes_ += one.file->bytes_read();
+    if (files_.size() < most_open())
+      files_[number] = {one.file, 0};
+    else
+      closed_bytes_ += one.file->bytes_read();
   }
-  files_[0] = {std::move(opened), 0};
 }
 
 std::size_t SavedCheckpoint::most_open() {
@@ -109,7 +113,8 @@ std::shared_ptr<const ReadFile> SavedCheckpoint::file(int index) const {
       files_.erase(oldest);
     }
   }
-  auto fresh = io_->open(concat(name_, '/', known.name));
+  const auto fresh = io_ ? io_->open(concat(name_, '/', known.name))
+                         : std::make_shared<const ReadFile>(known.name);
   if (fresh->size() != known.bytes)
     throw FileError(
         concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ", known.bytes));

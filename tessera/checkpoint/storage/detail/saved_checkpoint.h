@@ -1,6 +1,7 @@
 #pragma once
-// SavedCheckpoint: a checkpoint that is there, read box by box. Plain safetensors files are read
-// in the same way, as checkpoints of full tensors without checksums.
+// SavedCheckpoint: a checkpoint that is there, read box by box. Plain safetensors files, and
+// folders of them with an index, are read in the same way, as checkpoints of full tensors without
+// checksums.
 
 #include <cstdint>
 #include <map>
@@ -21,8 +22,8 @@ class SavedCheckpoint {
   SavedCheckpoint(std::shared_ptr<CheckpointIO> io, const std::string& name);
   /// From a manifest that another rank has read; files are opened when they are needed.
   SavedCheckpoint(std::shared_ptr<CheckpointIO> io, std::string name, Manifest manifest);
-  /// A safetensors file. Throws FileError.
-  explicit SavedCheckpoint(const std::string& file);
+  /// A safetensors file, or a folder of such with an index. Throws FileError as open_safetensors().
+  explicit SavedCheckpoint(const std::string& path);
 
   const Manifest& manifest() const { return manifest_; }
   /// For messages: the folder of the checkpoint, or the file.
@@ -56,7 +57,7 @@ class SavedCheckpoint {
   std::shared_ptr<const ReadFile> file(int index) const;
   void need_checksum(const Entry& entry, const Record& record, std::uint64_t sum) const;
 
-  // None for a safetensors file, of which the name is the path.
+  // None for a safetensors file or a folder with an index, of which the name is the path.
   std::shared_ptr<CheckpointIO> io_;
   std::string name_;
   bool has_checksums_ = true;
