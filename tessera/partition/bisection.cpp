@@ -1,13 +1,13 @@
 #include "tessera/partition/bisection.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <set>
 
 #include "tessera/base/error.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
+#include "tessera/partition/detail/points.h"
 
 namespace tessera {
 namespace {
@@ -90,28 +90,7 @@ class Bisection {
 
 std::vector<int> bisect_points(std::span<const double> coordinates, int dims, int parts,
                                std::span<const double> weights) {
-  if (dims < 1 || parts < 1)
-    throw InvalidArgument(
-        concat("points of ", dims, " dims in ", parts, " parts; give at least 1"));
-  if (coordinates.size() % static_cast<std::size_t>(dims) != 0)
-    throw InvalidArgument(
-        concat(coordinates.size(), " coordinates are no points of ", dims, " dims"));
-  const std::size_t points = coordinates.size() / static_cast<std::size_t>(dims);
-  if (!weights.empty() && weights.size() != points)
-    throw InvalidArgument(concat(weights.size(), " weights for ", points, " points"));
-  const auto not_finite = std::find_if_not(coordinates.begin(), coordinates.end(),
-                                           [](double x) { return std::isfinite(x); });
-  if (not_finite != coordinates.end())
-    throw InvalidArgument(concat("point ", (not_finite - coordinates.begin()) / dims,
-                                 " has a coordinate ", *not_finite));
-  double all = 0;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    if (!(weights[i] >= 0) || !std::isfinite(weights[i]))
-      throw InvalidArgument(concat("point ", i, " has the weight ", weights[i]));
-    all += weights[i];
-  }
-  if (!weights.empty() && !(all > 0 && std::isfinite(all)))
-    throw InvalidArgument(concat("weights whose sum is ", all, " divide nothing"));
+  detail::checked_points(coordinates, dims, parts, weights);
   return Bisection(coordinates, dims, weights).run(parts);
 }
 

@@ -54,10 +54,10 @@ OwnedRows::OwnedRows(const DeviceMesh& mesh, std::vector<int> axes,
     : mesh_(mesh), axes_(std::move(axes)), ids_(owned.begin(), owned.end()) {
   std::sort(axes_.begin(), axes_.end());
   const GhostPlan alone(mesh_, axes_, ids_, Ids{});  // each id has one owner
-  const Group group = mesh_.group(axes_);
-  sizes_ = agree::all<std::int64_t>(group, "OwnedRows",
+  const Group ranks = group();
+  sizes_ = agree::all<std::int64_t>(ranks, "OwnedRows",
                                     [&] { return static_cast<std::int64_t>(ids_.size()); });
-  begin_ = std::accumulate(sizes_.begin(), sizes_.begin() + group.rank(), std::int64_t{0});
+  begin_ = std::accumulate(sizes_.begin(), sizes_.begin() + ranks.rank(), std::int64_t{0});
   size_ = std::accumulate(sizes_.begin(), sizes_.end(), std::int64_t{0});
 }
 
@@ -68,7 +68,7 @@ std::vector<Placement> OwnedRows::placements(int dim) const {
 }
 
 at::Tensor OwnedRows::shard(const at::Tensor& rows) const {
-  agree::all(mesh_.group(axes_), "OwnedRows::shard", [&] {
+  agree::all(group(), "OwnedRows::shard", [&] {
     if (!rows.defined() || rows.dim() == 0 ||
         rows.size(0) != static_cast<std::int64_t>(ids_.size()))
       throw InvalidArgument(
@@ -93,8 +93,8 @@ std::vector<std::int64_t> OwnedRows::numbers(std::span<const std::int64_t> ids) 
 
 at::Tensor OwnedRows::edges(std::span<const std::int64_t> source,
                             std::span<const std::int64_t> target, bool anywhere) const {
-  const Group group = mesh_.group(axes_);
-  agree::all(group, kEdges, [&] {
+  const Group ranks = group();
+  agree::all(ranks, kEdges, [&] {
     if (source.size() != target.size())
       throw InvalidArgument(
           concat(source.size(), " sources of edges and ", target.size(), " targets"));
@@ -102,8 +102,8 @@ at::Tensor OwnedRows::edges(std::span<const std::int64_t> source,
   Ids ends(source.begin(), source.end());
   ends.insert(ends.end(), target.begin(), target.end());
   const Ids rows = numbers(ends);
-  const auto counts = agree::all<std::int64_t>(group, kEdges, [&] {
-    if (const auto text = anywhere ? std::string() : strayed(group, sizes_, source, target, rows);
+  const auto counts = agree::all<std::int64_t>(ranks, kEdges, [&] {
+    if (const auto text = anywhere ? std::string() : strayed(ranks, sizes_, source, target, rows);
         !text.empty())
       throw InvalidArgument(concat("edges whose target another rank owns: ", text,
                                    "; give each to the owner of its target, or say `anywhere`"));

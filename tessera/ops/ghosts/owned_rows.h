@@ -42,6 +42,8 @@ class OwnedRows {
   std::int64_t begin() const { return begin_; }
   std::int64_t size() const { return size_; }
   const DeviceMesh& mesh() const { return mesh_; }
+  /// The ranks that own rows.
+  Group group() const { return mesh_.group(axes_); }
   /// Shard(dim) on the axes, Replicate on the others.
   std::vector<Placement> placements(int dim = 0) const;
 

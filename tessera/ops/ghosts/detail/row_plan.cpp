@@ -234,7 +234,11 @@ RowPlanPtr agreed_plan(const char* op, KeptPlans& kept, const ShardMeta& index,
   }
   const RowPlanPtr plan = made_plan(context, rows, ids, index.local.device(), origin);
   kept.plans.push_front({rows, hash, plan});
-  if (kept.plans.size() > kMostPlans) kept.plans.pop_back();
+  if (kept.plans.size() > kMostPlans) {
+    std::erase_if(kept.tensors,
+                  [&](const Known& known) { return known.plan == kept.plans.back().plan; });
+    kept.plans.pop_back();
+  }
   return plan;
 }
 
