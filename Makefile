@@ -2,6 +2,7 @@
 #   make             configure and build (PRESET=debug, asan or tsan: another kind)
 #   make install PREFIX=folder   builds the libraries and programs alone, and installs them there
 #   make wheel       the wheel for other machines, in build/dist: no MPI, netCDF, HDF5 or hwloc, no newer instructions; judged by auditwheel
+#   make deb         Debian packages of the build, in build/dist: tessera-base without libtorch, and tessera
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make relief      the relief example on 1 to 4 ranks (fetches 28 MB); the report is build/relief/report.html
 #   make test        everything: Python's torch, build, all tests, lint
@@ -35,7 +36,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install wheel demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel deb demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -94,6 +95,9 @@ zoo: python build
 wheel: python
 	@scripts/bootstrap --wheel
 	@$(RUN) scripts/wheel $(ARGS)
+
+deb: build
+	@$(RUN) scripts/deb $(BUILD) build/dist
 
 format: bootstrap
 	@scripts/bootstrap --lint
