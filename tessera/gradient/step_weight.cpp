@@ -98,7 +98,7 @@ double StepWeight::finish(const std::vector<at::Tensor>& parameters) {
   at::Tensor sums = at::tensor({own.weight, own.loss}, at::kDouble);
   at::Tensor travelling = sums;
   for (const at::Tensor& p : parameters) {
-    if (p.defined() && p.is_cuda()) {
+    if (p.defined() && !p.is_cpu()) {
       travelling = sums.to(p.device());
       break;
     }

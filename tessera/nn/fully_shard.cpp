@@ -148,7 +148,7 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
       plan.all, mesh,
       [&](const std::string& name, const at::Tensor&) { return plan.placement(name); });
   const auto context = detail::MeshContext::of(mesh);
-  const bool pinned = plan.device && plan.device->is_cuda() && options.offload.pin_memory;
+  const bool pinned = plan.device && options.offload.pin_memory;
   if (plan.device) {
     for (const NamedTensor& entry : placed) offload(entry, *plan.device, pinned);
     for (const Further& f : plan.further) offload(f.parameter, *plan.device, pinned);

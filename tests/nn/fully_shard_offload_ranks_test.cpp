@@ -3,10 +3,11 @@
 
 #include <unistd.h>
 
+#include "device.h"
 #include "fully_shard_offload_case.h"
-#include "stand_in_device.h"
 #include "tessera/checkpoint/file.h"
 #include "tessera/comm/job/manager.h"
+#include "transport.h"
 
 namespace tessera::test {
 
@@ -18,28 +19,16 @@ DistributedManager& job() {
     ManagerOptions options;
     options.timeout = std::chrono::seconds(60);
     manager = DistributedManager::initialize(options);
+    stand_in::serve(*manager, kDevice, "gloo");
   }
   return *manager;
 }
 
-DeviceMesh served_mesh(const std::vector<Axis>& axes) {
-  const DeviceMesh mesh = job().mesh(axes);
-  stand_in::serve(mesh);
-  return mesh;
-}
-
-DeviceMesh flat_mesh() { return served_mesh({{"x", job().world_size()}}); }
+DeviceMesh flat_mesh() { return job().mesh({{"x", job().world_size()}}); }
 
 FullyShardOptions offloaded(FullyShardOptions options = {}) {
   options.offload = {.to_host = true, .device = kDevice};
   return options;
-}
-
-TEST(StandIn, DiffersFromTheCpu) {
-  const at::Tensor a = at::ones({2}).to(kDevice);
-  EXPECT_TRUE(at::isnan(at::empty({3}, at::TensorOptions(kDevice)).cpu()).all().item<bool>());
-  EXPECT_ANY_THROW(a + at::ones({2}));
-  EXPECT_TRUE((a + 1).cpu().equal(at::full({2}, 2.0f)));
 }
 
 TEST(FullyShardOffloadRanks, TrainsLikeOneProcess) {
@@ -47,10 +36,10 @@ TEST(FullyShardOffloadRanks, TrainsLikeOneProcess) {
   seed(9);
   const int ranks = job().world_size();
   train_offloaded(draw, 6, kDevice, [&] {
-    return draw.chance(50) ? served_mesh({{"a", 1}, {"b", ranks}})
-                           : served_mesh({{"a", ranks}, {"b", 1}});
+    return draw.chance(50) ? job().mesh({{"a", 1}, {"b", ranks}})
+                           : job().mesh({{"a", ranks}, {"b", 1}});
   });
-  EXPECT_GT(stand_in::copies_aside, 0) << "copies are started on a stream of their own";
+  EXPECT_GT(stand_in::counters().copies_aside, 0) << "copies are started on a stream of their own";
 }
 
 TEST(FullyShardOffloadRanks, PrecisionIsThatOfShardsOnTheDevice) {
@@ -88,22 +77,22 @@ TEST(FullyShardOffloadRanks, NothingOfTheParametersStaysOnTheDevice) {
     largest = std::max(largest, unit);
   }
   Draw draw(5);
-  const std::int64_t before = stand_in::bytes;
+  const std::int64_t before = stand_in::counters().bytes;
   for (int step = 0; step < 4; ++step) {
     {
       const at::Tensor x = sharded_on(kDevice, draw, randn({4, 5}, at::kDouble), mesh);
-      if (step == 3) stand_in::most_bytes = stand_in::bytes.load();
+      if (step == 3) stand_in::counters().most_bytes = stand_in::counters().bytes.load();
       loss_of(net->forward(x)).backward();
     }
-    EXPECT_EQ(stand_in::bytes, before) << "after step " << step;
+    EXPECT_EQ(stand_in::counters().bytes, before) << "after step " << step;
     opt.step();
     opt.zero_grad();
-    EXPECT_EQ(stand_in::bytes, before) << "after the update of step " << step;
+    EXPECT_EQ(stand_in::counters().bytes, before) << "after the update of step " << step;
   }
   // Gathered units, their shards, gradients of a unit that are packed or travel, activations: by
   // far not the model with its gradients, let alone its moments.
-  EXPECT_GT(stand_in::most_bytes - before, largest);
-  EXPECT_LT(stand_in::most_bytes - before, 2 * all);
+  EXPECT_GT(stand_in::counters().most_bytes - before, largest);
+  EXPECT_LT(stand_in::counters().most_bytes - before, 2 * all);
 }
 
 TEST(FullyShardOffloadRanks, AStepCopiesShardsTwiceAndGradientsBack) {
@@ -118,17 +107,18 @@ TEST(FullyShardOffloadRanks, AStepCopiesShardsTwiceAndGradientsBack) {
     for (int step = 0; step < 4; ++step) {
       const at::Tensor x = sharded_on(kDevice, draw, randn({4, 5}, at::kDouble), mesh);
       opt.zero_grad();
-      stand_in::copied_here = stand_in::copied_back = 0;
+      stand_in::counters().copied_here = stand_in::counters().copied_back = 0;
       loss_of(net->forward(x)).backward();
       // The unit that ends forward begins backward, and stays. Of a buffer a sixteenth may be
       // padding; a number is copied where it is used.
-      EXPECT_LE(stand_in::copied_here, (reshard ? 2 : 1) * mine * 17 / 16 + 16) << "step " << step;
-      EXPECT_GE(stand_in::copied_here, mine) << "step " << step;
-      EXPECT_EQ(stand_in::copied_back, mine) << "step " << step;
-      stand_in::copied_here = stand_in::copied_back = 0;
+      EXPECT_LE(stand_in::counters().copied_here, (reshard ? 2 : 1) * mine * 17 / 16 + 16)
+          << "step " << step;
+      EXPECT_GE(stand_in::counters().copied_here, mine) << "step " << step;
+      EXPECT_EQ(stand_in::counters().copied_back, mine) << "step " << step;
+      stand_in::counters().copied_here = stand_in::counters().copied_back = 0;
       opt.step();
-      EXPECT_EQ(stand_in::copied_here, 0) << "step " << step;
-      EXPECT_EQ(stand_in::copied_back, 0) << "step " << step;
+      EXPECT_EQ(stand_in::counters().copied_here, 0) << "step " << step;
+      EXPECT_EQ(stand_in::counters().copied_back, 0) << "step " << step;
     }
   }
 }
@@ -166,7 +156,6 @@ TEST(FullyShardOffloadRanks, GoesOnAfterAnErrorThatOneRankAloneSaw) {
         mesh.all().barrier();
       });
       mesh.all().barrier();
-      stand_in::serve(mesh);  // groups were made anew
     }
   }
 }
@@ -176,7 +165,7 @@ TEST(FullyShardOffloadRanks, NoSyncAccumulatesInHostMemory) {
   Net net = net_of({.tied = true}), expected = net_of({.tied = true});
   fully_shard(*net, mesh, offloaded());
   Draw draw(5);
-  const std::int64_t before = stand_in::bytes;
+  const std::int64_t before = stand_in::counters().bytes;
   for (int step = 0; step < 3; ++step) {
     for (int part = 0; part < 3; ++part) {
       const at::Tensor x = randn({4, 5}, at::kDouble);
@@ -185,7 +174,7 @@ TEST(FullyShardOffloadRanks, NoSyncAccumulatesInHostMemory) {
         const std::optional<NoSync> scope = part < 2 ? std::optional(no_sync(*net)) : std::nullopt;
         loss_of(net->forward(sharded_on(kDevice, draw, x, mesh))).backward();
       }
-      EXPECT_EQ(stand_in::bytes, before) << "step " << step << " part " << part;
+      EXPECT_EQ(stand_in::counters().bytes, before) << "step " << step << " part " << part;
       for (const at::Tensor& p : once(*net)) {
         if (!p.grad().defined()) continue;
         EXPECT_TRUE(to_local(p.grad()).is_cpu()) << "step " << step << " part " << part;
@@ -297,7 +286,7 @@ TEST(FullyShardOffloadRanks, AGroupWithoutABackendForTheDeviceIsRefused) {
   if (job().world_size() == 1) GTEST_SKIP() << "one rank needs no backend";
   // A group of its own, which does not serve the device.
   AxisGroupOptions own;
-  own[{0}].timeout = std::chrono::seconds(61);
+  own[{0}].backend = "gloo";
   const DeviceMesh mesh(Mesh({{"y", job().world_size()}}), job(), own);
   Net net = net_of({});
   EXPECT_THROW(fully_shard(*net, mesh, offloaded()), NotAvailable);
@@ -311,5 +300,7 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   const int result = RUN_ALL_TESTS();
   tessera::test::job().shutdown();
-  return result;
+  const std::string faults = tessera::test::stand_in::take_faults();
+  std::fputs(faults.c_str(), stderr);
+  return faults.empty() ? result : 1;
 }

@@ -235,7 +235,8 @@ void add_losses(Cases& c) {
        const at::Tensor weight = positive({k});
        return Instance{
            {random(scores), target}, [=](const Tensors& t) {
-             const at::Tensor w = weighted ? weight.to(t[0].scalar_type()) : at::Tensor();
+             const at::Tensor w =
+                 weighted ? weight.to(t[0].device(), t[0].scalar_type()) : at::Tensor();
              return Tensors{at::cross_entropy_loss(t[0], t[1], w, reduction, -100, smoothing)};
            }};
      }).real_only();

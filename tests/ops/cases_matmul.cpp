@@ -138,8 +138,9 @@ void add_products(Cases& c) {
            [](Draw& d) {
              const int b = d.between(1, 4), n = d.between(1, 4);
              return Instance{{random({b, n, n}), random({b, n, 2})}, [=](const Tensors& t) {
-                               const at::Tensor a = t[0].matmul(t[0].mT()) +
-                                                    at::eye(n, at::TensorOptions(at::kDouble));
+                               const at::Tensor a =
+                                   t[0].matmul(t[0].mT()) +
+                                   at::eye(n, at::TensorOptions(at::kDouble).device(t[0].device()));
                                return Tensors{at::linalg_cholesky(a), at::linalg_solve(a, t[1])};
                              }};
            })
@@ -148,11 +149,12 @@ void add_products(Cases& c) {
   c.custom("det and inverse",
            [](Draw& d) {
              const int b = d.between(1, 4), n = d.between(1, 4);
-             return Instance{{random({b, n, n})}, [=](const Tensors& t) {
-                               const at::Tensor a =
-                                   t[0] + 4 * at::eye(n, at::TensorOptions(at::kDouble));
-                               return Tensors{at::linalg_det(a), at::linalg_inv(a)};
-                             }};
+             return Instance{
+                 {random({b, n, n})}, [=](const Tensors& t) {
+                   const at::Tensor a =
+                       t[0] + 4 * at::eye(n, at::TensorOptions(at::kDouble).device(t[0].device()));
+                   return Tensors{at::linalg_det(a), at::linalg_inv(a)};
+                 }};
            })
       .double_only()
       .may_refuse();

@@ -76,7 +76,8 @@ at::Tensor weighted_sum(const Tensors& values, std::optional<at::ScalarType> wei
       w = at::complex(w, imaginary);
     }
     if (!v.requires_grad()) continue;
-    at::Tensor term = (v * w.to(weights.value_or(v.scalar_type())).to(v.scalar_type())).sum();
+    at::Tensor term =
+        (v * w.to(weights.value_or(v.scalar_type())).to(v.device(), v.scalar_type())).sum();
     if (term.is_complex()) term = at::real(term);
     loss = loss.defined() ? loss + term : term;
   }
@@ -188,7 +189,7 @@ std::string compare(const char* what, const Tensors& got, const Tensors& expecte
                     toString(expected[i].scalar_type()));
     double d = 0;
     if (finite_below && at::isFloatingType(expected[i].scalar_type())) {
-      const at::Tensor value = whole(got[i]), want = whole(expected[i]),
+      const at::Tensor value = whole(got[i]).cpu(), want = whole(expected[i]),
                        finite = want.abs() < *finite_below;
       if (!value.isfinite().logical_or(finite.logical_not()).all().item<bool>())
         return concat(what, " ", i, " is not finite where it should be");
@@ -199,13 +200,14 @@ std::string compare(const char* what, const Tensors& got, const Tensors& expecte
               ? difference(at::where(finite, value, want), want, floor)
               : difference(finite_where(value, finite), finite_where(want, finite), floor);
     } else {
-      d = difference(got[i], expected[i], floor);
+      d = difference(whole(got[i]).cpu(), expected[i], floor);
     }
     if (!(d <= tolerance)) {
       std::string values;
       if (expected[i].numel() <= 6) {
         std::ostringstream text;
-        text << ": " << whole(got[i]).flatten() << " instead of " << whole(expected[i]).flatten();
+        text << ": " << whole(got[i]).cpu().flatten() << " instead of "
+             << whole(expected[i]).flatten();
         values = text.str();
         std::replace(values.begin(), values.end(), '\n', ' ');
       }
@@ -237,6 +239,8 @@ Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
   Prepared p;
   p.instance = one.make(draw);
   p.type = draw_type(one, draw);
+  // The stand-in's kernels are those of the CPU, whose narrow statistics have other dtypes.
+  if (!mesh.manager().device().is_cpu()) p.type = at::kDouble;
   p.second = draw.chance(20) && p.type == at::kDouble && one.second;
   Draw other(number + 1);  // so that the other draws stay as they were
   if (hard == Hard::things) p.special = draw_special(one, p.instance.inputs, other);
@@ -269,8 +273,9 @@ Prepared prepare(const OperatorCase& one, Draw& draw, const DeviceMesh& mesh,
     p.plain.push_back(as_leaf(
         one.random ? distribute_tensor(copy(), ShardSpec::replicated(alone, value.sizes().vec()))
                    : copy()));
+    const at::Tensor there = copy().to(mesh.manager().device());
     p.sharded.push_back(
-        as_leaf(stays_plain && !one.random ? copy() : distribute_tensor(copy(), spec)));
+        as_leaf(stays_plain && !one.random ? there : distribute_tensor(there, spec)));
   }
   return p;
 }
@@ -297,7 +302,7 @@ std::string beside_double(const Prepared& p, std::uint64_t number, const Compare
     double most = 0;
     for (std::size_t i = 0; i < std::min(is.size(), should.size()); ++i) {
       if (is[i].defined() && should[i].defined() && at::isFloatingType(is[i].scalar_type()))
-        most = std::max(most, difference(whole(is[i]).to(at::kDouble), should[i], 0));
+        most = std::max(most, difference(whole(is[i]).to(at::kCPU, at::kDouble), should[i], 0));
     }
     return most;
   };

@@ -8,6 +8,7 @@
 //   test_ops_property --special                                  NaN, ties, `out=`, ... in all
 //   test_ops_property --ordinary                                 in none, not in every second case
 //   test_ops_property --hoard                                    aliases kept, calls compared
+//   test_ops_property --device=7                                 on the stand-in device, its seed
 //   tessera run -n 2 -- test_ops_property --processes --draws=1  every rank a process;
 //     --backend=mpi under MPI's own launcher
 
@@ -15,6 +16,7 @@
 #include <iostream>
 
 #include "property.h"
+#include "transport.h"
 
 namespace tessera::test {
 
@@ -27,12 +29,13 @@ struct Options {
 #else
   int draws = 8;
 #endif
-  int draw = -1;           // this one alone
-  int ranks = 0;           // these alone
-  bool processes = false;  // every rank is one
-  bool special = false;    // every case may be about what is hard
-  bool ordinary = false;   // none is
-  bool hoard = false;      // ranks keep aliases, and every call is compared
+  int draw = -1;                        // this one alone
+  int ranks = 0;                        // these alone
+  bool processes = false;               // every rank is one
+  bool special = false;                 // every case may be about what is hard
+  bool ordinary = false;                // none is
+  bool hoard = false;                   // ranks keep aliases, and every call is compared
+  std::optional<std::uint64_t> device;  // every rank on one that stands in, by this seed
   std::string only, backend;
 };
 Options options;
@@ -131,12 +134,21 @@ void prepare(DistributedManager& manager) {
   set_policies(manager, {.redistribution = Policy::allow});
 }
 
+// On the device of the rank, if one is to stand in.
+void on_ranks(int ranks, const std::function<void(DistributedManager&)>& body) {
+  if (options.device)
+    stand_in::on_devices(ranks, body);
+  else
+    run_threads(ranks, body, {.timeout = std::chrono::seconds(60)});
+}
+
 class Operators : public ::testing::TestWithParam<int> {};
 
 TEST_P(Operators, GiveWhatOneProcessGives) {
   const int ranks = GetParam();
   if (options.ranks && options.ranks != ranks)
     GTEST_SKIP() << "not for " << options.ranks << " ranks";
+  if (options.device && ranks > stand_in::kDevices) GTEST_SKIP() << "there are four devices";
   // More ranks than processors: fewer draws of each operator.
   const auto all = tasks(ranks > 4 ? (options.draws + 1) / 2 : options.draws);
   ASSERT_FALSE(all.empty()) << "no operator is called '" << options.only << "'";
@@ -144,18 +156,15 @@ TEST_P(Operators, GiveWhatOneProcessGives) {
   for (std::size_t next = 0; next < all.size();) {
     std::vector<Outcome> outcomes;
     try {
-      run_threads(ranks,
-                  [&](DistributedManager& manager) {
-                    prepare(manager);
-                    for (std::size_t i = next; i < all.size(); ++i) {
-                      Outcome o =
-                          run_case(*all[i].one,
-                                   case_number(options.seed, all[i].one->name, ranks, all[i].draw),
-                                   manager, hard(all[i].draw), options.hoard);
-                      if (manager.rank() == 0) outcomes.push_back(std::move(o));
-                    }
-                  },
-                  {.timeout = std::chrono::seconds(60)});
+      on_ranks(ranks, [&](DistributedManager& manager) {
+        prepare(manager);
+        for (std::size_t i = next; i < all.size(); ++i) {
+          Outcome o =
+              run_case(*all[i].one, case_number(options.seed, all[i].one->name, ranks, all[i].draw),
+                       manager, hard(all[i].draw), options.hoard);
+          if (manager.rank() == 0) outcomes.push_back(std::move(o));
+        }
+      });
     } catch (const std::exception& e) {
       // The groups of that run are gone: this case is wrong, the others go on in a new run.
       outcomes.push_back({Outcome::Kind::failed, concat("the ranks did not stay together: ",
@@ -168,6 +177,7 @@ TEST_P(Operators, GiveWhatOneProcessGives) {
   }
   report.print(ranks);
   EXPECT_EQ(report.wrong(), "");
+  EXPECT_EQ(stand_in::take_faults(), "");
 }
 
 // Eight ranks: meshes of three axes, of which each has two.
@@ -229,6 +239,9 @@ int run(int argc, char** argv) {
       options.ordinary = true;
     } else if (argument == "--hoard") {
       options.hoard = true;
+    } else if (take(argument, "device", value)) {
+      options.device = number<std::uint64_t>(value);
+      stand_in::reseed(*options.device);
     } else if (take(argument, "ranks", value)) {
       options.ranks = number<int>(value);
     } else if (!take(argument, "operator", options.only) &&

@@ -317,7 +317,10 @@ void GradientReducer::State::start(Bucket& bucket) {
     if (!mine.defined()) pending[slot.parameter] = false;
     used[s] = pending[slot.parameter] ? 1.0f : 0.0f;
   }
-  bucket.flat.narrow(0, bucket.numel, slots).copy_(at::tensor(used));
+  // Filled where they lie: a copy of host memory would make the host wait for the device.
+  const at::Tensor flags = bucket.flat.narrow(0, bucket.numel, slots).fill_(1);
+  for (std::int64_t s = 0; s < slots; ++s)
+    if (used[static_cast<std::size_t>(s)] == 0) flags.narrow(0, s, 1).zero_();
   bucket.started = true;
   bucket.request = bucket.group.started().all_reduce(bucket.flat, bucket.op, {.name = "gradients"});
 }

@@ -138,7 +138,7 @@ class KnownGradients {
 // The gradient of a parameter that lies in host memory, there too, once it is complete.
 at::Tensor beside(const ShardMeta& parameter, at::Tensor local) {
   if (!in_host_memory(parameter) || local.is_cpu()) return local;
-  return to_host(local, parameter.layout->device.is_cuda() && parameter.local.is_pinned());
+  return to_host(local, parameter.local.is_pinned());
 }
 
 class ParameterAccess final : public GradientAccess {

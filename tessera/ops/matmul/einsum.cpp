@@ -39,7 +39,8 @@ bool contractible(at::ArrayRef<at::Tensor> tensors) {
     const ShardMeta* meta = meta_of(t);
     if (!meta) continue;
     if (casts_parameters(*meta) ||
-        at::autocast::is_autocast_enabled(meta->layout->device.is_cuda() ? at::kCUDA : at::kCPU))
+        at::autocast::is_autocast_enabled(
+            meta->layout->device.is_meta() ? at::kCPU : meta->layout->device.type()))
       return false;
     sharded |= meta->spec().has_shard();
   }

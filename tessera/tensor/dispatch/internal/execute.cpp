@@ -36,7 +36,7 @@ std::uint64_t call_site() {
 
 bool runs_composed(const OpInfo& info, const Scan& scan, PlanCache& cache) {
   const Layout& first = *scan.first->layout;
-  const at::DeviceType device = first.device.is_cuda() ? at::kCUDA : at::kCPU;
+  const at::DeviceType device = first.device.is_meta() ? at::kCPU : first.device.type();
   if (scan.replicated || !at::autocast::is_autocast_enabled(device)) return false;
   std::optional<bool>& composed = cache.of(info).composed;
   if (!composed) {
@@ -50,9 +50,10 @@ bool runs_composed(const OpInfo& info, const Scan& scan, PlanCache& cache) {
 void run_composed(const OpInfo& info, const Scan& scan, torch::jit::Stack* stack) {
   const LayoutPtr first = scan.first->layout;  // the arguments leave the stack
   const BelowAutogradGuard guard;
-  info.op.redispatchBoxed(
-      c10::DispatchKeySet(first->device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
-      stack);
+  const auto backend = first->device.is_meta()
+                           ? c10::DispatchKey::CPU
+                           : c10::computeDispatchKey(at::kFloat, at::kStrided, first->device);
+  info.op.redispatchBoxed(c10::DispatchKeySet(backend), stack);
   // Of tensors without elements a kernel may make its result by itself.
   for (std::size_t i = stack->size() - info.returns.size(); i < stack->size(); ++i) {
     c10::IValue& v = (*stack)[i];

@@ -129,10 +129,11 @@ struct ShardImpl final : c10::TensorImpl {
 c10::DispatchKeySet keys_for(c10::Device device) {
   // The inner backend's key stays in the set: set_data() swaps between dense tensors only, and
   // autocast reads it. PrivateUse2 has the higher priority.
-  const auto backend = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  const auto autocast =
-      device.is_cuda() ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
-  return c10::DispatchKeySet({backend, kShardKey, autocast});
+  // A meta tensor counts as one of the CPU, which it becomes.
+  const auto backend = device.is_meta() ? c10::DispatchKey::CPU
+                                        : c10::computeDispatchKey(at::kFloat, at::kStrided, device);
+  return c10::DispatchKeySet({backend, kShardKey}) |
+         c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(backend));
 }
 
 // Dims from the slowest to the fastest.

@@ -1,0 +1,595 @@
+// What libtorch calls of the stand-in device: its guard and hooks, what makes and copies tensors,
+// and for every other operator the kernel of the CPU, in a task.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/HPUHooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine.h"
+#include "tessera/base/text.h"
+
+namespace tessera::test::stand_in {
+namespace {
+
+constexpr auto kKey = c10::DispatchKey::HPU;
+using Stack = torch::jit::Stack;
+
+int index_of(c10::Device d) { return d.has_index() ? d.index() : current_device(); }
+int index_of(const at::Tensor& t) { return t.device().index(); }
+
+void host_waits(const MarkPtr& mark) {
+  ++counters().waits;
+  wait_for(mark);
+}
+
+struct Event {
+  MarkPtr mark;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice.type(); }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    return device(std::exchange(current_device(), static_cast<int>(d.index())));
+  }
+  c10::Device getDevice() const override { return device(current_device()); }
+  void setDevice(c10::Device d) const override { current_device() = index_of(d); }
+  void uncheckedSetDevice(c10::Device d) const noexcept override {
+    if (d.has_index()) current_device() = d.index();
+  }
+  c10::Stream getStream(c10::Device d) const override {
+    return stream(d, current_stream(index_of(d)));
+  }
+  c10::Stream getDefaultStream(c10::Device d) const override { return stream(d, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override {
+    Engine& engine = Engine::get();
+    const std::lock_guard lock(engine.mutex);
+    return stream(d, 1 + engine.devices[index_of(d)].next_pool++ % (kPool - 1));
+  }
+  c10::Stream getNewStream(c10::Device d, int) const override {
+    return getStreamFromGlobalPool(d, false);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    auto& now = current_streams()[next.device_index()];
+    return stream(next.device(), std::exchange(now, next.id()));
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  void record(void** event, const c10::Stream& on, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    static_cast<Event*>(*event)->mark =
+        post(on.device_index(), on.id(), "an event", {}, [] { return true; });
+  }
+  void block(void* event, const c10::Stream& waits) const override {
+    if (event) stand_in::block(waits.device_index(), waits.id(), static_cast<Event*>(event)->mark);
+  }
+  bool queryEvent(void* event) const override {
+    const auto* one = static_cast<Event*>(event);
+    return !one || !one->mark || one->mark->done;
+  }
+  void synchronizeEvent(void* event) const override {
+    const auto* one = static_cast<Event*>(event);
+    if (one && one->mark) host_waits(one->mark);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  bool queryStream(const c10::Stream& s) const override {
+    Engine& engine = Engine::get();
+    const std::lock_guard lock(engine.mutex);
+    return engine.devices[s.device_index()].queues[s.id()].empty();
+  }
+  void synchronizeStream(const c10::Stream& s) const override {
+    host_waits(post(s.device_index(), s.id(), "a wait", {}, [] { return true; }));
+  }
+  void synchronizeDevice(const c10::DeviceIndex d) const override {
+    for (int s = 0; s < kStreams; ++s) synchronizeStream(stream(device(d), s));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    Engine::get().record(data.get(), s.id());
+  }
+
+ private:
+  static c10::Stream stream(c10::Device d, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, device(index_of(d)), id);
+  }
+};
+C10_REGISTER_GUARD_IMPL(HPU, Guard)
+
+struct HPUHooks final : at::HPUHooksInterface {
+  explicit HPUHooks(at::HPUHooksArgs) {}
+  void init() const override {}
+  // libtorch knows one kind of accelerator at a time.
+  bool hasHPU() const override { return !at::hasCUDA(); }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(current_device());
+  }
+  void setCurrentDevice(c10::DeviceIndex d) const override { current_device() = d; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
+    return static_cast<c10::DeviceIndex>(std::exchange(current_device(), static_cast<int>(d)));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
+    return exchangeDevice(d);
+  }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
+  at::Device getDeviceFromPtr(void* data) const override {
+    Engine& engine = Engine::get();
+    const std::lock_guard lock(engine.mutex);
+    const Block* block = engine.block_of(data);
+    TORCH_CHECK(block, "memory that is not the stand-in device's");
+    return device(block->device);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override {
+    static std::array<at::Generator, kDevices> all{
+        at::detail::createCPUGenerator(), at::detail::createCPUGenerator(),
+        at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
+    return all[static_cast<std::size_t>(d < 0 ? current_device() : d)];
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::detail::createCPUGenerator();
+  }
+};
+
+const bool registered = [] {
+  at::HPUHooksRegistry()->Register(
+      "HPUHooks", [](at::HPUHooksArgs args) -> std::unique_ptr<at::HPUHooksInterface> {
+        return std::make_unique<HPUHooks>(args);
+      });
+  return true;
+}();
+
+struct OnDevice {
+  explicit OnDevice(int index) : before(std::exchange(current_device(), index)) {}
+  ~OnDevice() { current_device() = before; }
+  int before;
+};
+
+at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                         std::optional<at::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<c10::Device> on, std::optional<bool>) {
+  const OnDevice guard(index_of(on.value_or(device(current_device()))));
+  return at::detail::empty_strided_generic(sizes, strides, &memory(), c10::DispatchKeySet(kKey),
+                                           dtype.value_or(at::kFloat));
+}
+at::Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
+                 std::optional<c10::Layout>, std::optional<c10::Device> on, std::optional<bool>,
+                 std::optional<c10::MemoryFormat> format) {
+  const OnDevice guard(index_of(on.value_or(device(current_device()))));
+  return at::detail::empty_generic(sizes, &memory(), c10::DispatchKeySet(kKey),
+                                   dtype.value_or(at::kFloat), format);
+}
+
+// Posts to the tensor's device, on the current stream.
+MarkPtr post_here(int index, const char* what, const std::vector<Use>& uses,
+                  std::function<void()> task) {
+  return post(index, current_stream(index), what, uses, [task = std::move(task)] {
+    task();
+    return true;
+  });
+}
+
+void copy_between(const at::Tensor& self, const at::Tensor& from) {
+  const int to = index_of(self), of = index_of(from);
+  const auto meet = [](int first, int then) {
+    block(then, current_stream(then), post_here(first, "a meeting", {}, [] {}));
+  };
+  if (to != of) meet(of, to);
+  post_here(to, "copy_", {use(from, false), use(self, true)},
+            [a = over(self), b = over(from)] { a.copy_(b); });
+  if (to != of) meet(to, of);
+}
+
+void copy_here(const at::Tensor& self, const at::Tensor& from, bool non_blocking) {
+  const int to = index_of(self);
+  ++(current_stream(to) == 0 ? counters().copies_in_place : counters().copies_aside);
+  counters().copied_here += static_cast<std::int64_t>(self.numel() * from.element_size());
+  auto held = hold_pinned(from.const_data_ptr());
+  const bool late = non_blocking && held;
+  if (non_blocking && !held && from.numel() > 0) ++counters().unpinned;
+  // What is not pinned is copied aside before the call returns.
+  const at::Tensor source = late || !non_blocking
+                                ? at::from_blob(const_cast<void*>(from.const_data_ptr()),
+                                                from.sizes(), from.strides(), from.options())
+                                : from.clone();
+  if (from.is_conj()) source._set_conj(true);
+  if (from.is_neg()) source._set_neg(true);
+  const MarkPtr mark = post_here(to, "copy_", {use(self, true)},
+                                 [a = over(self), source, held] { a.copy_(source); });
+  if (!non_blocking) host_waits(mark);
+}
+
+void copy_back(const at::Tensor& self, const at::Tensor& from, bool non_blocking) {
+  counters().copied_back += static_cast<std::int64_t>(self.numel() * from.element_size());
+  auto held = hold_pinned(self.const_data_ptr());
+  if (non_blocking && !held && self.numel() > 0) ++counters().unpinned;
+  const at::Tensor target = at::from_blob(self.mutable_data_ptr(), self.sizes(), self.strides(),
+                                          self.options().pinned_memory(false));
+  // What the host reads too early is not what it gets.
+  if (non_blocking && held && self.is_non_overlapping_and_dense())
+    std::memset(target.mutable_data_ptr(), 0xff, target.nbytes());
+  const MarkPtr mark = post_here(index_of(from), "copy_", {use(from, false)},
+                                 [target, b = over(from), held] { target.copy_(b); });
+  if (!non_blocking || !held) host_waits(mark);
+}
+
+at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
+  if (self.numel() == 0) return self;
+  if (is_here(self) && is_here(from)) {
+    copy_between(self, from);
+  } else if (is_here(self)) {
+    copy_here(self, from, non_blocking);
+  } else {
+    copy_back(self, from, non_blocking);
+  }
+  return self;
+}
+
+at::Scalar item(const at::Tensor& self) {
+  at::Tensor value = at::empty({}, at::TensorOptions(self.scalar_type()));
+  host_waits(post_here(index_of(self), "item", {use(self, false)},
+                       [value, t = over(self)] { value.copy_(t.reshape({})); }));
+  return value.item();
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage, std::int64_t offset,
+                        c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return self;
+}
+
+// Memory of its own if what is there is too small; then what was there comes along.
+void resize_to(const at::Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  const std::size_t needed = at::detail::computeStorageNbytes(sizes, strides, self.element_size());
+  auto* impl = self.unsafeGetTensorImpl();
+  const auto offset = static_cast<std::size_t>(self.storage_offset()) * self.element_size();
+  if (needed > 0 && needed + offset > self.storage().nbytes()) {
+    const at::Tensor more =
+        empty_strided(sizes, strides, self.scalar_type(), {}, self.device(), {});
+    if (self.numel() > 0) {
+      const auto n = std::min<std::int64_t>(self.numel(), more.numel());
+      copy_between(more.as_strided({n}, {1}), self.as_strided({n}, {1}));
+    }
+    // The storage stays the same object: aliases of it grow too.
+    at::Storage storage = more.storage();
+    const auto bytes = storage.nbytes();
+    self.storage().set_data_ptr_noswap(storage.set_data_ptr(c10::DataPtr(nullptr, self.device())));
+    self.storage().set_nbytes(bytes);
+    impl->set_sizes_and_strides(sizes, strides, 0);
+    return;
+  }
+  impl->set_sizes_and_strides(sizes, strides);
+}
+const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef sizes,
+                         std::optional<c10::MemoryFormat> format) {
+  if (self.sizes() == sizes && !format) return self;
+  const at::Tensor like = at::empty(sizes, at::TensorOptions(at::kMeta).dtype(self.scalar_type()),
+                                    format.value_or(at::MemoryFormat::Contiguous));
+  resize_to(self, sizes, like.strides());
+  return self;
+}
+
+void record_stream(at::Tensor& self, at::Stream s) {
+  Guard().recordDataPtrOnStream(self.storage().data_ptr(), s);
+}
+
+// ---- every other operator ----
+
+using Change = std::function<at::Tensor(const at::Tensor&)>;
+
+c10::IValue changed(const c10::IValue& v, const Change& change) {
+  if (v.isTensor()) return v.toTensor().defined() ? change(v.toTensor()) : v;
+  if (v.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& t : v.toTensorVector()) list.push_back(t.defined() ? change(t) : t);
+    return list;
+  }
+  if (v.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& t : v.toOptionalTensorVector())
+      list.push_back(t && t->defined() ? std::optional(change(*t)) : t);
+    return list;
+  }
+  return v.isDevice() ? c10::IValue(c10::Device(c10::kCPU)) : v;
+}
+
+void each(const c10::IValue& v, const std::function<void(const at::Tensor&)>& visit) {
+  changed(v, [&](const at::Tensor& t) {
+    visit(t);
+    return t;
+  });
+}
+
+// A tensor of the CPU of the same size and strides, in which every element is zero.
+at::Tensor zeros_like(const at::Tensor& t) {
+  if (!is_here(t)) return t;
+  const auto elements = static_cast<std::int64_t>(
+      at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size()) /
+      t.element_size());
+  at::Tensor same =
+      at::zeros({elements}, at::TensorOptions(t.scalar_type())).as_strided(t.sizes(), t.strides());
+  if (t.unsafeGetTensorImpl()->is_wrapped_number())
+    same.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return same;
+}
+
+// One call of an operator.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, Stack* stack) : op_(op), schema_(op.schema()), stack_(stack) {
+    const auto n = static_cast<std::ptrdiff_t>(schema_.arguments().size());
+    given_.assign(stack->end() - n, stack->end());
+    stack->erase(stack->end() - n, stack->end());
+    for (const c10::IValue& v : given_) {
+      each(v, [&](const at::Tensor& t) {
+        if (is_here(t) && device_ < 0) device_ = index_of(t);
+      });
+      if (v.isDevice() && device_ < 0) device_ = index_of(v.toDevice());
+    }
+    if (device_ < 0) device_ = current_device();
+    for (std::size_t i = 0; i < given_.size(); ++i) given_[i] = checked(given_[i]);
+  }
+
+  void make() {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const OnDevice guard(device_);
+    if (waits()) return make_now(/*foreseen=*/true);
+    Stack made;
+    for (std::size_t i = 0; i < given_.size(); ++i)
+      made.push_back(is_out(i) ? c10::IValue(apart(i)) : changed(given_[i], zeros_like));
+    const std::vector<c10::IValue> dummies(made.begin(), made.end());
+    try {
+      op_.callBoxed(&made);
+    } catch (const std::exception&) {
+      return make_now(/*foreseen=*/false);
+    }
+    follow_sizes(dummies);
+    make_late(made);
+  }
+
+ private:
+  // A number may be on the CPU, and so may indices.
+  c10::IValue checked(const c10::IValue& v) const {
+    if (!v.isTensor() && !v.isTensorList() && !v.isOptionalTensorList()) return v;
+    const bool indexes = schema_.name().find("index") != std::string::npos;
+    return changed(v, [&](const at::Tensor& t) {
+      if (is_here(t)) {
+        TORCH_CHECK(index_of(t) == device_, schema_.name(),
+                    ": expected all tensors to be on one device, and found ", device(device_),
+                    " and ", t.device());
+        return t;
+      }
+      if (t.dim() == 0) {
+        const at::Tensor own = t.clone();
+        if (t.unsafeGetTensorImpl()->is_wrapped_number())
+          own.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return own;
+      }
+      TORCH_CHECK(indexes && !v.isTensor(), schema_.name(),
+                  ": expected all tensors to be on one device, and one is on the CPU");
+      return t.to(device(device_));
+    });
+  }
+
+  // Whether the host must know what the device has computed: sizes that follow from values, results
+  // that are no tensors, and random numbers, which are drawn in the order of the calls.
+  bool waits() const {
+    static const std::set<std::string> by_values{"nonzero",
+                                                 "masked_select",
+                                                 "_unique2",
+                                                 "unique_dim",
+                                                 "_unique",
+                                                 "unique_consecutive",
+                                                 "unique_dim_consecutive",
+                                                 "repeat_interleave",
+                                                 "bincount",
+                                                 "nonzero_out",
+                                                 "_ctc_loss",
+                                                 "linalg_lstsq",
+                                                 "_embedding_bag"};
+    std::string name = schema_.name();
+    name = name.substr(name.rfind(':') + 1);
+    if (by_values.contains(name) || no_tensor()) return true;
+    // A mask among indices.
+    bool masks = false;
+    for (const c10::IValue& v : given_)
+      if (v.isOptionalTensorList() || (name == "index" && v.isTensorList()))
+        each(v, [&](const at::Tensor& t) {
+          masks |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+        });
+    return masks;
+  }
+  bool no_tensor() const {
+    return std::any_of(schema_.returns().begin(), schema_.returns().end(), [](const auto& r) {
+      return r.type()->kind() != c10::TypeKind::TensorType &&
+             r.type()->kind() != c10::TypeKind::ListType;
+    });
+  }
+
+  bool written(std::size_t i) const {
+    const auto* alias = schema_.arguments()[i].alias_info();
+    return alias && alias->isWrite();
+  }
+
+  std::vector<Use> uses() const {
+    std::vector<Use> all;
+    for (std::size_t i = 0; i < given_.size(); ++i)
+      each(given_[i], [&](const at::Tensor& t) {
+        if (is_here(t)) all.push_back(use(t, written(i)));
+      });
+    return all;
+  }
+  Stack arguments() const {
+    Stack all;
+    for (const c10::IValue& v : given_) all.push_back(changed(v, over));
+    return all;
+  }
+
+  // Results that are given, and tensors that change their size, get the size that the dummies have.
+  void follow_sizes(const std::vector<c10::IValue>& dummies) const {
+    for (std::size_t i = 0; i < given_.size(); ++i) {
+      if (!written(i)) continue;
+      std::vector<at::Tensor> now;
+      each(dummies[i], [&](const at::Tensor& t) { now.push_back(t); });
+      std::size_t k = 0;
+      each(given_[i], [&](const at::Tensor& t) {
+        const at::Tensor& dummy = now[k++];
+        if (is_here(t) && dummy.sizes() != t.sizes()) resize_to(t, dummy.sizes(), dummy.strides());
+      });
+    }
+  }
+
+  static at::Tensor fresh(const at::Tensor& like) {
+    if (!like.defined()) return like;
+    return empty_strided(like.sizes(), like.strides(), like.scalar_type(), {},
+                         device(current_device()), {});
+  }
+
+  // The value that a return aliases; null: it is new.
+  const c10::IValue* aliased(std::size_t r) const {
+    const auto* alias = schema_.returns()[r].alias_info();
+    if (!alias) return nullptr;
+    TORCH_CHECK(alias->isWrite(), schema_.name(), " makes a view");
+    for (std::size_t i = 0; i < given_.size(); ++i) {
+      const auto* of = schema_.arguments()[i].alias_info();
+      if (of && of->beforeSets() == alias->beforeSets()) return &given_[i];
+    }
+    return nullptr;
+  }
+
+  void make_late(const Stack& made) {
+    std::vector<Use> all = uses();
+    Stack stack = arguments();
+    std::vector<std::vector<at::Tensor>> targets;
+    for (std::size_t r = 0; r < schema_.returns().size(); ++r) {
+      auto& own = targets.emplace_back();
+      if (const c10::IValue* same = aliased(r)) {
+        stack_->push_back(*same);
+        const auto i = static_cast<std::size_t>(same - given_.data());
+        if (!is_out(i)) continue;
+        own.push_back(over(same->toTensor()));
+        stack[i] = apart(i);
+        continue;
+      }
+      stack_->push_back(changed(made[r], [&](const at::Tensor& like) {
+        const at::Tensor t = fresh(like);
+        own.push_back(over(t));
+        all.push_back(use(t, true));
+        return t;
+      }));
+    }
+    post_here(device_, schema_.name().c_str(), all,
+              [op = op_, stack = std::move(stack), targets = std::move(targets)]() mutable {
+                op.callBoxed(&stack);
+                for (std::size_t r = 0; r < targets.size(); ++r) {
+                  std::size_t k = 0;
+                  if (targets[r].empty()) continue;
+                  each(stack[r], [&](const at::Tensor& t) { targets[r][k++].copy_(t); });
+                }
+              });
+  }
+
+  // Results that are given may have to get another size: they are made apart.
+  bool is_out(std::size_t i) const {
+    return written(i) && schema_.arguments()[i].kwarg_only() && given_[i].isTensor() &&
+           is_here(given_[i].toTensor());
+  }
+  at::Tensor apart(std::size_t i) const {
+    return at::empty({0}, at::TensorOptions(given_[i].toTensor().scalar_type()));
+  }
+  at::Tensor settle(const at::Tensor& made, at::Tensor to) const {
+    if (!to.defined()) to = fresh(made);
+    if (to.sizes() != made.sizes()) resize_to(to, made.sizes(), made.strides());
+    post_here(device_, schema_.name().c_str(), {use(to, true)},
+              [made, target = over(to)] { target.copy_(made); });
+    return to;
+  }
+
+  void make_now(bool foreseen) {
+    const auto stack = std::make_shared<Stack>(arguments());
+    for (std::size_t i = 0; i < given_.size(); ++i)
+      if (is_out(i)) (*stack)[i] = apart(i);
+    std::exception_ptr error;
+    const MarkPtr mark =
+        post_here(device_, schema_.name().c_str(), uses(), [&error, op = op_, stack] {
+          try {
+            op.callBoxed(stack.get());
+          } catch (...) {
+            error = std::current_exception();
+          }
+        });
+    ++(foreseen ? counters().waits : counters().own_waits);
+    wait_for(mark);
+    if (error) std::rethrow_exception(error);
+    for (std::size_t r = 0; r < schema_.returns().size(); ++r) {
+      const c10::IValue* same = aliased(r);
+      const bool apart = same && is_out(static_cast<std::size_t>(same - given_.data()));
+      if (same && !apart) {
+        stack_->push_back(*same);
+        continue;
+      }
+      stack_->push_back(changed((*stack)[r], [&](const at::Tensor& made) {
+        return made.defined() ? settle(made, apart ? same->toTensor() : at::Tensor()) : made;
+      }));
+    }
+  }
+
+  c10::OperatorHandle op_;
+  const c10::FunctionSchema& schema_;
+  Stack* stack_;
+  std::vector<c10::IValue> given_;
+  int device_ = -1;
+};
+
+void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).make(); }
+
+// Attention by its definition.
+std::int64_t attention_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                              const std::optional<at::Tensor>&, double, bool, std::optional<double>,
+                              bool) {
+  return 0;
+}
+
+TORCH_LIBRARY_IMPL(_, HPU, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(aten, HPU, m) {
+  // Of others libtorch's own are for devices with a convolution of their own.
+  for (const char* name : {"convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("copy_", &copy);
+  m.impl("_local_scalar_dense", &item);
+  m.impl("_fused_sdp_choice", &attention_choice);
+  m.impl("resize_", &resize);
+  m.impl("record_stream", &record_stream);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", &at::native::view);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+}
+
+}  // namespace
+}  // namespace tessera::test::stand_in
