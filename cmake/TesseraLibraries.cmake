@@ -57,6 +57,9 @@ if(TARGET tessera_config)
   add_library(Tessera::config ALIAS tessera_config_library)
 endif()
 
+if(NOT TARGET tessera_comm)
+  return() # TESSERA_UP_TO names a room without libtorch
+endif()
 tessera_library(tessera_library ROOMS ${TESSERA_TORCH_ROOMS} LINK tessera_base_library tessera_torch)
 set_target_properties(tessera_library PROPERTIES OUTPUT_NAME tessera EXPORT_NAME tessera)
 add_library(Tessera::tessera ALIAS tessera_library)
