@@ -18,6 +18,7 @@
 #include "tessera/gradient/step_weight.h"
 #include "tessera/nn/clip.h"
 #include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/nn/experts.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -55,6 +56,15 @@ struct PyDataParallel : torch::CustomClassHolder {
   std::shared_ptr<torch::nn::Module> module;
   detail::DataParallelEngine engine;
 };
+/// Which tokens go to which experts.
+struct PyRouting : torch::CustomClassHolder {
+  PyRouting(const at::Tensor& probabilities, std::int64_t chosen, double capacity, bool normalized,
+            const std::string& axis, const Numbers& sizes)
+      : routing(probabilities, {chosen, capacity, normalized, axis, sizes}) {}
+  Routing routing;
+};
+using RoutingPtr = c10::intrusive_ptr<PyRouting>;
+
 using DataParallelPtr = c10::intrusive_ptr<PyDataParallel>;
 
 struct PyStepWeight : torch::CustomClassHolder {
@@ -126,7 +136,30 @@ double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, do
 
 }  // namespace
 
+namespace {
+
+void register_experts(Library& library) {
+  library.class_<PyRouting>("Routing")
+      .def(torch::init<const at::Tensor&, std::int64_t, double, bool, const std::string&,
+                       const Numbers&>())
+      .def("to_experts",
+           [](const RoutingPtr& self, const at::Tensor& t) { return self->routing.to_experts(t); })
+      .def("to_tokens",
+           [](const RoutingPtr& self, const at::Tensor& t) { return self->routing.to_tokens(t); })
+      .def("balance", [](const RoutingPtr& self) { return self->routing.balance(); })
+      .def("counts", [](const RoutingPtr& self) { return self->routing.counts(); })
+      .def("chosen", [](const RoutingPtr& self) { return self->routing.chosen(); })
+      .def("left_out", [](const RoutingPtr& self) { return self->routing.left_out(); });
+  library.def("grouped_product",
+              [](const at::Tensor& rows, const at::Tensor& weights, const RoutingPtr& routing) {
+                return grouped_product(rows, weights, routing->routing);
+              });
+}
+
+}  // namespace
+
 void register_nn(Library& library) {
+  register_experts(library);
   register_modules(library);
   library.class_<PyDataParallel>("DistributedDataParallel")
       .def(torch::init<const ModuleTreePtr&, const GroupPtr&, const std::string&, double, bool,

@@ -99,6 +99,10 @@ from tessera._errors import (
     ViewMismatch,
     WorldSizeMismatch,
 )
+from tessera._experts import (
+    Routing,
+    grouped_product,
+)
 from tessera._foreign_files import dcp_state
 from tessera._ghost import (
     GhostPlan,
@@ -315,6 +319,7 @@ __all__ = [
     "Replicate",
     "Report",
     "Request",
+    "Routing",
     "RuleCall",
     "RuleError",
     "RuleTensor",
@@ -387,6 +392,7 @@ __all__ = [
     "group_names",
     "group_rank",
     "group_size",
+    "grouped_product",
     "halo_exchange",
     "init",
     "is_deferred",

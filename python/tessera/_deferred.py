@@ -86,7 +86,7 @@ def fill_deferred(module, saved, names=(), *, convert=False, allow_missing=False
     >>> with ts.deferred():
     ...     layer = nn.Linear(8, 64)
     >>> ts.fill_deferred(layer, "model", {"*": "model.up.*"})
-    >>> float(ts.full_tensor(ts.distribute_module(layer, mesh, lambda name, t: [ts.Shard(0)]).weight).sum())
+    >>> float(ts.full_tensor(ts.distribute_module(layer, mesh, lambda name, t: [ts.Shard(0)]).weight.detach()).sum())
     512.0
     """
     from tessera._checkpoint import CheckpointReader

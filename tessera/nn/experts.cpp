@@ -1,7 +1,6 @@
 #include "tessera/nn/experts.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_softmax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/linear.h>
@@ -62,11 +61,14 @@ struct GroupedOuter : torch::autograd::Function<GroupedOuter> {
     ctx->save_for_backward({x, y});
     ctx->set_materialize_grads(false);
     detail::carry(ctx, routes, "routes");
-    at::Tensor made = at::zeros(
-        {static_cast<std::int64_t>(routes->mine.size()), x.size(1), y.size(1)}, x.options());
-    each_expert(*routes, [&](std::int64_t e, std::int64_t begin, std::int64_t rows) {
-      at::Tensor one = made.select(0, e);
-      at::mm_out(one, x.narrow(0, begin, rows).t(), y.narrow(0, begin, rows));
+    const at::Tensor made = routes->told("grouped_product", [&] {
+      at::Tensor all = at::zeros(
+          {static_cast<std::int64_t>(routes->mine.size()), x.size(1), y.size(1)}, x.options());
+      each_expert(*routes, [&](std::int64_t e, std::int64_t begin, std::int64_t rows) {
+        at::Tensor one = all.select(0, e);
+        at::mm_out(one, x.narrow(0, begin, rows).t(), y.narrow(0, begin, rows));
+      });
+      return all;
     });
     if (!routes->rows) return made;
     return from_local(made, routes->weights({experts, x.size(1), y.size(1)}, true));
@@ -80,13 +82,15 @@ struct GroupedProduct : torch::autograd::Function<GroupedProduct> {
     ctx->save_for_backward({x, weights});
     ctx->set_materialize_grads(false);
     detail::carry(ctx, routes, "routes");
-    const at::Tensor local = local_weights(weights, *routes, x.device());
-    at::Tensor made = at::empty({x.size(0), weights.size(2)}, x.options());
-    each_expert(*routes, [&](std::int64_t e, std::int64_t begin, std::int64_t rows) {
-      at::Tensor part = made.narrow(0, begin, rows);
-      at::mm_out(part, x.narrow(0, begin, rows), local.select(0, e));
+    return routes->told("grouped_product", [&] {
+      const at::Tensor local = local_weights(weights, *routes, x.device());
+      at::Tensor made = at::empty({x.size(0), weights.size(2)}, x.options());
+      each_expert(*routes, [&](std::int64_t e, std::int64_t begin, std::int64_t rows) {
+        at::Tensor part = made.narrow(0, begin, rows);
+        at::mm_out(part, x.narrow(0, begin, rows), local.select(0, e));
+      });
+      return made;
     });
-    return made;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     variable_list result(3);
@@ -180,8 +184,9 @@ ExpertsOutput ExpertsImpl::forward(const at::Tensor& x) {
   const Routing routing(p, how);
   const at::Tensor in = routing.to_experts(tokens).to(up.scalar_type());
   const at::Tensor h = grouped_product(in, up, routing);
-  const at::Tensor out =
-      grouped_product(options.activation ? options.activation(h) : at::gelu(h), down, routing);
+  const at::Tensor between = routing.routes_->told(
+      "Experts", [&] { return options.activation ? options.activation(h) : at::gelu(h); });
+  const at::Tensor out = grouped_product(between, down, routing);
   const at::Tensor y = routing.to_tokens(out.to(x.scalar_type()));
   return {x.dim() == 2 ? y : y.reshape(x.sizes()), routing.balance()};
 }

@@ -85,6 +85,7 @@ class Routing {
  private:
   friend at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weights,
                                     const Routing& routing);
+  friend class ExpertsImpl;
   std::shared_ptr<const detail::Routes> routes_;
 };
 
@@ -112,7 +113,8 @@ struct ExpertsOptions {
   double capacity = 0;
   bool normalized = false;
   std::string axis = "expert";
-  /// Between the two products of an expert, on plain tensors; default: gelu.
+  /// Between the two products of an expert, on plain tensors; default: gelu. What it throws on one
+  /// rank alone the others are told.
   std::function<at::Tensor(const at::Tensor&)> activation = {};
 };
 

@@ -1,6 +1,5 @@
 // Which tokens go to which experts, and the way there and back.
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/tensor.h>
@@ -8,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 #include "tessera/base/error.h"
@@ -180,25 +178,17 @@ std::vector<std::int64_t> ranks_along(const Routes& routes, const Group& tokens)
   return all;
 }
 
-}  // namespace
-
-ShardSpec detail::Routes::weights(at::IntArrayRef shape, bool gradient) const {
-  std::vector<Placement> placements(rows->placements().size(), Replicate());
-  for (std::size_t a = 0; a < placements.size(); ++a)
-    if (gradient && rows->placements()[a].is_shard()) placements[a] = Partial();
-  placements[static_cast<std::size_t>(axis)] = Shard(0);
-  return {rows->mesh(), shape.vec(), placements, {{0, experts}}};
+// How many tokens an expert takes.
+std::int64_t room_of(const Routes& routes, const RoutingOptions& options) {
+  const std::int64_t all = routes.probabilities.size(0) * options.chosen;
+  if (options.capacity == 0) return all;
+  const double mean = static_cast<double>(all) / static_cast<double>(routes.probabilities.size(1));
+  return static_cast<std::int64_t>(
+      std::min(std::ceil(options.capacity * mean), static_cast<double>(all)));
 }
 
-Routing::Routing(const at::Tensor& probabilities, const RoutingOptions& options) {
-  check_routing(probabilities, options);
-  auto made = std::make_shared<Routes>();
-  Routes& routes = *made;
-  place_rows(routes, probabilities, options);
-  routes.probabilities = probabilities;
-  routes.choices = options.chosen;
-  at::Tensor p = probabilities;
-  if (routes.rows) p = to_local(spec(p) == *routes.rows ? p : redistribute(p, *routes.rows));
+// `p`: the probabilities of this rank's tokens.
+void make_routes(Routes& routes, const at::Tensor& p, const RoutingOptions& options) {
   const std::int64_t tokens = p.size(0), experts = p.size(1);
   // Stable: of equal probabilities the first, on every device.
   const at::Tensor order =
@@ -213,11 +203,7 @@ Routing::Routing(const at::Tensor& probabilities, const RoutingOptions& options)
   std::optional<Group> all;
   if (routes.rows) all = routes.rows->mesh().group(routes.rows->dim(0).axes);
   counts = gathered(counts, all, p.device());
-  const double mean =
-      static_cast<double>(probabilities.size(0) * options.chosen) / static_cast<double>(experts);
-  const ChoiceCounts kept = within(
-      counts, options.capacity > 0 ? static_cast<std::int64_t>(std::ceil(options.capacity * mean))
-                                   : std::numeric_limits<std::int64_t>::max());
+  const ChoiceCounts kept = within(counts, room_of(routes, options));
   routes.chosen.assign(static_cast<std::size_t>(experts), 0);
   for (std::int64_t e = 0; e < experts; ++e)
     for (std::int64_t r = 0; r < counts.ranks; ++r)
@@ -233,6 +219,27 @@ Routing::Routing(const at::Tensor& probabilities, const RoutingOptions& options)
   at::Tensor weight = p.gather(1, order);
   if (options.normalized) weight = weight / weight.sum(1, true);
   routes.weight = weight.t().reshape({-1}).index_select(0, indices(entries, p.device()));
+}
+
+}  // namespace
+
+ShardSpec detail::Routes::weights(at::IntArrayRef shape, bool gradient) const {
+  std::vector<Placement> placements(rows->placements().size(), Replicate());
+  for (std::size_t a = 0; a < placements.size(); ++a)
+    if (gradient && rows->placements()[a].is_shard()) placements[a] = Partial();
+  placements[static_cast<std::size_t>(axis)] = Shard(0);
+  return {rows->mesh(), shape.vec(), placements, {{0, experts}}};
+}
+
+Routing::Routing(const at::Tensor& probabilities, const RoutingOptions& options) {
+  check_routing(probabilities, options);
+  auto made = std::make_shared<Routes>();
+  place_rows(*made, probabilities, options);
+  made->probabilities = probabilities;
+  made->choices = options.chosen;
+  at::Tensor p = probabilities;
+  if (made->rows) p = to_local(spec(p) == *made->rows ? p : redistribute(p, *made->rows));
+  made->told("Routing", [&] { make_routes(*made, p, options); });
   routes_ = std::move(made);
 }
 
@@ -249,9 +256,11 @@ at::Tensor Routing::to_experts(const at::Tensor& tokens) const {
     const ShardSpec to(r.rows->mesh(), tokens.sizes().vec(), r.rows->placements(), r.rows->sizes());
     x = to_local(spec(x) == to ? x : redistribute(x, to));
   }
-  x = x.index_select(0, r.token);
-  if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.received, r.sent);
-  return x.index_select(0, r.arrival);
+  return r.told("Routing", [&] {
+    x = x.index_select(0, r.token);
+    if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.received, r.sent);
+    return x.index_select(0, r.arrival);
+  });
 }
 
 at::Tensor Routing::to_tokens(const at::Tensor& made) const {
@@ -259,13 +268,15 @@ at::Tensor Routing::to_tokens(const at::Tensor& made) const {
   if (!made.defined() || is_sharded(made) || made.dim() != 2 || made.size(0) != total(r.mine))
     throw InvalidArgument(concat("Routing: what experts made is plain, [", total(r.mine),
                                  ", features], a row for each of to_experts()"));
-  at::Tensor x = made.index_select(0, r.departure);
-  if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.sent, r.received);
-  x = x * r.weight.unsqueeze(1);
   const std::int64_t tokens = r.rows ? r.rows->local_shape()[0] : r.probabilities.size(0);
-  const at::Tensor local = at::zeros({tokens, made.size(1)}, x.options())
-                               .index_add(0, r.token, x)
-                               .to(made.scalar_type());
+  at::Tensor local = r.told("Routing", [&] {
+    at::Tensor x = made.index_select(0, r.departure);
+    if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.sent, r.received);
+    x = x * r.weight.unsqueeze(1);
+    return at::zeros({tokens, made.size(1)}, x.options())
+        .index_add(0, r.token, x)
+        .to(made.scalar_type());
+  });
   if (!r.rows) return local;
   const ShardSpec lies(r.rows->mesh(), {r.probabilities.size(0), made.size(1)},
                        r.rows->placements(), r.rows->sizes());

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "support.h"
-#include "tessera/nn/deferred.h"
 #include "tessera/comm/group/trace.h"
+#include "tessera/nn/deferred.h"
 #include "tessera/nn/experts.h"
 #include "tessera/nn/fully_shard.h"
 
@@ -343,6 +343,28 @@ TEST(Experts, AreMadeOnNoRankAndTakeOtherShapesAndDtypes) {
         net->forward(distribute_tensor(x, mesh, {Shard(0)}).to(at::kBFloat16)).value;
     EXPECT_EQ(half.scalar_type(), at::kBFloat16);
     EXPECT_LT(difference(half.to(at::kFloat), y), 0.2);
+  });
+}
+
+TEST(Experts, AFailureOfOneRankIsToldToTheOthers) {
+  on_threads(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"expert", 3}});
+    ExpertsOptions o{.experts = 3, .features = 2, .hidden = 2};
+    bool fails = manager.rank() == 1;
+    o.activation = [&](const at::Tensor& h) {
+      if (fails) throw std::runtime_error("no memory");
+      return h.relu();
+    };
+    Experts net(o);
+    distribute_module(*net, mesh, {{"up", experts_on(mesh)}, {"down", experts_on(mesh)}});
+    const at::Tensor x = distribute_tensor(randn({6, 2}), mesh, {Shard(0)});
+    if (fails)
+      EXPECT_THROW(net->forward(x), std::runtime_error);
+    else
+      EXPECT_THROW(net->forward(x), PeerFailedError);
+    // And goes on.
+    fails = false;
+    EXPECT_EQ(net->forward(x).value.size(0), 6);
   });
 }
 

@@ -265,3 +265,40 @@ def test_networks_train_as_one_process(name, along, sizes):
             assert_same(nets[rank].get_buffer(key), b, key)
 
     on_ranks(2, body)
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 5, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(5, 4, 6)), nn.Parameter(torch.randn(5, 6, 4))
+        self.double()
+
+    def forward(self, x):
+        routing = ts.Routing(torch.softmax(self.router(x), -1), 2, capacity=0.8, normalized=True)
+        h = torch.tanh(ts.grouped_product(routing.to_experts(x), self.up, routing))
+        return x + routing.to_tokens(ts.grouped_product(h, self.down, routing)), routing
+
+
+def test_a_layer_of_experts_is_that_of_one_process():
+    torch.manual_seed(4)
+    one, x = ExpertLayer(), torch.randn(11, 4, dtype=torch.double)
+    state = {name: t.clone() for name, t in one.state_dict().items()}
+    y, its = one(x)
+    (y.square().mean() + its.balance()).backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"expert": 3})
+        net = ExpertLayer()
+        net.load_state_dict(state)
+        ts.distribute_module(net, mesh, lambda name, t: [ts.Shard(0)] if name in ("up", "down") else None)
+        got, routing = net(ts.distribute_tensor(x, mesh, [ts.Shard(0)], {0: [7, 0, 4]}))
+        (got.square().mean() + routing.balance()).backward()
+        assert routing.chosen == its.chosen and routing.left_out == its.left_out > 0 and len(routing.counts) == (2, 2, 1)[rank]
+        torch.testing.assert_close(whole(got), y.detach())
+        for name, p in one.named_parameters():
+            torch.testing.assert_close(whole(dict(net.named_parameters())[name].grad), p.grad)
+        with pytest.raises(ts.InvalidArgument, match="cannot choose 6 of 5"):
+            ts.Routing(torch.ones(2, 5), 6)
+
+    on_ranks(3, body)

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "tessera/comm/group/group.h"
+#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
@@ -48,6 +50,17 @@ struct Routes {
   Sizes sent, received;
   /// Of the rows by expert their places among those received, and the other way.
   at::Tensor arrival, departure;
+
+  /// Runs what may fail on one rank alone; the others, which would wait for it, are told.
+  template <class Body>
+  auto told(const char* what, const Body& body) const {
+    try {
+      return body();
+    } catch (...) {
+      if (rows) rethrow_to_all(what, *context_of(*rows));
+      throw;
+    }
+  }
 
   /// The spec of the weights of experts as grouped products take them, and of their gradient.
   ShardSpec weights(at::IntArrayRef shape, bool gradient) const;
