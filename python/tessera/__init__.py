@@ -196,14 +196,14 @@ from tessera._sharded_training import (
     tensor_parallel,
     vocabulary,
 )
-from tessera._rules import (
-    RuleCall,
 from tessera._progress import (
     FlopCounter,
     Progress,
     WaitTime,
     measure_peak_flop,
 )
+from tessera._rules import (
+    RuleCall,
     RuleTensor,
     register_rule,
 )
