@@ -5,6 +5,7 @@
 #   Tessera::data     sources of data: libtorch, and netCDF where it is found
 #   Tessera::train    strategies, the trainer, callbacks and loggers
 #   Tessera::c        what C and Fortran call; nothing of C++ reaches who links it
+#   Tessera::fortran  `module tessera` on it, where there is a compiler of Fortran
 
 set(
   TESSERA_BASE_ROOMS
@@ -90,3 +91,28 @@ set_target_properties(
   PROPERTIES OUTPUT_NAME tessera_c EXPORT_NAME c INTERFACE_COMPILE_FEATURES ""
 )
 add_library(Tessera::c ALIAS tessera_c_library)
+
+# C, for its tests and for what Fortran calls through; Fortran by GNU's compiler or any with Fortran 2018's descriptors.
+include(CheckLanguage)
+check_language(C)
+if(NOT CMAKE_C_COMPILER)
+  message(STATUS "C: no compiler found, the tests in C and Fortran's module are left out")
+  return()
+endif()
+enable_language(C)
+if(TESSERA_FORTRAN STREQUAL "OFF")
+  return()
+endif()
+check_language(Fortran)
+if(CMAKE_Fortran_COMPILER)
+  enable_language(Fortran)
+  if(TESSERA_HAS_MPI)
+    find_package(MPI 3.0 QUIET COMPONENTS CXX Fortran)
+  endif()
+  message(STATUS "Fortran: ${CMAKE_Fortran_COMPILER}, mpi_f08: ${MPI_Fortran_HAVE_F08_MODULE}")
+  add_subdirectory(tessera/c/fortran)
+elseif(TESSERA_FORTRAN STREQUAL "ON")
+  message(FATAL_ERROR "TESSERA_FORTRAN=ON, but no compiler of Fortran was found (Debian: gfortran)")
+else()
+  message(STATUS "Fortran: no compiler found, `module tessera` is left out (Debian: gfortran)")
+endif()

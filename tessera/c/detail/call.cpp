@@ -8,6 +8,7 @@
 #include <numeric>
 #include <typeinfo>
 
+#include "tessera/c/detail/refuse.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/errors.h"
@@ -349,6 +350,10 @@ const char* tessera_result_name(tessera_result result) {
   };
   const auto number = static_cast<std::size_t>(result);
   return number < std::size(names) ? names[number] : "no result of Tessera";
+}
+
+tessera_result tessera_refuse(const char* name, const char* text) {
+  return run(name, Reach::all, [&](Call&) { refuse(text); });
 }
 
 tessera_result tessera_free(void* handle) {
