@@ -122,12 +122,11 @@ void register_tensor(Library& library) {
   library.def("save",
               [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
                  const std::string& path) { save(named(names, tensors), mesh->mesh, path); });
-  library.def("save_folder",
-              [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
-                 const std::string& folder, std::int64_t max_bytes) {
-                save_folder(named(names, tensors), mesh->mesh, folder,
-                            static_cast<std::uint64_t>(max_bytes));
-              });
+  library.def("save_folder", [](const Texts& names, const std::vector<at::Tensor>& tensors,
+                                const MeshPtr& mesh, const std::string& folder,
+                                std::int64_t max_bytes) {
+    save_folder(named(names, tensors), mesh->mesh, folder, static_cast<std::uint64_t>(max_bytes));
+  });
   library.def("load_into",
               [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
                  const std::string& path) { load_into(named(names, tensors), mesh->mesh, path); });

@@ -233,7 +233,7 @@ def _saved_tensor(meta, layout):
 
 
 class CheckpointReader:
-    """One checkpoint of a folder or an `FsspecIO`, or a safetensors file of any program, to be loaded on any number of ranks and any mesh.
+    """One checkpoint of a folder or an `FsspecIO`, or a safetensors file of any program or a folder of such with an index, to be loaded on any ranks and mesh.
 
     >>> ts.Checkpointer("runs/7").save("step-100", {"net": net, "field": t, "step": 100})
     >>> saved = ts.CheckpointReader("runs/7", "step-100")

@@ -8,8 +8,8 @@
 // need not be on a shared file system and no rank holds more than its shards and one full tensor.
 // It is written beside its place, synced to the disk and moved there when it is complete. Files of
 // other programs in this format load as well, and so do folders of several files with the index of
-// Hugging Face's tools, wherever `path` is one; nothing in them is executed. For checkpoints of many
-// ranks, see checkpointer.h.
+// Hugging Face's tools, wherever `path` is one; nothing in them is executed. For checkpoints of
+// many ranks, see checkpointer.h.
 //
 // All calls are collective over the mesh. An error on the first rank is thrown on all: FileError
 // for a file that cannot be opened, read or written, is damaged, or holds what libtorch cannot. The

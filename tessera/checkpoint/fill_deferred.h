@@ -32,14 +32,14 @@ using NameTable = std::vector<std::pair<std::string, std::string>>;
 /// first.
 std::string name_in_files(const std::string& name, const NameTable& table);
 
-/// Says that deferred parameters and buffers of `module` get their values from `saved` when they are
-/// placed (fully_shard(), tensor_parallel(), distribute_module(), over the ranks of the reader's
-/// group) or materialized; those that have values get theirs now. What is done to the module before
-/// it is placed, say net->to(dtype), is done to what is read. Collective over the reader's group,
-/// all of which give the same; the reader is kept as long as it is needed. Of `options`, `convert`,
-/// `allow_missing` (what is missing keeps what its constructor draws), `allow_extra`, `verify`,
-/// `threads`, `max_over_read` and `timeout` count. A tensor that has several names is read under the
-/// first that is there.
+/// Says that deferred parameters and buffers of `module` get their values from `saved` when they
+/// are placed (fully_shard(), tensor_parallel(), distribute_module(), over the ranks of the
+/// reader's group) or materialized; those that have values get theirs now. What is done to the
+/// module before it is placed, say net->to(dtype), is done to what is read. Collective over the
+/// reader's group, all of which give the same; the reader is kept as long as it is needed. Of
+/// `options`, `convert`, `allow_missing` (what is missing keeps what its constructor draws),
+/// `allow_extra`, `verify`, `threads`, `max_over_read` and `timeout` count. A tensor that has
+/// several names is read under the first that is there.
 ///
 /// Throws InvalidArgument, before anything is changed, with all names that are missing, left over,
 /// of another shape or dtype, and for a pattern that matches nothing. When values are read, errors

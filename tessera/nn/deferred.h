@@ -68,14 +68,14 @@ auto deferred(Make&& make) {
 bool is_deferred(const at::Tensor& tensor);
 
 /// Gives the value of a deferred tensor: its shards as `spec` says, on `device`, a tensor of that
-/// spec and of the deferred tensor's dtype; for null the whole of it, as a plain tensor. Called when
-/// the tensor is placed, by all ranks of the spec's mesh at once, or by materialize(). What it
+/// spec and of the deferred tensor's dtype; for null the whole of it, as a plain tensor. Called
+/// when the tensor is placed, by all ranks of the spec's mesh at once, or by materialize(). What it
 /// throws leaves everything deferred; collective calls of its own must then throw on all ranks.
 using DeferredSource = std::function<at::Tensor(const ShardSpec* spec, c10::Device device)>;
 /// Says that a deferred tensor gets its values from `source` rather than from what was recorded of
-/// it, which is neither computed nor drawn. What is done to the tensor afterwards is recorded on top
-/// of that. `what` names the values ("weight of step-100"): ranks that place a module compare it.
-/// fill_deferred() (tessera/checkpoint/fill_deferred.h) takes a whole module from files. Throws
+/// it, which is neither computed nor drawn. What is done to the tensor afterwards is recorded on
+/// top of that. `what` names the values ("weight of step-100"): ranks that place a module compare
+/// it. fill_deferred() (tessera/checkpoint/fill_deferred.h) takes a whole module from files. Throws
 /// InvalidArgument for a tensor that is not deferred.
 void set_source(const at::Tensor& deferred, const std::string& what, DeferredSource source);
 
