@@ -3,6 +3,8 @@
 #include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -13,6 +15,9 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
+#include "tessera/ops/ghosts/neighbor_edges.h"
+#include "tessera/ops/ghosts/owned_rows.h"
+#include "tessera/partition/curve.h"
 
 namespace tessera::python {
 
@@ -55,6 +60,62 @@ struct PyGhostPlan : torch::CustomClassHolder {
 };
 using GhostPlanPtr = c10::intrusive_ptr<PyGhostPlan>;
 
+struct PyOwnedRows : torch::CustomClassHolder {
+  PyOwnedRows(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
+              const at::Tensor& owned)
+      : rows(made(over->mesh, over->mesh.mesh().indices(axes), owned)) {}
+  static OwnedRows made(const DeviceMesh& mesh, const std::vector<int>& axes,
+                        const at::Tensor& owned) {
+    std::optional<GivenIds> own;
+    agree::all(mesh.group(axes), "OwnedRows", [&] { own.emplace(owned, "owned_ids"); });
+    return {mesh, axes, *own};
+  }
+  OwnedRows rows;
+  // Innermost last.
+  std::vector<std::unique_ptr<OwnedRowsScope>> scopes;
+};
+using OwnedRowsPtr = c10::intrusive_ptr<PyOwnedRows>;
+
+at::Tensor numbers_of(const OwnedRowsPtr& self, const at::Tensor& ids) {
+  return as_tensor(self->rows.numbers(GivenIds(ids, "ids")));
+}
+
+at::Tensor edges_of(const OwnedRowsPtr& self, const at::Tensor& source, const at::Tensor& target,
+                    bool anywhere) {
+  return self->rows.edges(GivenIds(source, "sources"), GivenIds(target, "targets"), anywhere);
+}
+
+std::tuple<at::Tensor, at::Tensor> pair_of(NeighborEdges made) {
+  return {std::move(made.edges), std::move(made.shift)};
+}
+
+std::tuple<at::Tensor, at::Tensor> near_of(const OwnedRowsPtr& points, const at::Tensor& places,
+                                           double radius, const std::vector<double>& box,
+                                           bool loops) {
+  return pair_of(edges_within(points->rows, places, radius, box, loops));
+}
+
+std::tuple<at::Tensor, at::Tensor> nearest_of(const OwnedRowsPtr& points, const at::Tensor& places,
+                                              const OwnedRowsPtr& queries, const at::Tensor& there,
+                                              std::int64_t count, const std::vector<double>& box) {
+  return pair_of(nearest_edges(points->rows, places, queries->rows, there,
+                               static_cast<int>(std::min<std::int64_t>(count, 1 << 30)), box));
+}
+
+// On the host, without a collective.
+at::Tensor along_curve(const at::Tensor& places, std::int64_t parts, const at::Tensor& weights) {
+  if (places.dim() != 2)
+    throw InvalidArgument(concat("places of shape ", places.sizes(), "; give points x dims"));
+  const at::Tensor all = places.to(at::kCPU, at::kDouble).contiguous();
+  const at::Tensor costs = weights.to(at::kCPU, at::kDouble).contiguous();
+  const auto span = [](const at::Tensor& t) {
+    return std::span(t.const_data_ptr<double>(), static_cast<std::size_t>(t.numel()));
+  };
+  const auto owner = partition_along_curve(span(all), static_cast<int>(all.size(1)),
+                                           static_cast<int>(parts), span(costs));
+  return as_tensor({owner.begin(), owner.end()});
+}
+
 std::vector<std::tuple<std::int64_t, std::int64_t>> peers_of(
     const std::vector<GhostRows::Peer>& peers) {
   std::vector<std::tuple<std::int64_t, std::int64_t>> all;
@@ -77,6 +138,22 @@ void register_ghosts(Library& library) {
           "group",
           [](const GhostPlanPtr& self) { return c10::make_intrusive<PyGroup>(self->plan.group()); })
       .def("summary", [](const GhostPlanPtr& self) { return self->plan.summary(); });
+  library.class_<PyOwnedRows>("OwnedRows")
+      .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
+                       const at::Tensor&>())
+      .def("size", [](const OwnedRowsPtr& self) { return self->rows.size(); })
+      .def("begin", [](const OwnedRowsPtr& self) { return self->rows.begin(); })
+      .def("sizes", [](const OwnedRowsPtr& self) { return self->rows.sizes(); })
+      .def("shard",
+           [](const OwnedRowsPtr& self, const at::Tensor& rows) { return self->rows.shard(rows); })
+      .def("numbers", numbers_of)
+      .def("edges", edges_of)
+      .def("enter",
+           [](const OwnedRowsPtr& self) {
+             self->scopes.push_back(std::make_unique<OwnedRowsScope>(self->rows));
+           })
+      .def("leave", [](const OwnedRowsPtr& self) { self->scopes.pop_back(); })
+      .def("summary", [](const OwnedRowsPtr& self) { return self->rows.summary(); });
   library.def("ghost_exchange", [](const GhostPlanPtr& plan, const at::Tensor& owned) {
     return ghost_exchange(plan->plan, owned);
   });
@@ -91,6 +168,9 @@ void register_ghosts(Library& library) {
                                        const std::string& op) {
     return c10::make_intrusive<PyRequest>(start_ghost_reduce(plan->plan, rows, reduce_op(op)));
   });
+  library.def("edges_within", near_of);
+  library.def("nearest_edges", nearest_of);
+  library.def("partition_along_curve", along_curve);
   library.def("ghosts_of", [](const at::Tensor& owned, const at::Tensor& ids) {
     return as_tensor(ghosts_of(GivenIds(owned, "owned_ids"), GivenIds(ids, "ids")));
   });

@@ -96,6 +96,136 @@ class GhostPlan:
         return f"GhostPlan({self.summary().splitlines()[0]})"
 
 
+class OwnedRows:
+    """Ownership as a placement: rows with ids that a table of owners divides are numbered rank by rank, and are `Shard(0)` with the ranks' own sizes.
+
+    `over`: a mesh, `(mesh, "domain")`, or a group, as for `GhostPlan`. `owned_ids`: the ids of this rank's rows in their order; any rank may own any id, and a rank
+    none. A network that was written for one process in plain torch runs on what `shard` and `edges` give: what it selects, gathers, adds and scatters by index exchanges
+    ghosts, once a layer in each direction of autograd. As a context: what is made inside with as many rows (`messages.new_zeros(nodes, 8)`) is sharded as
+    the rows are; all ranks enter it together. Raises InvalidArgument on every rank, with ids and ranks, for an id that two ranks own, or one rank names twice.
+
+    >>> def body(rank):
+    ...     owned, ends = ([7, 2], [[2, 4], [7, 2]]) if rank == 0 else ([4], [[7], [4]])   # edges: sources, targets
+    ...     nodes = ts.OwnedRows(ts.Mesh({"ranks": 2}), owned)
+    ...     x, (source, target) = nodes.shard(torch.tensor(owned) * 1.0), nodes.edges(ends)
+    ...     y = torch.zeros_like(x).index_add(0, target, x[source])                        # plain torch
+    ...     return nodes.begin, nodes.sizes, nodes.size, nodes.numbers(owned).tolist(), ts.to_local(y).tolist()
+    >>> ts.run_threads(2, body)
+    [(0, [2, 1], 3, [0, 1], [2.0, 4.0]), (2, [2, 1], 3, [2], [7.0])]
+    """
+
+    def __init__(self, over, owned_ids):
+        self.ids = _ids(owned_ids)
+        self._handle = classes.OwnedRows(*_over(over), self.ids)
+
+    @property
+    def size(self):
+        """Rows of all ranks."""
+        return self._handle.size()
+
+    @property
+    def sizes(self):
+        """Rows of each rank of the group."""
+        return list(self._handle.sizes())
+
+    @property
+    def begin(self):
+        """The number of this rank's first row."""
+        return self._handle.begin()
+
+    def shard(self, rows):
+        """The sharded tensor of which this rank holds `rows`, one for each owned id, with any dims behind. Shares their memory; differentiable. Collective at first.
+        Raises InvalidArgument on every rank for another number of rows.
+
+        >>> ts.OwnedRows(mesh, [5, 3]).shard(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+        """
+        return self._handle.shard(rows)
+
+    def numbers(self, ids):
+        """The numbers of the rows of ids that any rank owns. Collective. Raises InvalidArgument on every rank for an id that nobody owns.
+
+        >>> ts.OwnedRows(mesh, [5, 3]).numbers([3, 3, 5]).tolist()
+        [1, 1, 0]
+        """
+        ids = _ids(ids)
+        return self._handle.numbers(ids.reshape(-1)).reshape(ids.shape).to(ids.device)
+
+    def edges(self, ends, *, anywhere=False):
+        """Edges by ids, sources and targets, as numbers of rows: 2 x the edges of all ranks, sharded along dim 1.
+
+        Give each edge to the owner of its target; `anywhere`: edges may be on any rank, and what they add is sent to the owners. Collective. Raises
+        InvalidArgument on every rank, with ids and ranks, for an end that nobody owns, and, without `anywhere`, a target that another rank owns.
+
+        >>> ts.full_tensor(ts.OwnedRows(mesh, [5, 3]).edges([[3, 5], [5, 5]])).tolist()
+        [[1, 0], [0, 0]]
+        """
+        source, target = (_ids(end) for end in ends)
+        return self._handle.edges(source, target, anywhere)
+
+    def summary(self):
+        """How many rows each rank owns.
+
+        >>> print(ts.OwnedRows(mesh, [5, 3]).summary())
+        2 rows on 1 ranks: 2; this rank's are 0 to 1...
+        """
+        return self._handle.summary()
+
+    def __enter__(self):
+        self._handle.enter()
+        return self
+
+    def __exit__(self, *_):
+        self._handle.leave()
+
+    def __repr__(self):
+        return f"OwnedRows({self.summary().strip()})"
+
+
+def _box(box, places):
+    return [] if box is None else [float(b) for b in (box if hasattr(box, "__len__") else [box] * places.shape[1])]
+
+
+def edges_within(points, places, radius, box=None, *, loops=False):
+    """Edges between points at most `radius` apart, in both directions, and what to add to a source's place: `(edges, shift)`.
+
+    `points`: `OwnedRows`; `places`: this rank's, owned x dims, plain or sharded. `box`: the period along each dim, 0 where there is none, or one for all; an image of a
+    point counts as an edge of its own. `edges`: 2 x all edges, sharded along dim 1, numbers of rows; each is on the owner of its target. `shift`: edges x dims.
+    `loops`: of each point with itself too. Exact, with ties, whatever the ranks own. Distances that are computed of the edges are differentiable. Collective.
+    Raises InvalidArgument on every rank for places that do not fit or are not finite.
+
+    >>> points = ts.OwnedRows(mesh, [0, 1])
+    >>> edges, shift = ts.edges_within(points, torch.tensor([[0.1], [0.9]]), 0.3, box=1.0)
+    >>> ts.full_tensor(edges).tolist(), ts.full_tensor(shift).tolist()
+    ([[1, 0], [0, 1]], [[-1.0], [1.0]])
+    """
+    return ops.edges_within(points._handle, places, float(radius), _box(box, places), loops)
+
+
+def nearest_edges(points, places, queries, query_places, count, box=None):
+    """An edge from each of the `count` nearest points to each query, nearest first and of equally far ones the lower rows: `(edges, shift)` as of `edges_within`.
+
+    `values[nearest_edges(..., 1)[0][0]]` is nearest-neighbour interpolation of sharded values from `points` to `queries`, both `OwnedRows` of the same ranks.
+    Collective. Raises InvalidArgument on every rank as `edges_within`, and for fewer points than `count`.
+
+    >>> points, queries = ts.OwnedRows(mesh, [0, 1]), ts.OwnedRows(mesh, [0])
+    >>> edges, _ = ts.nearest_edges(points, torch.tensor([[0.0], [1.0]]), queries, torch.tensor([[0.8]]), 1)
+    >>> ts.full_tensor(points.shard(torch.tensor([5.0, 7.0]))[edges[0]]).tolist()
+    [7.0]
+    """
+    return ops.nearest_edges(points._handle, places, queries._handle, query_places, count, _box(box, places))
+
+
+def partition_along_curve(places, parts, weights=None):
+    """The part of each point, 0 .. parts - 1: Hilbert's curve through points x dims in pieces of equally many, or equally heavy, points. Communicates nothing.
+
+    >>> ts.partition_along_curve(torch.tensor([[0.0, 0], [9, 9], [0, 1], [9, 8]]), 2).tolist()
+    [0, 1, 0, 1]
+    """
+    places = torch.as_tensor(places)
+    return ops.partition_along_curve(places, parts, torch.as_tensor([] if weights is None else weights, dtype=torch.float64))
+
+
 def ghosts_of(owned_ids, ids):
     """The distinct `ids` that are not among `owned_ids`, in the order in which they come first: what a rank needs. Communicates nothing.
 

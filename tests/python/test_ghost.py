@@ -66,6 +66,87 @@ def test_an_unchanged_network_on_a_cut_graph(ranks):
     on_ranks(ranks, body)
 
 
+class Attention(torch.nn.Module):
+    """A layer as libraries of graph networks write it for one process: messages scattered at their targets, a softmax over each node's edges, means."""
+
+    def __init__(self):
+        super().__init__()
+        self.value, self.score = torch.nn.Linear(3, 4), torch.nn.Linear(8, 1)
+
+    @staticmethod
+    def scatter(messages, index, nodes, reduce):
+        index = index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+        if reduce == "max":
+            return messages.new_zeros(nodes, *messages.shape[1:]).scatter_reduce_(0, index, messages, "amax", include_self=False)
+        total = messages.new_zeros(nodes, *messages.shape[1:]).scatter_add_(0, index, messages)
+        if reduce == "sum":
+            return total
+        count = messages.new_zeros(nodes).scatter_add_(0, index[:, 0], messages.new_ones(len(messages)))
+        return total / count.clamp(min=1).unsqueeze(1)
+
+    def forward(self, x, edges):
+        source, target = edges
+        h = self.value(x)
+        score = torch.nn.functional.leaky_relu(self.score(torch.cat([h[source], h[target]], 1)))
+        weight = (score - self.scatter(score.detach(), target, len(x), "max").index_select(0, target)).exp()
+        weight = weight / (self.scatter(weight, target, len(x), "sum").index_select(0, target) + 1e-16)
+        return self.scatter(weight * h[source], target, len(x), "sum") + self.scatter(h[source].sin(), target, len(x), "mean")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_network_in_plain_torch_runs_unchanged_on_owned_rows(ranks):
+    ids, owner, ends = drawn_graph(ranks)
+    torch.manual_seed(0)
+    nets = [Attention().double() for _ in range(ranks + 1)]  # a copy for each rank, and one process's
+    for net in nets:
+        net.load_state_dict(nets[0].state_dict())
+
+    def trained(net, x, edges):
+        forces = torch.autograd.grad(net(x, edges).square().sum(), x, create_graph=True)[0]
+        forces.pow(3).sum().backward()
+        return forces.detach()
+
+    whole = draw(12, 3).requires_grad_(True)
+    expected = trained(nets[-1], whole, ends)
+
+    def body(rank):
+        mesh, net = ts.Mesh({"domain": ranks}), nets[rank]
+        ts.distribute_module(net, mesh)
+        ts.set_policies(redistribution="error")
+        own, here = owner == rank, owner[ends[1]] == rank
+        nodes = ts.OwnedRows(mesh, ids[own])
+        x, edges = nodes.shard(whole.detach()[own]).requires_grad_(True), nodes.edges(ids[ends[:, here]])
+        order = torch.cat([(owner == r).nonzero().flatten() for r in range(ranks)])
+        assert nodes.size == 12 and nodes.sizes[rank] == int(own.sum()) and "12 rows" in repr(nodes)
+        with nodes:
+            forces = trained(net, x, edges)
+        assert_same(ts.full_tensor(forces), expected[order])
+        assert_same(ts.full_tensor(x.grad), whole.grad[order])
+        for p, q in zip(net.parameters(), nets[-1].parameters()):
+            assert_same(ts.full_tensor(p.grad), q.grad)
+
+    on_ranks(ranks, body)
+
+
+def test_a_graph_of_another_partition_is_told_to_every_rank():
+    def body(rank):
+        nodes = ts.OwnedRows(ts.Mesh({"domain": 2}), [10 + rank])
+        with pytest.raises(ts.InvalidArgument, match=r"no rank owns: 7 \(needed by rank 1"):
+            nodes.numbers([7] if rank == 1 else [])
+        with pytest.raises(ts.InvalidArgument, match=r"rank 1: .*11 -> 10 \(edge 0; rank 0 owns 10"):
+            nodes.edges([[11], [10]] if rank == 1 else [[], []])
+        with pytest.raises(ts.InvalidArgument, match="two ranks own: 3"):
+            ts.OwnedRows(ts.Mesh({"domain": 2}), [3])
+        edges = nodes.edges([[10], [11 - rank]], anywhere=True)
+        x = nodes.shard(torch.ones(1, 2))
+        x[edges[0]]
+        edges.fill_(1)
+        with pytest.raises(ts.InvalidArgument, match="was written to since"):
+            x[edges[0]]
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_gradcheck_and_gradgradcheck(ranks):
     """As functions of the whole array, the same on all ranks, so that these perturb alike."""
