@@ -34,8 +34,13 @@ void compare(const std::string& what, Draw& draw, const DeviceMesh& mesh, const 
     const bool wants = at::isFloatingType(inputs[i].scalar_type());
     plain.push_back(inputs[i].clone().requires_grad_(wants));
     const at::Tensor own = inputs[i].to(mesh.manager().device());
-    const ShardSpec spec = i < sharded ? draw.spec(mesh, inputs[i].sizes().vec(), false)
-                                       : ShardSpec::replicated(mesh, inputs[i].sizes().vec());
+    const std::vector<std::int64_t> shape = inputs[i].sizes().vec();
+    ShardSpec spec = ShardSpec::replicated(mesh, shape);
+    const int last = static_cast<int>(shape.size()) - 1;
+    if (i < sharded) spec = draw.spec(mesh, shape, false);
+    // Attention over neighbours takes no sharded channels.
+    while (what == "neighborhood_attention" && spec.is_sharded(last))
+      spec = draw.spec(mesh, shape, false);
     there.push_back(distribute_tensor(own, spec).detach().requires_grad_(wants));
   }
   const at::Tensor expected = f(plain), got = f(there);
