@@ -51,7 +51,8 @@ contains
     type(tessera_mesh), intent(in) :: mesh
     real(real64), allocatable, target :: u(:, :, :), v(:, :, :), wide(:, :, :), table(:, :, :)
     real(real64), pointer :: p(:, :, :)
-    real(real32), pointer :: q(:, :, :)
+    real(real32), pointer :: q(:, :, :), r(:, :)
+    real(real32), allocatable, target :: single(:, :)
     type(tessera_tensor) :: field, turned, other
     integer(int64), allocatable :: shape(:), first(:)
     integer :: at, own, i, j, k, stat
@@ -106,6 +107,16 @@ contains
     call tessera_copy(field, turned)
     call check(all(table(1, 1:own, 2::2) == u(:, :, 2)), "a section is written where it lies")
     call check(sum(abs(table)) == sum(abs(u(:, :, 2))), "and nothing besides")
+    call tessera_free(field)
+    ! Of real32, and a pointer at a turned part, which has strides.
+    allocate (single(own, ny))
+    single = real(u(:, :, 1), real32)
+    call tessera_free(turned)
+    call tessera_field(mesh, single, [1, 0], field)
+    call tessera_arrange(field, [2, 1], turned)
+    call tessera_local(turned, r)
+    call check(all(ubound(r) == [ny, own]), "the bounds of a turned part")
+    call check(all(transpose(r) == single), "a pointer with strides")
     call tessera_free(turned)
     call tessera_free(other)
     call tessera_free(field)
