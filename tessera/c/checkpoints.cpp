@@ -127,7 +127,7 @@ tessera_result tessera_state_add(tessera_state state, const char* name, void* ha
   return run("tessera_state_add", Reach::own, [&](Call& call) {
     auto& its = call.use<StateObject>(state, "state");
     const std::string under = need_text(name, "name");
-    Kind kind{};
+    Kind kind = Kind::tensor;
     auto object = call.share_any(handle, "handle", kind);
     add_item(its, under, std::move(object), kind);
   });

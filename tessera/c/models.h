@@ -3,7 +3,9 @@
 //
 //   tessera::register_model("unet", [](const std::string& options) {
 //     UNet net(options == "wide" ? 64 : 16);
-//     return tessera::CModel{net.ptr(), [net](const auto& x) mutable { return std::vector{net(x[0])}; }};
+//     return tessera::CModel{net.ptr(), [net](const std::vector<at::Tensor>& x) mutable {
+//                              return std::vector{net(x.at(0))};
+//                            }};
 //   });
 
 #include <ATen/core/Tensor.h>

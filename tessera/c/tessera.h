@@ -1,7 +1,7 @@
 #ifndef TESSERA_C_TESSERA_H
 #define TESSERA_C_TESSERA_H
-/* Tessera from C: a solver's own arrays as sharded tensors, and networks that learn on them while it
- * runs. C99; no exception, no abort and no type of C++ crosses this header. Fortran has
+/* Tessera from C: a solver's own arrays as sharded tensors, and networks that learn on them while
+ * it runs. C99; no exception, no abort and no type of C++ crosses this header. Fortran has
  * `module tessera` on it (docs/c_and_fortran.md).
  *
  *   tessera_job job;
@@ -9,7 +9,8 @@
  *   tessera_tensor u;
  *   if (tessera_start_mpi(comm, NULL, 0, &job)) die(tessera_message());     -- tessera/c/mpi.h
  *   tessera_mesh_create(job, 2, (const char *[]){"x", "y"}, (int[]){2, 3}, NULL, &mesh);
- *   tessera_array block = {h, TESSERA_FLOAT64, 2, (int64_t[]){nx + 2, ny + 2}, NULL, TESSERA_ROW_MAJOR};
+ *   int64_t shape[] = {nx + 2, ny + 2};
+ *   tessera_array block = {h, TESSERA_FLOAT64, 2, shape, NULL, TESSERA_ROW_MAJOR};
  *   tessera_field(mesh, &block, (int64_t[]){1, 1}, (int64_t[]){1, 1}, (int[]){0, 1}, &u);
  *   ...
  *   tessera_end(job);
@@ -45,7 +46,7 @@ enum { TESSERA_MAX_DIMS = 8 };
 
 typedef enum tessera_result {
   TESSERA_OK = 0,
-  /* An argument that the caller can correct: NULL, a size, a name, a dtype, strides that overlap. */
+  /* An argument that the caller can correct: NULL, a size, a name, a dtype, an overlap. */
   TESSERA_ERROR_ARGUMENT = 1,
   /* A handle that is NULL, was freed, is of another kind, or is none. */
   TESSERA_ERROR_HANDLE = 2,
@@ -277,8 +278,8 @@ tessera_result tessera_optimizer_create(tessera_model model, const char* kind, c
 tessera_result tessera_optimizer_zero(tessera_optimizer optimizer);
 /* One step with the gradients that are there. */
 tessera_result tessera_optimizer_step(tessera_optimizer optimizer);
-/* Steps of several micro-batches, clipped, stopped by signals on all ranks alike: instead of the two
- * calls before. The model's mesh has all ranks of the job. `options`: clip_norm, clip_value,
+/* Steps of several micro-batches, clipped, stopped by signals on all ranks alike: instead of the
+ * two calls before. The model's mesh has all ranks of the job. `options`: clip_norm, clip_value,
  * measure_norm=1, skip_non_finite=1, signals=1, as "clip_norm=1". Collective over the job, as the
  * next two. */
 tessera_result tessera_session_create(tessera_optimizer optimizer, const char* options,

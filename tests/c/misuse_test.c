@@ -175,7 +175,7 @@ static void* any_handle(unsigned long long* seed) {
       return numbers;
     case 2: {
       const uintptr_t high = (uintptr_t)draw(seed, 1u << 31), low = draw(seed, 1u << 31);
-      return (void*)((high << 33) ^ low);
+      return (void*)((high << 33) ^ low); /* NOLINT(performance-no-int-to-ptr) */
     }
     default:
       return pool[draw(seed, POOL)];

@@ -268,8 +268,9 @@ std::shared_ptr<Object> Call::share_any(const void* handle, const char* name, Ki
   return object;
 }
 
-std::uintptr_t Call::keep(std::shared_ptr<Object> object, Kind kind) {
-  return Table::of_process().add(std::move(object), kind);
+void* Call::keep(std::shared_ptr<Object> object, Kind kind) {
+  const std::uintptr_t number = Table::of_process().add(std::move(object), kind);
+  return reinterpret_cast<void*>(number);  // NOLINT(performance-no-int-to-ptr): never an address
 }
 
 void tell(const JobPtr& job, const std::string& reason) {

@@ -123,7 +123,7 @@ class Call {
   /// A handle of a new object, in the job of the call.
   template <class T, class Handle>
   void give(Handle* handle, std::shared_ptr<T> object) {
-    *handle = reinterpret_cast<Handle>(keep(std::move(object), T::kind));
+    *handle = static_cast<Handle>(keep(std::move(object), T::kind));
   }
   const JobPtr& job() const { return job_; }
   const DistributedManager& manager() const { return *job_->manager; }
@@ -131,7 +131,7 @@ class Call {
 
  private:
   Object& look_up(const void* handle, const char* name, Kind kind);
-  static std::uintptr_t keep(std::shared_ptr<Object> object, Kind kind);
+  static void* keep(std::shared_ptr<Object> object, Kind kind);
 
   std::vector<std::shared_ptr<Object>> held_;
   JobPtr job_;

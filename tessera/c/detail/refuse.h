@@ -1,5 +1,5 @@
-/* For the part in C that Fortran calls through: fails with TESSERA_ERROR_ARGUMENT and this text, and
- * tells the other ranks of the only job. */
+/* For the part in C that Fortran calls through: fails with TESSERA_ERROR_ARGUMENT and this text,
+ * and tells the other ranks of the only job. */
 #ifndef TESSERA_C_DETAIL_REFUSE_H
 #define TESSERA_C_DETAIL_REFUSE_H
 

@@ -36,8 +36,9 @@ static tessera_result describe(const char* name, const CFI_cdesc_t* from, descri
     if (to->shape[d] < 0)
       return tessera_refuse(name, "the array is assumed-size (*): its last extent is not known");
     if (from->dim[d].sm % (CFI_index_t)from->elem_len != 0)
-      return tessera_refuse(name, "elements are not a whole number of elements apart: an array of a "
-                                  "component of mixed types cannot be shared");
+      return tessera_refuse(name,
+                            "elements are not a whole number of elements apart: an array of a "
+                            "component of mixed types cannot be shared");
     to->strides[d] = from->dim[d].sm / (CFI_index_t)from->elem_len;
     if (to->shape[d] > 1 && from->dim[d].sm != next) gaps = 1;
     next *= to->shape[d];
