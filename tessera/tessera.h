@@ -26,7 +26,6 @@
 #include "tessera/nn/distribute_script.h"
 #include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/nn/experts.h"
-#include "tessera/nn/experts.h"
 #include "tessera/nn/fully_shard.h"
 #include "tessera/nn/sharded_optimizer.h"
 #include "tessera/nn/tensor_parallel.h"
