@@ -203,127 +203,147 @@ static tessera_array any_array(unsigned long long* seed, int64_t* shape, int64_t
   return array;
 }
 
+/* What a drawn call gets: anything. */
+typedef struct {
+  int64_t shape[3], strides[3];
+  tessera_array array;
+  int integers[16], number;
+  tessera_edge edges[3];
+  void *h, *g, *made;
+  tessera_tensor in[2], out[2];
+} drawn;
+
+static drawn draw_arguments(unsigned long long* seed) {
+  drawn d;
+  d.array = any_array(seed, d.shape, d.strides);
+  d.number = (int)draw(seed, 5) - 1;
+  for (int i = 0; i < 16; ++i) d.integers[i] = (int)draw(seed, 4) - 1;
+  for (int i = 0; i < 3; ++i) d.edges[i] = (tessera_edge)draw(seed, 6);
+  d.h = any_handle(seed);
+  d.g = any_handle(seed);
+  d.made = NULL;
+  for (int i = 0; i < 2; ++i) {
+    d.in[i] = any_handle(seed);
+    d.out[i] = NULL;
+  }
+  return d;
+}
+
+/* The array points at its own copy of the shape. */
+static const tessera_array* array_of(drawn* d) {
+  if (d->array.shape) d->array.shape = d->shape;
+  if (d->array.strides) d->array.strides = d->strides;
+  return &d->array;
+}
+
+static tessera_result call_on_ranks(unsigned long long* seed, drawn* d) {
+  const char* names[] = {"a", draw(seed, 2) ? "b" : "a", NULL};
+  char name[8];
+  switch (draw(seed, 10)) {
+    case 0:
+      return tessera_mesh_create(d->h, d->number, names, d->integers, NULL, (void*)&d->made);
+    case 1:
+      return tessera_mesh_create(d->h, 1, names, d->integers, d->integers + 4, (void*)&d->made);
+    case 2:
+      return tessera_mesh_group(d->h, d->number, (void*)&d->made);
+    case 3:
+      return tessera_group_create(d->h, d->number, d->integers, (void*)&d->made);
+    case 4:
+      return tessera_all_reduce(d->h, array_of(d), (tessera_op)draw(seed, 5));
+    case 5:
+      return tessera_broadcast(d->h, array_of(d), d->number);
+    case 6:
+      return tessera_all_gather(d->h, array_of(d), array_of(d));
+    case 7:
+      return tessera_barrier(d->h);
+    case 8:
+      return tessera_latest(d->h, NULL, sizeof name, name);
+    default:
+      return tessera_free(draw(seed, 3) ? NULL : d->h);
+  }
+}
+
+static tessera_result call_on_tensors(unsigned long long* seed, drawn* d) {
+  const int64_t counts[3] = {0, 1, 0};
+  int64_t many[TESSERA_MAX_DIMS];
+  double real = 0;
+  switch (draw(seed, 11)) {
+    case 0:
+    case 1: {
+      const int64_t* before = draw(seed, 2) ? counts : NULL;
+      return tessera_field(d->h, array_of(d), before, NULL, d->integers, (void*)&d->made);
+    }
+    case 2:
+      return tessera_fill_ghosts(d->h, d->edges);
+    case 3:
+      return tessera_halo(d->h, counts, counts, d->edges, (void*)&d->made);
+    case 4:
+      return tessera_clone(d->h, (void*)&d->made);
+    case 5:
+      return tessera_arrange(d->h, d->number + 2, d->integers, (void*)&d->made);
+    case 6:
+      return tessera_copy(d->h, d->g);
+    case 7:
+      return tessera_value(d->h, draw(seed, 9) ? &real : NULL);
+    case 8:
+      return tessera_local(d->h, NULL, NULL, many, many, NULL);
+    case 9:
+      return tessera_require_gradient(d->h);
+    default:
+      return tessera_gradient(d->h, (void*)&d->made);
+  }
+}
+
+static tessera_result call_on_models(unsigned long long* seed, drawn* d) {
+  tessera_step step;
+  const char *text = any_text(seed), *more = any_text(seed);
+  const tessera_dtype dtype = (tessera_dtype)draw(seed, 6);
+  switch (draw(seed, 12)) {
+    case 0:
+      return tessera_model_create(d->h, text, more, dtype, (void*)&d->made);
+    case 1:
+      return tessera_model_load(d->h, text, TESSERA_AS_SAVED, (void*)&d->made);
+    case 2:
+      return tessera_forward(d->h, d->number, d->in, 1, (void*)&d->made);
+    case 3:
+      return tessera_predict(d->h, 1, d->in, 2, d->out);
+    case 4:
+      return tessera_loss(text, d->h, d->g, (void*)&d->made);
+    case 5:
+      return tessera_backward(d->h, draw(seed, 2) ? d->g : NULL);
+    case 6:
+      return tessera_optimizer_create(d->h, text, more, (void*)&d->made);
+    case 7:
+      return tessera_optimizer_step(d->h);
+    case 8:
+      return tessera_session_create(d->h, text, (void*)&d->made);
+    case 9:
+      return tessera_session_backward(d->h, d->g, d->number, d->number);
+    case 10:
+      return tessera_session_step(d->h, &step);
+    default:
+      return tessera_state_add(d->h, text, d->g);
+  }
+}
+
 /* One call with anything. Negative answers are the rule; what counts is that there is one. */
 static tessera_result any_call(unsigned long long* seed) {
-  int64_t shape[3], strides[3], many[TESSERA_MAX_DIMS], counts[3] = {0, 1, 0};
-  const tessera_array array = any_array(seed, shape, strides);
-  int integers[16], number = (int)draw(seed, 5) - 1;
-  for (int i = 0; i < 16; ++i) integers[i] = (int)draw(seed, 4) - 1;
-  const char* names[] = {"a", draw(seed, 2) ? "b" : "a", NULL};
-  tessera_edge edges[3] = {(tessera_edge)draw(seed, 6), (tessera_edge)draw(seed, 6),
-                           TESSERA_EDGE_ZERO};
-  void *h = any_handle(seed), *g = any_handle(seed), *made = NULL;
-  tessera_tensor in[2] = {any_handle(seed), any_handle(seed)}, out[2] = {NULL, NULL};
-  double real = 0;
-  char name[8];
-  tessera_step step;
+  drawn d = draw_arguments(seed);
   tessera_result result = TESSERA_OK;
-  switch (draw(seed, 33)) {
+  switch (draw(seed, 3)) {
     case 0:
-      result = tessera_mesh_create(h, number, names, integers, NULL, (tessera_mesh*)&made);
+      result = call_on_ranks(seed, &d);
       break;
     case 1:
-      result = tessera_mesh_create(h, 1, names, integers, integers + 4, (tessera_mesh*)&made);
-      break;
-    case 2:
-      result = tessera_mesh_group(h, number, (tessera_group*)&made);
-      break;
-    case 3:
-      result = tessera_group_create(h, number, integers, (tessera_group*)&made);
-      break;
-    case 4:
-      result = tessera_all_reduce(h, &array, (tessera_op)draw(seed, 5));
-      break;
-    case 5:
-      result = tessera_broadcast(h, &array, number);
-      break;
-    case 6:
-      result = tessera_all_gather(h, &array, &array);
-      break;
-    case 7:
-      result = tessera_barrier(h);
-      break;
-    case 8:
-    case 9:
-      result = tessera_field(h, &array, draw(seed, 2) ? counts : NULL, NULL, integers,
-                             (tessera_tensor*)&made);
-      break;
-    case 10:
-      result = tessera_fill_ghosts(h, edges);
-      break;
-    case 11:
-      result = tessera_halo(h, counts, counts, edges, (tessera_tensor*)&made);
-      break;
-    case 12:
-      result = tessera_clone(h, (tessera_tensor*)&made);
-      break;
-    case 13:
-      result = tessera_arrange(h, number + 2, integers, (tessera_tensor*)&made);
-      break;
-    case 14:
-      result = tessera_copy(h, g);
-      break;
-    case 15:
-      result = tessera_value(h, draw(seed, 9) ? &real : NULL);
-      break;
-    case 16:
-      result = tessera_local(h, &made, NULL, many, many, NULL);
-      made = NULL;
-      break;
-    case 17:
-      result = tessera_require_gradient(h);
-      break;
-    case 18:
-      result = tessera_gradient(h, (tessera_tensor*)&made);
-      break;
-    case 19:
-      result = tessera_model_create(h, any_text(seed), any_text(seed), (tessera_dtype)draw(seed, 6),
-                                    (tessera_model*)&made);
-      break;
-    case 20:
-      result = tessera_model_load(h, any_text(seed), TESSERA_AS_SAVED, (tessera_model*)&made);
-      break;
-    case 21:
-      result = tessera_forward(h, number, in, 1, (tessera_tensor*)&made);
-      break;
-    case 22:
-      result = tessera_predict(h, 1, in, 2, out);
-      break;
-    case 23:
-      result = tessera_loss(any_text(seed), h, g, (tessera_tensor*)&made);
-      break;
-    case 24:
-      result = tessera_backward(h, draw(seed, 2) ? g : NULL);
-      break;
-    case 25:
-      result =
-          tessera_optimizer_create(h, any_text(seed), any_text(seed), (tessera_optimizer*)&made);
-      break;
-    case 26:
-      result = tessera_optimizer_step(h);
-      break;
-    case 27:
-      result = tessera_session_create(h, any_text(seed), (tessera_session*)&made);
-      break;
-    case 28:
-      result = tessera_session_backward(h, g, number, number);
-      break;
-    case 29:
-      result = tessera_session_step(h, &step);
-      break;
-    case 30:
-      result = tessera_state_add(h, any_text(seed), g);
-      break;
-    case 31:
-      result = tessera_latest(h, NULL, sizeof name, name);
+      result = call_on_tensors(seed, &d);
       break;
     default:
-      result = tessera_free(draw(seed, 3) ? NULL : h);
+      result = call_on_models(seed, &d);
       break;
   }
-  keep(seed, made);
-  keep(seed, out[0]);
-  keep(seed, out[1]);
+  keep(seed, d.made);
+  keep(seed, d.out[0]);
+  keep(seed, d.out[1]);
   return result;
 }
 
