@@ -1,6 +1,8 @@
 // Sharded tensors on the stand-in device: drawn shapes and placements, forward and backward, beside
 // plain ones on the CPU.
 
+#include <set>
+
 #include "device.h"
 #include "support.h"
 #include "tessera/ops/attention/neighborhood.h"
@@ -22,6 +24,26 @@ constexpr std::uint64_t kSeeds = 1;
 std::uint64_t round_of_tests() {
   static std::uint64_t one = 0;
   return one++;
+}
+
+// How often the hosts of all ranks wait for their devices in forward and backward, when it is not
+// the first time.
+std::int64_t waits_of(const DeviceMesh& mesh, const Tensors& inputs, const Function& f) {
+  const Group all = mesh.manager().world();
+  const auto run = [&] {
+    const at::Tensor made = f(inputs);
+    const at::Tensor total = (made * made).sum();
+    if (total.requires_grad()) total.backward();
+  };
+  run();
+  all.barrier();
+  const std::int64_t before = stand_in::counters().waits;
+  all.barrier();
+  run();
+  all.barrier();
+  const std::int64_t after = stand_in::counters().waits;
+  all.barrier();
+  return after - before;
 }
 
 // The value and the gradients of `f` of these global tensors, the first `sharded` of them sharded
@@ -55,6 +77,14 @@ void compare(const std::string& what, Draw& draw, const DeviceMesh& mesh, const 
       EXPECT_LT(difference(here(there[i].grad()), plain[i].grad(), 1e-3), 1e-10)
           << what << ", input " << i;
     }
+  }
+  // What is moved by the values of indices needs them on the host.
+  const std::set<std::string> by_values{"gather", "index_select", "scatter_add", "writes"};
+  if (!by_values.contains(what)) {
+    Tensors alone;
+    for (const at::Tensor& t : plain)
+      alone.push_back(t.detach().to(got.device()).requires_grad_(t.requires_grad()));
+    EXPECT_LE(waits_of(mesh, there, f), waits_of(mesh, alone, f)) << what << ": waits of the host";
   }
   stand_in::set_place("");
 }

@@ -22,6 +22,7 @@
 #include <tuple>
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
+#include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
@@ -34,8 +35,7 @@ namespace {
 
 // The rows of the table that this rank has at these indices, zeros for the others.
 at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const DimShard& part) {
-  TORCH_CHECK_INDEX(at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
-                    "embedding: an index is out of range");
+  require_range(at, part.extent, "embedding");
   Shape shape = at.sizes().vec();
   shape.push_back(table.size(1));
   if (part.size == 0) return nothing_like(table, shape);

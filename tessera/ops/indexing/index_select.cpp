@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
+#include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
@@ -66,9 +67,7 @@ Plan gather(const OpCall& call) {
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d)](const OperatorHandle&, Stack a) {
     const at::Tensor &t = a[0].toTensor(), &at = a[2].toTensor();
-    TORCH_CHECK_INDEX(
-        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
-        "gather: an index is out of range");
+    require_range(at, part.extent, "gather");
     if (part.size == 0) return Stack{nothing_like(t, at.sizes())};
     return Stack{masked(t.gather(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), 0)};
   };

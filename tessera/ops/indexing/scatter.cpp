@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
+#include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::scatter_rules {
@@ -128,9 +129,7 @@ Plan scatter(const OpCall& call, bool adds) {
   plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
                    const OperatorHandle& op, Stack a) {
     const at::Tensor t = a[0].toTensor(), at = a[2].toTensor();
-    TORCH_CHECK_INDEX(
-        at.numel() == 0 || at.ge(0).logical_and(at.lt(part.extent)).all().item<bool>(),
-        "scatter: an index is out of range");
+    require_range(at, part.extent, "scatter");
     Shape slot = t.sizes().vec();
     slot[d] = 1;
     a[0] = at::cat({t, t.new_zeros(slot)}, d);

@@ -19,6 +19,7 @@
 #include <limits>
 #include <string>
 
+#include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::losses_rules {
@@ -220,7 +221,9 @@ struct Picked {
       : begin(b), size(s), all(total), ignored(ignore) {
     const at::Tensor counted = target.ne(ignored);
     const at::Tensor wrong = counted.logical_and(target.lt(0).logical_or(target.ge(all)));
-    if (wrong.any().item<bool>()) {
+    if (!target.is_cpu()) {
+      require_index(wrong.any().logical_not(), "a target is out of bounds of the classes");
+    } else if (wrong.any().item<bool>()) {
       TORCH_CHECK_INDEX(false, "Target ", target.masked_select(wrong)[0].item<std::int64_t>(),
                         " is out of bounds of ", all, " classes.");
     }

@@ -205,9 +205,9 @@ Picked picked_of(const Rows& rows, const at::TensorOptions& options) {
       bias.push_back(j < row.size() ? 0 : -std::numeric_limits<double>::infinity());
     }
   const auto count = static_cast<std::int64_t>(most);
-  return {at::tensor(index, at::kLong).to(options.device()),
+  return {at::tensor(index, at::kLong).to(options.device(), /*non_blocking=*/true),
           at::tensor(bias, at::kDouble)
-              .to(options)
+              .to(options, /*non_blocking=*/true)
               .view({1, static_cast<std::int64_t>(rows.size()), count, 1}),
           count};
 }

@@ -93,10 +93,12 @@ at::Tensor windowed_sum(const at::Tensor& t, const std::vector<Interval>& window
       outside.push_back(k >= w.size());
     }
   }
-  const at::Tensor picked = t.index_select(dim, at::tensor(from).to(t.device()));
+  const at::Tensor picked =
+      t.index_select(dim, at::tensor(from).to(t.device(), /*non_blocking=*/true));
   std::vector<std::int64_t> shape(t.dim() - dim, 1);
   shape[0] = count * most;
-  const at::Tensor mask = at::tensor(outside).to(at::kBool).view(shape).to(t.device());
+  const at::Tensor mask =
+      at::tensor(outside).to(at::kBool).view(shape).to(t.device(), /*non_blocking=*/true);
   return picked.masked_fill(mask, 0).unflatten(dim, {count, most}).sum(dim + 1);
 }
 
@@ -213,7 +215,8 @@ at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding, std::int64
                                                : dims_[i].inside(o).size()));
     std::vector<std::int64_t> shape(out_.size(), 1);
     shape[lead() + i] = outputs.size();
-    result = result.div(at::tensor(counts, at::kDouble).view(shape).to(t.options()));
+    result = result.div(
+        at::tensor(counts, at::kDouble).view(shape).to(t.options(), /*non_blocking=*/true));
   }
   return result;
 }
