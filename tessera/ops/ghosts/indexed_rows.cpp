@@ -2,6 +2,7 @@
 // edges. Neither is gathered: each rank gets the rows of others that its indices name, and sends
 // what it has added for them to their owners. A rule would have to choose before it sees an index.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
@@ -12,7 +13,6 @@
 #include <limits>
 
 #include "tessera/ops/ghosts/detail/row_plan.h"
-#include "tessera/ops/ghosts/owned_rows.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/before_rule.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
@@ -20,6 +20,7 @@
 #include "tessera/tensor/dispatch/internal/failure.h"
 #include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/dispatch/internal/rows_scope.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
@@ -210,8 +211,9 @@ struct Target {
   RowPlanPtr plan;
   at::Tensor local_source = {};
 
-  bool ready(std::string_view reduce) {
+  bool ready(std::string_view reduce, bool writes) {
     if (!reduces_ghosts_of(x.scalar_type()) || !source.defined()) return false;
+    if (!writes) take_rows();
     where = fit(x, where.d, index);
     if (!where || index.size(0) != source.size(where.d)) return false;
     if (reduce != "sum" && (x.is_complex() || (reduce == "mean" && !x.is_floating_point())))
@@ -220,6 +222,16 @@ struct Target {
     if (!local_source.defined()) return false;
     plan = row_plan(op, index, meta_of(x)->spec().dim(where.d));
     return plan && (plan->all_ghosts == 0 || reduced_by(reduce));
+  }
+  // Of a target that every rank has whole, as factories make them: the rows in scope.
+  void take_rows() {
+    const ShardMeta* meta = meta_of(x);
+    if (!meta || !meta->spec().is_replicated() || !in_place_of_its_own(*meta)) return;
+    const ShardSpec rows = spec_in_scope(context_of(meta->spec()), x.sizes());
+    if (!rows) return;
+    const LocalCallGuard guard;
+    x = wrap_fresh(redistribute_local(meta->local, meta->spec(), rows).contiguous(),
+                   make_layout(rows, x.scalar_type(), x.device()));
   }
   template <class Run>
   bool run(const OpInfo& info, torch::jit::Stack* stack, const Run& run) {
@@ -256,7 +268,7 @@ bool index_add(const OpInfo& info, torch::jit::Stack* stack) {
            a.tensor(3),
            along(a.tensor(0), a[1].toInt()),
            nullptr};
-  if (!t.ready("sum")) return false;
+  if (!t.ready("sum", info.writes)) return false;
   const at::Scalar alpha = a[4].toScalar();
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return added(*t.plan, rows, source, alpha);
@@ -274,7 +286,7 @@ bool index_reduce(const OpInfo& info, torch::jit::Stack* stack) {
            a.tensor(3),
            along(a.tensor(0), a[1].toInt()),
            nullptr};
-  if (!t.ready(reduce)) return false;
+  if (!t.ready(reduce, info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return reduced(*t.plan, rows, source, reduce, include_self);
   });
@@ -299,7 +311,7 @@ bool scatter_add(const OpInfo& info, torch::jit::Stack* stack) {
            a.tensor(3),
            along(a.tensor(0), a[1].toInt()),
            nullptr};
-  if (!t.ready("sum")) return false;
+  if (!t.ready("sum", info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return added(*t.plan, rows, source, 1);
   });
@@ -312,7 +324,7 @@ bool scatter_reduce(const OpInfo& info, torch::jit::Stack* stack) {
   const bool include_self = a[5].toBool();
   Target t{"aten::scatter_reduce",           a.tensor(0), a.tensor(2), a.tensor(3),
            along(a.tensor(0), a[1].toInt()), nullptr};
-  if (!t.ready(reduce)) return false;
+  if (!t.ready(reduce, info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return reduced(*t.plan, rows, source, reduce, include_self);
   });
@@ -417,19 +429,15 @@ bool index_below(const OpInfo&, torch::jit::Stack* stack) { return index(stack);
 
 // new_zeros and its kin, of as many rows as the scope's: sharded as those.
 bool new_rows(const OpInfo& info, torch::jit::Stack* stack) {
-  const ShardSpec rows = OwnedRowsScope::current();
-  if (!rows) return false;
   const Given a{info, *stack};
   const ShardMeta* meta = meta_of(a.tensor(0));
-  if (!meta || context_of(meta->spec()) != context_of(rows) || in_host_memory(*meta)) return false;
+  if (!rows_in_scope() || !meta || in_host_memory(*meta)) return false;
   const auto size = a[1].toIntVector();
   const ShardSpec& in = meta->spec();
-  if (size.empty() || size[0] != rows.shape()[0] || in.dims() == 0 || in.is_replicated())
-    return false;
+  const ShardSpec spec = spec_in_scope(context_of(in), size);
+  if (!spec || in.dims() == 0 || in.is_replicated()) return false;
+  // Of rows of its own.
   if (in.shape()[0] == size[0] && in.dims() == static_cast<int>(size.size())) return false;
-  std::vector<DimSharding> dims(size.size());
-  dims[0] = rows.dim(0);
-  const ShardSpec spec = make_spec(context_of(rows), size, rows.placements(), std::move(dims));
   const LocalCallGuard guard;
   torch::jit::Stack local = torch::jit::last(*stack, info.kinds.size()).vec();
   local[0] = meta->local;

@@ -12,6 +12,7 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
 #include "tessera/partition/partition.h"
+#include "tessera/tensor/dispatch/internal/rows_scope.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -118,10 +119,14 @@ OwnedRowsScope::OwnedRowsScope(const OwnedRows& rows)
     : rows_(rows.mesh(), {rows.size()}, rows.placements(), {{0, rows.sizes()}}),
       outer_(innermost_rows) {
   innermost_rows = this;
+  detail::rows_in_scope() = rows_;
 }
-OwnedRowsScope::~OwnedRowsScope() { innermost_rows = outer_; }
+OwnedRowsScope::~OwnedRowsScope() {
+  innermost_rows = outer_;
+  detail::rows_in_scope() = outer_ ? outer_->rows_ : ShardSpec();
+}
 
-ShardSpec OwnedRowsScope::current() { return innermost_rows ? innermost_rows->rows_ : ShardSpec(); }
+ShardSpec OwnedRowsScope::current() { return detail::rows_in_scope(); }
 
 std::string OwnedRows::summary() const {
   std::string text = concat(size_, " rows on ", sizes_.size(), " ranks: ");

@@ -23,6 +23,7 @@
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/dispatch/internal/rows_scope.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
@@ -244,6 +245,15 @@ at::Tensor written_beside(const OpInfo& info, const c10::IValue* arguments, std:
   return j < first.size() ? first[j].toTensor() : at::Tensor();
 }
 
+// A replicated tensor as a shard of it.
+at::Tensor placed_as(const at::Tensor& promoted, const ShardSpec& to) {
+  const ShardMeta& whole = *meta_of(promoted);
+  const LocalCallGuard guard;
+  const auto layout = under(*whole.layout, to);
+  const at::Tensor shard = redistribute_local(whole.local, whole.spec(), to);
+  return wrap(aligned(shard.clone(), *layout), layout);
+}
+
 // What was promoted, if it can lie where `beside` does: whole it could not be written to there.
 at::Tensor placed_beside(const at::Tensor& promoted, const at::Tensor& beside) {
   const ShardMeta& whole = *meta_of(promoted);
@@ -251,10 +261,14 @@ at::Tensor placed_beside(const at::Tensor& promoted, const at::Tensor& beside) {
   if (!there || promoted.grad_fn() || promoted.sizes() != beside.sizes() ||
       there->spec().has_partial() || context_of(there->spec()) != context_of(whole.spec()))
     return promoted;
-  const LocalCallGuard guard;
-  const auto layout = under(*whole.layout, there->spec());
-  const at::Tensor shard = redistribute_local(whole.local, whole.spec(), there->spec());
-  return wrap(aligned(shard.clone(), *layout), layout);
+  return placed_as(promoted, there->spec());
+}
+
+// What was promoted, if it has as many rows as those in scope.
+at::Tensor placed_in_scope(const at::Tensor& promoted, const at::Tensor& like) {
+  if (!like.defined() || promoted.grad_fn()) return promoted;
+  const ShardSpec rows = spec_in_scope(context_of(meta_of(promoted)->spec()), promoted.sizes());
+  return rows && meta_of(like)->spec().has_shard() ? placed_as(promoted, rows) : promoted;
 }
 
 // Converts the caller's own tensor, so that it gets the history of what is written to it. `like`:
@@ -293,7 +307,8 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
   // it.
   if (!above && target.has_storage() && target.storage().use_count() > 1)
     refuse_here("whose memory others share");
-  const at::Tensor promoted = placed_beside(promote(target, context), beside);
+  at::Tensor promoted = placed_beside(promote(target, context), beside);
+  if (meta_of(promoted)->spec().is_replicated()) promoted = placed_in_scope(promoted, like);
   targets.add(target);
   target.unsafeGetTensorImpl()->shallow_copy_from(promoted.getIntrusivePtr());
   if (promoted.grad_fn()) torch::autograd::impl::set_gradient_edge(target, {promoted.grad_fn(), 0});
@@ -368,6 +383,20 @@ void PromotedTargets::restore() const {
     impl.set_backend_meta({});
     if (t.tensor.grad_fn()) torch::autograd::impl::set_gradient_edge(t.tensor, t.history);
   }
+}
+
+ShardSpec& rows_in_scope() {
+  static thread_local ShardSpec rows;
+  return rows;
+}
+
+ShardSpec spec_in_scope(const std::shared_ptr<MeshContext>& context, at::IntArrayRef shape) {
+  const ShardSpec& rows = rows_in_scope();
+  if (!rows || shape.empty() || shape[0] != rows.shape()[0] || context_of(rows) != context)
+    return {};
+  std::vector<DimSharding> dims(shape.size());
+  dims[0] = rows.dim(0);
+  return make_spec(context, shape.vec(), rows.placements(), std::move(dims));
 }
 
 PromotedTargets promote_arguments(const OpInfo& info, c10::IValue* arguments,
