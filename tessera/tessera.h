@@ -10,6 +10,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/comm/job/device_mesh.h"
+#include "tessera/comm/job/mesh_traffic.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/parallel_groups.h"
 #include "tessera/comm/job/threads.h"

@@ -11,6 +11,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/job/mesh_traffic.h"
 #include "tessera/comm/job/thread_ranks.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/refusals.h"
@@ -200,6 +201,15 @@ void register_mesh(Library& library) {
         self->trace->write_timeline(path, here().rank());
       });
 
+  library.def("traffic_of", [](const TracePtr& trace, const MeshPtr& mesh, double steps) {
+    std::vector<std::tuple<std::string, std::string, double, double>> all;
+    for (const Traffic& t : tessera::traffic_of(*trace->trace, mesh->mesh, steps).traffic) {
+      std::string axes;
+      for (const std::string& axis : t.axes) axes += (axes.empty() ? "" : "-") + axis;
+      all.emplace_back(axes, to_string(t.collective), t.bytes, t.calls);
+    }
+    return all;
+  });
   library.def("init", &init);
   library.def("shutdown", &shutdown);
   library.def("initialized", [] { return current().has_value(); });

@@ -115,7 +115,8 @@ std::string config_text(const ConfigPtr& config, const std::string& format) {
 
 TopologyPtr topology_from(const std::string& text, const std::string& format) {
 #ifdef TESSERA_PYTHON_HAS_CONFIG
-  return c10::make_intrusive<PyTopology>(format == "file" ? read_topology(text)
+  return c10::make_intrusive<PyTopology>(format == "file"  ? read_topology(text)
+                                         : format == "job" ? find_topology({.file = text})
                                          : format == "hosts"
                                              ? parse_hosts(text)
                                              : parse_topology(text, format_of(format)));

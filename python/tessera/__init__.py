@@ -254,8 +254,10 @@ from tessera._trees import (
     parse_topology,
     process_groups_of,
     read_group_config,
+    find_topology,
     read_topology,
     slurm_host_file,
+    traffic_of,
 )
 from tessera import _tensor as _tensor  # makes torch.Tensor's methods know sharded tensors
 from tessera import _c10d as _c10d  # torch.distributed's backend "tessera"
@@ -382,6 +384,7 @@ __all__ = [
     "empty",
     "explain_redistribution",
     "fill_deferred",
+    "find_topology",
     "format_group_config",
     "from_dtensor",
     "from_local",
@@ -460,6 +463,7 @@ __all__ = [
     "tensor_parallel",
     "to_dtensor",
     "to_local",
+    "traffic_of",
     "v_placement",
     "visualize_sharding",
     "visualize_sharding_svg",

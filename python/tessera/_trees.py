@@ -238,6 +238,34 @@ def read_topology(path):
     return Topology(ops.topology(os.fspath(path), "file"))
 
 
+def find_topology(file=""):
+    """The machines of this job: from a file of `tessera bench topology`, or the hosts that the launcher reports, Slurm's switches, and the inside of a host as hwloc sees it.
+
+    What a rank finds depends on its own host; `create_process_groups` compares the plans that follow. Raises ConfigurationError if the launcher does not say how
+    many ranks each host has, MappingError if the file has another number of slots than the job has ranks.
+
+    >>> ts.find_topology().slots
+    1
+    """
+    return Topology(ops.topology(os.fspath(file), "job"))
+
+
+def traffic_of(trace, mesh, steps=1):
+    """What the calls of a `CommTrace` move in a step along the axes of a mesh, as a list of `Traffic`: for `optimise_mapping` and `create_process_groups`.
+
+    Of this rank's calls over groups of the mesh, in `steps` steps; messages and exchanges with neighbours count as send. Not collective.
+
+    >>> def rank_program(rank):
+    ...     mesh = ts.Mesh({"data": 2, "model": 2})
+    ...     with ts.CommTrace() as trace:
+    ...         mesh.group("data").all_reduce(torch.ones(1000))
+    ...     return ts.traffic_of(trace, mesh)
+    >>> ts.run_threads(4, rank_program)[0]
+    [Traffic(axes='data', collective='all_reduce', bytes=4000.0, calls=1.0)]
+    """
+    return [Traffic(*one) for one in ops.traffic_of(trace._handle, mesh._handle, float(steps))]
+
+
 def parse_topology(text, format="yaml"):
     """From a text; `format`: "yaml" or "json".
 

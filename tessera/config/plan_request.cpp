@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "tessera/base/internal/split.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
@@ -81,6 +82,17 @@ std::vector<std::string> read_names(Fields& fields, const std::string& field) {
 }
 
 }  // namespace
+
+std::string format_traffic(const std::vector<Traffic>& traffic) {
+  std::string text;
+  for (const Traffic& one : traffic) {
+    text += text.empty() ? "" : ",";
+    for (std::size_t i = 0; i < one.axes.size(); ++i) text += (i > 0 ? "-" : "") + one.axes[i];
+    text += concat("=", to_string(one.collective), ":", significant(one.bytes, 15), "B*",
+                   significant(one.calls, 15));
+  }
+  return text;
+}
 
 std::vector<std::string> parse_names(const std::string& text, const std::string& what) {
   std::vector<std::string> names = split(text, ',');

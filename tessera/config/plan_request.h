@@ -57,6 +57,8 @@ std::vector<Axis> parse_axes(const std::string& text, const std::string& what);
 /// Reads traffic: "model=all_reduce:512MB,data=all_gather:1GB*2" (`*2`: two calls per step).
 std::vector<FamilyTraffic> parse_traffic(const std::string& text,
                                          const std::string& what = "traffic");
+/// Writes what parse_traffic() reads, for `tessera plan --traffic` and the file of a request.
+std::string format_traffic(const std::vector<Traffic>& traffic);
 /// Reads names: "a,b" -> {"a", "b"}. Throws ConfigFileError for an empty item.
 std::vector<std::string> parse_names(const std::string& text, const std::string& what);
 

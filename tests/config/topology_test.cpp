@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 
 #include "random_mesh.h"
@@ -9,6 +10,7 @@
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/hwloc_topology.h"
+#include "tessera/config/plan_request.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
 #include "tessera/mesh/errors.h"
@@ -159,6 +161,55 @@ TEST(LaunchTopology, AsTheLauncherSays) {
   launch.hosts = {"a"};
   EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(launch); }),
               "1 hosts [a], but ranks for 2");
+}
+
+TEST(LaunchTopology, IsFoundFromTheLauncherSlurmAndAFile) {
+  TopologySources sources;
+  sources.environment = {{{"SLURM_JOB_ID", "7"},
+                          {"SLURM_JOB_NODELIST", "n[0-3]"},
+                          {"SLURM_TASKS_PER_NODE", "1000(x4)"}},
+                         "n0"};
+  sources.slurm = "/absent";
+  auto found = find_topology(sources);
+  EXPECT_EQ(found.slots(),
+            4000);  // no host has 1000 of anything, so nothing is known of its inside
+  EXPECT_EQ(found.hosts[3].name, "n3");
+  EXPECT_TRUE(found.switches.empty());
+  const auto folder = std::filesystem::temp_directory_path() / concat("topology-", ::getpid());
+  std::filesystem::create_directories(folder);
+  std::ofstream(sources.slurm = folder / "topology.conf")
+      << "SwitchName=a Nodes=n[0-1]\nSwitchName=b Nodes=n[2-3]\nSwitchName=top Switches=a,b\n";
+  found = find_topology(sources);
+  EXPECT_EQ(found.switches.size(), 3u);
+  EXPECT_NE(found.hosts[0].network, found.hosts[2].network);
+
+  sources.environment = {{{"RANK", "1"},
+                          {"WORLD_SIZE", "4"},
+                          {"LOCAL_RANK", "1"},
+                          {"LOCAL_WORLD_SIZE", "4"},
+                          {"MASTER_ADDR", "localhost"},
+                          {"MASTER_PORT", "1"}},
+                         "here"};
+  EXPECT_EQ(find_topology(sources).slots(), 4);
+  write_topology(parse_hosts("2x2"), sources.file = folder / "measured.yaml");
+  EXPECT_EQ(find_topology(sources).hosts.size(), 2u);
+  write_topology(parse_hosts("2x3"), sources.file);
+  EXPECT_SAYS(refused<MappingError>([&] { find_topology(sources); }),
+              "has 6 slots, and the job 4 ranks");
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Traffic, IsReadAsItIsWritten) {
+  const std::vector<Traffic> traffic{{{"data", "model"}, Collective::all_gather, 1e9 / 3, 2.5},
+                                     {{"model"}, Collective::send, 12, 1}};
+  const std::string text = format_traffic(traffic);
+  EXPECT_EQ(text, "data-model=all_gather:333333333.333333B*2.5,model=send:12B*1");
+  const auto again = parse_traffic(text);
+  ASSERT_EQ(again.size(), 2u);
+  EXPECT_EQ(again[0].family, "data-model");
+  EXPECT_EQ(again[0].calls, 2.5);
+  EXPECT_EQ(again[1].collective, Collective::send);
+  EXPECT_EQ(again[1].bytes, 12);
 }
 
 TEST(Topology, OfABatchScriptIsItsAllocation) {

@@ -87,21 +87,24 @@ ManagerState::~ManagerState() {
   base_.rendezvous->connection->leave();
 }
 
+std::string name_of_ranks(const std::vector<int>& ranks, int world_size) {
+  bool whole = static_cast<int>(ranks.size()) == world_size;
+  for (std::size_t i = 0; whole && i < ranks.size(); ++i) whole = ranks[i] == static_cast<int>(i);
+  if (whole) return "world";
+  std::string name;
+  if (ranks.size() <= 8) {
+    for (const int rank : ranks) name += concat(name.empty() ? "ranks " : "-", rank);
+    return name;
+  }
+  Hash hash;
+  for (const int rank : ranks) hash.number(static_cast<std::uint64_t>(rank));
+  return concat(ranks.size(), " ranks ", ranks[0], "-", ranks[1], "-..-", ranks.back(), " #",
+                std::hex, hash.value());
+}
+
 std::string ManagerState::name_of(const Key& key, int round, std::uint64_t failures) const {
   const auto& [ranks, backend, limit, tag] = key;
-  std::string name;
-  bool whole = static_cast<int>(ranks.size()) == base_.launch.world_size;
-  for (std::size_t i = 0; whole && i < ranks.size(); ++i) whole = ranks[i] == static_cast<int>(i);
-  if (whole) {
-    name = "world";
-  } else if (ranks.size() <= 8) {
-    for (const int rank : ranks) name += concat(name.empty() ? "ranks " : "-", rank);
-  } else {
-    Hash hash;
-    for (const int rank : ranks) hash.number(static_cast<std::uint64_t>(rank));
-    name = concat(ranks.size(), " ranks ", ranks[0], "-", ranks[1], "-..-", ranks.back(), " #",
-                  std::hex, hash.value());
-  }
+  std::string name = name_of_ranks(ranks, base_.launch.world_size);
   if (!backend.empty() && backend != base_.backend) name += concat(" over ", backend);
   if (limit != base_.options.timeout.count()) name += concat(" within ", limit, " ms");
   if (!tag.empty()) name += concat(" of ", tag);

@@ -64,6 +64,9 @@ c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_ra
 /// The options that a plan's families give to groups along axes of a view.
 AxisGroupOptions axis_options(const GroupPlan& plan, int view);
 
+/// What groups of these ranks, with the manager's options, are called in errors and traces.
+std::string name_of_ranks(const std::vector<int>& ranks, int world_size);
+
 class ManagerState : public std::enable_shared_from_this<ManagerState> {
  public:
   explicit ManagerState(ManagerBase base);
