@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
+
 #include "random_mesh.h"
 #include "refused.h"
 #include "tessera/mesh/errors.h"
@@ -28,6 +30,15 @@ TEST(Resize, ShrinkingFillsHolesWhereNothingElseChanges) {
   EXPECT_EQ(resize.moves[3], (RankMove{Kind::moved, 4, 3, {2, 0}, {1, 0}}));
   EXPECT_EQ(resize.count(Kind::kept), 3);
   EXPECT_EQ(resize.count(Kind::left), 2);
+}
+
+TEST(Resize, AHoleInTheFirstSliceIsFilledByWhoMovesAlongTheAxisAlone) {
+  std::vector<int> ranks(12);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const Mesh old({{"data", 3}, {"model", 4}}, ranks);
+  // (0, 0) and (0, 1) are lost; of the last slice (2, 1) is left, and one rank is new.
+  const auto resize = resize_mesh(old, "data", {2, 3, 4, 5, 6, 7, 9, -1});
+  EXPECT_EQ(resize.mesh.ranks(), (Ranks{7, 6, 0, 1, 2, 3, 4, 5}));
 }
 
 TEST(Resize, Growing) {

@@ -33,7 +33,10 @@ TEST(HaloPicture, EveryPositionHasAPanelAndEveryPieceARectangle) {
                            "from rank 2", "own: [1, 2) x [0, 4) as ~[-1, 0) x [0, 4)", "</svg>"}) {
     EXPECT_NE(svg.find(part), std::string::npos) << part;
   }
-  EXPECT_THROW(visualize_halo(kRows, {Edge::zero, Edge::zero}, grown, 0, 2), InvalidArgument);
+  for (const auto& [rows, columns] :
+       std::vector<std::pair<int, int>>{{0, 2}, {2, 0}, {-1, 1}, {0, -2}, {1, 1}})
+    EXPECT_THROW(visualize_halo(kRows, {Edge::zero, Edge::zero}, grown, rows, columns),
+                 InvalidArgument);
 }
 
 TEST(Difference, CoversTheBoxWithoutTheCoreOnce) {
