@@ -90,7 +90,7 @@ void check(const DeviceMesh& mesh, Draw& draw, std::uint64_t number) {
   if (Coverage::instance().noting())
     return Coverage::instance().note("`halo_exchange`, any widths and edges", field,
                                      std::vector<std::string>(c.shape.size(), "space"), twice,
-                                     mesh.all().rank());
+                                     mesh.manager().rank());
   const Sharding& s = field.sharding();
   const HaloOptions options{draw.chance(50) ? HaloMethod::point_to_point : HaloMethod::all_to_all};
   const Halo halo = halo_of(field, c.widths, options);
