@@ -5,7 +5,7 @@
 #   make deb         Debian packages of the build, in build/dist: tessera-base without libtorch, and tessera
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make relief      the relief example on 1 to 4 ranks (fetches 28 MB); the report is build/relief/report.html
-#   make test        everything: Python's torch, build, all tests, lint
+#   make test        everything: Python's torch, format, build, all tests, lint
 #   make bench       the benchmarks (NAME=comm: one of them; ARGS="--only 'reduce.*mpi'": some of its cases)
 #   make sweep       PyTorch's operator database on sharded tensors under every condition, about 20 minutes; writes docs/operator_table.md
 #   make zoo         models of torchvision, timm, neuraloperator and torch.nn on sharded inputs, beside one process; writes docs/model_table.md
@@ -30,6 +30,7 @@ RANKS ?= 2
 HOURS ?= 2
 ROUNDS ?= 20
 SECONDS_EACH ?= 600
+LINT ?=
 CASES ?=
 BUILD := build/$(PRESET)
 RUN := scripts/env
@@ -72,6 +73,7 @@ relief: configure
 
 test:
 	@scripts/stage fetch $(MAKE) --no-print-directory python
+	@scripts/stage format $(MAKE) --no-print-directory lint LINT=format
 	@scripts/stage build $(MAKE) --no-print-directory build
 	@scripts/stage tests $(MAKE) --no-print-directory ctest
 	@scripts/stage lint $(MAKE) --no-print-directory lint
@@ -105,7 +107,7 @@ format: bootstrap
 
 lint: bootstrap
 	@scripts/bootstrap --lint
-	@$(RUN) scripts/lint
+	@$(RUN) scripts/lint $(LINT)
 
 docs: bootstrap
 	@scripts/bootstrap --docs

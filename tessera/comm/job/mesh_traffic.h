@@ -28,7 +28,8 @@ struct MeshTraffic {
 /// The calls that this rank has made in `steps` steps, by the axes of the mesh over whose groups
 /// they went; the fewest axes where several name the same ranks. Messages and exchanges with
 /// neighbours count as `send`. Bytes are those that this rank gave: ranks with uneven shards count
-/// other ones. Not collective. Throws InvalidArgument if `steps` is not above 0, or this rank is not in the mesh.
+/// other ones. Not collective. Throws InvalidArgument if `steps` is not above 0, or this rank is
+/// not in the mesh.
 MeshTraffic traffic_of(const CommTrace& trace, const DeviceMesh& mesh, double steps = 1);
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
-// Operators of the stand-in device that have no code of their own: what they return is foretold by a
-// call on zeros, and the CPU's kernel runs later, in a task.
+// Operators of the stand-in device that have no code of their own: what they return is foretold by
+// a call on zeros, and the CPU's kernel runs later, in a task.
 
 #include "calls.h"
 

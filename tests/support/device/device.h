@@ -1,10 +1,11 @@
 #pragma once
 // A device that is none: a stand-in for a GPU under a key of libtorch's for which nothing is
 // registered here (HPU: unlike PrivateUse1's, `set_data` takes its memory for dense, as CUDA's), so
-// that what goes wrong on a GPU goes wrong here. A host that reads its memory ends the program. Work
-// is done late, on streams whose order among each other is drawn from a seed. Memory is handed on as
-// soon as it is free, and then holds NaN. Operators run the CPU's kernels, in the order of their
-// stream. Whatever touches memory says so: what no event orders is a fault, in any order drawn.
+// that what goes wrong on a GPU goes wrong here. A host that reads its memory ends the program.
+// Work is done late, on streams whose order among each other is drawn from a seed. Memory is handed
+// on as soon as it is free, and then holds NaN. Operators run the CPU's kernels, in the order of
+// their stream. Whatever touches memory says so: what no event orders is a fault, in any order
+// drawn.
 //
 //   reseed(7);
 //   const at::Tensor x = at::ones({3}).to(device(0));   // four devices, one for each rank
