@@ -114,7 +114,7 @@ class ManualStrategy(ParallelStrategy):
 
     A checkpoint is a folder that all ranks write, of the path that Lightning gives it, and is loaded on any number of ranks and by any of these strategies; so is
     a file that another strategy of Lightning's wrote, the optimizers' part of it into plain parameters alone.
-    Raises InvalidArgument for `precision="16-mixed"` with sharded parameters, whose overflow the ranks would not agree on.
+    With `precision="16-mixed"` a gradient that overflows on one rank leaves the step out on all, by one small all-reduce a step.
     """
 
     def __init__(self, *, sharing=1, by_hand=()):
@@ -168,8 +168,8 @@ class ManualStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and self._sharded():
-            raise ts.InvalidArgument("precision='16-mixed' with sharded parameters: ranks would not agree on an overflow; take 'bf16-mixed', or ts.Session, which agrees")
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            self._agree_on_overflow(plugin.scaler)
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = partial(self._clip, plugin), partial(self._clip_elements, plugin)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
@@ -188,6 +188,23 @@ class ManualStrategy(ParallelStrategy):
 
     def _clip(self, plugin, optimizer, clip_val):
         return ts.clip_gradients(plugin.main_params(optimizer), clip_val, by_hand=self._by_hand)
+
+    def _agree_on_overflow(self, scaler):
+        """What the scaler finds in this rank's shards it finds in those of all. It asks by this method alone, and is wrapped once."""
+        if "_unscale_grads_" in vars(scaler):
+            return
+        unscale = scaler._unscale_grads_
+
+        def everywhere(*arguments):
+            found = unscale(*arguments)
+            mine = [ts.to_local(f) if ts.is_sharded(f) else f for f in found.values()]
+            overflow = sum((f.to(self.root_device) for f in mine), torch.zeros((), device=self.root_device))
+            ts.world().all_reduce(overflow, "max")
+            for f in mine:
+                f.copy_(overflow)
+            return found
+
+        scaler._unscale_grads_ = everywhere
 
     @staticmethod
     def _clip_elements(plugin, optimizer, clip_val):

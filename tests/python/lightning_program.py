@@ -8,6 +8,7 @@ import warnings
 import lightning as L
 import torch
 import torchmetrics
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -91,6 +92,39 @@ class Domain(Fit):
         return super().loss([ts.distribute_tensor(t, self.mesh, ts.Shard(2), {2: [9 - 2 * (n - 1)] + [2] * (n - 1)}) for t in batch])
 
 
+class Overflows(L.LightningModule):
+    """In the second batch the gradients of the last row alone do, which one rank has; `shards` None: those of one rank, each training its own."""
+
+    def __init__(self, shards):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net, self.shards, self.stepped = nn.Linear(3, 4), shards, []
+
+    def configure_model(self):
+        if self.shards:
+            self.mesh = ts.Mesh({"data": ts.world_size()})
+            ts.fully_shard(self.net, self.mesh)
+
+    def training_step(self, batch, index):
+        x = ts.distribute_tensor(batch, self.mesh, ts.Shard(0)) if self.shards else batch
+        y = self.net(x)
+        assert y.dtype == torch.float16
+        return y.float().square().mean() + (y[:, -1].float() * 1e6).mean() * float(index == 1 and (self.shards is not None or ts.rank() == 1))
+
+    def on_train_batch_end(self, *_):
+        self.stepped.append(self.trainer.precision_plugin.scaler.get_scale())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.5)
+
+
+def in_float16(strategy, shards):
+    module, plugin = Overflows(shards), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2))
+    for _ in range(2):  # the scaler is taken again
+        trainer(strategy(), 1, plugins=[plugin], accumulate_grad_batches=1).fit(module, by_batch(list(torch.ones(4, 6, 3))))
+    return module.stepped, {name: p.detach() for name, p in module.net.named_parameters()}
+
+
 def trainer(strategy, epochs=EPOCHS, **options):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {**quiet, "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": NORM, "num_sanity_val_steps": 0, **options}
@@ -142,6 +176,13 @@ def main():
     module, run = Fit(), trainer(DDPStrategy(), EPOCHS + 1)
     run.fit(module, by_batch(mine), by_batch(mine), ckpt_path=FOLDER / "last.ckpt")
     compare("resumed", run, module, alone([batches] * (EPOCHS + 1)))
+
+    stepped, parameters = in_float16(lambda: "auto", False)
+    scales, got = in_float16(ManualStrategy, True)
+    assert stepped == scales == [256.0, 128.0, 128.0, 256.0, 256.0, 128.0, 128.0, 256.0], (stepped, scales)
+    for name, p in got.items():
+        assert torch.allclose(ts.full_tensor(p), parameters[name], rtol=1e-3), name
+    assert in_float16(ManualStrategy, None)[0] == stepped  # nothing but the scaler's question brings these ranks together
 
     axes = {"data": ranks // 2, "domain": 2} if ranks % 2 == 0 else {"data": ranks, "domain": 1}
     x, y = samples(12)
