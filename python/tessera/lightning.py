@@ -15,6 +15,7 @@ import os
 import pathlib
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -195,14 +196,18 @@ class ManualStrategy(ParallelStrategy):
             return
         unscale = scaler._unscale_grads_
 
-        def everywhere(*arguments):
-            found = unscale(*arguments)
-            mine = [ts.to_local(f) if ts.is_sharded(f) else f for f in found.values()]
-            overflow = sum((f.to(self.root_device) for f in mine), torch.zeros((), device=self.root_device))
+        def everywhere(optimizer, inverse_scale, nothing, allow_fp16):
+            parts, overflow, devices = {}, torch.zeros((), device=self.root_device), set()
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                parts.setdefault(ts.spec(p.grad).mesh if ts.is_sharded(p.grad) else None, []).append(p)
+            # One call of all would take plain gradients for sharded ones, and make them so.
+            for part in parts.values():
+                found = unscale(SimpleNamespace(param_groups=[{"params": part}]), inverse_scale, torch.zeros_like(nothing), allow_fp16)
+                devices.update(found)
+                for f in found.values():
+                    overflow += (ts.to_local(f) if ts.is_sharded(f) else f).to(self.root_device)
             ts.world().all_reduce(overflow, "max")
-            for f in mine:
-                f.copy_(overflow)
-            return found
+            return {device: overflow.to(device) for device in devices}
 
         scaler._unscale_grads_ = everywhere
 
