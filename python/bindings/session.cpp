@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -39,9 +40,9 @@ NamedModules named(const Names& names, const std::vector<ModuleTreePtr>& trees) 
 /// here, unless the program says that it does so.
 class PythonStrategy final : public ManagedStrategy {
  public:
-  PythonStrategy(c10::Device device, std::optional<Abilities::Gradients> by_program, int sharing,
-                 std::vector<OwnedShard> by_hand)
-      : ManagedStrategy(here()),
+  PythonStrategy(Group ranks, c10::Device device, std::optional<Abilities::Gradients> by_program,
+                 int sharing, std::vector<OwnedShard> by_hand)
+      : ManagedStrategy(here(), std::move(ranks)),
         device_(device),
         by_program_(by_program),
         plain_sharing_(sharing),
@@ -101,6 +102,7 @@ class PythonStrategy final : public ManagedStrategy {
     const std::vector<int> ranks =
         is_sharded(loss) ? spec(loss).mesh().all().ranks() : std::vector<int>();
     const int now = ranks.empty() ? plain_sharing_ : static_cast<int>(ranks.size());
+    if (first) require_within(ranks, parameters);
     if (!first && now != sharing_)
       throw InvalidArgument(concat("Session: losses of one step are shared by ", sharing_,
                                    " and by ", now,
@@ -123,6 +125,29 @@ class PythonStrategy final : public ManagedStrategy {
   }
 
  private:
+  /// A session of some ranks neither waits for others nor takes gradients that they have part in.
+  void require_within(const std::vector<int>& of_loss, const Tensors& parameters) const {
+    const std::vector<int>& mine = world().ranks();
+    if (size() == manager()->world_size()) return;
+    const auto outside = [&](const std::vector<int>& ranks) {
+      return std::any_of(ranks.begin(), ranks.end(), [&](int rank) {
+        return std::find(mine.begin(), mine.end(), rank) == mine.end();
+      });
+    };
+    const auto refuse = [&](const std::string& what, const std::vector<int>& ranks) {
+      throw InvalidArgument(concat("Session: ", what, " ranks ", list(ranks),
+                                   ", and the session is of ranks ", list(mine),
+                                   ": give both the same group, or the mesh of the sharded tensors "
+                                   "as the session's group"));
+    };
+    if (outside(of_loss)) refuse("the loss is sharded over", of_loss);
+    for (const at::Tensor& p : parameters) {
+      const auto sum = p.requires_grad() ? gradient_sum(p) : std::nullopt;
+      if (sum && outside(sum->ranks))
+        refuse(concat("a parameter (shape ", p.sizes(), ") is reduced over"), sum->ranks);
+    }
+  }
+
   c10::Device device_;
   std::optional<Abilities::Gradients> by_program_;
   int plain_sharing_, sharing_;
@@ -130,8 +155,13 @@ class PythonStrategy final : public ManagedStrategy {
   std::optional<detail::DataParallelEngine> reduced_;
 };
 
-/// Steps the optimizer of a number. It returns 0, or 1 after it has kept what was raised.
+/// Steps the optimizer of a number, or makes the micro-batches of one evaluation for it. It returns
+/// 0, or 1 after it has kept what was raised.
 using PythonStep = int (*)(std::int64_t number);
+
+PythonStep python_step(std::int64_t address) {
+  return reinterpret_cast<PythonStep>(address);  // NOLINT(performance-no-int-to-ptr)
+}
 
 /// The parameters of an optimizer of Python's.
 class PythonOptimizer final : public torch::optim::Optimizer {
@@ -141,9 +171,27 @@ class PythonOptimizer final : public torch::optim::Optimizer {
                   std::make_unique<torch::optim::OptimizerOptions>()),
         step_(step),
         number_(number) {}
-  at::Tensor step(LossClosure /*closure*/) override {
-    if (step_(number_) != 0) throw Error(concat("the step of optimizer ", number_, " has failed"));
+  at::Tensor step(LossClosure closure) override {
+    closure_ = std::move(closure);
+    const bool failed = step_(number_) != 0;
+    closure_ = nullptr;
+    if (evaluation_) std::rethrow_exception(std::exchange(evaluation_, nullptr));
+    if (failed) throw Error(concat("the step of optimizer ", number_, " has failed"));
     return {};
+  }
+  /// The loss where the search is now, for the closure that Python's step() calls. What ends the
+  /// search is kept: it comes back from Python as something else.
+  at::Tensor evaluate() {
+    if (!closure_) throw InvalidArgument("an evaluation outside of step_again()");
+    try {
+      return closure_();
+    } catch (const std::exception&) {
+      evaluation_ = std::current_exception();
+      throw;
+    } catch (...) {
+      evaluation_ = std::current_exception();
+      throw Error("this step is left out");
+    }
   }
   /// Those that it has now: groups may be added at any time.
   void take(const Tensors& parameters) {
@@ -154,6 +202,8 @@ class PythonOptimizer final : public torch::optim::Optimizer {
  private:
   PythonStep step_;
   std::int64_t number_;
+  LossClosure closure_;
+  std::exception_ptr evaluation_;
 };
 
 SessionOptions session_options(const std::string& precision,
@@ -208,9 +258,10 @@ using Result = std::tuple<double, double, double, bool, std::string, bool>;
 std::string text_of(Stop stop) { return stop == Stop::none ? "" : to_string(stop); }
 
 struct PySession : torch::CustomClassHolder {
-  PySession(const Names& names, const std::vector<ModuleTreePtr>& trees, const std::string& device,
-            const std::string& gradients, std::int64_t sharing, const Tensors& by_hand,
-            const std::vector<GroupPtr>& owners, const std::string& precision,
+  PySession(const GroupPtr& ranks, const Names& names, const std::vector<ModuleTreePtr>& trees,
+            const std::string& device, const std::string& gradients, std::int64_t sharing,
+            const Tensors& by_hand, const std::vector<GroupPtr>& owners,
+            const std::string& precision,
             const std::vector<std::tuple<std::string, double>>& numbers, bool measure_norm,
             const std::string& non_finite, bool signals) {
     std::vector<OwnedShard> shards;
@@ -218,7 +269,7 @@ struct PySession : torch::CustomClassHolder {
       shards.push_back({by_hand[i], owners.at(i)->group});
     const auto options = session_options(precision, numbers, measure_norm, non_finite, signals);
     strategy = std::make_shared<PythonStrategy>(
-        c10::Device(device), by_program(gradients),
+        ranks->group, c10::Device(device), by_program(gradients),
         static_cast<int>(std::clamp<std::int64_t>(sharing, 0, INT32_MAX)), std::move(shards));
     session = std::make_unique<Session>(strategy, named(names, trees), options);
   }
@@ -228,8 +279,7 @@ struct PySession : torch::CustomClassHolder {
   }
   std::int64_t add(std::int64_t step) {
     const auto number = static_cast<std::int64_t>(optimizers.size());
-    const auto call = reinterpret_cast<PythonStep>(step);  // NOLINT(performance-no-int-to-ptr)
-    optimizers.push_back(std::make_shared<PythonOptimizer>(call, number));
+    optimizers.push_back(std::make_shared<PythonOptimizer>(python_step(step), number));
     return static_cast<std::int64_t>(open().add(optimizers.back()));
   }
   void backward(const at::Tensor& loss, double weight, bool last) {
@@ -242,10 +292,21 @@ struct PySession : torch::CustomClassHolder {
     open().backward(loss, weight, last);
     fresh = false;
   }
+  static Result result(const StepResult& r) {
+    return {r.loss, r.weight, r.norm, r.stepped, text_of(r.stop), r.save};
+  }
   Result step(const std::vector<std::int64_t>& which) {
     fresh = true;
-    const StepResult r = open().step({which.begin(), which.end()});
-    return {r.loss, r.weight, r.norm, r.stepped, text_of(r.stop), r.save};
+    return result(open().step({which.begin(), which.end()}));
+  }
+  Result step_again(std::int64_t micro_batches, std::int64_t number) {
+    const auto evaluate = [&] {
+      fresh = true;
+      if (python_step(micro_batches)(number) != 0) throw Error("an evaluation has failed");
+    };
+    const StepResult done = open().step_again(evaluate, static_cast<std::size_t>(number));
+    fresh = true;
+    return result(done);
   }
 
   std::shared_ptr<PythonStrategy> strategy;
@@ -261,10 +322,11 @@ using SessionPtr = c10::intrusive_ptr<PySession>;
 
 void register_session(Library& library) {
   library.class_<PySession>("Session")
-      .def(torch::init<
-           const Names&, const std::vector<ModuleTreePtr>&, const std::string&, const std::string&,
-           std::int64_t, const Tensors&, const std::vector<GroupPtr>&, const std::string&,
-           const std::vector<std::tuple<std::string, double>>&, bool, const std::string&, bool>())
+      .def(torch::init<const GroupPtr&, const Names&, const std::vector<ModuleTreePtr>&,
+                       const std::string&, const std::string&, std::int64_t, const Tensors&,
+                       const std::vector<GroupPtr>&, const std::string&,
+                       const std::vector<std::tuple<std::string, double>>&, bool,
+                       const std::string&, bool>())
       .def("add", [](const SessionPtr& self, std::int64_t step) { return self->add(step); })
       .def("take",
            [](const SessionPtr& self, std::int64_t number, const Tensors& parameters) {
@@ -279,6 +341,14 @@ void register_session(Library& library) {
                           bool last) { self->backward(loss, weight, last); })
       .def("step", [](const SessionPtr& self,
                       const std::vector<std::int64_t>& which) { return self->step(which); })
+      .def("step_again",
+           [](const SessionPtr& self, std::int64_t micro_batches, std::int64_t number) {
+             return self->step_again(micro_batches, number);
+           })
+      .def("evaluate",
+           [](const SessionPtr& self, std::int64_t number) {
+             return self->optimizers.at(static_cast<std::size_t>(number))->evaluate();
+           })
       .def("request_save", [](const SessionPtr& self) { self->open().request_save(); })
       .def("request_stop",
            [](const SessionPtr& self) { self->open().request_stop(Stop::requested); })

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from tessera._errors import InvalidArgument, NotAvailable
+from tessera._groups import Group, world
 from tessera._library import classes
+from tessera._mesh import Mesh
 from tessera._modules import module_tree
 from tessera._parallel import DistributedDataParallel
 from tessera._state import from_bytes
@@ -44,22 +46,24 @@ class _Steps:
     """Steps the optimizers when the library says so, and keeps what they raise: no exception passes through the library."""
 
     def __init__(self):
-        self.optimizers, self.raised = [], None
-        optimizers = self.optimizers
+        self.optimizers, self.raised, self.closure, self.micro_batches = [], None, (), None
+        self._functions = _STEP(self._keeping(lambda number: self.optimizers[number].step(*self.closure))), _STEP(self._keeping(lambda _: self.micro_batches()))
+        self.step, self.evaluate = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
 
-        def step(number):
+    def _keeping(self, body):
+        def call(number):
             try:
-                optimizers[number].step()
+                body(number)
                 return 0
             except BaseException as error:
-                self.raised = error
+                # What an evaluation raised comes through the library and the optimizer as another error.
+                self.raised = self.raised or error
                 return 1
 
-        self._function = _STEP(step)
-        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
+        return call
 
-    def call(self, function, *arguments):
-        self.raised = None
+    def call(self, function, *arguments, closure=(), micro_batches=None):
+        self.raised, self.closure, self.micro_batches = None, closure, micro_batches
         try:
             return function(*arguments)
         except RuntimeError:
@@ -67,7 +71,13 @@ class _Steps:
                 raise self.raised from None
             raise
         finally:
-            self.raised = None
+            self.raised, self.closure, self.micro_batches = None, (), None
+
+
+def _group_of(ranks):
+    if ranks is not None and not isinstance(ranks, (Group, Mesh)):
+        raise InvalidArgument(f"the ranks of a session are a Group or a Mesh, not {ranks!r:.60}: ts.group([0, 1])")
+    return world() if ranks is None else ranks.group() if isinstance(ranks, Mesh) else ranks
 
 
 class Session:
@@ -99,7 +109,11 @@ class Session:
     float16 the loss is scaled, by `scaler`: any of `initial`, `growth`, `backoff`, `interval`, `smallest`. `signals`: SIGTERM and SIGUSR1 are noted while
     the session lives. `sharing`: how many ranks compute one plain loss together, as those along an axis of tensor parallelism do; a sharded loss says so itself.
 
-    Construction is collective, as are `step` and `vote`. Raises InvalidArgument for options out of range, NotAvailable for LBFGS.
+    `group`: the ranks that train together, a `Group` or a `Mesh`; default all. Others have no part in it and are not waited for, so that two halves of a job train
+    two models side by side, each with a `Checkpointer(folder, ranks=group.ranks)`. Sharded tensors and wrappers of the modules are of these ranks, too.
+
+    Construction is collective over them, as are `step`, `step_again` and `vote`. Raises InvalidArgument for options out of range; and, when the first loss of a
+    step comes, for a sharded loss or a parameter that other ranks have part in.
     """
 
     def __init__(
@@ -118,6 +132,7 @@ class Session:
         gradients="",
         sharing=1,
         by_hand=(),
+        group=None,
     ):
         if precision not in _PRECISIONS:
             raise InvalidArgument(f"precision is torch.bfloat16, torch.float16 or None, not {precision!r}: convert the modules for another one")
@@ -127,6 +142,7 @@ class Session:
         numbers = {"max_norm": max_norm, "norm_type": norm_type, "clip_value": clip_value, **(scaler or {})}
         self._steps = _Steps()
         self._handle = classes.Session(
+            _group_of(group)._handle,
             list(self._modules),
             [module_tree(m, every_name=False) for m in self._modules.values()],
             str(first.device),
@@ -150,16 +166,20 @@ class Session:
         >>> session.add(torch.optim.Adam(net[2].parameters(), 1e-3))
         >>> session.close()
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise NotAvailable("LBFGS calls the loss again, which a session does from C++ alone: Session::step_again()")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(f"a session steps optimizers of torch.optim, not {type(optimizer).__name__}")
         self._steps.optimizers.append(optimizer)
-        self._take(self._handle.add(self._steps.address))
+        self._take(self._handle.add(self._steps.step))
 
     def _take(self, number):
         groups = self._steps.optimizers[number].param_groups
         self._handle.take(number, list(dict.fromkeys(p for group in groups for p in group["params"])))
+
+    def _ready(self, what):
+        if self._steps.micro_batches:
+            raise InvalidArgument(f"{what} within an evaluation of step_again(), which makes the micro-batches of one step and no more")
+        for number in range(len(self._steps.optimizers)):
+            self._take(number)
 
     def micro_batch(self, forward, weight, last=True):
         """Forward and backward of one micro-batch; returns its loss, detached.
@@ -209,7 +229,7 @@ class Session:
 
         A `register_step_pre_hook` of an optimizer sees the final gradients. Raises InvalidArgument on every rank where the weights of the step are negative, not
         finite, or zero on all ranks; `GradientError` where it is not known how the gradients of a parameter come together; `NonFiniteGradient` as
-        `non_finite` says; what an optimizer raises. The gradients are cleared then.
+        `non_finite` says; what an optimizer raises. The gradients are cleared then. `NotAvailable` for LBFGS: `step_again` steps it.
 
         >>> body, head = (torch.optim.SGD(m.parameters(), 0.1) for m in (net[0], net[2]))
         >>> with ts.Session(net, [body, head]) as session:
@@ -221,9 +241,45 @@ class Session:
         which = [number for number, one in enumerate(known) for optimizer in optimizers if optimizer is one]
         if len(which) != len(optimizers):
             raise InvalidArgument("a step of an optimizer that the session does not have: add() it first")
-        for number in range(len(known)):
-            self._take(number)
+        if any(isinstance(one, torch.optim.LBFGS) for one in optimizers or known):
+            raise NotAvailable("LBFGS calls the loss again: step it by step_again(evaluate, optimizer), and the others by step(optimizer)")
+        self._ready("step()")
         return StepResult(*self._steps.call(self._handle.step, which))
+
+    def step_again(self, evaluate, optimizer=None):
+        """One step of an optimizer that calls the loss again, as LBFGS does; `optimizer` may be left out where there is one. Collective.
+
+        `evaluate()` makes the micro-batches of the step, always the same ones, and is called as often as the optimizer asks, with gradients cleared. Each time the
+        gradients are brought to the mean and clipped, by one all-reduce, so that all ranks see the same loss and search alike. Returns the `StepResult` of
+        the first evaluation, with the votes of all.
+
+        >>> search = torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe")
+        >>> with ts.Session(net, search) as session:
+        ...     evaluate = lambda: session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x))
+        ...     losses = [session.step_again(evaluate).loss for _ in range(2)]
+        >>> losses[1] < losses[0]
+        True
+
+        Where an evaluation raises, or is not finite and `non_finite` is "skip", the parameters are what they were before and the optimizer's history begins
+        anew. Raises what `evaluate` and `step` raise; NotAvailable for float16, whose overflows a search cannot leave out, and with `by_hand`.
+        """
+        known = self._steps.optimizers
+        which = [number for number, one in enumerate(known) if one is optimizer or (optimizer is None and len(known) == 1)]
+        if len(which) != 1:
+            raise InvalidArgument(f"step_again() steps one optimizer of the session's {len(known)}: name it")
+        self._ready("step_again()")
+        number, begun, done = which[0], [], None
+
+        def closure():
+            begun.append(True)
+            return self._handle.evaluate(number)
+
+        try:
+            done = StepResult(*self._steps.call(self._handle.step_again, self._steps.evaluate, number, closure=(closure,), micro_batches=evaluate))
+        finally:
+            if begun and (done is None or not done.stepped):
+                known[number].state.clear()
+        return done
 
     def request_save(self):
         """This rank wants a checkpoint: the next `step` tells all. Not collective.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tessera as ts
-from support import assert_same, on_ranks
+from support import assert_same, on_ranks, whole
 
 ROWS = {1: ([5], [3]), 2: ([5, 0], [1, 2]), 3: ([2, 0, 3], [0, 1, 4]), 4: ([1, 2, 0, 2], [3, 0, 1, 1])}  # of two micro-batches, on each rank
 STEPS = 3
@@ -298,8 +298,11 @@ def test_errors_are_told_and_the_next_step_is_sound():
         assert session.step(fine).stepped
         with pytest.raises(ts.InvalidArgument, match="add\\(\\) it first"):
             session.step(adam(net.parameters()))
-        with pytest.raises(ts.NotAvailable, match="LBFGS"):
-            session.add(torch.optim.LBFGS(net.parameters()))
+        session.add(torch.optim.LBFGS(net.parameters()))
+        with pytest.raises(ts.NotAvailable, match="step_again"):
+            session.step()
+        with pytest.raises(ts.InvalidArgument, match="name it"):
+            session.step_again(lambda: None)
         with pytest.raises(ts.InvalidArgument, match="clip_value"):
             ts.Session(net, clip_value=0.0, signals=False)
         with pytest.raises(ts.InvalidArgument, match="'growths'"):
@@ -308,6 +311,188 @@ def test_errors_are_told_and_the_next_step_is_sound():
             ts.Session(net, precision=torch.float32)
         session.close()
         with pytest.raises(ts.InvalidArgument, match="closed"):
-            session.step()
+            session.step(fine)
 
     on_ranks(2, body)
+
+
+def search(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.7, max_iter=4, history_size=3, line_search_fn="strong_wolfe")
+
+
+@functools.cache
+def searched_alone(ranks, max_norm):
+    """Losses of the first evaluations, how many there were, and the parameters."""
+    net, losses, count = build(), [], 0
+    optimizer = search(net.parameters())
+    for step in range(STEPS):
+        x, y = (torch.cat(t) for t in zip(batch(step, 0, ranks), batch(step, 1, ranks)))
+
+        def closure():
+            nonlocal count
+            count += 1
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return losses, count, {name: t.detach().clone() for name, t in net.named_parameters()}
+
+
+@pytest.mark.parametrize("kind,ranks", [("plain", 1), ("plain", 3), ("ddp", 2), ("fully_shard", 3), ("domain", 2), ("mixed", 4)])
+def test_a_search_along_the_loss_is_that_of_one_process(kind, ranks):
+    """LBFGS: several evaluations a step, of two micro-batches each, clipped; every rank stops at the same one."""
+    losses, count, parameters = searched_alone(ranks, 1e3)
+
+    def body(rank):
+        ts.set_policies("allow")
+        net, _, place = made(kind, rank)
+        made_count = 0
+        with ts.Session(net, search(named(net).values()), max_norm=1e3, signals=False) as session:
+            done = []
+            for step in range(STEPS):
+
+                def evaluate():
+                    nonlocal made_count
+                    made_count += 1
+                    for k in range(2):
+                        x, y = (place(t, k) for t in batch(step, k, ranks))
+                        session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x), last=k == 1)
+                    if rank == 0 and made_count == 3:
+                        session.request_save()
+
+                done.append(session.step_again(evaluate))
+            assert session.steps == STEPS
+        assert made_count == count > 2 * STEPS
+        assert [d.loss for d in done] == pytest.approx(losses, rel=1e-9) and [d.save for d in done].count(True) == 1
+        assert all(d.stepped and d.weight == sum(map(sum, ROWS[ranks])) for d in done)
+        for name, p in named(net).items():
+            assert torch.allclose(whole(p), parameters[name], rtol=1e-8, atol=1e-9), name  # a search amplifies round-off
+            assert p.grad is None
+        return done
+
+    results = on_ranks(ranks, body)
+    assert all(r == results[0] for r in results)
+
+
+def test_a_search_that_fails_puts_the_parameters_back():
+    def body(rank):
+        net = build()
+        optimizer, fails = search(net.parameters()), None
+        x = torch.full((1 + rank, 2, 9), 0.5, dtype=torch.float64)
+        evaluations = 0
+
+        def evaluate():
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations == 2 and fails is ValueError:
+                session.micro_batch(lambda: net(x).square().mean(), 1, last=False)
+                raise ValueError("no loss")
+            factor = math.nan if evaluations == 2 and fails is not None and rank == 0 else 1.0
+            session.micro_batch(lambda: net(x).square().mean() * factor, len(x))
+
+        with ts.Session(net, optimizer, measure_norm=True, non_finite="skip", signals=False) as session:
+            first = session.step_again(evaluate)
+            assert optimizer.state
+            for fails in (ValueError, "skip"):
+                evaluations, before = 0, [p.detach().clone() for p in net.parameters()]
+                if fails is ValueError:
+                    with pytest.raises(ValueError, match="no loss"):
+                        session.step_again(evaluate)
+                else:
+                    assert not session.step_again(evaluate).stepped
+                assert evaluations == 2 and not optimizer.state
+                assert all(torch.equal(p, b) and p.grad is None for p, b in zip(net.parameters(), before))
+            fails = None
+            again = session.step_again(evaluate)
+            assert again.stepped and again.loss < first.loss and again.weight == first.weight
+            with pytest.raises(ts.InvalidArgument, match="not all zero"):
+                session.step_again(lambda: None)
+            for nested in (session.step, lambda: session.step_again(evaluate)):
+                with pytest.raises((ts.InvalidArgument, ts.NotAvailable), match="within an evaluation|step_again"):
+                    session.step_again(nested, optimizer)
+        with ts.Session(net, optimizer, non_finite="error", measure_norm=True, signals=False) as session:
+            evaluations, fails = 0, "error"
+            with pytest.raises(ts.NonFiniteGradient):
+                session.step_again(evaluate)
+            assert session.steps == 0
+        session = ts.Session(net, optimizer, precision=torch.float16, signals=False)
+        with pytest.raises(ts.NotAvailable, match="float16"):
+            session.step_again(evaluate)
+        session.close()
+        table = nn.Parameter(torch.ones(1 + rank))
+        with ts.Session(nn.ParameterList([table]), search([table]), gradients="summed", by_hand=[(table, ts.world())], signals=False) as session:
+            with pytest.raises(ts.NotAvailable, match="by hand"):
+                session.step_again(lambda: session.micro_batch(lambda: table.sum(), 1))
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fully_shard", "domain"])
+def test_two_sessions_side_by_side_on_two_halves(tmp_path, kind):
+    """Halves of different sizes; each trains as one process of its own, saves, and waits for nobody else."""
+    halves, steps = ([0, 2], [3]) if kind == "plain" else ([3, 1], [0, 2]), (3, 2)
+
+    def body(rank):
+        which = next((i for i, ranks in enumerate(halves) if rank in ranks), None)
+        if which is None:
+            return None  # a rank that has no part in any: nobody waits for it
+        ranks = halves[which]
+        mesh, place = ts.Mesh({"data": len(ranks)}, ranks=ranks), ranks.index(rank)
+        net = build()
+        if kind == "plain" and place:
+            nn.init.zeros_(net[0].weight)  # the first rank's of the group count
+        if kind == "fully_shard":
+            ts.fully_shard(net, mesh)
+        elif kind == "domain":
+            ts.distribute_module(net, mesh)
+        session = ts.Session(net, adam(net.parameters()), max_norm=0.2, signals=False, group=mesh if kind == "plain" else ts.group(ranks))
+        checkpoints = ts.Checkpointer(tmp_path / str(which), ranks=ranks)
+        losses = []
+        for step in range(steps[which]):
+            for k in range(2):
+                x, y = (t.split(ROWS[len(ranks)][k])[place] if kind == "plain" else t for t in batch(step, k, len(ranks)))
+                if kind == "fully_shard":
+                    x, y = (ts.distribute_tensor(t, mesh, ts.Shard(0)) for t in (x, y))
+                elif kind == "domain":
+                    x, y = (ts.distribute_tensor(t, mesh, ts.Shard(2), {2: [6, 3]}) for t in (x, y))
+                session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x), last=k == 1)
+            if place == 0 and step == 1:
+                session.request_stop()
+            done = session.step()
+            losses.append(done.loss)
+            assert done.stop == ("requested" if step == 1 else "") or step > 1
+        checkpoints.save("last", session.state())
+        expected, parameters = alone(len(ranks), steps[which])
+        assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-10)
+        for name, p in net.named_parameters():
+            assert_same(p, parameters[name], name)
+        assert checkpoints.load("last", session.state())["train"] is session
+        return session.steps
+
+    assert on_ranks(4, body) == [next((steps[i] for i, ranks in enumerate(halves) if rank in ranks), None) for rank in range(4)]
+
+
+def test_what_other_ranks_have_part_in_is_refused():
+    def body(rank):
+        mesh, half = ts.Mesh({"data": 4}), ts.group([0, 1] if rank < 2 else [2, 3])
+        whole_loss = ts.distribute_module(build(), mesh)
+        x = ts.ones([4, 2, 9], mesh, ts.Shard(0), dtype=torch.float64)
+        with ts.Session(whole_loss, adam(whole_loss.parameters()), signals=False, group=half) as session:
+            loss = whole_loss(x).square().mean()
+            with pytest.raises(ts.InvalidArgument, match="sharded over ranks .* session is of ranks"):
+                session.backward(loss, 4)
+        plain = ts.DistributedDataParallel(build())
+        with ts.Session(plain, adam(plain.module.parameters()), signals=False, group=half) as session:
+            loss = plain(torch.ones(1, 2, 9, dtype=torch.float64)).square().mean()
+            with pytest.raises(ts.InvalidArgument, match="reduced over ranks"):
+                session.backward(loss, 1)
+        with pytest.raises(ts.InvalidArgument, match=r"ts.group\("):
+            ts.Session(build(), signals=False, group=[0, 1])
+        if rank > 1:
+            with pytest.raises(RuntimeError, match="rank"):
+                ts.Session(build(), signals=False, group=ts.Mesh({"x": 2}, ranks=[0, 1]))
+
+    on_ranks(4, body)
