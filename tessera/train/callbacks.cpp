@@ -62,10 +62,14 @@ void CheckpointCallback::on_setup(Trainer& trainer) {
 }
 
 void CheckpointCallback::on_step_end(Trainer& trainer, const StepResult& result) {
-  if (trainer.every(options_.every_steps)) periodic(trainer);
-  if (options_.every.count() == 0) return;
-  if (result.save) {
+  const bool due = trainer.every(options_.every_steps);
+  const bool agreed = options_.every.count() > 0 && result.save;
+  if (due || agreed) {
+    trainer.request_save();
     periodic(trainer);
+  }
+  if (options_.every.count() == 0) return;
+  if (agreed) {
     saved_at_ = SteadyClock::now();
     asked_ = false;
   } else if (!asked_ && SteadyClock::now() - saved_at_ >= options_.every) {
@@ -75,13 +79,14 @@ void CheckpointCallback::on_step_end(Trainer& trainer, const StepResult& result)
 }
 
 void CheckpointCallback::on_epoch_end(Trainer& trainer) {
-  if (options_.every_epochs > 0 && (trainer.epoch() + 1) % options_.every_epochs == 0)
-    periodic(trainer);
+  if (options_.every_epochs == 0 || (trainer.epoch() + 1) % options_.every_epochs != 0) return;
+  trainer.request_save();
+  periodic(trainer);
 }
 
+// The checkpoint of this step is one of the periodic ones, of which the last are kept.
 void CheckpointCallback::periodic(Trainer& trainer) {
   const std::string name = concat("step-", trainer.step());
-  trainer.request_save(name);
   if (std::find(last_.begin(), last_.end(), name) == last_.end()) last_.push_back(name);
   // More than one where the run went on from one that nobody had asked for.
   while (options_.keep_last > 0 && last_.size() > static_cast<std::size_t>(options_.keep_last)) {
@@ -121,7 +126,10 @@ void CheckpointCallback::on_validation_end(Trainer& trainer, bool complete) {
 }
 
 void CheckpointCallback::on_fit_end(Trainer& trainer) {
-  if (options_.at_end) periodic(trainer);
+  if (!options_.at_end) return;
+  // Of one that is there already a run that goes on does again what came after it.
+  if (!needed(concat("step-", trainer.step()))) trainer.request_save();
+  periodic(trainer);
 }
 
 void CheckpointCallback::save(Trainer&, CheckpointState& state, const std::string& prefix) {

@@ -220,7 +220,10 @@ void Trainer::request_save(const std::string& name) {
 void Trainer::safe_point() {
   const bool ends = stop_ >= Stop::usr1;
   const bool saves = options_.checkpoint.given();
-  if (ends && saves) request_save();
+  if (ends && saves) {
+    request_save();
+    std::erase(to_save_, saved_);  // of this step: there is one already, and time may be short
+  }
   std::vector<std::string> names;
   names.swap(to_save_);
   if (!names.empty() && !saves)

@@ -130,6 +130,59 @@ TEST(Callbacks, CheckpointsByStepsAndByTheClock) {
   });
 }
 
+// By its number, the end of its epoch, the end of the run, or a signal (which is learnt of at the
+// next step, or before a validation): one checkpoint.
+TEST(Callbacks, TheLastStepIsSavedOnce) {
+  struct Signalled : Callback {
+    std::string name() const override { return "signalled"; }
+    void on_step_end(Trainer& t, const StepResult&) override {
+      if (at > 0 && t.step() == at - 1) t.session().request_stop(Stop::usr1);
+    }
+    std::int64_t at = 0;
+  };
+  struct Case {
+    CheckpointCallbackOptions options;
+    int signal;
+    std::vector<int> saved;
+  };
+  const std::vector<Case> cases = {{{.every_steps = 2}, 0, {2, 4}},
+                                   {{.every_epochs = 1}, 0, {2, 4}},
+                                   {{.every_steps = 3}, 0, {3, 4}},
+                                   {{.monitor = "val/loss"}, 0, {2, 4}},
+                                   {{}, 0, {4}},
+                                   {{.every_steps = 3}, 4, {3, 4}},
+                                   {{.every_steps = 2}, 4, {2, 4}},
+                                   {{.every_steps = 2}, 3, {2}},
+                                   {{}, 2, {2}},
+                                   {{}, 3, {2}}};
+  for (const bool background : {false, true})
+    for (const Case& one : cases) {
+      const Folder folder;
+      on_threads(2, [&](DistributedManager& manager) {
+        Scripted task({5, 3});
+        std::ostringstream out;
+        auto options = validating(manager, 2);  // two steps each
+        options.checkpoint.folder = folder.path();
+        options.checkpoint.background = background;
+        const auto signalled = std::make_shared<Signalled>();
+        signalled->at = one.signal;
+        options.callbacks = {signalled, std::make_shared<CheckpointCallback>(one.options)};
+        options.progress.out = &out;
+        const auto batches = ragged_batches(manager.rank(), 2);
+        const FitResult result =
+            Trainer(options).fit(task, batches, ragged_batches(manager.rank(), 1));
+        EXPECT_EQ(result.checkpoint, concat("step-", one.saved.back()));
+        if (manager.rank() != 0) return;
+        std::vector<int> saved;
+        const std::string said = out.str();
+        constexpr std::string_view kSaved = "saved step-";
+        for (auto at = said.find(kSaved); at != std::string::npos; at = said.find(kSaved, at + 1))
+          saved.push_back(std::stoi(said.substr(at + kSaved.size())));
+        EXPECT_EQ(saved, one.saved) << said;
+      });
+    }
+}
+
 // Half, then twice: as before, also for a run that goes on from a checkpoint.
 TEST(Callbacks, ALearningRateThatIsScaledBackIsTheFirstAgain) {
   struct Scales : Callback {
