@@ -255,19 +255,19 @@ struct Given {
   at::Tensor tensor(std::size_t i) const { return (*this)[i].toTensor(); }
 };
 
-Fit along(const at::Tensor& x, std::int64_t dim) {
-  return {static_cast<int>(dim < 0 ? dim + x.dim() : dim), false};
+// Of index_add(x, dim, index, source, ...) and its kin.
+Target target_of(const char* op, const Given& a) {
+  const at::Tensor x = a.tensor(0);
+  const std::int64_t dim = a[1].toInt();
+  return {
+      op,     x, a.tensor(2), a.tensor(3), {static_cast<int>(dim < 0 ? dim + x.dim() : dim), false},
+      nullptr};
 }
 
 bool index_add(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   if (a.tensor(2).dim() != 1) return false;
-  Target t{"aten::index_add",
-           a.tensor(0),
-           a.tensor(2),
-           a.tensor(3),
-           along(a.tensor(0), a[1].toInt()),
-           nullptr};
+  Target t = target_of("aten::index_add", a);
   if (!t.ready("sum", info.writes)) return false;
   const at::Scalar alpha = a[4].toScalar();
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
@@ -280,12 +280,7 @@ bool index_reduce(const OpInfo& info, torch::jit::Stack* stack) {
   if (a.tensor(2).dim() != 1) return false;
   const std::string reduce(a[4].toStringRef());
   const bool include_self = a[5].toBool();
-  Target t{"aten::index_reduce",
-           a.tensor(0),
-           a.tensor(2),
-           a.tensor(3),
-           along(a.tensor(0), a[1].toInt()),
-           nullptr};
+  Target t = target_of("aten::index_reduce", a);
   if (!t.ready(reduce, info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return reduced(*t.plan, rows, source, reduce, include_self);
@@ -305,12 +300,7 @@ bool scatters_rows(const Given& a) {
 bool scatter_add(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   if (!scatters_rows(a)) return false;
-  Target t{"aten::scatter_add",
-           a.tensor(0),
-           a.tensor(2),
-           a.tensor(3),
-           along(a.tensor(0), a[1].toInt()),
-           nullptr};
+  Target t = target_of("aten::scatter_add", a);
   if (!t.ready("sum", info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return added(*t.plan, rows, source, 1);
@@ -322,8 +312,7 @@ bool scatter_reduce(const OpInfo& info, torch::jit::Stack* stack) {
   if (!scatters_rows(a)) return false;
   const std::string reduce(a[4].toStringRef());
   const bool include_self = a[5].toBool();
-  Target t{"aten::scatter_reduce",           a.tensor(0), a.tensor(2), a.tensor(3),
-           along(a.tensor(0), a[1].toInt()), nullptr};
+  Target t = target_of("aten::scatter_reduce", a);
   if (!t.ready(reduce, info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return reduced(*t.plan, rows, source, reduce, include_self);
