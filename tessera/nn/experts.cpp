@@ -121,27 +121,38 @@ std::int64_t rows_of(const Routes& routes) {
   return all;
 }
 
+// What all ranks see alike of their weights.
+void check_weights(const at::Tensor& weights, const Routes& routes) {
+  const std::int64_t experts = routes.probabilities.size(1);
+  if (!weights.defined() || weights.dim() != 3 || weights.size(0) != experts)
+    throw InvalidArgument(concat("grouped_product: weights are [", experts, ", in, out]; given is ",
+                                 weights.defined() ? list(weights.sizes().vec()) : "none"));
+  if (is_sharded(weights) != routes.rows.has_value() ||
+      (routes.rows && !(spec(weights).mesh() == routes.rows->mesh())))
+    throw InvalidArgument(
+        "grouped_product: weights are plain where the routing's probabilities are, else sharded on "
+        "the same mesh (distribute_module() with experts_on())");
+}
+
+// And of this rank's rows it alone.
+void check_rows(const at::Tensor& rows, const at::Tensor& weights, const Routes& routes) {
+  const std::int64_t n = rows_of(routes), in = weights.size(1);
+  if (!rows.defined() || is_sharded(rows) || rows.dim() != 2 || rows.size(0) != n ||
+      rows.size(1) != in)
+    throw InvalidArgument(concat("grouped_product: rows are plain, [", n, ", ", in, "]; given is ",
+                                 rows.defined() ? list(rows.sizes().vec()) : "none"));
+  if (rows.scalar_type() != weights.scalar_type())
+    throw InvalidArgument(concat("grouped_product of ", rows.scalar_type(), " rows and ",
+                                 weights.scalar_type(), " weights: convert one of them"));
+}
+
 }  // namespace
 
 at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weights,
                            const Routing& routing) {
   const RoutesPtr& routes = routing.routes_;
-  const std::int64_t n = rows_of(*routes), experts = routes->probabilities.size(1);
-  if (!rows.defined() || !weights.defined() || is_sharded(rows) || rows.dim() != 2 ||
-      rows.size(0) != n || weights.dim() != 3 || weights.size(0) != experts ||
-      weights.size(1) != rows.size(1))
-    throw InvalidArgument(concat("grouped_product: rows are plain, [", n, ", in], weights [",
-                                 experts, ", in, out]; given are ",
-                                 rows.defined() ? list(rows.sizes().vec()) : "none", " and ",
-                                 weights.defined() ? list(weights.sizes().vec()) : "none"));
-  if (rows.scalar_type() != weights.scalar_type())
-    throw InvalidArgument(concat("grouped_product of ", rows.scalar_type(), " rows and ",
-                                 weights.scalar_type(), " weights: convert one of them"));
-  if (is_sharded(weights) != routes->rows.has_value() ||
-      (routes->rows && !(spec(weights).mesh() == routes->rows->mesh())))
-    throw InvalidArgument(
-        "grouped_product: weights are plain where the routing's probabilities are, else sharded on "
-        "the same mesh (distribute_module() with experts_on())");
+  check_weights(weights, *routes);
+  routes->told("grouped_product", [&] { check_rows(rows, weights, *routes); });
   return GroupedProduct::apply(rows, weights, routes);
 }
 

@@ -70,13 +70,13 @@ void place_rows(Routes& routes, const at::Tensor& p, const RoutingOptions& optio
                                  options.axis, "' are not ", experts, " on ", parts, " ranks"));
 }
 
-// The counts of all ranks that have tokens. `mine`: of this rank alone.
+// The counts of all ranks that have tokens. `mine`: of this rank alone; `what` they all ask for.
 ChoiceCounts gathered(const ChoiceCounts& mine, const std::optional<Group>& ranks,
-                      c10::Device device) {
+                      c10::Device device, const std::string& what) {
   if (!ranks || ranks->size() == 1) return mine;
   const at::Tensor sent = at::tensor(mine.of, at::TensorOptions(at::kLong)).to(device);
   const at::Tensor all = at::empty({ranks->size() * sent.numel()}, sent.options());
-  ranks->all_gather(all, sent, {}, {.name = "tokens per expert"});
+  ranks->all_gather(all, sent, {}, {.name = what});
   const at::Tensor here = all.cpu();
   ChoiceCounts counts{ranks->size(), mine.choices, mine.experts, {}};
   counts.of.assign(here.const_data_ptr<std::int64_t>(),
@@ -181,7 +181,7 @@ std::vector<std::int64_t> ranks_along(const Routes& routes, const Group& tokens)
 // How many tokens an expert takes.
 std::int64_t room_of(const Routes& routes, const RoutingOptions& options) {
   const std::int64_t all = routes.probabilities.size(0) * options.chosen;
-  if (options.capacity == 0) return all;
+  if (options.capacity == 0 || all == 0) return all;
   const double mean = static_cast<double>(all) / static_cast<double>(routes.probabilities.size(1));
   return static_cast<std::int64_t>(
       std::min(std::ceil(options.capacity * mean), static_cast<double>(all)));
@@ -202,7 +202,9 @@ void make_routes(Routes& routes, const at::Tensor& p, const RoutingOptions& opti
 
   std::optional<Group> all;
   if (routes.rows) all = routes.rows->mesh().group(routes.rows->dim(0).axes);
-  counts = gathered(counts, all, p.device());
+  counts = gathered(counts, all, p.device(),
+                    concat("tokens per expert, ", list(routes.experts), ", capacity ",
+                           options.capacity, options.normalized ? ", normalized" : ""));
   const ChoiceCounts kept = within(counts, room_of(routes, options));
   routes.chosen.assign(static_cast<std::size_t>(experts), 0);
   for (std::int64_t e = 0; e < experts; ++e)
@@ -265,11 +267,11 @@ at::Tensor Routing::to_experts(const at::Tensor& tokens) const {
 
 at::Tensor Routing::to_tokens(const at::Tensor& made) const {
   const Routes& r = *routes_;
-  if (!made.defined() || is_sharded(made) || made.dim() != 2 || made.size(0) != total(r.mine))
-    throw InvalidArgument(concat("Routing: what experts made is plain, [", total(r.mine),
-                                 ", features], a row for each of to_experts()"));
   const std::int64_t tokens = r.rows ? r.rows->local_shape()[0] : r.probabilities.size(0);
-  at::Tensor local = r.told("Routing", [&] {
+  at::Tensor local = r.told("to_tokens", [&] {
+    if (!made.defined() || is_sharded(made) || made.dim() != 2 || made.size(0) != total(r.mine))
+      throw InvalidArgument(concat("Routing: what experts made is plain, [", total(r.mine),
+                                   ", features], a row for each of to_experts()"));
     at::Tensor x = made.index_select(0, r.departure);
     if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.sent, r.received);
     x = x * r.weight.unsqueeze(1);

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
+#include <limits>
 
 #include "support.h"
 #include "tessera/comm/group/trace.h"
@@ -365,6 +367,34 @@ TEST(Experts, AFailureOfOneRankIsToldToTheOthers) {
     // And goes on.
     fails = false;
     EXPECT_EQ(net->forward(x).value.size(0), 6);
+
+    // What one rank alone made of its rows.
+    const at::Tensor p = distribute_tensor(at::ones({6, 3}) / 3, mesh, {Shard(0)});
+    const auto wrong = [&](const std::function<void(bool)>& call) {
+      if (manager.rank() == 2)
+        EXPECT_THROW(call(true), InvalidArgument);
+      else
+        EXPECT_THROW(call(false), PeerFailedError);
+      EXPECT_EQ(Routing(p, {}).left_out(), 0);  // and goes on
+    };
+    wrong([&](bool here) {
+      const Routing routing(p, {});
+      const at::Tensor rows = routing.to_experts(x);
+      routing.to_tokens(here ? at::cat({rows, rows.new_ones({1, 2})}) : rows);
+    });
+    wrong([&](bool here) {
+      const Routing routing(p, {});
+      const at::Tensor rows = routing.to_experts(x);
+      const at::Tensor h =
+          grouped_product(here ? at::cat({rows, rows.new_ones({1, 2})}) : rows, net->up, routing);
+      routing.to_tokens(h);
+    });
+  });
+  // Other weights than another rank has.
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"expert", 2}});
+    const at::Tensor p = distribute_tensor(at::ones({4, 3}) / 3, mesh, {Shard(0)});
+    EXPECT_THROW(Routing(p, {.chosen = 2, .normalized = manager.rank() == 0}), MismatchError);
   });
 }
 
@@ -397,6 +427,10 @@ TEST(Experts, MistakesAreTold) {
                  InvalidArgument);
     Experts net(ExpertsOptions{.experts = 3, .features = 3, .hidden = 2});
     EXPECT_THROW(net->forward(at::ones({4, 2})), InvalidArgument);
+    // No mistakes: any room for no tokens.
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    EXPECT_EQ(Routing(p.narrow(0, 0, 0), {.capacity = kInfinity}).left_out(), 0);
+    EXPECT_EQ(Routing(p, {.capacity = kInfinity}).left_out(), 0);
   });
 }
 
