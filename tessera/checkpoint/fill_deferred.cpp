@@ -17,20 +17,26 @@ namespace tessera {
 
 namespace {
 
-// What each "*" of the pattern matches; nothing if the name is another one.
+// What each "*" of the pattern matches; nothing if the name is another one. Text between two stars
+// is taken where it comes first, which leaves the most to what follows.
 std::optional<std::vector<std::string>> stars_of(std::string_view name, std::string_view pattern) {
-  const std::size_t star = pattern.find('*');
-  if (star == std::string_view::npos)
-    return name == pattern ? std::optional(std::vector<std::string>{}) : std::nullopt;
+  std::vector<std::string> stars;
+  std::size_t star = pattern.find('*');
+  if (star == std::string_view::npos) return name == pattern ? std::optional(stars) : std::nullopt;
   if (!name.starts_with(pattern.substr(0, star))) return std::nullopt;
   name.remove_prefix(star);
-  for (std::size_t n = 0; n <= name.size(); ++n) {
-    auto rest = stars_of(name.substr(n), pattern.substr(star + 1));
-    if (!rest) continue;
-    rest->insert(rest->begin(), std::string(name.substr(0, n)));
-    return rest;
+  while (star != std::string_view::npos) {
+    pattern.remove_prefix(star + 1);
+    star = pattern.find('*');
+    const std::string_view text = pattern.substr(0, star);
+    const bool last = star == std::string_view::npos;
+    if (last && !name.ends_with(text)) return std::nullopt;
+    const std::size_t at = last ? name.size() - text.size() : name.find(text);
+    if (at == std::string_view::npos) return std::nullopt;
+    stars.emplace_back(name.substr(0, at));
+    name.remove_prefix(at + text.size());
   }
-  return std::nullopt;
+  return stars;
 }
 
 std::string with_stars(const std::string& to, const std::vector<std::string>& stars) {

@@ -212,6 +212,11 @@ TEST(FillDeferred, MistakesAreToldBeforeAnythingChanges) {
     EXPECT_TRUE(contains(told({{"nobody.*", "a.*"}}), "has a name like 'nobody.*'"));
     EXPECT_TRUE(contains(told({{"table.weight", "a.*"}}), "more stars"));
     EXPECT_TRUE(contains(told({{"table.*", "given"}, kTable[1]}), "has shape [3]"));
+    // Of many stars none is tried again and again.
+    const std::string stars(40, '*');
+    EXPECT_EQ(name_in_files(std::string(300, 'a'), {{stars + "b", "x"}, {stars, stars}}),
+              std::string(300, 'a'));
+    EXPECT_EQ(name_in_files("ab.cab.d", {{"*b.*.d", "<*|*>"}}), "<a|cab>");
     EXPECT_THROW(fill_deferred(*net, nullptr), InvalidArgument);
     EXPECT_THROW(fill_deferred(*net, saved, manager.rank() == 0 ? kTable : NameTable{}),
                  InvalidArgument);
