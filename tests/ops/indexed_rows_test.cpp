@@ -282,6 +282,25 @@ TEST_P(IndexedRows, AreCutOverAnyAxisBesideOthers) {
   });
 }
 
+// An index that is expanded over no features names no rows, of however many edges.
+TEST_P(IndexedRows, OfNoFeatures) {
+  const int ranks = GetParam();
+  on_ranks(ranks, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", ranks}});
+    Draw draw(static_cast<std::uint64_t>(ranks));
+    for (int n = 0; n < 4; ++n) {
+      const CutGraph graph(draw, ranks, false);
+      const auto& [name, layer] = layers()[static_cast<std::size_t>(n == 0 ? 2 : 9 + n)];
+      const at::Tensor x = at::ones({graph.nodes, 0}, at::kDouble);
+      const at::Tensor e = at::ones({graph.edges, 0}, at::kDouble);
+      const auto cut = [&](const at::Tensor& t) { return graph.edge_rows(t, mesh, {Shard(0)}); };
+      const at::Tensor y =
+          layer(graph.node_rows(x, mesh, {Shard(0)}), cut(e), cut(graph.source), cut(graph.target));
+      compare(concat(name, ", case ", n), {y}, {layer(x, e, graph.source, graph.target)});
+    }
+  });
+}
+
 // More graphs than are kept, and tensors that are new each time.
 TEST_P(IndexedRows, HavePlansOfManyGraphs) {
   const int ranks = GetParam();

@@ -72,7 +72,8 @@ at::Tensor ids_of(const ShardMeta& index) {
   const LocalCallGuard guard;
   at::Tensor ids = index.local;
   while (ids.dim() > 1) {
-    if (ids.size(1) == 0) return at::empty({0}, at::kLong);
+    // Nothing is moved of the rows that they name.
+    if (ids.size(1) == 0) return at::zeros({ids.size(0)}, at::kLong);
     ids = ids.select(1, 0);
   }
   return ids.to(at::kCPU, at::kLong).contiguous();
