@@ -37,7 +37,7 @@ class Request:
         return self._handle.done()
 
     def wait(self):
-        """Blocks until the call is complete and returns its result: the tensor that it fills, or what it gathers."""
+        """Blocks until the call is complete and returns its result: the tensor that it fills, or what it gathers. Raises what the call would."""
         arrived = self._handle.wait()
         return self._result if arrived is None else arrived
 
@@ -46,7 +46,7 @@ class SharedMemory:
     """Memory of `nbytes` on each rank of a group that the other ranks reach as well: collectives on tensors in it are not copied in and out.
 
     Of groups whose ranks meet in memory (`group.backend == "shm"`); `DistributedDataParallel` has its gradients in some by itself. Collective: every
-    rank asks for the same number, and has its own bytes claimed at once. The memory lives as long as it or a tensor in it.
+    rank asks for the same number, and has its own bytes claimed at once. The memory lives as long as it or a tensor in it. Raises NotAvailable for other groups.
 
     >>> def body(rank):
     ...     memory = ts.SharedMemory(ts.world(), 1 << 20)
@@ -81,6 +81,9 @@ class Group:
     Every call is collective over the group unless it says otherwise, and has a time limit: `timeout=` seconds, or the group's own. Tensors may be
     non-contiguous; what a call fills, it fills in place and returns. `sizes` are rows along dim 0, one number per rank in group order, zeros included;
     without them all ranks have the same number. With `start=True` a call returns a `Request` at once.
+
+    Every call raises InvalidArgument for a root, an operation or sizes that do not fit, `TimeoutError` after its limit, `PeerLostError` and `PeerFailedError` where
+    another rank is gone or has raised, and as `set_check_level` says `MismatchError` where ranks call different things.
 
     >>> ts.run_threads(4, lambda rank: ts.world().all_reduce(torch.ones(3)))[0]
     tensor([4., 4., 4.])

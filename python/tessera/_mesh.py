@@ -93,7 +93,7 @@ class Mesh:
         return tuple(self._handle.coordinate())
 
     def rank_at(self, coordinate):
-        """The global rank at a coordinate.
+        """The global rank at a coordinate. Raises InvalidArgument outside of the mesh, as the members below do for an unknown axis.
 
         >>> ts.run_threads(6, lambda rank: ts.Mesh({"data": 2, "domain": 3}).rank_at([1, 2]))[0]
         5
@@ -102,6 +102,7 @@ class Mesh:
 
     def group(self, *axes):
         """The group along these axes through this rank, in mesh order; without axes over all of them. Its rank is the coordinate along one axis.
+        Raises InvalidArgument on a rank outside of the mesh.
 
         >>> def body(rank):
         ...     mesh = ts.Mesh({"data": 2, "domain": 2})
@@ -145,6 +146,7 @@ class Mesh:
 
     def view(self, axes):
         """The same table under other axes with the same product: data=2 x tensor=4 as data=2 x expert=2 x tensor=2.
+        Raises InvalidArgument for another product.
 
         >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 4}).view({"data": 2, "expert": 2}).coordinate)
         [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -188,7 +190,7 @@ class Mesh:
 
 
 def add_mesh(name, mesh):
-    """Gives a mesh a name, for `Mesh.of(name)`. Not collective, but all ranks that use the name name the same mesh.
+    """Gives a mesh a name, for `Mesh.of(name)`. Not collective, but all ranks that use the name name the same mesh. Raises RepeatedName for one that is taken.
 
     >>> ts.add_mesh("fields", mesh)
     >>> ts.Mesh.of("fields") == mesh

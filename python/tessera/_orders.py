@@ -29,7 +29,8 @@ def _schedule(batch):
 def FixedOrder(samples, batch, *, seed=0, shuffle=True, last="keep"):
     """One shuffled pass over `samples` samples per epoch, in batches of `batch`, or of a schedule `{step: size}` from step 0 on.
 
-    `last`: what becomes of samples at the end of an epoch that fill no batch: "keep" (a smaller one), "pad" (repeats some, marked), "drop".
+    `last`: what becomes of samples at the end of an epoch that fill no batch: "keep" (a smaller one), "pad" (repeats some, marked), "drop". Raises InvalidArgument for no samples, and for
+    a batch below 1.
 
     >>> ts.FixedOrder(100, {0: 8, 1000: 16}, last="drop")    # batches of 16 from step 1000 on
     Order(...)
@@ -38,7 +39,9 @@ def FixedOrder(samples, batch, *, seed=0, shuffle=True, last="keep"):
 
 
 def WeightedOrder(weights, batch, samples_per_epoch, *, seed=0):
-    """Draws with replacement, in proportion to one weight per sample.
+    """Draws with replacement, in proportion to one weight per sample; `samples_per_epoch` draws are an epoch.
+
+    Raises InvalidArgument for weights that are negative, not finite, or all zero.
 
     >>> ts.WeightedOrder([1, 1, 8], batch=4, samples_per_epoch=100)
     Order(...)
@@ -49,7 +52,8 @@ def WeightedOrder(weights, batch, samples_per_epoch, *, seed=0):
 def MixtureOrder(datasets, weights, batch, *, seed=0, shuffle=True):
     """A mixture of datasets `{name: samples}`: at every point each one's share is as close to its weight as whole numbers allow.
 
-    `weights`: one per dataset, or `{draw: weights}` from draw 0 on. It has no epochs: count the steps.
+    `weights`: one per dataset, or `{draw: weights}` from draw 0 on. It has no epochs: count the steps. Raises InvalidArgument for another number of weights
+    than of datasets, and for a weight of a dataset without samples.
 
     >>> ts.MixtureOrder({"books": 1000, "code": 400}, [0.7, 0.3], batch=10)
     Order(...)
@@ -62,6 +66,8 @@ def MixtureOrder(datasets, weights, batch, *, seed=0, shuffle=True):
 def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, shuffle=True):
     """Batches of as many samples as `tokens` tokens take. `lengths`: tokens per sample. `padded`: a batch costs count x longest.
 
+    Raises InvalidArgument, with its position, for a sample that is longer than the budget.
+
     >>> ts.TokenBudgetOrder([5, 9, 3, 7], tokens=12)
     Order(...)
     """
@@ -69,7 +75,9 @@ def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, sh
 
 
 def PackedOrder(lengths, rows, capacity, *, seed=0, shuffle=True):
-    """Batches of `rows` rows of `capacity` tokens, packed with complete samples.
+    """Batches of `rows` rows of `capacity` tokens, packed with complete samples. `lengths`: tokens per sample.
+
+    Raises InvalidArgument, with its position, for a sample that is longer than a row.
 
     >>> ts.PackedOrder([5, 9, 3, 7], rows=2, capacity=12)
     Order(...)

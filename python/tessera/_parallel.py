@@ -209,7 +209,7 @@ def neighborhood_attention(q, k, v, kernel, dilation=(), causal=(), scale=None):
 
     q, k: batch x spatial dims x heads x channels, v with any channels. `kernel`, `dilation`, `causal`: one number per spatial dim; default dilation 1,
     not causal. At the edges the window is shifted, not shortened. `scale`: default 1 / sqrt(channels). Batch, spatial dims and heads may be sharded.
-    Differentiable once.
+    Differentiable once. Raises RuntimeError for shapes, windows and placements that do not fit, with those that do.
 
     >>> q = k = v = torch.ones(2, 6, 5, 3, 4)                 # batch x height x width x heads x channels
     >>> ts.neighborhood_attention(q, k, v, kernel=[3, 3]).shape
@@ -219,7 +219,7 @@ def neighborhood_attention(q, k, v, kernel, dilation=(), causal=(), scale=None):
 
 
 def neighborhood_attention_1d(q, k, v, kernel, dilation=(), causal=(), scale=None):
-    """`neighborhood_attention` of batch x n x heads x channels.
+    """`neighborhood_attention` of batch x n x heads x channels. Raises ValueError for a kernel of other than one dim.
 
     >>> q = ts.distribute_tensor(torch.ones(2, 9, 3, 4), mesh, ts.Shard(1))
     >>> ts.neighborhood_attention_1d(q, q, q, [3], causal=[True]).shape
@@ -229,7 +229,7 @@ def neighborhood_attention_1d(q, k, v, kernel, dilation=(), causal=(), scale=Non
 
 
 def neighborhood_attention_2d(q, k, v, kernel, dilation=(), causal=(), scale=None):
-    """`neighborhood_attention` of batch x height x width x heads x channels.
+    """`neighborhood_attention` of batch x height x width x heads x channels. Raises ValueError for a kernel of other than two dims.
 
     >>> q = torch.ones(1, 6, 6, 1, 4)
     >>> ts.neighborhood_attention_2d(q, q, q, [3, 3], dilation=[2, 1]).shape
@@ -239,7 +239,7 @@ def neighborhood_attention_2d(q, k, v, kernel, dilation=(), causal=(), scale=Non
 
 
 def neighborhood_attention_3d(q, k, v, kernel, dilation=(), causal=(), scale=None):
-    """`neighborhood_attention` of batch x depth x height x width x heads x channels.
+    """`neighborhood_attention` of batch x depth x height x width x heads x channels. Raises ValueError for a kernel of other than three dims.
 
     >>> q = torch.ones(1, 4, 4, 4, 1, 2)
     >>> ts.neighborhood_attention_3d(q, q, q, [3, 3, 3]).shape
@@ -273,7 +273,7 @@ def empty(shape, mesh, placements, sizes=None, dtype=None):
 
 
 def zeros(shape, mesh, placements, sizes=None, dtype=None):
-    """Zeros of a global `shape`.
+    """Zeros of a global `shape`. Takes and raises what `empty` does.
 
     >>> ts.zeros([6, 2], mesh, ts.Shard(0))
     <ShardTensor Float [6, 2] data=Shard(0)[6], local [6, 2] at [0, 0]>
@@ -282,7 +282,7 @@ def zeros(shape, mesh, placements, sizes=None, dtype=None):
 
 
 def ones(shape, mesh, placements, sizes=None, dtype=None):
-    """Ones of a global `shape`.
+    """Ones of a global `shape`. Takes and raises what `empty` does.
 
     >>> ts.ones([6, 2], mesh, ts.Shard(0)).sum().item()
     12.0
@@ -291,7 +291,7 @@ def ones(shape, mesh, placements, sizes=None, dtype=None):
 
 
 def full(shape, value, mesh, placements, sizes=None, dtype=None):
-    """`value` everywhere in a global `shape`.
+    """`value` everywhere in a global `shape`. Takes and raises what `empty` does.
 
     >>> ts.full([6], 0.5, mesh, ts.Shard(0)).sum().item()
     3.0
@@ -301,6 +301,7 @@ def full(shape, value, mesh, placements, sizes=None, dtype=None):
 
 def rand(shape, mesh, placements, sizes=None, dtype=None):
     """Uniform in [0, 1). The numbers depend on the global index alone, so that they are the same for any placement; `manual_seed` restarts them.
+    Takes and raises what `empty` does.
 
     >>> def body(rank):
     ...     ts.manual_seed(3)
@@ -312,7 +313,7 @@ def rand(shape, mesh, placements, sizes=None, dtype=None):
 
 
 def randn(shape, mesh, placements, sizes=None, dtype=None):
-    """Standard normal; as `rand`.
+    """Standard normal; as `rand`. Takes and raises what `empty` does.
 
     >>> ts.randn([4, 3], mesh, ts.Shard(1), dtype=torch.float64).shape
     torch.Size([4, 3])
@@ -321,7 +322,8 @@ def randn(shape, mesh, placements, sizes=None, dtype=None):
 
 
 def start_redistribute(tensor, placements, sizes=None):
-    """Starts `redistribute`; `.wait()` gives the tensor, `.done()` says whether it would block. All ranks wait for theirs in the same order.
+    """Starts `redistribute`; `.wait()` gives the tensor, `.done()` says whether it would block. All ranks wait for theirs in the same order. Raises
+    what `redistribute` does.
 
     >>> later = ts.start_redistribute(t, ts.Replicate())
     >>> ready = later.done()                         # compute something else meanwhile
@@ -334,7 +336,8 @@ def start_redistribute(tensor, placements, sizes=None):
 
 
 def explain_redistribution(tensor, placements, sizes=None):
-    """The collectives that `redistribute` would make: (operation, axes, elements that arrive here) each. Communicates nothing.
+    """The collectives that `redistribute` would make: (operation, axes, elements that arrive here) each. Communicates nothing. Raises
+    what `redistribute` does.
 
     >>> def body(rank):
     ...     t = ts.ones([4, 8], ts.Mesh({"data": 2}), ts.Shard(0))
@@ -348,7 +351,7 @@ def explain_redistribution(tensor, placements, sizes=None):
 
 
 def visualize_sharding(tensor):
-    """Draws as text which rank holds which shard. Communicates nothing.
+    """Draws as text which rank holds which shard. Communicates nothing. Raises InvalidArgument for a plain tensor.
 
     >>> print(ts.visualize_sharding(t))
     [4, 8]...
@@ -357,7 +360,7 @@ def visualize_sharding(tensor):
 
 
 def visualize_sharding_svg(tensor):
-    """The same as an SVG picture, with the shards to scale: in a notebook, `IPython.display.SVG(...)`.
+    """The same as an SVG picture, with the shards to scale: in a notebook, `IPython.display.SVG(...)`. Raises InvalidArgument for a plain tensor.
 
     >>> ts.visualize_sharding_svg(t)[:4]
     '<svg'

@@ -12,6 +12,8 @@ from tessera._library import ops
 class Source:
     """Named arrays in a file, read by hyperslab, so that a rank reads its own shard and nothing else. `kind`: "netcdf", "hdf5" or "safetensors".
 
+    Raises FileError for a file that cannot be opened, NotAvailable for a kind that this build lacks.
+
     >>> ts.save({"wind": torch.ones(12, 3, 4)}, mesh, "winds.safetensors")
     >>> winds = ts.Source("safetensors", "winds.safetensors")
     >>> winds.variables, winds.shape("wind"), winds.dims("wind")
@@ -29,17 +31,18 @@ class Source:
         return list(self._handle.variables())
 
     def dims(self, variable):
-        """Names of the dims, outermost first."""
+        """Names of the dims, outermost first. Raises VariableError, with the names that there are."""
         return tuple(self._handle.dims(variable))
 
     def shape(self, variable):
-        """Sizes of the dims."""
+        """Sizes of the dims. Raises VariableError, with the names that there are."""
         return tuple(self._handle.shape(variable))
 
     def read(self, variable, start=(), count=(), stride=(), *, dtype=torch.float32, decode=True, missing=float("nan")):
         """Indices start, start + stride, ... (count of them) per dim; dims that are left out at the end are read completely.
 
         `decode`: scale, offset and missing values as the file's conventions say; `missing`: what a missing value becomes.
+        Raises VariableError for an unknown variable, RangeError for indices that it does not have.
         """
         return self._handle.read(variable, list(start), list(count), list(stride), dtype, decode, float(missing))
 
@@ -48,7 +51,7 @@ class Source:
 
 
 def NetcdfSource(path):
-    """The numeric variables of a netCDF file.
+    """The numeric variables of a netCDF file. Raises FileError, or NotAvailable without the netCDF library.
 
     >>> def winds_of(month):                             # of a file that there is
     ...     return ts.NetcdfSource("winds.nc").read("UWND", start=[month], count=[1])
@@ -57,7 +60,7 @@ def NetcdfSource(path):
 
 
 def Hdf5Source(path):
-    """The numeric datasets of an HDF5 file.
+    """The numeric datasets of an HDF5 file. Raises FileError, or NotAvailable without the HDF5 library.
 
     >>> def snapshot(step):                              # of a file that there is
     ...     return ts.Hdf5Source("run.h5").read("fields/density", start=[step], count=[1])
@@ -66,7 +69,7 @@ def Hdf5Source(path):
 
 
 def SafetensorsSource(path):
-    """The tensors of a safetensors file.
+    """The tensors of a safetensors file. Raises FileError.
 
     >>> ts.save({"wind": torch.ones(12, 3)}, mesh, "winds.safetensors")
     >>> ts.SafetensorsSource("winds.safetensors").read("wind", [2], [4]).shape
@@ -91,6 +94,8 @@ class SourceField:
 
 def SourceDataset(source, fields):
     """Samples out of a source, each a hyperslab; `fields`: names of variables, or `SourceField`s.
+
+    Raises VariableError and RangeError for what the source does not have, InvalidArgument for no fields.
 
     >>> ts.save({"wind": torch.ones(12, 3), "month": torch.arange(12.0)}, mesh, "winds.safetensors")
     >>> source = ts.SafetensorsSource("winds.safetensors")

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 
+from tessera._errors import MappingError
 from tessera._library import classes, ops
 
 
@@ -162,7 +163,8 @@ class ProcessGroupConfig:
 
 
 def read_group_config(path):
-    """A tree from a .json, .yaml or .yml file; the fields are those of `add_node`, nested under `children`.
+    """A tree from a .json, .yaml or .yml file; the fields are those of `add_node`, nested under `children`. Raises ConfigFileError, with the line,
+    for a file that is absent or no tree, and what `add_node` raises.
 
     >>> tree = ts.ProcessGroupConfig().add_node("a", "world", 2)
     >>> size = open("groups.yaml", "w").write(ts.format_group_config(tree))
@@ -173,7 +175,7 @@ def read_group_config(path):
 
 
 def parse_group_config(text, format="yaml"):
-    """The same from a text; `format`: "yaml" or "json".
+    """The same from a text; `format`: "yaml" or "json". Raises what `read_group_config` does.
 
     >>> ts.parse_group_config('{"name": "world", "children": [{"name": "data", "size": 4}]}', "json").size("world")
     4
@@ -229,7 +231,7 @@ class Topology:
 
 
 def read_topology(path):
-    """From a .json, .yaml or .yml file.
+    """From a .json, .yaml or .yml file. Raises ConfigFileError, with the line, for one that is absent or no description, MappingError for one without hosts.
 
     >>> size = open("machines.yaml", "w").write("hosts: 2x4")
     >>> ts.read_topology("machines.yaml").slots
@@ -267,7 +269,7 @@ def traffic_of(trace, mesh, steps=1):
 
 
 def parse_topology(text, format="yaml"):
-    """From a text; `format`: "yaml" or "json".
+    """From a text; `format`: "yaml" or "json". Raises what `read_topology` does.
 
     >>> ts.parse_topology({"hosts": "2x4"}, "json").hosts
     {'host0': 4, 'host1': 4}
@@ -276,7 +278,7 @@ def parse_topology(text, format="yaml"):
 
 
 def parse_hosts(text):
-    """"16x8" or "8,8,4".
+    """"16x8" or "8,8,4": hosts and devices of each. Raises ConfigFileError for another text.
 
     >>> ts.parse_hosts("8,8,4").slots
     20
@@ -335,7 +337,8 @@ def _mapping(values):
 def optimise_mapping(axes, topology, traffic, *, exact_limit=50000, effort=1.0, seed=1):
     """The best mapping of a mesh that was found for this traffic; it never costs more than the naive one. Arithmetic alone, the same on all ranks.
 
-    `axes`: as of `Mesh`, outermost first. Up to `exact_limit` mappings all are tried.
+    `axes`: as of `Mesh`, outermost first. Up to `exact_limit` mappings all are tried. Raises MappingError for more ranks than slots, UnknownName for traffic
+    along axes that the mesh does not have.
 
     >>> traffic = [ts.Traffic("tensor", "all_reduce", 64e6, calls=96), ts.Traffic("data", "all_reduce", 1e9)]
     >>> ts.optimise_mapping({"data": 4, "tensor": 4}, ts.parse_hosts("4x4"), traffic).slot_of[:4]
@@ -357,6 +360,7 @@ def given_mapping(axes, topology, traffic, slot_of):
 
 def mapped_mesh(axes, mapping):
     """The mesh to run where the launcher starts rank r on slot r: each coordinate has the rank whose slot the mapping gives it.
+    Raises InvalidArgument for a mapping of another number of ranks.
 
     >>> best = ts.optimise_mapping({"tensor": 1}, ts.parse_hosts("1x1"), [])
     >>> ts.mapped_mesh({"tensor": 1}, best).axes
@@ -367,24 +371,32 @@ def mapped_mesh(axes, mapping):
     return Mesh(axes, ops.mapped_mesh(list(axes), list(axes.values()), list(mapping.slot_of)))
 
 
+def _slots(topology, slot_of):
+    slots = [int(s) for s in slot_of]
+    wrong = [s for s in slots if not 0 <= s < topology.slots or slots.count(s) > 1]
+    if wrong:
+        raise MappingError(f"slot {wrong[0]} in {slots}: the topology has slots 0 to {topology.slots - 1}, and each is taken once")
+    return slots
+
+
 def open_mpi_rank_file(topology, slot_of):
-    """The text of a file for `mpirun --rankfile`.
+    """The text of a file for `mpirun --rankfile`. Raises MappingError for slots that the topology does not have, or that are taken twice.
 
     >>> print(ts.open_mpi_rank_file(ts.parse_hosts("2x1"), [1, 0]))
     rank 0=host1 slot=0
     rank 1=host0 slot=0
     """
-    return ops.launcher_file("open_mpi", topology._handle, list(slot_of))
+    return ops.launcher_file("open_mpi", topology._handle, _slots(topology, slot_of))
 
 
 def slurm_host_file(topology, slot_of):
-    """The text of a file for SLURM_HOSTFILE and `srun --distribution=arbitrary`.
+    """The text of a file for SLURM_HOSTFILE and `srun --distribution=arbitrary`. Raises as `open_mpi_rank_file`.
 
     >>> print(ts.slurm_host_file(ts.parse_hosts("2x1"), [1, 0]))
     host1
     host0
     """
-    return ops.launcher_file("slurm", topology._handle, list(slot_of))
+    return ops.launcher_file("slurm", topology._handle, _slots(topology, slot_of))
 
 
 def process_groups_of(model, *arguments, sizes=None):

@@ -266,6 +266,9 @@ def test_a_placement_is_handed_to_the_mesh():
     assert ts.given_mapping({"outer": 2, "inner": 2}, hosts, traffic, [0, 1, 2, 3]).seconds == mapping.naive_seconds
     assert "rank 0=" in ts.open_mpi_rank_file(hosts, mapping.slot_of) and len(ts.slurm_host_file(hosts, mapping.slot_of).split()) == 4
     assert ts.Topology.uniform(2, 2).hosts == hosts.hosts and hosts.slots == 4
+    for wrong in ([0, 1, 2, 4], [0, 1, 1, 2]):
+        with pytest.raises(ts.MappingError, match="slots 0 to 3"):
+            ts.open_mpi_rank_file(hosts, wrong)
     tree = ts.ProcessGroupConfig().add_node("inner", "world", 2).add_node("outer", "world", 2)
 
     def body(rank):
