@@ -1,5 +1,6 @@
 """What a run says of itself while it runs, and what its steps cost."""
 
+import contextlib
 import sys
 import threading
 
@@ -92,6 +93,16 @@ def measure_peak_flop(device="cpu", dtype=torch.float32):
     return ops.measure_peak_flop(str(torch.device(device)), dtype)
 
 
+# A stderr that is closed, full, none or of another alphabet does not end a run, on rank 0 alone.
+_NOT_WRITABLE = OSError, ValueError, AttributeError
+
+
+def _on_terminal():
+    with contextlib.suppress(*_NOT_WRITABLE):
+        return bool(sys.stderr.isatty())
+    return False
+
+
 def _shown(name, value):
     if isinstance(value, torch.Tensor):
         if is_sharded(value):
@@ -127,7 +138,7 @@ class Progress(_OnThisThread):
 
     def __enter__(self):
         show = rank() == 0 if self._show is None else bool(self._show)
-        self._enter(classes.Progress(show, sys.stderr.isatty(), self._unit, self._line_seconds, self._device), self._close)
+        self._enter(classes.Progress(show, _on_terminal(), self._unit, self._line_seconds, self._device), self._close)
         self._write(self._handle.start(self._start, -1 if self._steps is None else int(self._steps)))
         return self
 
@@ -141,8 +152,9 @@ class Progress(_OnThisThread):
 
     def _write(self, text):
         if text:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            with contextlib.suppress(*_NOT_WRITABLE):
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
     def _entered(self):
         if self._handle is None or self._left:

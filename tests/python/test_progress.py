@@ -1,5 +1,7 @@
 """Progress, FLOP and waiting of a loop in Python."""
 
+import io
+import os
 import threading
 import time
 
@@ -106,3 +108,16 @@ def test_an_exception_leaves_nothing_behind(capsys):
     assert counter.total == 48
     with pytest.raises(ts.InvalidArgument, match="a line every -1"):
         ts.Progress(line_seconds=-1).__enter__()
+
+
+def test_a_stderr_that_takes_nothing_ends_no_run(monkeypatch):
+    closed = open(os.devnull, "w")  # noqa: SIM115
+    closed.close()
+    letters = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    letters.isatty = lambda: True
+    for stream in (closed, None, letters, object()):
+        monkeypatch.setattr("sys.stderr", stream)
+        with ts.Progress(2, show=True, line_seconds=0) as progress:
+            progress.step(1, é=1.0)
+            progress.say("─")
+            assert progress.report()["throughput/steps"] > 0
