@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import multiprocessing
 import sys
 import threading
 
 import torch
 
+from tessera._errors import ConfigurationError
 from tessera._library import classes, ops
 from tessera._mesh import Mesh, Spec
 from tessera._placement import ParameterPlacement, from_text, to_text
@@ -22,6 +24,11 @@ def init(backend="", timeout=300.0, between_hosts="auto"):
     >>> ts.rank(), ts.world_size()
     (0, 1)
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "a worker process has imported this program, which begins with init(): it is no rank and meets no job. "
+            "Put what the program does into a function, and call that under `if __name__ == \"__main__\":`"
+        )
     ops.init(backend, float(timeout), between_hosts)
     atexit.register(shutdown)
 
@@ -35,7 +42,7 @@ def shutdown():
 
 
 def rank():
-    """This process' global rank; in `run_threads` this thread's.
+    """This process' global rank; in `run_threads` this thread's. Raises ConfigurationError before `init`, as what needs ranks does.
 
     >>> if ts.rank() == 0: print("said once")
     said once
@@ -142,7 +149,7 @@ def redistribute(tensor, placements, sizes=None):
 
 
 def full_tensor(tensor):
-    """The global value on every rank, as a plain tensor with memory of its own. Collective. Differentiable.
+    """The global value on every rank, as a plain tensor with memory of its own. Collective. Differentiable. Raises InvalidArgument for a plain tensor.
 
     >>> ts.full_tensor(t).shape
     torch.Size([4, 8])
@@ -189,7 +196,7 @@ def spec(tensor):
 
 
 def summary(tensor):
-    """One line: dtype, shape, placements, and this rank's shard. No communication.
+    """One line: dtype, shape, placements, and this rank's shard. No communication. Raises InvalidArgument for a plain tensor.
 
     >>> ts.summary(t)
     'ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]'
@@ -304,7 +311,7 @@ def load(path, mesh, placements=None):
 def load_into(tensors, mesh, path):
     """A file, or a folder of files with an index as for `load`, into the tensors that are there (as for `save`), wherever they lie. Collective.
 
-    Nothing is changed where names or shapes do not fit.
+    Raises FileError for a file that is absent or damaged, and InvalidArgument where names or shapes do not fit, on every rank; nothing is changed then.
 
     >>> ts.save(net, mesh, "net.safetensors")
     >>> ts.load_into(net, mesh, "net.safetensors")

@@ -4,13 +4,16 @@ import os
 import re
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tessera._callbacks import Callbacks, address, with_cause
+from tessera._errors import InvalidArgument
 from tessera._groups import world
 from tessera._library import classes, ops
+from tessera._workers import WorkerPool
 
 # Never freed: a worker that hangs in a sample is left behind when its loader goes, and returns through the reader one day.
 _READERS = []
@@ -63,10 +66,27 @@ def _kept(function):
     return function
 
 
+class _Reader:
+    """Batches of an object of Python's: the tensors, and how samples are nested; without indices of no rows."""
+
+    def __init__(self, samples, collate):
+        self.samples, self.collate = samples, collate
+
+    def __call__(self, indices):
+        got = [self.samples[i] for i in indices or range(min(1, len(self.samples)))]
+        if self.collate:
+            whole = self.collate(got)
+            made, nesting = _tensors(whole), pytree.tree_structure(whole)
+        else:
+            made, nesting = _stack(got, indices)
+        return (made if indices else [t[:0] for t in made]), nesting
+
+
 class Dataset:
     """Samples by index: what `Loader` reads. Made by `TensorDataset`, `TokenFileDataset`, `SourceDataset`, or of any object with `len()` and `[index]`.
 
     A sample is a tensor, a number, or tuples, lists and dictionaries of them, nested in any way. An object of Python's is called from the loader's threads.
+    `data[index]` raises IndexError outside, and what the object raises.
 
     >>> class Images:
     ...     def __len__(self): return 3
@@ -77,7 +97,7 @@ class Dataset:
     """
 
     def __init__(self, handle, errors=None, keep=None):
-        self._handle, self._errors, self._keep, self._nesting, self._probe = handle, errors, keep, None, None
+        self._handle, self._errors, self._keep, self._nesting, self._probe, self._reader = handle, errors, keep, None, None, None
 
     def __len__(self):
         return self._handle.size()
@@ -92,6 +112,7 @@ class Dataset:
         """A dataset of `len(samples)` samples, `samples[index]` each.
 
         `collate`: makes of a list of samples the batch's tensors, with the samples in dim 0 of each; default: stacks them.
+        Raises TypeError for what has no `len()` and `[index]`. Samples that are nested differently, or differ in shape, dtype or device, are a `SampleError` when they are read.
         """
         if isinstance(samples, Dataset):
             return samples
@@ -99,21 +120,21 @@ class Dataset:
             raise TypeError("a tensor is no dataset: TensorDataset(t) has its rows; a list of samples is Dataset.of(list)")
         if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
             raise TypeError(f"a dataset has len() and [index]; {samples!r:.60} has not. A list of samples is one dataset as Dataset.of(list)")
+        return Dataset._read_by(_Reader(samples, collate))
+
+    @staticmethod
+    def _read_by(reader, elsewhere=None):
+        """`elsewhere`: what stands for the reader, in other processes."""
         errors, known = Callbacks(), []
 
         def batch(indices):
-            got = [samples[i] for i in indices or range(min(1, len(samples)))]
-            if collate:
-                whole = collate(got)
-                made, nesting = _tensors(whole), pytree.tree_structure(whole)
-            else:
-                made, nesting = _stack(got, indices)
+            tensors, nesting = (elsewhere or reader)(indices)
             known[:] = [nesting]
-            return made if indices else [t[:0] for t in made]
+            return tensors
 
-        reader = _kept(errors.calling(batch))
-        dataset = Dataset(ops.python_dataset(len(samples), address(reader)), errors, reader)
-        dataset._nesting, dataset._probe = known, batch
+        function = _kept(errors.calling(batch))
+        dataset = Dataset(ops.python_dataset(len(reader.samples), address(function)), errors, function)
+        dataset._nesting, dataset._probe, dataset._reader = known, batch, reader
         return dataset
 
     def _nested(self, tensors, names):
@@ -126,6 +147,8 @@ class Dataset:
 
 def TensorDataset(*tensors):
     """Tensors in memory that agree in dim 0; sample i is row i of each. `TensorDataset({"inputs": {"wind": x}, "target": y})`: with names.
+
+    Raises InvalidArgument for no tensors, and for ones that differ in dim 0.
 
     >>> data = ts.TensorDataset(torch.arange(6).view(3, 2), torch.arange(3))
     >>> data[1]
@@ -140,6 +163,8 @@ def TensorDataset(*tensors):
 
 def TokenFileDataset(path, dtype, row, stride=0):
     """A file of tokens of `dtype`: rows of `row` tokens, starting every `stride` tokens (0: every `row`).
+
+    Raises FileError for a file that cannot be opened or is no multiple of the dtype's size, InvalidArgument for rows of no tokens or longer than the file.
 
     >>> size = open("text.bin", "wb").write(bytes(range(10)))
     >>> data = ts.TokenFileDataset("text.bin", torch.uint8, row=4, stride=3)
@@ -179,6 +204,15 @@ class LoadedBatch:
     """Of `tensors`, where `fields` is a dictionary: "about/place/0" is `fields["about"]["place"][0]`."""
 
 
+def _in_processes(datasets, count):
+    """The datasets again, of which those of Python's are read by worker processes."""
+    readers = [d._reader for d in datasets]
+    if count < 0 or not any(readers):
+        raise InvalidArgument(f"processes={count}: a number of processes that read objects of Python's; of the library's own datasets threads read beside each other")
+    pool = WorkerPool(readers, count)
+    return [Dataset._read_by(d._reader, partial(pool.read, number)) if d._reader else d for number, d in enumerate(datasets)], pool
+
+
 def _fours(numbers):
     return tuple(tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4))
 
@@ -209,20 +243,37 @@ class Loader:
     `Dataset.of(list)`). `batch_axes`: the axes of the mesh
     that shard the batch, outermost first; ranks along the others get the same samples. `workers`: threads that read ahead, `prefetch` batches beyond the
     next; 0: `next()` reads. `collate`: for objects of Python's, see `Dataset.of`. What a dataset raises, `next()` raises, with the sample's index. `close()`
-    ends the threads; the end of the program does too.
+    ends the threads and processes; the end of the program does too.
+
+    `processes`: threads decode one after the other where Python holds its lock, processes beside each other: so many, started once, each of which reads a batch at
+    a time of the objects of Python's, for a thread that waits for it (`workers` and `prefetch` are at least `processes` then). Batches, their order, `state()`,
+    errors and `pin_memory` are as with threads; what a sample draws from the generators of `torch`, `random` or `numpy` is its worker's. Datasets and `collate` are
+    pickled: of classes and functions at the top of a module, in a script that starts its work under `if __name__ == "__main__":`. A worker that dies is an error
+    of the batch that it was to read, and of all after it.
+
+    >>> def main(images):                              # len(images), images[i]: a class at the top of a module
+    ...     return ts.Loader(images, ts.FixedOrder(len(images), 64), mesh, ["data"], processes=4, pin_memory=torch.cuda.is_available())
     """
 
-    def __init__(self, datasets, order, mesh, batch_axes, *, workers=0, prefetch=2, stall_limit=300.0, pin_memory=False, device="", collate=None):
+    def __init__(self, datasets, order, mesh, batch_axes, *, workers=0, prefetch=2, stall_limit=300.0, pin_memory=False, device="", collate=None, processes=0):
         datasets = list(datasets) if isinstance(datasets, (list, tuple)) else [datasets]
         if collate and any(isinstance(d, Dataset) for d in datasets):
             raise ValueError("collate is for objects of Python's: give it to Dataset.of, or leave it out")
-        self._datasets = [Dataset.of(d, collate) for d in datasets]
+        self._datasets, pool = [Dataset.of(d, collate) for d in datasets], None
+        if processes:
+            self._datasets, pool = _in_processes(self._datasets, processes)
+            workers, prefetch = max(workers, processes), max(prefetch, processes)
         handles = [d._handle for d in self._datasets]
         options = (workers, prefetch, float(stall_limit), pin_memory, str(device))
-        self._handle = classes.Loader(handles, order._handle, mesh._handle, list(batch_axes), *options)
+        try:
+            self._handle = classes.Loader(handles, order._handle, mesh._handle, list(batch_axes), *options)
+        except BaseException:
+            if pool:
+                pool.close()
+            raise
         self._mesh, self._axes = mesh, list(batch_axes)
         # Not in the destructor of the handle, which holds the interpreter's lock that the threads may wait for.
-        self.close = weakref.finalize(self, _close, self._handle, self._datasets)
+        self.close = weakref.finalize(self, _close, self._handle, self._datasets, pool)
 
     def _around(self, call):
         return with_cause([d._errors for d in self._datasets if d._errors], call)
@@ -259,15 +310,15 @@ class Loader:
         return self._handle.state()
 
     def restore(self, state):
-        """Goes on from a state. Raises if another order saved it."""
+        """Goes on from a state. Raises ConfigurationError if another order saved it."""
         self._handle.restore(state)
 
     def seek(self, step):
-        """Goes on at a step, for orders whose batches have sizes that are known beforehand."""
+        """Goes on at a step, for orders whose batches have sizes that are known beforehand; raises InvalidArgument for others: they need a state."""
         self._handle.seek(step)
 
     def require_agreement(self, group=None):
-        """Raises on every rank unless all have the same order, position, sizes of datasets and mapping. Collective."""
+        """Raises MismatchError on every rank unless all have the same order, position, sizes of datasets and mapping. Collective."""
         self._handle.require_agreement((world() if group is None else group)._handle)
 
 
@@ -336,6 +387,7 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
 
     `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes. Of a batch
     whose fields are a dictionary also a dictionary, by names ("inputs/wind") or the names of groups ("inputs"); what it does not name is replicated.
+    Collective over the mesh. Raises InvalidArgument, on every rank, for an axis or a field that is not there, for dim 0, and where `whole` has to be given.
 
     >>> mesh = ts.Mesh({"data": -1, "domain": 1})
     >>> data = ts.TensorDataset({"inputs": {"wind": torch.ones(6, 3, 8, 4)}, "month": torch.arange(6)})
@@ -363,7 +415,7 @@ def scatter_batch(batch, mesh, batch_axes, fields=()):
 
 
 def reads_for_others(mesh, batch_axes):
-    """Whether this rank is at coordinate 0 of the axes that do not shard the batch.
+    """Whether this rank is at coordinate 0 of the axes that do not shard the batch. Raises InvalidArgument for an unknown axis.
 
     >>> ts.run_threads(4, lambda rank: ts.reads_for_others(ts.Mesh({"data": 2, "domain": 2}), ["data"]))
     [True, False, True, False]
@@ -407,6 +459,8 @@ class StreamLoader:
 
     `uneven`: at a step for which some ranks have a full batch and others do not: "error" (default), "drop", "pad", "weight_zero". `example`: a sample,
     from which a rank whose stream is empty knows the shapes. `transform`: applied to each sample, in the threads.
+
+    Raises on every rank UnevenDataError as `uneven` says, StalledError where a rank has no sample within `stall_limit` seconds, SampleError for what a stream raises.
     """
 
     def __init__(self, stream, rows, group=None, *, uneven="error", example=(), workers=0, prefetch=2, stall_limit=120.0, transform=None):
@@ -445,5 +499,7 @@ class StreamLoader:
         self._handle.restore(state, replay)
 
 
-def _close(handle, _keep):
+def _close(handle, _keep, pool=None):
+    if pool:
+        pool.close()  # no thread waits for a sample then
     handle.close()
