@@ -26,6 +26,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distribute_script.h"
 #include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/nn/embedding_table.h"
 #include "tessera/nn/experts.h"
 #include "tessera/nn/fully_shard.h"
 #include "tessera/nn/sharded_optimizer.h"

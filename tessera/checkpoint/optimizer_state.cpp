@@ -21,6 +21,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/optimizer_parameters.h"
+#include "tessera/nn/embedding_table.h"
 #include "tessera/nn/sharded_optimizer.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -49,6 +50,8 @@ struct OptimizerKind {
   StatePointer (*fresh)();
   Fields (*fields)(OptimizerParamState&);
   Options (*options)(OptimizerOptions&);
+  // What a field of a parameter is like; none: the parameter.
+  at::Tensor (*like)(const at::Tensor& parameter) = nullptr;
 };
 
 template <class State>
@@ -150,6 +153,37 @@ OptimizerKind adagrad_kind() {
           }};
 }
 
+OptimizerKind rowwise_adagrad_kind() {
+  return {"RowwiseAdagrad", fresh_state<RowwiseAdagradParamState>,
+          [](OptimizerParamState& s) {
+            return Fields{{{"sum", &static_cast<RowwiseAdagradParamState&>(s).sum()}}};
+          },
+          [](OptimizerOptions& o) {
+            auto& options = static_cast<RowwiseAdagradOptions&>(o);
+            return Options{{"lr", &options.lr()},
+                           {"initial_accumulator_value", &options.initial_accumulator_value()},
+                           {"eps", &options.eps()}};
+          },
+          [](const at::Tensor& table) { return detail::row_state(table); }};
+}
+
+OptimizerKind sparse_adam_kind() {
+  return {"SparseAdam", fresh_state<SparseAdamParamState>,
+          [](OptimizerParamState& s) {
+            auto& state = static_cast<SparseAdamParamState&>(s);
+            return Fields{{{"exp_avg", &state.exp_avg()}, {"exp_avg_sq", &state.exp_avg_sq()}},
+                          &state.step()};
+          },
+          [](OptimizerOptions& o) {
+            auto& options = static_cast<SparseAdamOptions&>(o);
+            return Options{{"lr", &options.lr()},
+                           {"beta1", &std::get<0>(options.betas())},
+                           {"beta2", &std::get<1>(options.betas())},
+                           {"eps", &options.eps()}};
+          },
+          detail::element_state};
+}
+
 OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
   namespace optim = torch::optim;
   if (dynamic_cast<const optim::Adam*>(&optimizer))
@@ -159,9 +193,11 @@ OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const optim::SGD*>(&optimizer)) return sgd_kind();
   if (dynamic_cast<const optim::RMSprop*>(&optimizer)) return rmsprop_kind();
   if (dynamic_cast<const optim::Adagrad*>(&optimizer)) return adagrad_kind();
+  if (dynamic_cast<const RowwiseAdagrad*>(&optimizer)) return rowwise_adagrad_kind();
+  if (dynamic_cast<const SparseAdam*>(&optimizer)) return sparse_adam_kind();
   throw NotAvailable(
-      "the state of this optimizer is not known: Adam, AdamW, SGD, RMSprop, Adagrad and LBFGS are; "
-      "add its tensors to the CheckpointState yourself");
+      "the state of this optimizer is not known: Adam, AdamW, SGD, RMSprop, Adagrad, LBFGS, "
+      "RowwiseAdagrad and SparseAdam are; add its tensors to the CheckpointState yourself");
 }
 
 void add_tensor(CheckpointState& state, const std::string& name, const at::Tensor& t,
@@ -352,7 +388,7 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
       const std::string name = prefix + parameters[i].name + "." + field;
       if (!saved.find(name)) continue;
       const at::Tensor& p = parameters[i].parameter;
-      *t = at::zeros_like(sharded ? sharded->like(p) : p);
+      *t = kind.like ? kind.like(p) : at::zeros_like(sharded ? sharded->like(p) : p);
       found[i] = true;
       add_tensor(state, name, *t, parameters[i].name, shards);
     }

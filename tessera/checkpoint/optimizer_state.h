@@ -9,8 +9,9 @@
 //   ...
 //   load_optimizer(saved, "adam.", adam, *net);   // a fresh one, before or after its first step
 //
-// For Adam, AdamW, SGD, RMSprop, Adagrad and LBFGS. Names: "adam.net.0.weight.exp_avg" and so on;
-// what LBFGS keeps is about all parameters at once, plain and the same on every rank.
+// For Adam, AdamW, SGD, RMSprop, Adagrad and LBFGS, and for RowwiseAdagrad and SparseAdam of
+// tables. Names: "adam.net.0.weight.exp_avg" and so on; what LBFGS keeps is about all parameters at
+// once, plain and the same on every rank.
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>

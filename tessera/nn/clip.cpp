@@ -26,7 +26,8 @@ struct Norm {
     // std::max drops a NaN in its second argument.
     return std::isnan(a) || std::isnan(b) ? std::nan("") : std::max(a, b);
   }
-  double of(const at::Tensor& local) const {
+  double of(const at::Tensor& given) const {
+    const at::Tensor local = given.is_sparse() ? given.coalesce()._values() : given;
     if (local.numel() == 0) return 0;
     const at::Tensor wide =
         at::abs(local.is_complex() ? local.to(at::kComplexDouble) : local.to(at::kDouble));

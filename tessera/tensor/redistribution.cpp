@@ -5,6 +5,7 @@
 #include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -83,7 +84,9 @@ class Started final : public detail::Unfinished<at::Tensor> {
 
 at::Tensor redistribute(const at::Tensor& t, const ShardSpec& to) {
   const ShardSpec from = detail::meta_or_throw(t).spec();
-  return from == to ? t : Redistribute::apply(t, to, detail::gradient_spec(from), nullptr);
+  if (from == to) return t;
+  return Redistribute::apply(t.is_sparse() ? detail::with_dense_locals(t) : t, to,
+                             detail::gradient_spec(from), nullptr);
 }
 
 at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& placements,
@@ -92,7 +95,8 @@ at::Tensor redistribute(const at::Tensor& t, const std::vector<Placement>& place
   const ShardSpec from = detail::meta_or_throw(t).spec(), to = target_spec(from, placements, sizes);
   return from == to && !gradient
              ? t
-             : Redistribute::apply(t, to, detail::gradient_spec(from, gradient), nullptr);
+             : Redistribute::apply(t.is_sparse() ? detail::with_dense_locals(t) : t, to,
+                                   detail::gradient_spec(from, gradient), nullptr);
 }
 
 Pending<at::Tensor> start_redistribute(const at::Tensor& t, const ShardSpec& to) {

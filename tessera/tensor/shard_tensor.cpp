@@ -22,6 +22,7 @@
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/detail/shard_dims.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -452,7 +453,8 @@ at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Plac
                    list(*gradient)));
     }
   }
-  return FullTensor::apply(t, whole, gradient ? whole.with_placements(*gradient) : whole);
+  return FullTensor::apply(t.is_sparse() ? detail::with_dense_locals(t) : t, whole,
+                           gradient ? whole.with_placements(*gradient) : whole);
 }
 
 std::string summary(const at::Tensor& t) {

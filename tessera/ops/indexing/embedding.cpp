@@ -23,6 +23,7 @@
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
 #include "tessera/ops/indexing/detail/index_range.h"
+#include "tessera/ops/indexing/detail/table_bags.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
@@ -193,12 +194,6 @@ Plan renorm(const OpCall& call) {
   return plan;
 }
 
-at::Tensor sparse_backward(const at::Tensor&, const at::Tensor&, std::int64_t, std::int64_t, bool) {
-  throw ShardingError(
-      "embedding with sparse=True: the gradient of this table would be a sparse tensor, and those "
-      "cannot be sharded. Make the layer with sparse=False.");
-}
-
 // ----
 // Bags of embeddings, written as an embedding whose rows are added up by bag.
 
@@ -254,8 +249,6 @@ Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
                           const at::Tensor& given_offsets, bool scale_grad_by_freq,
                           std::int64_t mode, bool sparse, const std::optional<at::Tensor>& weights,
                           bool include_last, std::optional<std::int64_t> padding) {
-  if (sparse)
-    throw ShardingError("embedding_bag: gradients of sharded tensors are not sparse: leave it out");
   TORCH_CHECK(given.dim() == 1 && given_offsets.dim() == 1 && weight.dim() == 2,
               "embedding_bag: weight, indices and offsets have ", weight.dim(), ", ", given.dim(),
               " and ", given_offsets.dim(), " dims, and need 2, 1 and 1");
@@ -279,6 +272,10 @@ Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
   const auto context = context_of(meta->spec());
   const auto sharded = [&](const at::Tensor& t) { return meta_of(t) ? t : promote(t, context); };
   padding = wrapped(padding, weight.size(0));
+  if (sparse || rows_are_asked_for(weight, sparse))
+    return bags_of_table(
+        sharded(weight), sharded(given), given_offsets, weighted ? sharded(*weights) : at::Tensor(),
+        {static_cast<int>(mode), include_last, {padding.value_or(-1), scale_grad_by_freq, sparse}});
   const at::Tensor offsets = meta_of(given_offsets) ? full_tensor(given_offsets) : given_offsets;
   const std::int64_t bags = offsets.size(0) - (include_last ? 1 : 0);
   TORCH_CHECK(bags >= 0, "embedding_bag: include_last_offset without offsets");
@@ -320,7 +317,6 @@ Four embedding_bag(const at::Tensor& weight, const at::Tensor& indices, const at
 }
 
 const AtStart registered([] {
-  register_decomposition("embedding_sparse_backward", sparse_backward);
   register_rule("aten::embedding_renorm_", renorm);
   register_rule("aten::embedding", embedding);
   register_rule("aten::embedding_dense_backward", embedding_backward);

@@ -232,7 +232,9 @@ class Registrar final : public c10::OpRegistrationListener {
                             torch::jit::Stack*) {
     throw ShardingError(concat(op.schema().name(),
                                ": sparse, nested and quantized tensors cannot be made of sharded "
-                               "ones. Take their values first (tessera::full_tensor)."));
+                               "ones, and the sparse gradient of a sharded table knows sums and "
+                               "multiples alone. Take their values first (full_tensor, to_dense, "
+                               "to_local)."));
   }
   static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet,
                              torch::jit::Stack* stack) {

@@ -14,6 +14,7 @@
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
@@ -258,6 +259,16 @@ at::Tensor wrap_checked(at::Tensor local, const LayoutPtr& layout) {
   const auto& shown = static_cast<const ShardImpl&>(*layout->shown);
   return at::Tensor(c10::make_intrusive<ShardImpl>(
       shown, shown.key_set(), c10::make_intrusive<ShardMeta>(std::move(local), layout)));
+}
+
+at::Tensor wrap_sparse(const at::Tensor& local, const ShardSpec& spec) {
+  auto layout = make_layout(spec, local.scalar_type(), local.device());
+  const auto& shown = static_cast<const ShardImpl&>(*layout->shown);
+  const c10::DispatchKeySet keys(
+      {c10::computeDispatchKey(local.scalar_type(), at::kSparse, local.device()),
+       c10::DispatchKey::SparsePrivateUse2});
+  return at::Tensor(c10::make_intrusive<ShardImpl>(
+      shown, keys, c10::make_intrusive<ShardMeta>(local, std::move(layout))));
 }
 
 at::Tensor on_device(const ShardMeta& meta) {
