@@ -79,6 +79,12 @@ class FullyShard(Fit):
         return super().loss([ts.from_local(t, self.mesh, ts.Shard(0)) for t in batch])
 
 
+class Counting(ManualStrategy):
+    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+        self.saved = [*getattr(self, "saved", []), checkpoint["global_step"]]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
 class Domain(Fit):
     """Each rank has a slab of every field."""
 
@@ -118,11 +124,29 @@ class Overflows(L.LightningModule):
         return torch.optim.SGD(self.net.parameters(), 0.5)
 
 
-def in_float16(strategy, shards):
-    module, plugin = Overflows(shards), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2))
-    for _ in range(2):  # the scaler is taken again
-        trainer(strategy(), 1, plugins=[plugin], accumulate_grad_batches=1).fit(module, by_batch(list(torch.ones(4, 6, 3))))
+def float16_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+
+def in_float16(plugin, shards):
+    module = Overflows(shards)
+    trainer(ManualStrategy(), 1, plugins=[plugin], accumulate_grad_batches=1).fit(module, by_batch(list(torch.ones(4, 6, 3))))
     return module.stepped, {name: p.detach() for name, p in module.net.named_parameters()}
+
+
+def alone_in_float16():
+    module, scaler = Overflows(False), float16_scaler()
+    optimizer = module.configure_optimizers()
+    for index, x in enumerate(torch.ones(4, 6, 3)):
+        with torch.autocast("cpu", torch.float16):
+            loss = module.training_step(x, index)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), NORM)
+        scaler.step(optimizer)
+        scaler.update()
+    return dict(module.net.named_parameters())
 
 
 def trainer(strategy, epochs=EPOCHS, **options):
@@ -165,9 +189,10 @@ def main():
     assert all(map(ts.is_sharded, module.net.parameters()))  # nothing is undone
 
     keeps = L.pytorch.callbacks.ModelCheckpoint(FOLDER / "kept", save_top_k=1, monitor="loss", filename="{epoch}")
-    module, run = FullyShard(), trainer(ManualStrategy(), enable_checkpointing=True, callbacks=[keeps])
+    module, run = FullyShard(), trainer(Counting(), enable_checkpointing=True, callbacks=[keeps])
     run.fit(module, by_batch(mine), by_batch(mine))
     compare("fully sharded", run, module, expected)
+    assert run.strategy.saved == [run.global_step // EPOCHS * epoch for epoch in range(1, EPOCHS + 1)], run.strategy.saved  # each once
     run.save_checkpoint(FOLDER / "last.ckpt")
     kept = ts.Checkpointer(FOLDER / "kept").names()
     assert kept == [f"epoch={EPOCHS - 1}.ckpt"] == [pathlib.Path(keeps.best_model_path).name], kept
@@ -177,12 +202,13 @@ def main():
     run.fit(module, by_batch(mine), by_batch(mine), ckpt_path=FOLDER / "last.ckpt")
     compare("resumed", run, module, alone([batches] * (EPOCHS + 1)))
 
-    stepped, parameters = in_float16(lambda: "auto", False)
-    scales, got = in_float16(ManualStrategy, True)
-    assert stepped == scales == [256.0, 128.0, 128.0, 256.0, 256.0, 128.0, 128.0, 256.0], (stepped, scales)
+    plugin, parameters = MixedPrecision("16-mixed", "cpu", float16_scaler()), alone_in_float16()
+    scales, got = in_float16(plugin, True)
+    assert scales == [256.0, 128.0, 128.0, 256.0], scales
     for name, p in got.items():
         assert torch.allclose(ts.full_tensor(p) if ts.is_sharded(p) else p, parameters[name], rtol=1e-3), name
-    assert in_float16(ManualStrategy, None)[0] == stepped  # nothing but the scaler's question brings these ranks together
+    # Nothing but the scaler's question brings these ranks together; it is the same scaler, which goes on.
+    assert in_float16(plugin, None)[0] == [256.0, 128.0, 128.0, 256.0]
 
     axes = {"data": ranks // 2, "domain": 2} if ranks % 2 == 0 else {"data": ranks, "domain": 1}
     x, y = samples(12)
