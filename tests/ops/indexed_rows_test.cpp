@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include "fields.h"
+#include "cut_rows.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/ops/ghosts/owned_rows.h"
 #include "tessera/tensor/policy.h"
@@ -319,20 +319,6 @@ TEST_P(IndexedRows, HavePlansOfManyGraphs) {
   });
 }
 
-template <class E>
-std::string thrown(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    ADD_FAILURE() << "another error: " << e.what();
-    return {};
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
-
 TEST_P(IndexedRows, AreRefusedOnEveryRankWhereAGraphChangesOrIsNone) {
   const int ranks = GetParam();
   if (process()) GTEST_SKIP() << "on threads";
@@ -426,7 +412,6 @@ TEST_P(IndexedRows, AreNotNumberedFromAWrongPartition) {
   const int ranks = GetParam();
   if (process()) GTEST_SKIP() << "on threads";
   on_ranks(ranks, [&](DistributedManager& manager) {
-    using Ids = std::vector<std::int64_t>;
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"domain", ranks}});
     const std::int64_t me = manager.rank(), other = (me + 1) % ranks;

@@ -4,13 +4,11 @@
 
 #include <gtest/gtest.h>
 
-#include "fields.h"
+#include "cut_rows.h"
 #include "tessera/partition/neighbors.h"
 
 namespace tessera::test {
 namespace {
-
-using Ids = std::vector<std::int64_t>;
 
 // Points of drawn owners, numbered by owner; the same on every rank that draws them.
 struct Cloud {

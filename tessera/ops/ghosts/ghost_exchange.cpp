@@ -119,7 +119,7 @@ struct ToGhosts : GhostRun {
     const LocalCallGuard guard;
     const GhostRows& rows = state->rows;
     const auto row = owned.sizes().slice(1);
-    if (state->travels()) {
+    if (state->travels() && !state->by_user) {
       auto& buffers = *(transfer.buffers = state->peers->take(owned, row));
       at::Tensor sent = as_rows(buffers.sent, rows.sent.size(), row);
       at::index_select_out(sent, owned, 0, index_over(rows.sent, owned));
@@ -128,12 +128,13 @@ struct ToGhosts : GhostRun {
     result = at::empty(shape_of_rows(rows.owned + rows.ghosts, row),
                        owned.options().requires_grad(false).memory_format(std::nullopt));
     result.narrow(0, 0, rows.owned).copy_(owned);
+    if (state->by_user) detail::forward_by_user(*state, result);
   }
   at::Tensor finish() {
     transfer.request.wait();
     const LocalCallGuard guard;
     const GhostRows& rows = state->rows;
-    if (rows.ghosts > 0) {
+    if (rows.ghosts > 0 && !state->by_user) {
       at::Tensor ghosts = result.narrow(0, rows.owned, rows.ghosts);
       const at::Tensor arrived =
           as_rows(transfer.buffers->received, rows.received.size(), result.sizes().slice(1));
@@ -194,10 +195,19 @@ void reduce_in_order(at::Tensor& into, const at::Tensor& from,
 
 struct ToOwners : GhostRun {
   ToOwners(std::shared_ptr<GhostState> given, const at::Tensor& all, ReduceOp how)
-      : GhostRun(std::move(given)), op(how), type(all.scalar_type()) {
+      : GhostRun(std::move(given)),
+        op(how),
+        type(all.scalar_type()),
+        by_user(state->by_user && how == ReduceOp::sum) {
     const LocalCallGuard guard;
     const GhostRows& rows = state->rows;
     const auto row = all.sizes().slice(1);
+    if (by_user) {
+      const at::Tensor both = all.clone(at::MemoryFormat::Contiguous);
+      detail::reverse_by_user(*state, both);
+      result = both.narrow(0, 0, rows.owned).clone();
+      return;
+    }
     if (state->travels()) {
       auto& buffers = *(transfer.buffers = state->peers->take(all, row));
       const at::Tensor ghosts = all.narrow(0, rows.owned, rows.ghosts);
@@ -218,7 +228,7 @@ struct ToOwners : GhostRun {
   at::Tensor finish() {
     transfer.request.wait();
     const LocalCallGuard guard;
-    if (const auto& sent = state->rows.sent; !sent.empty())
+    if (const auto& sent = state->rows.sent; !sent.empty() && !by_user)
       reduce_in_order(result,
                       as_rows(transfer.buffers->sent, sent.size(), result.sizes().slice(1))
                           .to(result.scalar_type()),
@@ -227,6 +237,7 @@ struct ToOwners : GhostRun {
   }
   const ReduceOp op;
   const at::ScalarType type;
+  const bool by_user;
 };
 
 struct GhostExchange : torch::autograd::Function<GhostExchange> {
@@ -314,9 +325,11 @@ bool reduces_ghosts_of(at::ScalarType type) { return is_reduced(type); }
 Pending<at::Tensor> start_ghost_exchange(const GhostPlan& plan, const at::Tensor& owned) {
   const GhostRows& rows = plan.rows();
   const auto& state = plan.state();
-  check_on_all(
-      *state, kExchange, owned, [&] { check_rows(*state, kExchange, owned, rows.owned, "owned"); },
-      "");
+  const auto check = [&] {
+    check_rows(*state, kExchange, owned, rows.owned, "owned");
+    if (state->by_user) detail::check_carried(*state->by_user, owned.scalar_type());
+  };
+  check_on_all(*state, kExchange, owned, check, "");
   return started_ghosts<GhostExchange>(plan, owned, std::make_shared<ToGhosts>(state, owned));
 }
 
@@ -330,6 +343,8 @@ Pending<at::Tensor> start_ghost_reduce(const GhostPlan& plan, const at::Tensor& 
   const auto check = [&] {
     check_rows(*state, kReduce, rows, of.owned + of.ghosts, "owned and ghosts");
     check_op(kReduce, rows, op);
+    if (state->by_user && op == ReduceOp::sum)
+      detail::check_carried(*state->by_user, rows.scalar_type());
   };
   check_on_all(*state, kReduce, rows, check, concat(", by ", name_of(op)));
   auto run = std::make_shared<ToOwners>(state, rows, op);

@@ -25,12 +25,6 @@ at::Tensor tensor_over(const std::vector<std::int64_t>& numbers) {
                        {static_cast<std::int64_t>(numbers.size())}, at::kLong);
 }
 
-std::vector<int> all_axes(const DeviceMesh& mesh) {
-  std::vector<int> axes(static_cast<std::size_t>(mesh.mesh().dims()));
-  std::iota(axes.begin(), axes.end(), 0);
-  return axes;
-}
-
 std::uint64_t hash_of(std::span<const std::int64_t> owned, std::span<const std::int64_t> needed) {
   Hash hash;
   for (const auto ids : {owned, needed})
@@ -46,6 +40,12 @@ const std::shared_ptr<GhostState>& made_plan(const std::shared_ptr<GhostState>& 
 }  // namespace
 
 namespace detail {
+
+std::vector<int> all_axes(const DeviceMesh& mesh) {
+  std::vector<int> axes(static_cast<std::size_t>(mesh.mesh().dims()));
+  std::iota(axes.begin(), axes.end(), 0);
+  return axes;
+}
 
 IdsByRank carried_by(const Group& group, const IdsByRank& sent) {
   IdsByRank received{std::vector<std::int64_t>(sent.counts.size()), {}};
@@ -73,7 +73,7 @@ void prepare_messages(GhostState& state) {
 
 GhostPlan::GhostPlan(const DeviceMesh& mesh, std::span<const std::int64_t> owned,
                      std::span<const std::int64_t> needed)
-    : GhostPlan(mesh, all_axes(mesh), owned, needed) {}
+    : GhostPlan(mesh, detail::all_axes(mesh), owned, needed) {}
 
 GhostPlan::GhostPlan(const DeviceMesh& mesh, const std::vector<int>& axes,
                      std::span<const std::int64_t> owned, std::span<const std::int64_t> needed) {

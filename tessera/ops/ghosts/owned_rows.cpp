@@ -10,6 +10,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
 #include "tessera/partition/partition.h"
 #include "tessera/tensor/dispatch/internal/rows_scope.h"
@@ -23,12 +24,6 @@ using Ids = std::vector<std::int64_t>;
 constexpr auto kEdges = "OwnedRows::edges";
 
 thread_local const OwnedRowsScope* innermost_rows = nullptr;
-
-std::vector<int> axes_of(const DeviceMesh& mesh) {
-  std::vector<int> axes(static_cast<std::size_t>(mesh.mesh().dims()));
-  std::iota(axes.begin(), axes.end(), 0);
-  return axes;
-}
 
 // Edges of this rank whose target another one owns, as a message; empty: there are none.
 std::string strayed(const Group& group, const Sizes& sizes, std::span<const std::int64_t> source,
@@ -48,7 +43,7 @@ std::string strayed(const Group& group, const Sizes& sizes, std::span<const std:
 }  // namespace
 
 OwnedRows::OwnedRows(const DeviceMesh& mesh, std::span<const std::int64_t> owned)
-    : OwnedRows(mesh, axes_of(mesh), owned) {}
+    : OwnedRows(mesh, detail::all_axes(mesh), owned) {}
 
 OwnedRows::OwnedRows(const DeviceMesh& mesh, std::vector<int> axes,
                      std::span<const std::int64_t> owned)

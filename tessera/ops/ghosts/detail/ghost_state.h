@@ -13,7 +13,14 @@
 #include "tessera/partition/ghosts.h"
 #include "tessera/partition/internal/ghost_directory.h"
 
+namespace tessera {
+struct GhostTransport;
+}  // namespace tessera
+
 namespace tessera::detail {
+
+/// A transport of the user's, and the ids with which it is checked.
+struct UserExchange;
 
 struct GhostState {
   DeviceMesh mesh;
@@ -25,6 +32,8 @@ struct GhostState {
   bool in_order = true;
   /// One piece for each peer, in rows.
   std::shared_ptr<PeerExchange> peers = nullptr;
+  /// In the place of these messages, where there is one.
+  std::shared_ptr<const UserExchange> by_user = nullptr;
 
   Group group() const { return mesh.group(axes); }
   bool travels() const { return !rows.sends.empty() || !rows.receives.empty(); }
@@ -37,6 +46,15 @@ at::Tensor reduced_to_owners(const std::shared_ptr<GhostState>& state, const at:
 /// True for the dtypes that ghosts are reduced in.
 bool reduces_ghosts_of(at::ScalarType type);
 
+/// The two directions by the user's functions, on owned rows and ghosts: what arrives stands where
+/// ours would put it.
+void forward_by_user(const GhostState& state, const at::Tensor& rows);
+void reverse_by_user(const GhostState& state, const at::Tensor& rows);
+/// Throws InvalidArgument for a dtype that the user's functions do not carry.
+void check_carried(const UserExchange& by_user, at::ScalarType type);
+
+/// Every axis of the mesh, by its index.
+std::vector<int> all_axes(const DeviceMesh& mesh);
 /// What the ranks of a group send each other, as it arrives. Collective.
 IdsByRank carried_by(const Group& group, const IdsByRank& sent);
 /// The messages of a plan whose rows are known, and the order of its ghosts.
