@@ -12,6 +12,7 @@
 
 #include <limits>
 
+#include "tessera/ops/ghosts/detail/indexed_rows.h"
 #include "tessera/ops/ghosts/detail/row_plan.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/before_rule.h"
@@ -69,15 +70,6 @@ Fit fit(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
                    rows->local.layout() == at::kStrided && !rows->local.is_conj() &&
                    !rows->local.is_neg();
   return {d, own};
-}
-
-// As `x`, with dim d of the size and the shards of the index.
-ShardSpec with_places(const ShardSpec& x, int d, const ShardSpec& index) {
-  auto shape = x.shape();
-  shape[d] = index.shape()[0];
-  std::vector<DimSharding> dims;
-  for (int i = 0; i < x.dims(); ++i) dims.push_back(i == d ? index.dim(0) : x.dim(i));
-  return make_spec(context_of(x), std::move(shape), x.placements(), std::move(dims));
 }
 
 template <class Run>
@@ -457,5 +449,17 @@ const AtStart registered([] {
 });
 
 }  // namespace
+
+bool names_rows_of(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
+  return fit(x, dim, index).own;
+}
+
+ShardSpec with_places(const ShardSpec& x, int d, const ShardSpec& index) {
+  auto shape = x.shape();
+  shape[d] = index.shape()[0];
+  std::vector<DimSharding> dims;
+  for (int i = 0; i < x.dims(); ++i) dims.push_back(i == d ? index.dim(0) : x.dim(i));
+  return make_spec(context_of(x), std::move(shape), x.placements(), std::move(dims));
+}
 
 }  // namespace tessera::detail::indexed_rows

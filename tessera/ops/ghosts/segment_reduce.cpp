@@ -1,0 +1,131 @@
+// segment_reduce where rows and the lengths of their segments are sharded over the same ranks: rows
+// by target and the degrees of nodes. Each row gets the number of its segment, and what a rank has
+// reduced for a segment of another goes to it as a ghost: rows of one segment may be on any ranks.
+// Written with operators by index, so that it can be differentiated as often as these.
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+
+#include "tessera/base/error.h"
+#include "tessera/comm/agree/agree.h"
+#include "tessera/ops/ghosts/detail/indexed_rows.h"
+#include "tessera/ops/rules/detail/rules.h"
+#include "tessera/tensor/dispatch/internal/before_rule.h"
+#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/shard_tensor.h"
+
+namespace tessera::detail::indexed_rows {
+
+namespace {
+
+constexpr auto kSegments = "aten::segment_reduce";
+
+// How many rows the segments of this rank have.
+std::int64_t rows_of_segments(const at::Tensor& lengths, std::int64_t first) {
+  std::int64_t rows = 0;
+  const auto* const length = lengths.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < lengths.numel(); ++i) {
+    if (length[i] < 0)
+      throw InvalidArgument(concat("segment ", first + i, " has the length ", length[i]));
+    rows += length[i];
+  }
+  return rows;
+}
+
+// The number of each row's segment, sharded as the rows are. Collective.
+at::Tensor segment_of_rows(const ShardMeta& data, const ShardMeta& lengths) {
+  const auto& context = context_of(data.spec());
+  const DimSharding &rows = data.spec().dim(0), &segments = lengths.spec().dim(0);
+  const Group group = context->mesh.group(rows.axes);
+  const Interval own = segments.partition.interval(group.rank());
+  const LocalCallGuard guard;
+  const at::Tensor mine = lengths.local.to(at::kCPU, at::kLong).contiguous();
+  const Sizes sizes =
+      agree::all<std::int64_t>(group, kSegments, [&] { return rows_of_segments(mine, own.begin); });
+  const Partition covered(sizes);
+  if (covered.extent() != rows.partition.extent())
+    throw InvalidArgument(concat(kSegments, ": segments of ", covered.extent(), " rows in all (",
+                                 list(sizes), " by rank), and ", rows.partition.extent(),
+                                 " rows; give each row a segment"));
+  at::Tensor index = at::arange(own.begin, own.end, at::TensorOptions(at::kLong))
+                         .repeat_interleave(mine)
+                         .to(data.local.device());
+  const auto along = [&](const Partition& partition) {
+    return make_spec(context, {partition.extent()}, lengths.spec().placements(),
+                     {DimSharding{rows.axes, partition}});
+  };
+  const ShardSpec to = along(rows.partition);
+  // Where a rank has rows of others' segments their numbers are sent, and nothing else.
+  if (!(covered == rows.partition)) index = redistribute_local(index, along(covered), to);
+  return wrap_fresh(index.contiguous(), make_layout(to, at::kLong, data.local.device()));
+}
+
+struct Segments {
+  at::Tensor data, lengths;
+  std::string reduce;
+  std::optional<at::Scalar> initial;
+};
+
+at::Tensor reduced_segments(const Segments& s) {
+  const ShardMeta &data = *meta_of(s.data), &of = *meta_of(s.lengths);
+  const at::Tensor index = segment_of_rows(data, of);
+  const ShardSpec spec = with_places(data.spec(), 0, of.spec());
+  const at::Tensor none = zeros(spec, s.data.options().requires_grad(false));
+  Shape per_row(static_cast<std::size_t>(s.data.dim()), 1);
+  if (s.reduce == "sum" || s.reduce == "mean") {
+    const at::Tensor sum = none.index_add(0, index, s.data) + s.initial.value_or(0);
+    if (s.reduce == "sum") return sum;
+    per_row[0] = s.lengths.size(0);
+    const at::Tensor count = s.lengths.to(s.data.scalar_type()).view(per_row);
+    const at::Tensor mean = sum / count;
+    return s.initial ? at::where(count.gt(0), mean, sum) : mean;
+  }
+  const bool largest = s.reduce == "max";
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  per_row[0] = s.data.size(0);
+  const at::Tensor extreme = at::full_like(none, largest ? -kInfinity : kInfinity)
+                                 .scatter_reduce(0, index.view(per_row).expand(s.data.sizes()),
+                                                 s.data, largest ? "amax" : "amin", false);
+  if (!s.initial) return extreme;
+  // Not maximum(): of values that equal `initial` the rows have the gradient.
+  return at::where(largest ? extreme.lt(*s.initial) : extreme.gt(*s.initial),
+                   at::full_like(none, *s.initial), extreme);
+}
+
+bool segment_reduce(torch::jit::Stack* stack) {
+  const auto a = torch::jit::last(*stack, 8);
+  const at::Tensor data = a[0].toTensor();
+  const auto given = [&](std::size_t i) { return a[i].isTensor() && a[i].toTensor().defined(); };
+  // data, reduce, lengths, indices, offsets, axis, unsafe, initial
+  if (!given(2) || given(3) || given(4) || a[5].toInt() != 0 || a[6].toBool()) return false;
+  const std::string reduce(a[1].toStringRef());
+  const at::Tensor lengths = a[2].toTensor();
+  if ((reduce != "sum" && reduce != "mean" && reduce != "max" && reduce != "min") ||
+      !data.is_floating_point() || lengths.dim() != 1 || !names_rows_of(data, 0, lengths))
+    return false;
+  Segments segments{data, lengths, reduce, std::nullopt};
+  if (!a[7].isNone()) segments.initial = a[7].toScalar();
+  at::Tensor result = reduced_segments(segments);
+  torch::jit::drop(*stack, 8);
+  torch::jit::push(*stack, std::move(result));
+  return true;
+}
+
+const AtStart registered_segments([] {
+  register_above(kSegments, segment_reduce);
+  // In inference mode nothing has run above.
+  register_before_rule(
+      kSegments, [](const OpInfo&, torch::jit::Stack* stack) { return segment_reduce(stack); });
+});
+
+}  // namespace
+
+}  // namespace tessera::detail::indexed_rows
