@@ -1,4 +1,5 @@
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 
@@ -42,7 +43,8 @@ std::vector<std::int64_t> shape_of(const tessera_array& array) {
   if (array.dims == 0) return {};
   std::vector<std::int64_t> shape(need(array.shape, "shape"), array.shape + array.dims);
   for (const std::int64_t n : shape)
-    if (n < 0) refuse("the shape is ", list(shape), ": sizes are at least 0");
+    if (n < 0 || n > kMostElements)
+      refuse("the shape is ", list(shape), ": sizes are at least 0, and what memory could hold");
   return shape;
 }
 
@@ -109,7 +111,11 @@ at::Tensor tensor_over(const tessera_array* array, const char* name) {
   const auto shape = shape_of(*array);
   const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
   if (!array->data && !empty) refuse(name, " has the shape ", list(shape), " and no memory");
-  return at::from_blob(array->data, shape, strides, at::TensorOptions(dtype));
+  try {
+    return at::from_blob(array->data, shape, strides, at::TensorOptions(dtype));
+  } catch (const c10::Error& error) {
+    refuse(name, " has the shape ", list(shape), ": ", error.what_without_backtrace());
+  }
 }
 
 }  // namespace tessera::c

@@ -25,11 +25,15 @@ struct Said {
   Counts owned;
 };
 
+// Below it sums of a dim's cells stay within 64 bits.
+constexpr std::int64_t kMostCells = std::int64_t{1} << 58;
+
 Counts counts_of(const std::int64_t* given, int dims, const char* name) {
   if (!given) return Counts(static_cast<std::size_t>(dims), 0);
   Counts counts(given, given + dims);
   for (const auto n : counts)
-    if (n < 0) refuse(name, " is ", list(counts), ": numbers of cells, at least 0");
+    if (n < 0 || n > kMostCells)
+      refuse(name, " is ", list(counts), ": numbers of cells, at least 0, that memory could hold");
   return counts;
 }
 

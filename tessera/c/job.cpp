@@ -46,8 +46,10 @@ ManagerOptions options_of(const char* backend, double timeout) {
   return options;
 }
 
-std::vector<int> ranks_of(int count, const int* ranks) {
-  if (count < 1) refuse("count is ", count, ": a group has at least one rank");
+// Of a job of `most`: what is wrong is found before memory is read that nobody gave.
+std::vector<int> ranks_of(int count, const int* ranks, int most) {
+  if (count < 1 || count > most)
+    refuse("count is ", count, ": a group has 1 to ", most, " ranks, those of the job");
   return {need(ranks, "ranks"), ranks + count};
 }
 
@@ -173,8 +175,8 @@ tessera_result tessera_group_create(tessera_job job, int count, const int* ranks
                                     tessera_group* group) {
   return run("tessera_group_create", Reach::own, [&](Call& call) {
     clear(group, "group");
-    call.use<JobObject>(job, "job");
-    auto object = std::make_shared<GroupObject>(call.job(), ranks_of(count, ranks));
+    const int most = call.use<JobObject>(job, "job").job->size;
+    auto object = std::make_shared<GroupObject>(call.job(), ranks_of(count, ranks, most));
     object->group();  // says now what is wrong with the list
     call.give(group, std::move(object));
   });

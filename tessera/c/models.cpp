@@ -143,7 +143,8 @@ void make_model(Call& call, tessera_mesh mesh, tessera_dtype dtype, tessera_mode
 void forward(Call& call, tessera_model handle, int inputs, const tessera_tensor* input, int outputs,
              tessera_tensor* output) {
   if (outputs < 1 || inputs < 0) refuse("inputs is ", inputs, ", outputs ", outputs);
-  std::fill_n(need(output, "output"), outputs, nullptr);
+  // Nothing is written before the model has said that there are so many.
+  need(output, "output");
   const auto& model = call.use<ModelObject>(handle, "model").model;
   if (inputs > 0) need(input, "input");
   std::vector<at::Tensor> given;

@@ -48,6 +48,9 @@ static void handles(tessera_job job) {
   CODE(tessera_mesh_create(job, 0, names, sizes, NULL, &other), TESSERA_ERROR_ARGUMENT);
   CODE(tessera_mesh_create(NULL, 2, names, sizes, NULL, &other), TESSERA_ERROR_HANDLE);
   TRUE(other == NULL);
+  tessera_group group = NULL;
+  CODE(tessera_group_create(job, 0x7fffffff, few, &group), TESSERA_ERROR_ARGUMENT);
+  SAYS("a group has 1 to");
   TRUE(strcmp(tessera_result_name((tessera_result)99), "no result of Tessera") == 0);
   OK(tessera_free(field));
   OK(tessera_free(mesh));
@@ -59,7 +62,8 @@ static void arrays(tessera_job job) {
   double memory[64];
   const int64_t shape[] = {4, 4}, overlap[] = {1, 2}, negative[] = {-1, 4}, minus[] = {-4, 1};
   const int64_t huge[] = {INT64_MAX / 2, 4}, two[] = {3, 0};
-  const int axes[] = {0, -1}, both[] = {0, 0}, far[] = {0, 7};
+  const int64_t most[] = {INT64_MAX, INT64_MAX, 0}, ones[] = {1, 1, 1};
+  const int axes[] = {0, -1, -1}, both[] = {0, 0}, far[] = {0, 7};
   tessera_tensor field = NULL;
   tessera_array array = {memory, TESSERA_FLOAT64, 2, shape, overlap, TESSERA_ROW_MAJOR};
 #define REFUSED(words)                                                                 \
@@ -77,7 +81,13 @@ static void arrays(tessera_job job) {
   array.shape = negative;
   REFUSED("at least 0");
   array.shape = huge;
-  REFUSED("larger than memory");
+  REFUSED("memory");
+  array.shape = most;
+  array.strides = ones;
+  array.dims = 3;
+  REFUSED("memory");
+  array.strides = NULL;
+  array.dims = 2;
   array.shape = NULL;
   REFUSED("shape is NULL");
   array.shape = shape;
@@ -91,6 +101,7 @@ static void arrays(tessera_job job) {
   REFUSED("no memory");
   array.data = memory;
   CODE(tessera_field(mesh, &array, two, two, axes, &field), TESSERA_ERROR_ARGUMENT);
+  CODE(tessera_field(mesh, &array, most, most, axes, &field), TESSERA_ERROR_ARGUMENT);
   CODE(tessera_field(mesh, &array, NULL, NULL, both, &field), TESSERA_ERROR_ARGUMENT);
   CODE(tessera_field(mesh, &array, NULL, NULL, far, &field), TESSERA_ERROR_ARGUMENT);
   CODE(tessera_field(mesh, &array, NULL, NULL, NULL, &field), TESSERA_ERROR_ARGUMENT);
