@@ -11,6 +11,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/job/c10d_interop.h"
 #include "tessera/comm/job/mesh_traffic.h"
 #include "tessera/comm/job/thread_ranks.h"
 #include "tessera/tensor/policy.h"
@@ -61,12 +62,14 @@ struct PyTrace : torch::CustomClassHolder {
   std::shared_ptr<CommTrace> trace;
 };
 
-void init(const std::string& backend, double timeout, const std::string& between_hosts) {
+void init(const std::string& backend, double timeout, const std::string& between_hosts,
+          const std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>& group) {
   if (current().has_value())
     throw ConfigurationError("tessera.init: this rank is initialized already");
   auto options = manager_options(backend, timeout);
   options.between_hosts = between_hosts;
-  current() = DistributedManager::initialize(options);
+  current() =
+      group ? manager_of({.group = *group}, options) : DistributedManager::initialize(options);
 }
 
 // `failed`: the program ends by an exception, which the other ranks must learn now, not at their

@@ -14,11 +14,13 @@ from tessera._mesh import Mesh, Spec
 from tessera._placement import ParameterPlacement, from_text, to_text
 
 
-def init(backend="", timeout=300.0, between_hosts="auto"):
+def init(backend="", timeout=300.0, between_hosts="auto", process_group=None):
     """Meets the other ranks of this job (torchrun, `tessera run`, Slurm, mpirun; alone without a launcher).
 
     `backend`: "auto" (default: memory inside a host, Gloo between hosts), "gloo", "shm" (ranks of one host) or "mpi". `timeout`: seconds, the limit of every wait.
     `between_hosts`: what collectives go over between hosts: "gloo" (and "auto"), or "mpi" in a job that MPI's own launcher started.
+    `process_group`: one of torch.distributed's, whose ranks are the world then, whoever started them; collective over it. They meet through its store; `backend="c10d"` is
+    that group itself, for groups of all its ranks. It stays yours: it is not ended here.
 
     >>> ts.init(timeout=60)              # once, at the start of the program; alone without a launcher
     >>> ts.rank(), ts.world_size()
@@ -29,7 +31,7 @@ def init(backend="", timeout=300.0, between_hosts="auto"):
             "a worker process has imported this program, which begins with init(): it is no rank and meets no job. "
             "Put what the program does into a function, and call that under `if __name__ == \"__main__\":`"
         )
-    ops.init(backend, float(timeout), between_hosts)
+    ops.init(backend, float(timeout), between_hosts, None if process_group is None else process_group.boxed())
     atexit.register(shutdown)
 
 

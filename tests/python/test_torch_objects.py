@@ -16,6 +16,13 @@ def test_there_and_back(tmp_path, warm_torchrun, ranks):
     assert sorted(re.findall(r"rank (\d) of \d: there and back", done.stdout)) == [str(r) for r in range(ranks)]
 
 
+@pytest.mark.parametrize("backend", ["auto", "c10d"])
+def test_a_process_group_that_is_there_already(tmp_path, warm_torchrun, backend):
+    done = warm_torchrun(3, "given_group_program.py", backend, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(rf"rank (\d) of 3: over {backend}", done.stdout)) == ["0", "1", "2"]
+
+
 def test_ranks_that_are_threads_are_refused():
     def body(rank):
         mesh = ts.Mesh({"x": 2})

@@ -67,6 +67,21 @@ c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int 
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
+void detail::check_options(const ManagerOptions& options, std::vector<std::string> backends) {
+  if (options.timeout.count() < 1)
+    throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(),
+                                 " ms; give a positive one"));
+  backends.insert(backends.begin(), {"auto", "gloo", "shm"});
+  if (!options.backend.empty() &&
+      std::find(backends.begin(), backends.end(), options.backend) == backends.end())
+    throw InvalidArgument(concat("backend '", options.backend,
+                                 "' is not one for processes; choose one of ", list(backends)));
+  if (options.between_hosts != "auto" && options.between_hosts != "gloo" &&
+      options.between_hosts != "mpi")
+    throw InvalidArgument(concat("the manager was given '", options.between_hosts,
+                                 "' to use between hosts; choose auto, gloo or mpi"));
+}
+
 namespace {
 
 // To MPI each program that another launcher has started is a world of its own: N jobs of one rank
@@ -94,17 +109,7 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
                 : options.mpi  ? options.mpi->launch()
                                : detect_launch(Environment::of_process());
   validate(base.launch);
-  if (options.timeout.count() < 1)
-    throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(),
-                                 " ms; give a positive one"));
-  if (!options.backend.empty() && options.backend != "auto" && options.backend != "gloo" &&
-      options.backend != "shm" && options.backend != "mpi")
-    throw InvalidArgument(concat("backend '", options.backend,
-                                 "' is not one for processes; choose auto, gloo, shm or mpi"));
-  if (options.between_hosts != "auto" && options.between_hosts != "gloo" &&
-      options.between_hosts != "mpi")
-    throw InvalidArgument(concat("the manager was given '", options.between_hosts,
-                                 "' to use between hosts; choose auto, gloo or mpi"));
+  detail::check_options(options, {"mpi"});
   const bool begins_mpi = options.between_hosts == "mpi" && !options.mpi;
   base.backend = !options.backend.empty() ? options.backend : options.mpi ? "mpi" : "auto";
   const bool meets = options.launch || !options.mpi;

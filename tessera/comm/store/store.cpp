@@ -35,7 +35,7 @@ Rendezvous::~Rendezvous() = default;
 
 namespace {
 
-constexpr auto kAgentKey = "tessera/rendezvous";
+constexpr auto kBoardKey = "tessera/rendezvous";
 
 bool has_other_hosts(const Launch& launch) {
   return launch.hosts.size() > 1 || launch.local_size < launch.world_size;
@@ -62,8 +62,8 @@ bool port_is_foreign(const std::string& address, int port, const Hello& hello) {
 Socket listen(const Launch& launch, const Hello& hello, int port, Deadline deadline) {
   const bool other_hosts = has_other_hosts(launch);
   std::string address = "127.0.0.1";
-  // With an agent the port is free to choose, so that on one host loopback suffices.
-  if (!launch.address.empty() && (other_hosts || !launch.agent_serves_store)) {
+  // A port that is free to choose needs no address but loopback on one host.
+  if (!launch.address.empty() && (other_hosts || port != 0)) {
     std::string reason;
     const auto addresses = detail::targets(launch.address, other_hosts, deadline, reason);
     if (addresses.empty())
@@ -86,7 +86,8 @@ Socket listen(const Launch& launch, const Hello& hello, int port, Deadline deadl
   }
 }
 
-/// What rank 0 published through the agent's store: "address port secret job".
+/// What rank 0 published through another store, torchrun's agent's or the program's, the board:
+/// "address port secret job".
 struct Published {
   std::string address, secret, job;
   int port = 0;
@@ -99,8 +100,10 @@ std::string to_text(const Published& where) {
   return where.address + " " + std::to_string(where.port) + " " + where.secret + " " + where.job;
 }
 
-Published read_published(c10d::Store& agent) {
-  std::string text = agent.get_to_str(kAgentKey);
+Published read_published(c10d::Store& board, Deadline deadline) {
+  // Not setTimeout(), which others that use the store would notice.
+  board.wait({kBoardKey}, std::max(std::chrono::milliseconds(1), time_left(deadline)));
+  std::string text = board.get_to_str(kBoardKey);
   const auto word = [&] {
     const auto end = std::min(text.find(' '), text.size());
     std::string first = text.substr(0, end);
@@ -124,7 +127,7 @@ constexpr int kMostRanks = 1 << 23;
 // files late.
 constexpr std::chrono::seconds kFileDelay{20};
 
-void check(const Launch& launch, std::chrono::milliseconds limit) {
+void check(const Launch& launch, std::chrono::milliseconds limit, bool needs_port) {
   if (launch.world_size < 1 || launch.rank < 0 || launch.rank >= launch.world_size)
     throw RendezvousError(concat("rank ", launch.rank, " of a world of ", launch.world_size,
                                  " ranks does not exist; ranks are 0 to world size - 1"),
@@ -137,6 +140,7 @@ void check(const Launch& launch, std::chrono::milliseconds limit) {
     throw RendezvousError(
         concat("the rendezvous was given ", limit.count(), " ms; give a positive limit"));
   if (launch.world_size == 1) return;
+  if (!needs_port) return;
   if (launch.port < 1 || launch.port > 65535)
     throw RendezvousError(concat("a job of ", launch.world_size,
                                  " ranks needs a port for its store, and ", launch.port,
@@ -150,15 +154,15 @@ void check(const Launch& launch, std::chrono::milliseconds limit) {
 }
 
 /// Rank 0: serves the store and connects to it.
-void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* agent,
+void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* board,
            Deadline deadline) {
   detail::SecretFile file;
   const bool other_hosts = has_other_hosts(launch);
   Socket listener;
-  if (hello.secret.name.empty() && agent && other_hosts) hello.secret = {"agent", new_secret()};
+  if (hello.secret.name.empty() && board && other_hosts) hello.secret = {"agent", new_secret()};
   // The name stays empty until the port is bound: what uses it may be this user's store, which
   // names a file of its own.
-  listener = listen(launch, hello, agent ? 0 : launch.port, deadline);
+  listener = listen(launch, hello, board ? 0 : launch.port, deadline);
   if (hello.secret.name.empty()) {
     file = detail::SecretFile::create(other_hosts);
     hello.secret = {file.name(), file.secret()};
@@ -167,9 +171,9 @@ void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* 
   meeting.server = std::make_unique<StoreServer>(std::move(listener), launch.world_size, hello.job,
                                                  hello.secret);
   const int port = meeting.server->port();
-  if (agent) {
-    const bool through_agent = hello.secret.name == "agent";
-    agent->set(kAgentKey, to_text({meeting.address, through_agent ? hello.secret.value : kByFile,
+  if (board) {
+    const bool published = hello.secret.name == "agent";
+    board->set(kBoardKey, to_text({meeting.address, published ? hello.secret.value : kByFile,
                                    hello.job, port}));
   }
   hello.where = concat(meeting.address, ":", std::to_string(port));
@@ -181,45 +185,47 @@ void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* 
 }
 
 /// The other ranks: find the store and connect to it.
-void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* agent,
+void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* board,
           Deadline deadline, std::chrono::milliseconds limit) {
   const bool other_hosts = has_other_hosts(launch);
   std::string host = launch.address.empty() ? "127.0.0.1" : launch.address;
   int port = launch.port;
   std::optional<Deadline> file_expected;
   for (std::string why;;) {
-    if (agent) {
+    if (board) {
       try {
-        agent->setTimeout(std::max(std::chrono::milliseconds(1), time_left(deadline)));
-        const Published where = read_published(*agent);
+        const Published where = read_published(*board, deadline);
         host = where.address;
         port = where.port;
         hello.job = where.job;
         if (launch.secret.empty())
           hello.secret = where.secret == kByFile ? Secret{} : Secret{"agent", where.secret};
       } catch (const c10::Error&) {
+        const std::string through =
+            launch.agent_serves_store
+                ? concat("torchrun's agent on ", launch.address, ":", std::to_string(launch.port))
+                : "the store that was given";
         throw RendezvousError(
             concat("rank ", launch.rank, ": rank 0 did not say within ", limit.count(),
-                   " ms where its store listens (through torchrun's agent on ", launch.address, ":",
-                   std::to_string(launch.port), "); check that rank 0 runs"),
+                   " ms where its store listens (through ", through, "); check that rank 0 runs"),
             {0});
       }
       hello.where = concat(host, ":", std::to_string(port));
     }
     bool no_secret = false;
     try {
-      // The agent's store may hold the address of an earlier attempt, whose store is gone: look
+      // An agent's store may hold the address of an earlier attempt, whose store is gone: look
       // again soon.
       Socket socket = detail::connect_to(
-          host, port, !agent && other_hosts,
-          agent ? std::min(deadline, deadline_after(std::chrono::milliseconds(300))) : deadline);
+          host, port, !board && other_hosts,
+          board ? std::min(deadline, deadline_after(std::chrono::milliseconds(300))) : deadline);
       meeting.address = detail::local_address(socket);
       meeting.connection =
           StoreConnection::meet(std::move(socket), hello, deadline, why, &no_secret);
     } catch (const RendezvousError& error) {
       if (!why.empty() && Clock::now() >= deadline)
         throw RendezvousError(concat(error.what(), "; before that: ", why), error.ranks());
-      if (!agent || !error.ranks().empty() || Clock::now() >= deadline) throw;
+      if (!board || !error.ranks().empty() || Clock::now() >= deadline) throw;
     }
     if (meeting.connection) return;
     if (!no_secret) file_expected.reset();
@@ -234,8 +240,9 @@ void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* a
 
 }  // namespace
 
-Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limit) {
-  check(launch, limit);
+Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limit,
+                            c10::intrusive_ptr<c10d::Store> board) {
+  check(launch, limit, board == nullptr);
   const Deadline deadline = deadline_after(limit);
   Rendezvous meeting;
   if (launch.world_size == 1) {
@@ -255,15 +262,12 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
     hello.secret = Secret::given(launch.secret);
   else
     hello.secret = {};
-  c10::intrusive_ptr<c10d::Store> agent;
-  if (launch.agent_serves_store) {
-    agent = detail::agent_store(host, launch.port, deadline);
-    hello.job = "job " + new_secret();
-  }
+  if (launch.agent_serves_store) board = detail::agent_store(host, launch.port, deadline);
+  if (board) hello.job = "job " + new_secret();
   if (launch.rank == 0)
-    serve(meeting, launch, std::move(hello), agent.get(), deadline);
+    serve(meeting, launch, std::move(hello), board.get(), deadline);
   else
-    join(meeting, launch, std::move(hello), agent.get(), deadline, limit);
+    join(meeting, launch, std::move(hello), board.get(), deadline, limit);
   meeting.store = c10::make_intrusive<JobStore>(meeting.connection, bounded_limit(limit));
   return meeting;
 }

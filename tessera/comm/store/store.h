@@ -66,8 +66,10 @@ struct Rendezvous {
   /// Blocks until every rank of the launch has come. `limit` may be milliseconds::max(). Rank 0
   /// listens on `launch.address` : `launch.port` and on no other address (loopback if the address
   /// is empty); where torchrun's agent already serves a store there, rank 0 uses a free port and
-  /// publishes it in the agent's store. Throws RendezvousError.
-  static Rendezvous meet(const Launch& launch, std::chrono::milliseconds limit);
+  /// publishes it in the agent's store, and so it does in `board` where one is given. Throws
+  /// RendezvousError.
+  static Rendezvous meet(const Launch& launch, std::chrono::milliseconds limit,
+                         c10::intrusive_ptr<c10d::Store> board = nullptr);
 };
 
 }  // namespace tessera

@@ -218,7 +218,8 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
     spec.store = c10::make_intrusive<c10d::PrefixStore>(keys_of(spec.name), std::move(store));
   }
   try {
-    if (base_.make_group) return base_.make_group(spec);
+    if (base_.make_group)
+      if (auto made = base_.make_group(spec)) return made;
     // MPI needs its calls on one thread, and has a time limit of its own.
     if (met_at_store(spec.backend) && ranks.size() > 1)
       return make_group_in_time(spec, std::move(interrupt));

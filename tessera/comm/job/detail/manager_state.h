@@ -49,7 +49,8 @@ struct ManagerBase {
   std::shared_ptr<CommTrace> trace;
   /// nullopt without MPI. Destroyed after the groups; ends MPI too if MPI was begun here.
   std::optional<MpiWorld> mpi;
-  /// Makes a group; empty: make_group_state. run_threads passes a function that captures its hub.
+  /// Makes a group, or returns null: make_group_state does. Empty: it always does. run_threads
+  /// passes a function that captures its hub, manager_of() one that knows the program's backends.
   std::function<std::shared_ptr<GroupState>(const GroupSpec&)> make_group;
   /// Connects the fault channel to the manager's watches; called once with the receiver (group
   /// name, or "" for all groups; poison).
@@ -60,6 +61,10 @@ struct ManagerBase {
 /// local rank among `devices`; else the CPU.
 c10::Device choose_device(const std::optional<c10::Device>& wanted, int local_rank, int devices,
                           const std::string& problem);
+
+/// Throws InvalidArgument for a time limit that is none, a backend that is neither one of the
+/// library's for processes nor one of `backends`, or what cannot be used between hosts.
+void check_options(const ManagerOptions& options, std::vector<std::string> backends);
 
 /// The options that a plan's families give to groups along axes of a view.
 AxisGroupOptions axis_options(const GroupPlan& plan, int view);
