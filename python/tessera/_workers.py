@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from tessera._errors import Error, InvalidArgument
 
+_BATCH, _ERROR = b"b", b"e"
 _MAIN = "a script starts its work under `if __name__ == \"__main__\":`, for its workers import it, and the classes of its datasets are at the top of a module"
 
 
@@ -43,7 +44,9 @@ class WorkerPool:
                 self._idle.put((process, ours))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
-            raise InvalidArgument(f"a dataset that worker processes read is pickled, and this one cannot be ({error}): give functions by name, and open files when they are read first") from error
+            raise InvalidArgument(
+                f"a dataset that worker processes read is pickled, and this one cannot be ({error}): give functions by name, and open files when they are read first"
+            ) from error
         except (OSError, EOFError) as error:
             self.close()
             raise InvalidArgument(f"no worker process could be started ({type(error).__name__}: {error}): {_MAIN}") from error
@@ -56,14 +59,14 @@ class WorkerPool:
                 raise Error(self._problem)
             try:
                 pipe.send((dataset, indices))
-                answer = pipe.recv()
-                if not isinstance(answer, BaseException):
-                    layout, size, nested = answer
-                    return _tensors_of(recv_handle(pipe), layout, size), pytree.tree_structure(nested)
+                answer = pipe.recv_bytes()
+                handle = recv_handle(pipe) if answer[:1] == _BATCH else None
             except (OSError, EOFError) as error:
                 self._problem = self._problem or self._told(process, indices)
                 raise Error(self._problem) from error
-            raise answer
+            if handle is None:
+                raise pickle.loads(answer[1:])
+            return _batch_of(handle, answer[1:])
         finally:
             self._idle.put((process, pipe))
 
@@ -87,12 +90,13 @@ class WorkerPool:
             process.join(5)
 
 
-def _tensors_of(handle, layout, size):
+def _batch_of(handle, told):
     try:
+        layout, size, nested = pickle.loads(told)
         memory = _mapped(handle, size)
     finally:
         os.close(handle)
-    return [_part(memory, *one) for one in layout]
+    return [_part(memory, *one) for one in layout], pytree.tree_structure(nested)
 
 
 def _mapped(handle, size):
@@ -117,18 +121,19 @@ def _placed(tensors, nesting):
     memory = _mapped(handle, size)
     for t, one in zip(tensors, layout):
         _part(memory, *one).copy_(t)
-    return handle, (layout, size, pytree.tree_unflatten(list(range(nesting.num_leaves)), nesting))
+    return handle, _BATCH + pickle.dumps((layout, size, pytree.tree_unflatten(list(range(nesting.num_leaves)), nesting)))
 
 
 def _portable(error):
     """The exception itself where it survives being pickled; with the place where it was raised."""
     where = "in a worker process:\n" + "".join(traceback.format_exception(error))
     try:
+        error.add_note(where)
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(where)
-    return error.with_traceback(None)
+        error.add_note(where)
+    return _ERROR + pickle.dumps(error)
 
 
 def _end_with_parent():
@@ -151,7 +156,7 @@ def _work(pipe, readers):
                 handle, answer = _placed(*readers[dataset](indices))
             except BaseException as error:
                 handle, answer = None, _portable(error)
-            pipe.send(answer)
+            pipe.send_bytes(answer)
             if handle is not None:
                 send_handle(pipe, handle, None)
                 os.close(handle)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -23,14 +24,20 @@ def main():
     ts.init(timeout=30)
     torch.set_num_threads(1)
     loader = ts.Loader(Samples(), ts.FixedOrder(64, 4), ts.Mesh({"data": ts.world_size()}), ["data"], processes=2, prefetch=2)
-    seen, told = set(), set()
+    seen, told, killed = set(), set(), 0
     for step in range(1000):
         if len(seen) == 2 and ts.rank() == ts.world_size() - 1:
             if HOW == "dies":
+                killed = time.monotonic()
                 os.kill(seen.pop(), signal.SIGKILL)
             if HOW == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-        found = set(loader.next().tensors[0][:, 1].tolist())
+        try:
+            found = set(loader.next().tensors[0][:, 1].tolist())
+        except ts.SampleError:
+            if killed:
+                print("told after", time.monotonic() - killed, "s", flush=True)
+            raise
         if not found <= told:
             print("workers:", *found, flush=True)
             seen.update(found)
