@@ -97,8 +97,8 @@ class DistributedDataParallel(torch.nn.Module):
     def buckets(self) -> list[list[int]]: ...
 
 class FieldSharding:
-    dims: dict[Any, Any]
-    sizes: dict | None
+    dims: dict[str, int]
+    sizes: Sizes | None
     whole: bool | None
     def __init__(self, dims: Mapping[str, int], sizes: Sizes | None = None, whole: bool | None = None) -> None: ...
 

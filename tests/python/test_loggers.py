@@ -1,5 +1,7 @@
 """The loggers over Weights & Biases and MLflow, by modules that stand in for those: who writes, and what a logger that fails does to others."""
 
+import ast
+import pathlib
 import sys
 import threading
 import time
@@ -11,6 +13,8 @@ import torch
 
 import tessera as ts
 from support import on_ranks
+from test_api import assert_same_parameters
+from tessera import loggers
 from tessera.loggers import MLflowLogger, WandbLogger
 
 
@@ -206,3 +210,12 @@ def test_a_run_goes_on(kind):
         assert ids[0][0] == ids[0][1] and [step for step, _ in runs.runs["run-1"]["values"]] == [0, 1]
     else:
         assert runs.runs["run-2"]["options"]["id"] == "run-1"
+
+
+def test_the_stub_is_the_code():
+    stub = ast.parse(pathlib.Path(ts.__file__).with_name("loggers.pyi").read_text())
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    assert [name for name in classes if not name.startswith("_")] == ["WandbLogger", "MLflowLogger"] and set(loggers.__all__) < set(classes)
+    for name, node in classes.items():
+        for method in (m for m in node.body if isinstance(m, ast.FunctionDef) and m.name != "__exit__"):
+            assert_same_parameters(method, getattr(getattr(loggers, name), method.name), f"{name}.{method.name}")
