@@ -18,6 +18,7 @@
 #include "tessera/gradient/step_weight.h"
 #include "tessera/nn/clip.h"
 #include "tessera/nn/distributed_data_parallel.h"
+#include "tessera/nn/embedding_table.h"
 #include "tessera/nn/experts.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/tensor/redistribution.h"
@@ -156,10 +157,29 @@ void register_experts(Library& library) {
               });
 }
 
+void register_tables(Library& library) {
+  library.def("bags_from_local", [](const at::Tensor& indices, const at::Tensor& offsets,
+                                    const MeshPtr& mesh, const Names& where) {
+    const TableBags bags = bags_from_local(indices, offsets, mesh->mesh, placements(where));
+    return std::tuple(bags.indices, bags.offsets);
+  });
+  library.def("row_state", &detail::row_state);
+  library.def("element_state", &detail::element_state);
+  library.def("rowwise_adagrad", &detail::rowwise_adagrad);
+  library.def("sparse_adam",
+              [](const at::Tensor& table, const at::Tensor& gradient, const at::Tensor& exp_avg,
+                 const at::Tensor& exp_avg_sq, std::int64_t step, double rate, double beta1,
+                 double beta2, double eps) {
+                detail::sparse_adam(table, gradient, exp_avg, exp_avg_sq, step, rate,
+                                    {beta1, beta2}, eps);
+              });
+}
+
 }  // namespace
 
 void register_nn(Library& library) {
   register_experts(library);
+  register_tables(library);
   register_modules(library);
   library.class_<PyDataParallel>("DistributedDataParallel")
       .def(torch::init<const ModuleTreePtr&, const GroupPtr&, const std::string&, double, bool,

@@ -238,6 +238,11 @@ from tessera._torch_objects import (
     from_dtensor,
     to_dtensor,
 )
+from tessera._tables import (
+    RowwiseAdagrad,
+    SparseAdam,
+    bags_from_local,
+)
 from tessera._trees import (
     ProcessGroupConfig,
     RankMapping,
@@ -334,6 +339,7 @@ __all__ = [
     "SampleError",
     "SavedTensor",
     "Schedule",
+    "RowwiseAdagrad",
     "ScheduleError",
     "ScheduleFault",
     "ScheduleSyntaxError",
@@ -353,6 +359,7 @@ __all__ = [
     "StepResult",
     "StepWeight",
     "StreamBatch",
+    "SparseAdam",
     "StreamLoader",
     "TensorDataset",
     "TensorParallelPlan",
@@ -379,6 +386,7 @@ __all__ = [
     "dcp_state",
     "deferred",
     "distribute_module",
+    "bags_from_local",
     "distribute_tensor",
     "edges_within",
     "empty",

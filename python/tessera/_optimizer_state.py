@@ -45,9 +45,10 @@ def _from_reals(group, read):
 
 
 def _laid_out_like(parameter, shape, dtype):
-    """Zeros on the mesh of a sharded parameter: dims as long as its own are sharded as its own, others replicated."""
+    """Zeros on the mesh of a sharded parameter: dims as long as its own, all or its first ones, are sharded as its own, others replicated."""
     spec = ops.spec(parameter)
-    same = [d for d in range(len(shape)) if len(shape) == parameter.dim() and shape[d] == parameter.shape[d]]
+    first = list(shape) == list(parameter.shape[: len(shape)])
+    same = [d for d in range(len(shape)) if (first or len(shape) == parameter.dim()) and shape[d] == parameter.shape[d]]
     placements = [p if isinstance(p, Shard) and p.dim in same else Replicate() for p in map(from_text, spec.placements())]
     sizes = {d: list(parts) for d, parts in spec.sizes().items() if Shard(d) in placements}
     from tessera._api import Mesh
