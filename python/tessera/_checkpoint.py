@@ -65,6 +65,13 @@ def _parts(state):
     return {key: _part(key, thing, state) for key, thing in state.items()}
 
 
+def _of_these_ranks(state, on):
+    """Without a call: the ranks outside of a session would be waited for."""
+    for one in state.values() if isinstance(state, dict) else ():
+        if isinstance(one, Session) and set(one._ranks) != set(on.ranks):
+            raise InvalidArgument(f"the session is of ranks {one._ranks}, and its checkpoint would be of ranks {on.ranks}: Checkpointer(folder, ranks={one._ranks})")
+
+
 def _saved_as(part, kind):
     fits = kind in part.kind if part.kind is KINDS else kind == part.kind or {kind, part.kind} == {"module", "tensors"}
     if kind and not fits:
@@ -118,6 +125,7 @@ class Checkpointer:
 
     def _out(self, name, state):
         out = Out()
+        _of_these_ranks(state, self._group)
 
         def fill():
             if type(name) is not str:
@@ -170,6 +178,7 @@ class Checkpointer:
 
     def load(self, name, state, **options):
         """Makes everything in `state` what it was; `CheckpointReader.load` says how, and takes the options."""
+        _of_these_ranks(state, self._group)
         return CheckpointReader(self._place, name, self._group, timeout=self._timeout).load(state, **options)
 
     def remove(self, name):
@@ -305,6 +314,7 @@ class CheckpointReader:
 
         Raises `InvalidArgument` with all that is missing, left over, or of another shape, dtype or kind.
         """
+        _of_these_ranks(state, self._group)
         saved, parts = In(self._handle, self._timeout), {}
 
         def plan():

@@ -141,8 +141,10 @@ class Session:
         first = next((p for m in self._modules.values() for p in m.parameters()), torch.empty(0))
         numbers = {"max_norm": max_norm, "norm_type": norm_type, "clip_value": clip_value, **(scaler or {})}
         self._steps = _Steps()
+        ranks = _group_of(group)
+        self._ranks = ranks.ranks
         self._handle = classes.Session(
-            _group_of(group)._handle,
+            ranks._handle,
             list(self._modules),
             [module_tree(m, every_name=False) for m in self._modules.values()],
             str(first.device),

@@ -436,6 +436,7 @@ def test_two_sessions_side_by_side_on_two_halves(tmp_path, kind):
     halves, steps = ([0, 2], [3]) if kind == "plain" else ([3, 1], [0, 2]), (3, 2)
 
     def body(rank):
+        everywhere = ts.Checkpointer(tmp_path / "all")
         which = next((i for i, ranks in enumerate(halves) if rank in ranks), None)
         if which is None:
             return None  # a rank that has no part in any: nobody waits for it
@@ -470,6 +471,9 @@ def test_two_sessions_side_by_side_on_two_halves(tmp_path, kind):
         for name, p in net.named_parameters():
             assert_same(p, parameters[name], name)
         assert checkpoints.load("last", session.state())["train"] is session
+        for call in (everywhere.save, everywhere.start_save, everywhere.load):
+            with pytest.raises(ts.InvalidArgument, match=r"Checkpointer\(folder, ranks="):
+                call("last", session.state())
         return session.steps
 
     assert on_ranks(4, body) == [next((steps[i] for i, ranks in enumerate(halves) if rank in ranks), None) for rank in range(4)]
