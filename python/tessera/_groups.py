@@ -352,7 +352,7 @@ def group_names():
 
 
 def group_size(family):
-    """Of a family's group, without making it.
+    """Of a family's group, without making it. Raises UnknownName, with the known names.
 
     >>> ts.create_process_groups(ts.ProcessGroupConfig().add_node("data", "world"))
     >>> ts.group_size("data")
@@ -362,7 +362,7 @@ def group_size(family):
 
 
 def group_rank(family):
-    """This rank's place in its group of a family, without making it.
+    """This rank's place in its group of a family, without making it. Raises UnknownName, with the known names.
 
     >>> ts.create_process_groups(ts.ProcessGroupConfig().add_node("data", "world"))
     >>> ts.group_rank("data")
@@ -373,6 +373,7 @@ def group_rank(family):
 
 def set_check_level(level):
     """'off', 'local' (default) or 'collective': all ranks of a group compare what they call before data moves. The same on all ranks.
+    Raises InvalidArgument for another word.
 
     >>> ts.set_check_level("collective")             # while a program that hangs is looked into
     >>> ts.set_check_level("local")

@@ -175,7 +175,7 @@ def _drawn(draw):
 
 
 def loop_placement(ranks, chunks=1):
-    """The rank of each stage: stage s on rank s mod `ranks`, `chunks` stages on each.
+    """The rank of each stage: stage s on rank s mod `ranks`, `chunks` stages on each. Raises InvalidArgument for numbers below 1.
 
     >>> ts.loop_placement(3, chunks=2)
     [0, 1, 2, 0, 1, 2]
@@ -184,7 +184,7 @@ def loop_placement(ranks, chunks=1):
 
 
 def v_placement(ranks, chunks=2):
-    """There and back: 0, 1, ..., p - 1, p - 1, ..., 1, 0 for two chunks, and so on in turn.
+    """There and back: 0, 1, ..., p - 1, p - 1, ..., 1, 0 for two chunks, and so on in turn. Raises InvalidArgument for numbers below 1.
 
     >>> ts.v_placement(3)
     [0, 1, 2, 2, 1, 0]
@@ -193,7 +193,7 @@ def v_placement(ranks, chunks=2):
 
 
 def makespan_bound(placement, micro_batches, costs):
-    """A time that no schedule of this placement can beat, whatever its order and memory.
+    """A time that no schedule of this placement can beat, whatever its order and memory. Raises InvalidArgument for costs that are negative or of other stages.
 
     >>> ts.makespan_bound(ts.loop_placement(4), 8, ts.PipelineCosts.uniform(4))  # 1F1B takes 33
     27.0

@@ -256,6 +256,7 @@ def traffic_of(trace, mesh, steps=1):
     """What the calls of a `CommTrace` move in a step along the axes of a mesh, as a list of `Traffic`: for `optimise_mapping` and `create_process_groups`.
 
     Of this rank's calls over groups of the mesh, in `steps` steps; messages and exchanges with neighbours count as send. Not collective.
+    Raises InvalidArgument for a number of steps that is not above 0.
 
     >>> def rank_program(rank):
     ...     mesh = ts.Mesh({"data": 2, "model": 2})
