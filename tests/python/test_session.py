@@ -334,7 +334,9 @@ def searched_alone(ranks, max_norm):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(net(x), y)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            norm = math.sqrt(sum(p.grad.square().sum().item() for p in net.parameters()))
+            for p in net.parameters():
+                p.grad.mul_(min(1.0, max_norm / norm))
             return loss
 
         losses.append(optimizer.step(closure).item())
@@ -344,13 +346,13 @@ def searched_alone(ranks, max_norm):
 @pytest.mark.parametrize("kind,ranks", [("plain", 1), ("plain", 3), ("ddp", 2), ("fully_shard", 3), ("domain", 2), ("mixed", 4)])
 def test_a_search_along_the_loss_is_that_of_one_process(kind, ranks):
     """LBFGS: several evaluations a step, of two micro-batches each, clipped; every rank stops at the same one."""
-    losses, count, parameters = searched_alone(ranks, 1e3)
+    losses, count, parameters = searched_alone(ranks, 0.3)
 
     def body(rank):
         ts.set_policies("allow")
         net, _, place = made(kind, rank)
         made_count = 0
-        with ts.Session(net, search(named(net).values()), max_norm=1e3, signals=False) as session:
+        with ts.Session(net, search(named(net).values()), max_norm=0.3, signals=False) as session:
             done = []
             for step in range(STEPS):
 
