@@ -9,14 +9,18 @@
 #include <span>
 #include <tuple>
 
+#include "callbacks.h"
 #include "handles.h"
 #include "library.h"
 #include "mesh.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/ops/ghosts/ghost_layers.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
+#include "tessera/ops/ghosts/ghost_transport.h"
 #include "tessera/ops/ghosts/neighbor_edges.h"
 #include "tessera/ops/ghosts/owned_rows.h"
+#include "tessera/ops/ghosts/rebalance.h"
 #include "tessera/partition/curve.h"
 
 namespace tessera::python {
@@ -44,21 +48,70 @@ class GivenIds {
 
 at::Tensor as_tensor(const Numbers& numbers) { return at::tensor(numbers, at::kLong); }
 
+/// Two functions of Python's, called with the rows alone. Who holds it keeps them.
+struct PyGhostTransport : torch::CustomClassHolder {
+  PyGhostTransport(std::int64_t forward, std::int64_t reverse, const std::vector<at::Tensor>& of) {
+    std::vector<at::ScalarType> dtypes;
+    for (const at::Tensor& t : of) dtypes.push_back(t.scalar_type());
+    const auto calling = [this](std::int64_t address) {
+      return [function = reinterpret_cast<PythonFunction>(address),
+              life = life](const at::Tensor& rows) { ask(function, {}, {rows}); };
+    };
+    transport = {calling(forward), calling(reverse), std::move(dtypes)};
+  }
+  /// True while a plan may call them, or a graph that has been recorded with one.
+  bool used() const { return life.use_count() > 3; }
+  std::shared_ptr<int> life = std::make_shared<int>();
+  GhostTransport transport;
+};
+using GhostTransportPtr = c10::intrusive_ptr<PyGhostTransport>;
+
 struct PyGhostPlan : torch::CustomClassHolder {
   PyGhostPlan(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
-              const at::Tensor& owned, const at::Tensor& needed) {
+              const at::Tensor& owned, const at::Tensor& needed,
+              const std::optional<GhostTransportPtr>& transport) {
     const DeviceMesh& mesh = over->mesh;
     const std::vector<int> indices = mesh.mesh().indices(axes);
     std::optional<GivenIds> own, ghosts;
-    agree::all(mesh.group(indices), "GhostPlan", [&] {
+    agree::all_same(mesh.group(indices), "GhostPlan", [&] {
       own.emplace(owned, "owned_ids");
       ghosts.emplace(needed, "needed_ids");
+      return std::string(transport ? "with a transport" : "without a transport");
     });
-    plan = GhostPlan(mesh, indices, *own, *ghosts);
+    plan = transport ? plan_over((*transport)->transport, mesh, indices, *own, *ghosts)
+                     : GhostPlan(mesh, indices, *own, *ghosts);
   }
+  explicit PyGhostPlan(GhostPlan made) : plan(std::move(made)) {}
   GhostPlan plan;
 };
 using GhostPlanPtr = c10::intrusive_ptr<PyGhostPlan>;
+
+struct PyGhostLayers : torch::CustomClassHolder {
+  PyGhostLayers(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
+                const at::Tensor& owned, const at::Tensor& source, const at::Tensor& target,
+                std::int64_t depth) {
+    const DeviceMesh& mesh = over->mesh;
+    const std::vector<int> indices = mesh.mesh().indices(axes);
+    std::optional<GivenIds> own, from, to;
+    agree::all(mesh.group(indices), "GhostLayers", [&] {
+      own.emplace(owned, "owned_ids");
+      from.emplace(source, "sources");
+      to.emplace(target, "targets");
+    });
+    layers = ghost_layers(mesh, indices, *own, *from, *to,
+                          static_cast<int>(std::min<std::int64_t>(depth, 1 << 30)));
+  }
+  GhostLayers layers;
+};
+using GhostLayersPtr = c10::intrusive_ptr<PyGhostLayers>;
+
+// The table, and the cheapest depth.
+std::tuple<std::string, std::int64_t> costs_of(const GhostLayersPtr& self, std::int64_t layers,
+                                               double message, double row, double edge) {
+  const LayerCosts costs =
+      layer_costs(self->layers, static_cast<int>(layers), {message, row, edge});
+  return {costs.summary(), costs.cheapest()};
+}
 
 struct PyOwnedRows : torch::CustomClassHolder {
   PyOwnedRows(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
@@ -70,6 +123,7 @@ struct PyOwnedRows : torch::CustomClassHolder {
     agree::all(mesh.group(axes), "OwnedRows", [&] { own.emplace(owned, "owned_ids"); });
     return {mesh, axes, *own};
   }
+  explicit PyOwnedRows(OwnedRows made) : rows(std::move(made)) {}
   OwnedRows rows;
   // Innermost last.
   std::vector<std::unique_ptr<OwnedRowsScope>> scopes;
@@ -83,6 +137,22 @@ at::Tensor numbers_of(const OwnedRowsPtr& self, const at::Tensor& ids) {
 at::Tensor edges_of(const OwnedRowsPtr& self, const at::Tensor& source, const at::Tensor& target,
                     bool anywhere) {
   return self->rows.edges(GivenIds(source, "sources"), GivenIds(target, "targets"), anywhere);
+}
+
+struct PyRebalanced : torch::CustomClassHolder {
+  explicit PyRebalanced(Rebalanced made) : rebalanced(std::move(made)) {}
+  Rebalanced rebalanced;
+};
+using RebalancedPtr = c10::intrusive_ptr<PyRebalanced>;
+
+RebalancedPtr rebalanced_rows(const OwnedRowsPtr& rows, const at::Tensor& places,
+                              const at::Tensor& costs, const std::vector<at::Tensor>& tensors,
+                              bool along_curve, double tolerance,
+                              const std::optional<at::Tensor>& edges) {
+  using By = RebalanceOptions::By;
+  return c10::make_intrusive<PyRebalanced>(rebalance(
+      rows->rows, places, costs, tensors,
+      {along_curve ? By::curve : By::bisection, tolerance, edges.value_or(at::Tensor())}));
 }
 
 std::tuple<at::Tensor, at::Tensor> pair_of(NeighborEdges made) {
@@ -126,9 +196,13 @@ std::vector<std::tuple<std::int64_t, std::int64_t>> peers_of(
 }  // namespace
 
 void register_ghosts(Library& library) {
+  library.class_<PyGhostTransport>("GhostTransport")
+      .def(torch::init<std::int64_t, std::int64_t, const std::vector<at::Tensor>&>())
+      .def("used", [](const GhostTransportPtr& self) { return self->used(); });
   library.class_<PyGhostPlan>("GhostPlan")
       .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
-                       const at::Tensor&, const at::Tensor&>())
+                       const at::Tensor&, const at::Tensor&,
+                       const std::optional<GhostTransportPtr>&>())
       .def("owned", [](const GhostPlanPtr& self) { return self->plan.rows().owned; })
       .def("ghosts", [](const GhostPlanPtr& self) { return self->plan.rows().ghosts; })
       .def("sends", [](const GhostPlanPtr& self) { return peers_of(self->plan.rows().sends); })
@@ -138,6 +212,23 @@ void register_ghosts(Library& library) {
           "group",
           [](const GhostPlanPtr& self) { return c10::make_intrusive<PyGroup>(self->plan.group()); })
       .def("summary", [](const GhostPlanPtr& self) { return self->plan.summary(); });
+  library.class_<PyGhostLayers>("GhostLayers")
+      .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
+                       const at::Tensor&, const at::Tensor&, const at::Tensor&, std::int64_t>())
+      .def("nodes",
+           [](const GhostLayersPtr& self) {
+             return c10::make_intrusive<PyGhostPlan>(self->layers.nodes);
+           })
+      .def("edges",
+           [](const GhostLayersPtr& self) {
+             return c10::make_intrusive<PyGhostPlan>(self->layers.edges);
+           })
+      .def("ghosts", [](const GhostLayersPtr& self) { return as_tensor(self->layers.ghosts); })
+      .def("source", [](const GhostLayersPtr& self) { return as_tensor(self->layers.source); })
+      .def("target", [](const GhostLayersPtr& self) { return as_tensor(self->layers.target); })
+      .def("rows", [](const GhostLayersPtr& self) { return self->layers.rows_of; })
+      .def("edge_counts", [](const GhostLayersPtr& self) { return self->layers.edges_of; })
+      .def("costs", costs_of);
   library.class_<PyOwnedRows>("OwnedRows")
       .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
                        const at::Tensor&>())
@@ -153,7 +244,24 @@ void register_ghosts(Library& library) {
              self->scopes.push_back(std::make_unique<OwnedRowsScope>(self->rows));
            })
       .def("leave", [](const OwnedRowsPtr& self) { self->scopes.pop_back(); })
+      .def("ids", [](const OwnedRowsPtr& self) { return as_tensor(self->rows.ids()); })
       .def("summary", [](const OwnedRowsPtr& self) { return self->rows.summary(); });
+  library.class_<PyRebalanced>("Rebalanced")
+      .def("rows",
+           [](const RebalancedPtr& self) {
+             return c10::make_intrusive<PyOwnedRows>(self->rebalanced.rows);
+           })
+      .def("moved", [](const RebalancedPtr& self) { return self->rebalanced.moved; })
+      .def("move",
+           [](const RebalancedPtr& self, const at::Tensor& t) { return self->rebalanced.move(t); })
+      .def("imbalance",
+           [](const RebalancedPtr& self) {
+             return std::vector<double>{self->rebalanced.imbalance_before,
+                                        self->rebalanced.imbalance_after};
+           })
+      .def("rows_moved", [](const RebalancedPtr& self) { return self->rebalanced.rows_moved; })
+      .def("summary", [](const RebalancedPtr& self) { return self->rebalanced.summary(); });
+  library.def("rebalance", rebalanced_rows);
   library.def("ghost_exchange", [](const GhostPlanPtr& plan, const at::Tensor& owned) {
     return ghost_exchange(plan->plan, owned);
   });

@@ -105,14 +105,18 @@ from tessera._experts import (
 )
 from tessera._foreign_files import dcp_state
 from tessera._ghost import (
+    GhostLayers,
     GhostPlan,
+    GhostTransport,
     OwnedRows,
+    Rebalanced,
     edges_within,
     ghost_exchange,
     ghost_reduce,
     ghosts_of,
     nearest_edges,
     partition_along_curve,
+    rebalance,
 )
 from tessera._functional import functional
 from tessera._groups import (
@@ -234,14 +238,14 @@ from tessera._state import (
     OfRank,
     RandomState,
 )
-from tessera._torch_objects import (
-    from_dtensor,
-    to_dtensor,
-)
 from tessera._tables import (
     RowwiseAdagrad,
     SparseAdam,
     bags_from_local,
+)
+from tessera._torch_objects import (
+    from_dtensor,
+    to_dtensor,
 )
 from tessera._trees import (
     ProcessGroupConfig,
@@ -285,7 +289,9 @@ __all__ = [
     "FixedOrder",
     "FlopCounter",
     "FsspecIO",
+    "GhostLayers",
     "GhostPlan",
+    "GhostTransport",
     "GradientError",
     "Group",
     "GroupConfigError",
@@ -326,12 +332,14 @@ __all__ = [
     "RandomState",
     "RangeError",
     "RankMapping",
+    "Rebalanced",
     "RendezvousError",
     "RepeatedName",
     "Replicate",
     "Report",
     "Request",
     "Routing",
+    "RowwiseAdagrad",
     "RuleCall",
     "RuleError",
     "RuleTensor",
@@ -339,7 +347,6 @@ __all__ = [
     "SampleError",
     "SavedTensor",
     "Schedule",
-    "RowwiseAdagrad",
     "ScheduleError",
     "ScheduleFault",
     "ScheduleSyntaxError",
@@ -352,6 +359,7 @@ __all__ = [
     "Source",
     "SourceDataset",
     "SourceField",
+    "SparseAdam",
     "Spec",
     "Split",
     "StageCosts",
@@ -359,7 +367,6 @@ __all__ = [
     "StepResult",
     "StepWeight",
     "StreamBatch",
-    "SparseAdam",
     "StreamLoader",
     "TensorDataset",
     "TensorParallelPlan",
@@ -379,6 +386,7 @@ __all__ = [
     "WeightedOrder",
     "WorldSizeMismatch",
     "add_mesh",
+    "bags_from_local",
     "check",
     "clip_gradients",
     "column",
@@ -386,7 +394,6 @@ __all__ = [
     "dcp_state",
     "deferred",
     "distribute_module",
-    "bags_from_local",
     "distribute_tensor",
     "edges_within",
     "empty",
@@ -445,6 +452,7 @@ __all__ = [
     "read_group_config",
     "read_topology",
     "reads_for_others",
+    "rebalance",
     "redistribute",
     "reduce_gradients",
     "release_parameters",

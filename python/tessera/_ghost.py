@@ -1,7 +1,11 @@
 """Ghosts of arrays that are divided by a table of owners: graphs, unstructured meshes, particles, in the partition that a solver has."""
 
+import contextlib
+import weakref
+
 import torch
 
+from tessera._callbacks import Callbacks, address, with_cause
 from tessera._groups import Group, Request
 from tessera._library import classes, ops
 
@@ -27,12 +31,65 @@ def _over(over):
     return mesh._handle, axes
 
 
+# Functions of transports that are gone, which a graph that was recorded with one may still call: (handle, functions).
+_RECORDED = []
+
+
+def _release(handle, functions):
+    _RECORDED.append((handle, functions))
+    for kept in list(_RECORDED):
+        if not kept[0].used():
+            with contextlib.suppress(ValueError):  # another thread has
+                _RECORDED.remove(kept)
+
+
+class GhostTransport:
+    """A solver's or an engine's own exchange in the place of ours: `GhostPlan(..., transport=)`.
+
+    `forward(rows)` fills the ghosts of `rows`, (owned + ghosts) x any dims, contiguous, from their owners; `reverse(rows)` adds each ghost to its owner's row. Both change `rows` in place
+    and return None; they run on every rank, also where it has no rows, in backward too. `dtypes`: what they carry; other rows are refused. Sums go through it, min and max do not.
+    With `CheckLevel` "collective" each call is preceded by one on digits of ids in the shape of the rows: MismatchError on every rank, with ids and ranks, where what arrives is not what
+    the plan says. What a function raises is the cause of what the library raises, and told to the other ranks.
+
+    >>> def body(rank):
+    ...     world, plan = ts.world(), None
+    ...     def forward(rows):                        # two ranks that need each other's one row
+    ...         rows[1] = world.all_gather(rows[:1].contiguous())[1 - rank]
+    ...     def reverse(rows):
+    ...         rows[0] += world.all_gather(rows[1:].contiguous())[1 - rank]
+    ...     plan = ts.GhostPlan(world, [rank], [1 - rank], transport=ts.GhostTransport(forward, reverse))
+    ...     x = torch.tensor([rank + 1.0], dtype=torch.float64, requires_grad=True)
+    ...     h = ts.ghost_exchange(plan, x)
+    ...     (h * torch.tensor([1.0, 10.0])).sum().backward()
+    ...     return h.tolist(), x.grad.tolist()
+    >>> ts.run_threads(2, body)
+    [([1.0, 2.0], [11.0]), ([2.0, 1.0], [11.0])]
+    """
+
+    def __init__(self, forward, reverse, dtypes=(torch.float64,)):
+        self._callbacks = Callbacks()
+        functions = [self._callbacks.calling(self._run(name, function)) for name, function in (("forward", forward), ("reverse", reverse))]
+        self._handle = classes.GhostTransport(*(address(f) for f in functions), [torch.empty(0, dtype=d) for d in dtypes])
+        weakref.finalize(self, _release, self._handle, functions).atexit = False
+
+    @staticmethod
+    def _run(name, function):
+        def run(_):
+            (rows,) = ops.taken()
+            with torch.no_grad():
+                given = function(rows)
+            if given is not None:
+                raise TypeError(f"{name} of a GhostTransport returned a {type(given).__name__}: it changes the rows that it is given, and returns None")
+
+        return run
+
+
 class GhostPlan:
     """Who sends which rows to whom: made once for a partition, collectively.
 
     `over`: a mesh (all its ranks), a mesh and some of its axes (`(mesh, "domain")`), or a group. `owned_ids`: the global ids of this rank's rows, in
     their order; each id has one owner, in any way, and a rank may own none. `needed_ids`: those of its ghosts, in the order in which they stand behind the
-    owned rows. Both are tensors or lists of whole numbers. Raises InvalidArgument on every rank, with ids and ranks, for an id that nobody or two own,
+    owned rows. Both are tensors or lists of whole numbers. `transport`: a `GhostTransport` in the place of our exchange, on all ranks or none. Raises InvalidArgument on every rank, with ids and ranks, for an id that nobody or two own,
     for negative ones, and for a ghost that is owned here.
 
     >>> def body(rank):
@@ -46,9 +103,12 @@ class GhostPlan:
     [([0, 10, 20], (2, 2), [(1, 1)], [(1, 2)]), ([30, 30], (2, 1), [(0, 2)], [(0, 1)])]
     """
 
-    def __init__(self, over, owned_ids, needed_ids):
-        self._ids = _ids(owned_ids), _ids(needed_ids)
-        self._handle = classes.GhostPlan(*_over(over), *self._ids)
+    def __init__(self, over, owned_ids, needed_ids, *, transport=None):
+        self._ids, self._transport = (_ids(owned_ids), _ids(needed_ids)), transport
+        self._handle = classes.GhostPlan(*_over(over), *self._ids, transport and transport._handle)
+
+    def _call(self, function, *arguments):
+        return with_cause([self._transport._callbacks] if self._transport else [], function, self._handle, *arguments)
 
     @property
     def owned(self):
@@ -94,6 +154,57 @@ class GhostPlan:
 
     def __repr__(self):
         return f"GhostPlan({self.summary().splitlines()[0]})"
+
+
+class GhostLayers:
+    """Several layers of ghosts at once, so that a network of many layers runs by one exchange for every `depth` layers; rows near a cut are then computed on more than one rank.
+
+    `over` and `owned_ids` as for `GhostPlan`; `ends`: ids of the sources and the targets of this rank's edges, each of which is on the owner of its target. The ghosts of `nodes` are in order
+    of layer; the rows of `edges` are this rank's edges, then copies of others'. `source` and `target`: both ends of each as rows of `nodes`. `rows[l]`: owned rows and the ghosts of the first
+    l layers; `edge_counts[l]`: the edges to those. Collective. Raises InvalidArgument on every rank for an edge whose target is not owned here, a source that nobody owns, another depth.
+
+    >>> def body(rank):
+    ...     owned = [2 * rank, 2 * rank + 1]                          # a line of four nodes; edges to the right
+    ...     ends = [[0], [1]] if rank == 0 else [[1, 2], [2, 3]]
+    ...     g = ts.GhostLayers(ts.Mesh({"ranks": 2}), owned, ends, depth=2)
+    ...     h = ts.ghost_exchange(g.nodes, torch.tensor(owned) + 1.0)
+    ...     for k in range(2):                                        # one exchange, two layers
+    ...         left = g.left_after(k, 2)
+    ...         edges, own = slice(g.edge_counts[left]), h[: g.rows[left]]
+    ...         h = own + torch.zeros_like(own).index_add(0, g.target[edges], h[g.source[edges]])
+    ...     return g.ghosts.tolist(), g.rows, h.tolist()
+    >>> ts.run_threads(2, body)
+    [([], [2, 2, 2], [1.0, 4.0]), ([1, 0], [2, 3, 4], [8.0, 12.0])]
+    """
+
+    def __init__(self, over, owned_ids, ends, depth):
+        source, target = (_ids(end) for end in ends)
+        owned = _ids(owned_ids)
+        self._handle = handle = classes.GhostLayers(*_over(over), owned, source, target, depth)
+        self.ghosts, self.source, self.target = handle.ghosts(), handle.source(), handle.target()
+        self.rows, self.edge_counts, self.depth = list(handle.rows()), list(handle.edge_counts()), depth
+        self.nodes, self.edges = GhostPlan.__new__(GhostPlan), GhostPlan.__new__(GhostPlan)
+        for plan, made, ids in (self.nodes, handle.nodes(), (owned, self.ghosts)), (self.edges, handle.edges(), (_ids([]), _ids([]))):
+            plan._ids, plan._transport, plan._handle = ids, None, made
+
+    def left_after(self, k, layers):
+        """How many layers of ghosts are right after layer `k`, from 0, of a network of `layers` that exchanges before each layer whose number is a multiple of the depth.
+
+        >>> ts.GhostLayers(mesh, [0], [[0], [0]], depth=3).left_after(0, 2)
+        1
+        """
+        return min(self.depth - k % self.depth, layers - k) - 1
+
+    def costs(self, layers, *, message=10e-6, row=50e-9, edge=200e-9):
+        """What one pass of a network of `layers` costs by an exchange for every 1, 2, ... layers, as a table, and the cheapest: `(text, depth)`.
+
+        Prices in seconds: of a message, a row that is sent, an edge's message with its sum; measure your own. Collective. Raises InvalidArgument on every rank for prices that are negative or differ.
+
+        >>> text, depth = ts.GhostLayers(mesh, [0], [[0], [0]], depth=2).costs(4)
+        >>> depth
+        1
+        """
+        return self._handle.costs(layers, float(message), float(row), float(edge))
 
 
 class OwnedRows:
@@ -182,6 +293,58 @@ class OwnedRows:
         return f"OwnedRows({self.summary().strip()})"
 
 
+class Rebalanced:
+    """What `rebalance` gives: `rows`, the new `OwnedRows`; `moved`, the tensors given, sharded as those; `imbalance`, the costliest rank over the mean before and after; `rows_moved`."""
+
+    def __init__(self, handle):
+        self._handle = handle
+        self.rows = OwnedRows.__new__(OwnedRows)
+        self.rows._handle = handle.rows()
+        self.rows.ids = self.rows._handle.ids()
+        self.moved, self.imbalance, self.rows_moved = handle.moved(), tuple(handle.imbalance()), handle.rows_moved()
+
+    def move(self, tensor):
+        """A further tensor whose dim 0 is the rows', moved likewise; a leaf. Collective. Raises InvalidArgument on every rank for one that is not sharded as the rows were.
+
+        >>> points = ts.OwnedRows(mesh, [4, 2])
+        >>> to = ts.rebalance(points, torch.rand(2, 1), torch.ones(2))
+        >>> ts.full_tensor(to.move(points.shard(torch.tensor([7, 8])))).tolist()
+        [7, 8]
+        """
+        return self._handle.move(tensor)
+
+    def summary(self):
+        """Costs and moved rows, and a line for each partition where edges were given.
+
+        >>> print(ts.rebalance(ts.OwnedRows(mesh, [4, 2]), torch.rand(2, 1), torch.ones(2)).summary())
+        imbalance of costs 1.00 -> 1.00; 0 of 2 rows moved
+        """
+        return self._handle.summary().rstrip()
+
+    def __repr__(self):
+        return f"Rebalanced({self.summary().splitlines()[0]})"
+
+
+def rebalance(rows, places, costs, tensors=(), *, by="curve", tolerance=1.05, edges=None):
+    """Rows divided anew by what they have cost, and moved to their new owners with their ids and what belongs to them: `Rebalanced`.
+
+    `rows`: `OwnedRows`; `places`: this rank's, owned x dims; `costs`: of each owned row, or one number of all, in any unit; `tensors`: fields and states of optimizers, sharded as the rows.
+    `by`: "curve" or "bisection". Rows stay while the costliest rank is within `tolerance` of the mean, and where nothing would be gained. `edges`: as `OwnedRows.edges` gives them, for what
+    `summary()` says of both partitions. Collective. Raises InvalidArgument on every rank for what does not fit.
+
+    >>> def body(rank):
+    ...     cells = ts.OwnedRows(ts.Mesh({"ranks": 2}), [0, 1, 2, 3, 4, 5, 6] if rank == 0 else [7])
+    ...     u = cells.shard(cells.ids * 10.0)
+    ...     to = ts.rebalance(cells, cells.ids.unsqueeze(1).double(), torch.tensor(7.0 if rank == 0 else 1.0), [u])
+    ...     return to.rows.ids.tolist(), ts.to_local(to.moved[0]).tolist(), to.imbalance
+    >>> ts.run_threads(2, body)
+    [([0, 1, 2, 3], [0.0, 10.0, 20.0, 30.0], (1.75, 1.0)), ([4, 5, 6, 7], [40.0, 50.0, 60.0, 70.0], (1.75, 1.0))]
+    """
+    if by not in ("curve", "bisection"):
+        raise ValueError(f"by={by!r}; rows are divided by 'curve' or 'bisection'")
+    return Rebalanced(ops.rebalance(rows._handle, places, torch.as_tensor(costs), list(tensors), by == "curve", float(tolerance), edges))
+
+
 def _box(box, places):
     return [] if box is None else [float(b) for b in (box if hasattr(box, "__len__") else [box] * places.shape[1])]
 
@@ -250,8 +413,8 @@ def ghost_exchange(plan, owned, *, start=False):
     [[10.0, 11.0, 12.0], [12.0, 13.0, 10.0]]
     """
     if start:
-        return Request(ops.start_ghost_exchange(plan._handle, owned))
-    return ops.ghost_exchange(plan._handle, owned)
+        return Request(plan._call(ops.start_ghost_exchange, owned))
+    return plan._call(ops.ghost_exchange, owned)
 
 
 def ghost_reduce(plan, rows, op="sum", *, start=False):
@@ -268,5 +431,5 @@ def ghost_reduce(plan, rows, op="sum", *, start=False):
     [[1.5, 1.0], [1.5, 1.0]]
     """
     if start:
-        return Request(ops.start_ghost_reduce(plan._handle, rows, op))
-    return ops.ghost_reduce(plan._handle, rows, op)
+        return Request(plan._call(ops.start_ghost_reduce, rows, op))
+    return plan._call(ops.ghost_reduce, rows, op)

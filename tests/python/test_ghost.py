@@ -93,6 +93,135 @@ class Attention(torch.nn.Module):
         return self.scatter(weight * h[source], target, len(x), "sum") + self.scatter(h[source].sin(), target, len(x), "mean")
 
 
+def layer(h, source, target, rows, w):
+    own = h[:rows]
+    return own + torch.zeros_like(own).index_add(0, target, torch.tanh(torch.cat([h[source], h[target]], 1) @ w))
+
+
+def trained_forces(h, x):
+    forces = torch.autograd.grad(h.square().sum(), x, create_graph=True)[0]
+    forces.pow(3).sum().backward()
+    return forces.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_network_by_a_transport_of_the_users_and_by_layers_of_ghosts(ranks):
+    ids, owner, ends = drawn_graph(ranks)
+    weights = [draw(6, 3, seed=k) for k in range(3)]
+    x = draw(12, 3).requires_grad_(True)
+    h = x
+    for w in weights:
+        h = layer(h, *ends, 12, w)
+    expected = trained_forces(h, x)
+
+    def body(rank):
+        world, own, here = ts.world(), owner == rank, owner[ends[1]] == rank
+        edges, lengths = ids[ends[:, here]], [int((owner == r).sum()) for r in range(ranks)]
+        order = torch.cat([(owner == r).nonzero().flatten() for r in range(ranks)])
+        needed = ts.ghosts_of(ids[own], edges[0])
+        places = [int((ids[order] == i).nonzero()) for i in needed]
+
+        def forward(rows):
+            rows[int(own.sum()) :] = world.all_gather(rows[: int(own.sum())].contiguous(), sizes=lengths)[places]
+
+        def reverse(rows):
+            everything = rows.new_zeros(12, *rows.shape[1:]).index_add(0, torch.tensor(places, dtype=torch.long), rows[int(own.sum()) :])
+            rows[: int(own.sum())] += world.all_reduce(everything)[sum(lengths[:rank]) :][: lengths[rank]]
+
+        plan = ts.GhostPlan(world, ids[own], needed, transport=ts.GhostTransport(forward, reverse))
+        mine = x.detach()[own].requires_grad_(True)
+        h = mine
+        for w in weights:
+            h = layer(ts.ghost_exchange(plan, h), plan.local_rows(edges[0]), plan.local_rows(edges[1]), int(own.sum()), w)
+        del plan  # what is recorded keeps the functions
+        assert_same(trained_forces(h, mine), expected[own])
+        assert_same(mine.grad, x.grad[own])
+        for depth in (1, 2, 3):
+            g = ts.GhostLayers(world, ids[own], edges, depth)
+            assert torch.equal(g.nodes.local_rows(edges[0]), g.source[: g.edge_counts[0]])
+            h = mine = x.detach()[own].requires_grad_(True)
+            for k, w in enumerate(weights):
+                h = ts.ghost_exchange(g.nodes, h) if k % depth == 0 else h
+                left = g.left_after(k, len(weights))
+                edge = slice(g.edge_counts[left])
+                h = layer(h, g.source[edge], g.target[edge], g.rows[left], w)
+            assert_same(trained_forces(h, mine), expected[own])
+            assert_same(mine.grad, x.grad[own])
+        text, cheapest = g.costs(3, message=1.0)
+        assert f"3 layers on {ranks} ranks" in text and cheapest == (3 if ranks > 1 else 1)
+
+    on_ranks(ranks, body)
+
+
+def test_a_transport_that_fails_is_told_to_every_rank():
+    def body(rank):
+        wrong = {"on": "raises"}
+
+        def forward(rows):
+            rows[1] = ts.world().all_gather(rows[:1].contiguous())[1 - rank]  # anew after a failure
+            if wrong["on"] == "raises" and rank == 1:
+                raise OSError("no cable")
+            if wrong["on"] == "values" and rank == 0:
+                rows[1] = rows[0]
+            return rows if wrong["on"] == "returns" else None
+
+        plan = ts.GhostPlan(ts.world(), [rank], [1 - rank], transport=ts.GhostTransport(forward, lambda rows: None))
+        x = torch.ones(1, 2, dtype=torch.float64)
+        try:
+            ts.ghost_exchange(plan, x)
+            ts.world().barrier()
+            raise AssertionError("nothing was raised")
+        except RuntimeError as error:
+            assert "OSError: no cable" in str(error)
+            assert isinstance(error.__cause__, OSError) == (rank == 1) and isinstance(error, ts.PeerFailedError) == (rank == 0)
+        ts.world().barrier()
+        ts.set_check_level("collective")
+        wrong["on"] = "values"
+        with pytest.raises(ts.MismatchError, match=r"On rank 0: the ghost of id 1 \(row 1, owned by rank 1\) got id 0"):
+            ts.ghost_exchange(plan, x)
+        wrong["on"] = "returns"
+        with pytest.raises(RuntimeError, match="forward of a GhostTransport returned a Tensor"):
+            ts.ghost_exchange(plan, x)
+        with pytest.raises(ts.InvalidArgument, match="transport carries Double"):
+            ts.ghost_exchange(plan, x.float())
+        with pytest.raises(ts.InvalidArgument, match="with a transport"):
+            ts.GhostPlan(ts.world(), [rank], [], transport=ts.GhostTransport(forward, forward) if rank else None)
+        ts.set_check_level("local")
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_segments_and_rebalancing(ranks):
+    ids, owner, _ = drawn_graph(ranks)
+    lengths, x = torch.tensor([2, 0, 3, 1, 6, 0]), draw(12, 2).requires_grad_(True)
+    y = torch.segment_reduce(x, "mean", lengths=lengths).nan_to_num(0.0)
+    slope = torch.autograd.grad(y.square().sum(), x)[0]
+
+    def body(rank):
+        mesh = ts.Mesh({"domain": ranks})
+        xs = ts.distribute_tensor(x.detach(), mesh, [ts.Shard(0)]).requires_grad_(True)
+        ys = torch.segment_reduce(xs, "mean", lengths=ts.distribute_tensor(lengths, mesh, [ts.Shard(0)])).nan_to_num(0.0)
+        assert_same(ys, y.detach())
+        (first,) = torch.autograd.grad(ys.square().sum(), xs, create_graph=True)
+        assert_same(first, slope)
+        first.sin().sum().backward()  # libtorch's own has no second derivative
+        own = owner == rank
+        rows = ts.OwnedRows(mesh, ids[own])
+        cost = 1.0 + (ids[own] - FAR).double()
+        to = ts.rebalance(rows, cost.unsqueeze(1), cost, [rows.shard(ids[own])], by="bisection", tolerance=1.0, edges=rows.edges([[], []]))
+        assert to.imbalance[1] <= to.imbalance[0] and "edges cut" in to.summary()
+        assert torch.equal(ts.to_local(to.moved[0]), to.rows.ids) and to.rows.size == 12
+        assert torch.equal(ts.to_local(to.move(rows.shard(cost))), 1.0 + (to.rows.ids - FAR).double())
+        assert sorted(sum(([int(i) for i in part] for part in ts.world().all_gather(to.rows.ids, sizes=to.rows.sizes).split(1)), [])) == sorted(ids.tolist())
+        with pytest.raises(ts.InvalidArgument, match="no row costs anything"):
+            ts.rebalance(rows, cost.unsqueeze(1), 0 * cost)
+        with pytest.raises(ValueError, match="curve"):
+            ts.rebalance(rows, cost.unsqueeze(1), cost, by="chance")
+
+    on_ranks(ranks, body)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_network_in_plain_torch_runs_unchanged_on_owned_rows(ranks):
     ids, owner, ends = drawn_graph(ranks)
