@@ -79,9 +79,10 @@ class _Logger:
         atexit.unregister(self.close)
         self._waiting.put((self._end, failed))
         self._waiting.put(None)
-        self._thread.join(self._limit)
+        limit = min(self._limit, 10.0) if failed else self._limit  # others wait for a rank that has failed
+        self._thread.join(limit)
         if self._thread.is_alive():
-            self.error = self.error or TimeoutError(f"what is not written after {self._limit:g} s is lost")
+            self.error = self.error or TimeoutError(f"what is not written after {limit:g} s is lost")
         self._tell()
 
     def __enter__(self):
@@ -98,7 +99,8 @@ class WandbLogger(_Logger):
     ...     logger.log({"train/loss": done.loss, "validation/error": error}, session.steps)
 
     `options`: of `wandb.init`, as `dir`, `tags`, `group`, `entity`; `mode="offline"` writes files that `wandb sync` sends later. A run that goes on after a
-    checkpoint is given `id=` and `resume="allow"`, of the `run_id` that all ranks have. `ranks`: a `Group`, default all. `limit`: seconds that `close` waits at most.
+    checkpoint is given `id=` and `resume="allow"`, of the `run_id` that all ranks have. `ranks`: a `Group`, default all. `limit`: seconds that `close` waits at most,
+    10 where an exception has ended the loop.
 
     Collective: what `wandb.init` raises on the first rank is raised on all.
     """
@@ -128,7 +130,8 @@ class MLflowLogger(_Logger):
 
     `experiment`: by name, made where it is not there. `uri`: a server's address, or a database or folder, for a machine without network; default
     that of MLflow itself. `config`: its parameters; `tags`: texts. `run_id`: of a run to go on with, as all ranks have it in `run_id`. `ranks`: a `Group`, default all.
-    `limit`: seconds that `close` waits at most.
+    `limit`: seconds that `close` waits at most,
+    10 where an exception has ended the loop.
 
     Collective: what MLflow raises on the first rank while the run is opened is raised on all.
     """
