@@ -9,6 +9,7 @@
 #include "tessera/comm/group/shared_memory.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/group/types.h"
+#include "tessera/comm/group/values.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/mesh_traffic.h"

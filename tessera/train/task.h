@@ -90,6 +90,11 @@ class Task : Pinned {
  public:
   virtual ~Task();
 
+  /// Called on every rank before modules(), once in each run: fit(), validate(), test() and
+  /// predict(). The place to make, move, wrap and group what needs the strategy (its ranks and its
+  /// device); collective calls are allowed. A second run finds what the first one has made. An
+  /// exception on one rank ends the run of all.
+  virtual void setup([[maybe_unused]] Strategy& strategy) {}
   /// What the strategy prepares and checkpoints hold. The same at each call.
   virtual NamedModules modules() = 0;
   /// Called once, after the strategy has prepared the modules. All of them step together unless

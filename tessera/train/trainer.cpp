@@ -170,6 +170,7 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
   window_metrics_.clear();
   epoch_metrics_.clear();
   saves_on_exception_ = false;
+  task.setup(strategy());
   session_ = std::make_unique<Session>(options_.strategy, task.modules(), options_.session, from);
   base_rates_.clear();
   for (const auto& optimizer : task.optimizers()) {

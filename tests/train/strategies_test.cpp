@@ -1,6 +1,9 @@
 // Strategies: every one of them trains as one process does, on ragged batches; also where the user
 // has defined the parallelism by hand.
 
+#include <numeric>
+#include <optional>
+
 #include "cases.h"
 
 namespace tessera::test {
@@ -44,6 +47,58 @@ TEST(ByHand, TeardownLeavesWhatTheUserMade) {
     manager.world().broadcast(other, 0);
     EXPECT_TRUE(other.equal(gradient));
   });
+}
+
+namespace {
+
+// Makes and wraps its module when the ranks are known.
+class MadeInSetup : public Regression {
+ public:
+  explicit MadeInSetup(const DistributedManager& m, int throws_on = -1)
+      : Regression(nullptr), manager(m), throws_on(throws_on) {}
+  void setup(Strategy& strategy) override {
+    ++setups;
+    if (strategy.rank() == throws_on) throw InvalidArgument("no net here");
+    if (net) return;
+    net = small_net();
+    net->to(strategy.root_device());
+    ddp.emplace(net, manager.group(all(strategy.size())));
+  }
+  static std::vector<int> all(int size) {
+    std::vector<int> ranks(static_cast<std::size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
+  const DistributedManager& manager;
+  std::optional<DistributedDataParallel<torch::nn::Sequential>> ddp;
+  const int throws_on;
+  int setups = 0;
+};
+
+}  // namespace
+
+TEST(ByHand, ATaskThatIsSetUpWithTheStrategy) {
+  for (int ranks = 1; ranks <= 3; ++ranks) {
+    const auto expected = alone(ranks, 4, 1, with(nullptr, 1));
+    on_threads(ranks, [&](DistributedManager& manager) {
+      MadeInSetup task(manager);
+      const auto strategy = std::make_shared<ManualStrategy>(manager);
+      Trainer(with(strategy, 1)).fit(task, ragged_batches(manager.rank(), 4));
+      expect_near(task.values(), expected, concat(ranks, " ranks"));
+      Trainer(with(strategy, 1)).validate(task, ragged_batches(manager.rank(), 4));
+      EXPECT_EQ(task.setups, 2) << "once a run";
+      expect_near(task.values(), expected, "validated");
+      MadeInSetup broken(manager, ranks - 1);
+      const auto run = [&] {
+        Trainer(with(std::make_shared<ManualStrategy>(manager), 1))
+            .fit(broken, ragged_batches(manager.rank(), 4));
+      };
+      if (manager.rank() == ranks - 1)
+        EXPECT_THROW(run(), InvalidArgument);
+      else
+        EXPECT_THROW(run(), CommError);
+    });
+  }
 }
 
 // The user's own loop: the session's parts are right without the trainer, and go on bit by bit.
