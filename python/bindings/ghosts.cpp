@@ -54,8 +54,9 @@ struct PyGhostTransport : torch::CustomClassHolder {
     std::vector<at::ScalarType> dtypes;
     for (const at::Tensor& t : of) dtypes.push_back(t.scalar_type());
     const auto calling = [this](std::int64_t address) {
-      return [function = reinterpret_cast<PythonFunction>(address),
-              life = life](const at::Tensor& rows) { ask(function, {}, {rows}); };
+      const auto function =
+          reinterpret_cast<PythonFunction>(address);  // NOLINT(performance-no-int-to-ptr)
+      return [function, life = life](const at::Tensor& rows) { ask(function, {}, {rows}); };
     };
     transport = {calling(forward), calling(reverse), std::move(dtypes)};
   }

@@ -342,6 +342,9 @@ TEST(GhostLayers, AreInOrderOfLayerAndTheirCostsAreCounted) {
               (std::set<std::int64_t>{(a - 1) % 12, (b + 1) % 12}));
     EXPECT_EQ(g.rows_of, (Ids{4, 6, 8}));
     EXPECT_EQ(g.edges_of, (Ids{8, 12}));
+    EXPECT_THROW(g.rows_to(3), InvalidArgument);
+    EXPECT_THROW(g.edges_to(2), InvalidArgument);
+    EXPECT_THROW(g.rows_to(-1), InvalidArgument);
     const LayerCosts costs = layer_costs(g, 3, {1e-3, 1e-6, 1e-6});
     EXPECT_EQ(
         costs.summary(),

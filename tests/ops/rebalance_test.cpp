@@ -92,6 +92,29 @@ TEST_P(Rebalance, KeepsIdsAndValuesAndIsNoWorse) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Rebalance, ::testing::Values(1, 2, 3, 4));
 
+// Ranks that hold the same rows divide alike, whatever each has measured.
+TEST(Rebalanced, IsTheSameBesideOtherAxes) {
+  on_ranks(4, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"copies", 2}, {"domain", 2}});
+    const std::int64_t me = mesh.coordinate()[1];
+    const Ids own = me == 0 ? Ids{0, 1, 2, 3, 4, 5} : Ids{6};
+    const OwnedRows rows(mesh, {1}, own);
+    const at::Tensor line = index_of(own).to(at::kDouble).unsqueeze(1);
+    const at::Tensor costs =
+        at::ones({static_cast<std::int64_t>(own.size())}) * (1 + manager.rank());
+    const Rebalanced to = rebalance(rows, line, costs, {rows.shard(line)});
+    EXPECT_GT(to.rows_moved, 0) << to.summary();
+    EXPECT_EQ(full_tensor(to.moved[0]).numel(), 7);
+    const at::Tensor sizes = torch::tensor(to.rows.sizes(), at::kLong);
+    at::Tensor most = sizes.clone();
+    mesh.all().all_reduce(most, ReduceOp::max);
+    EXPECT_TRUE(most.equal(sizes)) << to.summary();
+    const std::string text = thrown<InvalidArgument>(
+        [&] { rebalance(rows, line, manager.rank() == 3 ? -costs : costs); });
+    EXPECT_NE(text.find("a row that costs"), std::string::npos) << text;
+  });
+}
+
 // Rows with a parameter of their own, by Adam, go on as on one process.
 TEST(Rebalanced, GoesOnWithItsOptimizer) {
   on_ranks(3, [](DistributedManager& manager) {

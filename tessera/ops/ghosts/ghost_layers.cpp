@@ -103,7 +103,18 @@ std::pair<std::int64_t, Ids> checked_edges(const Group& group, IdSpan owned, IdS
   return {begin, std::move(rows)};
 }
 
+std::int64_t number_to(const Ids& of_layers, int l) {
+  if (l < 0 || l >= static_cast<int>(of_layers.size()))
+    throw InvalidArgument(concat("layer ", l, " of ghosts; there are 0 to ",
+                                 static_cast<int>(of_layers.size()) - 1,
+                                 ": make them deeper, or exchange more often"));
+  return of_layers[static_cast<std::size_t>(l)];
+}
+
 }  // namespace
+
+std::int64_t GhostLayers::rows_to(int l) const { return number_to(rows_of, l); }
+std::int64_t GhostLayers::edges_to(int l) const { return number_to(edges_of, l); }
 
 int GhostLayers::left_after(int k, int layers) const {
   return std::min(depth() - k % depth(), layers - k) - 1;

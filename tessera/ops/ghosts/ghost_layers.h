@@ -40,9 +40,11 @@ struct GhostLayers {
 
   int depth() const { return static_cast<int>(edges_of.size()); }
   /// The rows of the first `l` layers and the owned ones; they are the first of the local array.
-  std::int64_t rows_to(int l) const { return rows_of.at(static_cast<std::size_t>(l)); }
-  /// The edges to rows_to(l); they are the first of all.
-  std::int64_t edges_to(int l) const { return edges_of.at(static_cast<std::size_t>(l)); }
+  /// Throws InvalidArgument for more layers than the depth.
+  std::int64_t rows_to(int l) const;
+  /// The edges to rows_to(l); they are the first of all. Throws InvalidArgument unless `l` is below
+  /// the depth.
+  std::int64_t edges_to(int l) const;
   /// How many layers of ghosts are right after layer `k`, from 0, of a network of `layers` that
   /// exchanges before each layer whose number is a multiple of the depth.
   int left_after(int k, int layers) const;

@@ -72,7 +72,7 @@ MeasuredRows measured(const OwnedRows& rows, const std::vector<std::vector<doubl
     const auto own = static_cast<std::ptrdiff_t>(rows.sizes()[r]);
     const auto& of = of_ranks[r];
     if (of[0] != of_ranks.front()[0])
-      throw InvalidArgument(concat(kRebalance, ": places of ", all.dims, " dims on rank ",
+      throw InvalidArgument(concat("places of ", all.dims, " dims on rank ",
                                    rows.group().ranks()[0], ", of ", of[0], " on rank ",
                                    rows.group().ranks()[r]));
     all.places.insert(all.places.end(), of.begin() + 1, of.end() - own);
@@ -80,7 +80,7 @@ MeasuredRows measured(const OwnedRows& rows, const std::vector<std::vector<doubl
     all.owner.insert(all.owner.end(), static_cast<std::size_t>(own), static_cast<int>(r));
   }
   if (std::ranges::all_of(all.costs, [](double c) { return c == 0; }))
-    throw InvalidArgument(concat(kRebalance, ": no row costs anything; measure costs first"));
+    throw InvalidArgument("no row costs anything; measure costs first");
   return all;
 }
 
@@ -155,21 +155,25 @@ at::Tensor Rebalanced::move(const at::Tensor& t) const {
 
 Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::Tensor& costs,
                      const std::vector<at::Tensor>& tensors, const RebalanceOptions& options) {
-  const Group group = rows.group();
+  const Group group = rows.group(), everyone = rows.mesh().all();
   const int ranks = group.size();
-  agree::all_same(group, kRebalance, [&] {
+  std::vector<double> here;
+  agree::all_same(everyone, kRebalance, [&] {
     if (!(options.tolerance >= 1))
       throw InvalidArgument(concat("a tolerance of ", options.tolerance, "; give at least 1"));
     if (options.edges.defined() && (options.edges.dim() != 2 || options.edges.size(0) != 2))
       throw InvalidArgument(concat("edges of shape ", options.edges.sizes(), "; give 2 x edges"));
+    here = measured_here(rows, places, costs);
     return concat(tensors.size(), " tensors, ", options.edges.defined() ? "with" : "without",
                   " edges, by ", static_cast<int>(options.by), " to ", options.tolerance);
   });
-  const MeasuredRows all = measured(rows, agree::all<std::vector<double>>(group, kRebalance, [&] {
-                                      return measured_here(rows, places, costs);
-                                    }));
+  const auto of_ranks = agree::all<std::vector<double>>(group, kRebalance, [&] { return here; });
+  MeasuredRows all;
+  agree::all(everyone, kRebalance, [&] { all = measured(rows, of_ranks); });
+  // Ranks that hold the same rows have measured other costs: those of the first count.
+  all.costs = agree::first<std::vector<double>>(everyone, kRebalance, [&] { return all.costs; });
   const auto owner = agree::first<std::vector<int>>(
-      group, kRebalance, [&] { return new_owners(all, ranks, options); });
+      everyone, kRebalance, [&] { return new_owners(all, ranks, options); });
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(ranks), 0), mine;
   for (std::size_t i = 0; i < owner.size(); ++i) {
     ++sizes[static_cast<std::size_t>(owner[i])];

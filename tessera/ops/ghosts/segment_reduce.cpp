@@ -81,7 +81,7 @@ at::Tensor reduced_segments(const Segments& s) {
   const at::Tensor none = zeros(spec, s.data.options().requires_grad(false));
   Shape per_row(static_cast<std::size_t>(s.data.dim()), 1);
   if (s.reduce == "sum" || s.reduce == "mean") {
-    const at::Tensor sum = none.index_add(0, index, s.data) + s.initial.value_or(0);
+    at::Tensor sum = none.index_add(0, index, s.data) + s.initial.value_or(0);
     if (s.reduce == "sum") return sum;
     per_row[0] = s.lengths.size(0);
     const at::Tensor count = s.lengths.to(s.data.scalar_type()).view(per_row);
@@ -91,9 +91,9 @@ at::Tensor reduced_segments(const Segments& s) {
   const bool largest = s.reduce == "max";
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   per_row[0] = s.data.size(0);
-  const at::Tensor extreme = at::full_like(none, largest ? -kInfinity : kInfinity)
-                                 .scatter_reduce(0, index.view(per_row).expand(s.data.sizes()),
-                                                 s.data, largest ? "amax" : "amin", false);
+  at::Tensor extreme = at::full_like(none, largest ? -kInfinity : kInfinity)
+                           .scatter_reduce(0, index.view(per_row).expand(s.data.sizes()), s.data,
+                                           largest ? "amax" : "amin", false);
   if (!s.initial) return extreme;
   // Not maximum(): of values that equal `initial` the rows have the gradient.
   return at::where(largest ? extreme.lt(*s.initial) : extreme.gt(*s.initial),
