@@ -3,6 +3,7 @@
 #   make install PREFIX=folder   builds the libraries and programs alone, and installs them there
 #   make wheel       the wheel for other machines, in build/dist: no MPI, netCDF, HDF5 or hwloc, no newer instructions; judged by auditwheel
 #   make deb         Debian packages of the build, in build/dist: tessera-base without libtorch, and tessera
+#   make release VERSION=0.2.0   sources, wheel, packages, documentation, notes and sums, in build/dist (ARGS="--before PREFIX": binary compatibility)
 #   make demo        the winds example on real data, on 2 ranks; the report is build/winds-report.html
 #   make relief      the relief example on 1 to 4 ranks (fetches 28 MB); the report is build/relief/report.html
 #   make test        everything: Python's torch, format, build, all tests, lint
@@ -31,13 +32,14 @@ HOURS ?= 2
 ROUNDS ?= 20
 SECONDS_EACH ?= 600
 LINT ?=
+VERSION ?=
 CASES ?=
 BUILD := build/$(PRESET)
 RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install wheel deb demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -104,6 +106,10 @@ deb: build
 format: bootstrap
 	@scripts/bootstrap --lint
 	@$(RUN) scripts/format
+
+# All that a release consists of, in build/dist; refused while something stands in its way.
+release: bootstrap
+	@$(RUN) scripts/release $(VERSION) $(ARGS)
 
 lint: bootstrap
 	@scripts/bootstrap --lint
