@@ -95,6 +95,13 @@ void expect_sound(const DeviceMesh& mesh) {
   EXPECT_TRUE(full_tensor(x).equal(all));
 }
 
+// A rank that still makes the group when the others have ended it would be told there.
+DeviceMesh mesh_of_all(DistributedManager& manager) {
+  auto mesh = manager.mesh({{"x", manager.world_size()}});
+  mesh.all().barrier();
+  return mesh;
+}
+
 void on(const std::string& backend, int ranks,
         const std::function<void(DistributedManager&)>& body) {
   ManagerOptions options;
@@ -116,7 +123,7 @@ TEST(LoneCalls, AreToldOnEveryRank) {
         SCOPED_TRACE(concat(name, " over ", backend, ", ", ranks, " ranks"));
         for (const int lone : {0, ranks - 1})
           on(backend, ranks, [&, &run = run](DistributedManager& manager) {
-            run(manager.mesh({{"x", ranks}}), manager.rank() == lone);
+            run(mesh_of_all(manager), manager.rank() == lone);
           });
       }
     }
@@ -125,7 +132,7 @@ TEST(LoneCalls, AreToldOnEveryRank) {
 
 TEST(LoneCalls, AreToldByGlooAfterASecond) {
   on("gloo", 2, [](DistributedManager& manager) {
-    loss_in_a_step(manager.mesh({{"x", 2}}), manager.rank() == 0);
+    loss_in_a_step(mesh_of_all(manager), manager.rank() == 0);
   });
 }
 
@@ -153,9 +160,7 @@ TEST(LoneCallsOfProcesses, AreTold) {
   ManagerOptions options;
   options.timeout = std::chrono::seconds(20);
   auto manager = DistributedManager::initialize(options);
-  const auto mesh = manager.mesh({{"x", manager.world_size()}});
-  // A rank that still makes the group when the others have ended it is told there.
-  mesh.all().barrier();
+  const auto mesh = mesh_of_all(manager);
   for (const auto& [name, run] : cases()) {
     if (processes != name) continue;
     SCOPED_TRACE(name);
