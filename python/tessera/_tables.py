@@ -32,8 +32,7 @@ class _OfTables(torch.optim.Optimizer):
     """An optimizer whose updates are the library's own, one call for each table with a gradient."""
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Updates the rows that were touched; `closure` computes the loss anew, and its value is returned."""
+    def _step(self, closure):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -65,6 +64,10 @@ class RowwiseAdagrad(_OfTables):
         _require("RowwiseAdagrad", min(lr, initial_accumulator_value, eps) >= 0)
         super().__init__(tables, {"lr": lr, "initial_accumulator_value": initial_accumulator_value, "eps": eps})
 
+    def step(self, closure=None):
+        """Updates the rows that were touched; `closure` computes the loss anew, and its value is returned. Collective over the axes that shard columns."""
+        return self._step(closure)
+
     @staticmethod
     def _update(table, gradient, state, group):
         if not state:
@@ -88,6 +91,10 @@ class SparseAdam(_OfTables):
     def __init__(self, tables, lr=1e-3, *, betas=(0.9, 0.999), eps=1e-8):
         _require("SparseAdam", min(lr, eps) >= 0 and all(0 <= beta < 1 for beta in betas))
         super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
+
+    def step(self, closure=None):
+        """Updates the rows that were touched; `closure` computes the loss anew, and its value is returned."""
+        return self._step(closure)
 
     @staticmethod
     def _update(table, gradient, state, group):

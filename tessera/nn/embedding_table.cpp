@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -87,10 +88,15 @@ Touched touched(const char* who, const at::Tensor& table, const at::Tensor& grad
   return t;
 }
 
-void subtract(const Touched& t, const at::Tensor& from, const at::Tensor& update) {
-  const at::Tensor rows = t.table.index_select(0, t.ids).to(t.wide) - update;
+// In memory of their own.
+at::Tensor touched_rows(const Touched& t) {
+  const at::Tensor rows = t.table.index_select(0, t.ids);
+  return rows.scalar_type() == t.wide ? rows : rows.to(t.wide);
+}
+
+void write_rows(const Touched& t, const at::Tensor& to, const at::Tensor& rows) {
   t.table.index_copy_(0, t.ids, rows.to(t.table.scalar_type()));
-  detail::wrote_shard(from);
+  detail::wrote_shard(to);
 }
 
 void require_options(const char* who, bool good) {
@@ -173,13 +179,14 @@ void rowwise_adagrad(const at::Tensor& table, const at::Tensor& gradient, const 
                      double rate, double eps) {
   const at::NoGradGuard no_grad;
   const Touched t = touched("RowwiseAdagrad", table, gradient);
-  at::Tensor squares = t.rows.square().sum(1);
+  const at::Tensor squares = at::linalg_vector_norm(t.rows, 2, {1}).square_();
   if (t.columns) t.columns->all_reduce(squares, ReduceOp::sum, {.name = "squares of rows"});
   const at::Tensor sums = locally(sum);
   const at::Tensor now = sums.index_select(0, t.ids) +
                          squares / static_cast<double>(std::max<std::int64_t>(table.size(1), 1));
   sums.index_copy_(0, t.ids, now);
-  subtract(t, table, t.rows * (rate / (now.sqrt() + eps)).unsqueeze(1));
+  const at::Tensor rates = now.sqrt_().add_(eps).reciprocal_().unsqueeze(1);
+  write_rows(t, table, touched_rows(t).addcmul_(t.rows, rates, -rate));
 }
 
 void sparse_adam(const at::Tensor& table, const at::Tensor& gradient, const at::Tensor& exp_avg,
@@ -198,7 +205,8 @@ void sparse_adam(const at::Tensor& table, const at::Tensor& gradient, const at::
   const auto steps = static_cast<double>(step);
   const double correction =
       std::sqrt(1 - std::pow(betas.second, steps)) / (1 - std::pow(betas.first, steps));
-  subtract(t, table, first / (second.sqrt() + eps) * (rate * correction));
+  write_rows(t, table,
+             touched_rows(t).addcdiv_(first, second.sqrt_().add_(eps), -rate * correction));
 }
 
 }  // namespace detail

@@ -227,6 +227,9 @@ TEST(EmbeddingTable, IdsAndRowsTravelOnce) {
     std::int64_t all = 0;
     for (const CommEvent& e : trace->events()) all += e.bytes;
     EXPECT_LT(all, 5 * kRow + 200) << trace->table();
+    const at::Tensor g = net->weight.grad();
+    EXPECT_EQ(difference((g * 2).to_dense(), 2 * g.to_dense()), 0);
+    EXPECT_EQ(difference((g / 2 + g).to_dense(), 1.5 * g.to_dense()), 0);
     RowwiseAdagrad optimizer(net->parameters());
     const CommTraceScope step(manager);
     optimizer.step();
@@ -239,17 +242,21 @@ TEST(EmbeddingTable, IdsAndRowsTravelOnce) {
   });
 }
 
+namespace {
+
+struct Words : torch::nn::Module {
+  Embedding table = register_module("table", Embedding(EmbeddingOptions(3000, 4).sparse(true)));
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(4, 4));
+};
+
+}  // namespace
+
 TEST(EmbeddingTable, NothingOfTheTablesSizeIsMadeOrReduced) {
   constexpr std::int64_t kRows = 3000, kWidth = 4;
-  struct Net : torch::nn::Module {
-    Embedding table =
-        register_module("table", Embedding(EmbeddingOptions(kRows, kWidth).sparse(true)));
-    torch::nn::Linear layer = register_module("layer", torch::nn::Linear(kWidth, kWidth));
-  };
   SizeCounter allocator;
   on_threads(4, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"table", 2}});
-    Net net;
+    Words net;
     distribute_module(net, mesh, {{"table.weight", {{Replicate(), Shard(0)}}}});
     SparseAdam optimizer(net.table->parameters());
     for (int step = 0; step < 3; ++step) {

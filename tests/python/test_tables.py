@@ -67,6 +67,7 @@ def test_steps_are_those_of_one_process(ranks, dim, sizes, which):
         train(net, optimizer, mesh)
         assert net.weight.grad.is_sparse and ts.is_sharded(net.weight.grad)
         touched = ts.to_local(net.weight.grad)
+        assert f"nnz={touched._nnz()}" in repr(net.weight.grad)
         assert touched.shape[dim] == sizes[rank] and touched._nnz() <= 7
         assert_same(net.weight.grad, expected.weight.grad.to_dense())
         assert_same(net.weight, expected.weight)

@@ -25,6 +25,7 @@
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -208,7 +209,8 @@ at::Tensor over_others(const Exchange& e, const at::Tensor& rows) {
 at::Tensor gradient_of_rows(const Exchange& e, const at::Tensor& g) {
   const auto wide = at::toOpMathType(g.scalar_type());
   const at::Tensor arrived = e.to_owners(g, e.gradients, "gradient of an embedding");
-  at::Tensor rows = summed_rows(e.gradients.rows, arrived.to(wide), e.table.local_shape());
+  const at::Tensor rows =
+      summed_rows(e.gradients.rows, arrived.to(wide), e.table.local_shape(), e.ranks.size() == 1);
   if (e.options.sparse) return over_others(e, rows).to(g.scalar_type());
   at::Tensor dense = rows.to_dense();
   if (e.options.by_frequency)
@@ -333,6 +335,10 @@ bool rows_are_asked_for(const at::Tensor& weight, bool sparse) {
   if (!table || table->copy || weight.dim() != 2 || table->spec().has_partial()) return false;
   const bool stays =
       table->layout->stays && table->spec().is_sharded(0) && !table->spec().is_sharded(1);
+  if (sparse && in_host_memory(*table))
+    throw ShardingError(
+        "embedding with sparse=True: this table lies in host memory while the program computes on "
+        "a device, where its gradient is dense: make the layer with sparse=False.");
   if (sparse && !stays && context_of(table->spec())->state->sources.find(table->local).first)
     throw ShardingError(
         "embedding with sparse=True: fully_shard gathers this table, whose gradient is dense then. "

@@ -234,7 +234,7 @@ class Registrar final : public c10::OpRegistrationListener {
                                ": sparse, nested and quantized tensors cannot be made of sharded "
                                "ones, and the sparse gradient of a sharded table knows sums and "
                                "multiples alone. Take their values first (full_tensor, to_dense, "
-                               "to_local)."));
+                               "to_local), and its norm by clip_gradients."));
   }
   static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet,
                              torch::jit::Stack* stack) {

@@ -16,11 +16,12 @@
 
 namespace tessera::detail {
 
-at::Tensor summed_rows(const at::Tensor& ids, const at::Tensor& values, at::IntArrayRef shape) {
+at::Tensor summed_rows(const at::Tensor& ids, const at::Tensor& values, at::IntArrayRef shape,
+                       bool distinct) {
   const LocalCallGuard guard;
   const at::Tensor rows = at::_sparse_coo_tensor_unsafe(
       ids.unsqueeze(0), values.contiguous(), shape, values.options().layout(at::kSparse), false);
-  if (rows._nnz() > 1) return rows.coalesce();
+  if (!distinct && rows._nnz() > 1) return rows.coalesce();
   rows._coalesced_(true);
   return rows;
 }
@@ -52,6 +53,9 @@ at::Tensor sparse_values(const at::Tensor& t) {
   const LocalCallGuard guard;
   return meta_or_throw(t).local._values();
 }
+
+// Of this rank as well, which is what Python prints.
+std::int64_t sparse_nnz(const at::Tensor& t) { return meta_or_throw(t).local._nnz(); }
 
 at::Tensor sparse_clone(const at::Tensor& t, std::optional<at::MemoryFormat>) {
   const LocalCallGuard guard;
@@ -118,6 +122,15 @@ at::Tensor factor(const at::Tensor& by) {
 }
 at::Scalar factor(const at::Scalar& by) { return by; }
 
+at::Tensor sparse_mul(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor &t = sparse(a) ? a : b, &by = sparse(a) ? b : a;
+  const LocalCallGuard guard;
+  return like(t, meta_or_throw(t).local.mul(factor(by)));
+}
+at::Tensor sparse_div(const at::Tensor& t, const at::Tensor& by) {
+  const LocalCallGuard guard;
+  return like(t, meta_or_throw(t).local.div(factor(by)));
+}
 template <class By>
 at::Tensor& sparse_mul_(at::Tensor& t, const By& by) {
   const LocalCallGuard guard;
@@ -160,11 +173,14 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse2, m) {
   m.impl("_indices", sparse_indices);
   m.impl("_values", sparse_values);
+  m.impl("_nnz", sparse_nnz);
   m.impl("clone", sparse_clone);
   m.impl("detach", sparse_detach);
   m.impl("_to_copy", sparse_cast);
   m.impl("add.Tensor", sparse_add);
   m.impl("add_.Tensor", sparse_add_);
+  m.impl("mul.Tensor", sparse_mul);
+  m.impl("div.Tensor", sparse_div);
   m.impl("mul_.Tensor", sparse_mul_<at::Tensor>);
   m.impl("mul_.Scalar", sparse_mul_<at::Scalar>);
   m.impl("div_.Tensor", sparse_div_<at::Tensor>);

@@ -17,7 +17,8 @@ at::Tensor wrap_sparse(const at::Tensor& local, const ShardSpec& spec);
 at::Tensor with_dense_locals(const at::Tensor& sharded);
 
 /// Values of equal numbers added up: a coalesced sparse tensor of `shape`, whose dim 0 the `ids`
-/// count. `ids`: [n], `values`: [n, ...].
-at::Tensor summed_rows(const at::Tensor& ids, const at::Tensor& values, at::IntArrayRef shape);
+/// count. `ids`: [n], `values`: [n, ...]. `distinct`: they are in ascending order, each once.
+at::Tensor summed_rows(const at::Tensor& ids, const at::Tensor& values, at::IntArrayRef shape,
+                       bool distinct = false);
 
 }  // namespace tessera::detail
