@@ -44,8 +44,6 @@ from tessera._data import (
     LoadedBatch,
     Loader,
     ShardedBatch,
-    StreamBatch,
-    StreamLoader,
     TensorDataset,
     TokenFileDataset,
     reads_for_others,
@@ -238,6 +236,7 @@ from tessera._state import (
     OfRank,
     RandomState,
 )
+from tessera._streams import StreamBatch, StreamLoader
 from tessera._tables import (
     RowwiseAdagrad,
     SparseAdam,

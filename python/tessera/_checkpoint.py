@@ -10,7 +10,6 @@ import torch
 
 from tessera._api import Mesh, _sizes
 from tessera._checkpoint_io import place_of
-from tessera._data import StreamLoader
 from tessera._errors import Error, InvalidArgument
 from tessera._groups import Group, group, world
 from tessera._library import classes, ops
@@ -18,6 +17,7 @@ from tessera._optimizer_state import OptimizerPart
 from tessera._placement import Replicate, Shard, to_text
 from tessera._session import Session, SessionPart
 from tessera._state import In, ModulePart, OfRank, Out, RandomPart, RandomState, TensorsPart, ValuePart, to_bytes
+from tessera._streams import StreamLoader
 from tessera._values import KINDS
 
 _HOUR = 3600.0

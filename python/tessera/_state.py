@@ -8,9 +8,10 @@ import sys
 
 import torch
 
-from tessera._data import Loader, StreamLoader
+from tessera._data import Loader
 from tessera._errors import InvalidArgument
 from tessera._library import classes, ops
+from tessera._streams import StreamLoader
 from tessera._torch_objects import from_dtensor, is_dtensor
 from tessera._values import KINDS, as_json, decode, encode, kind_like, tensors_in
 
