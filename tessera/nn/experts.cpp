@@ -61,7 +61,7 @@ struct GroupedOuter : torch::autograd::Function<GroupedOuter> {
     ctx->save_for_backward({x, y});
     ctx->set_materialize_grads(false);
     detail::carry(ctx, routes, "routes");
-    const at::Tensor made = routes->told("grouped_product", [&] {
+    at::Tensor made = routes->told("grouped_product", [&] {
       at::Tensor all = at::zeros(
           {static_cast<std::int64_t>(routes->mine.size()), x.size(1), y.size(1)}, x.options());
       each_expert(*routes, [&](std::int64_t e, std::int64_t begin, std::int64_t rows) {
