@@ -1,5 +1,5 @@
-// Tables of embeddings that no rank has whole: lookups, bags, their sparse gradients, the optimizers
-// of these and their checkpoints equal one process, and what travels is ids and rows.
+// Tables of embeddings that no rank has whole: lookups, bags, their sparse gradients, the
+// optimizers of these and their checkpoints equal one process, and what travels is ids and rows.
 
 #include "tessera/nn/embedding_table.h"
 

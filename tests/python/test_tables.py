@@ -12,8 +12,11 @@ OPTIMIZERS = {"adagrad": (ts.RowwiseAdagrad, {"lr": 0.1}), "adam": (ts.SparseAda
 
 
 def build(kind=nn.Embedding, **options):
-    torch.manual_seed(3)
-    return kind(ROWS, WIDTH, sparse=True, **options).double()
+    """Ranks are threads, which draw from torch's generator in any order: the values have one of their own."""
+    net = kind(ROWS, WIDTH, sparse=True, **options).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    return net
 
 
 def placed(net, mesh, dim=0, sizes=None):

@@ -1,7 +1,7 @@
 #pragma once
-// Tables whose rows are asked for: each rank asks the owners of the rows that its ids name, each row
-// once, and backward sends the sum of each row's gradients back to its owner. Neither the table nor
-// its gradient moves.
+// Tables whose rows are asked for: each rank asks the owners of the rows that its ids name, each
+// row once, and backward sends the sum of each row's gradients back to its owner. Neither the table
+// nor its gradient moves.
 
 #include <ATen/core/Tensor.h>
 
@@ -39,7 +39,8 @@ struct TableRows {
 TableRows table_rows(const at::Tensor& weight, const at::Tensor& ids,
                      const std::vector<Placement>& sharded_by, const TableOptions& options);
 
-/// The placements with Replicate in place of Partial and on the axes that shard the table's columns.
+/// The placements with Replicate in place of Partial and on the axes that shard the table's
+/// columns.
 std::vector<Placement> beside_columns(const ShardSpec& table, std::vector<Placement> placements);
 /// Those of the result of a lookup: columns are dim `d`.
 std::vector<Placement> with_columns(const ShardSpec& table, std::vector<Placement> placements,
