@@ -350,8 +350,7 @@ def test_a_search_along_the_loss_is_that_of_one_process(kind, ranks):
 
     def body(rank):
         ts.set_policies("allow")
-        net, _, place = made(kind, rank)
-        made_count = 0
+        (net, _, place), made_count = made(kind, rank), 0
         with ts.Session(net, search(named(net).values()), max_norm=0.3, signals=False) as session:
             done = []
             for step in range(STEPS):
@@ -381,10 +380,8 @@ def test_a_search_along_the_loss_is_that_of_one_process(kind, ranks):
 
 def test_a_search_that_fails_puts_the_parameters_back():
     def body(rank):
-        net = build()
-        optimizer, fails = search(net.parameters()), None
-        x = torch.full((1 + rank, 2, 9), 0.5, dtype=torch.float64)
-        evaluations = 0
+        net, fails, evaluations = build(), None, 0
+        optimizer, x = search(net.parameters()), torch.full((1 + rank, 2, 9), 0.5, dtype=torch.float64)
 
         def evaluate():
             nonlocal evaluations
@@ -420,10 +417,8 @@ def test_a_search_that_fails_puts_the_parameters_back():
             with pytest.raises(ts.NonFiniteGradient):
                 session.step_again(evaluate)
             assert session.steps == 0
-        session = ts.Session(net, optimizer, precision=torch.float16, signals=False)
-        with pytest.raises(ts.NotAvailable, match="float16"):
+        with ts.Session(net, optimizer, precision=torch.float16, signals=False) as session, pytest.raises(ts.NotAvailable, match="float16"):
             session.step_again(evaluate)
-        session.close()
         table = nn.Parameter(torch.ones(1 + rank))
         with ts.Session(nn.ParameterList([table]), search([table]), gradients="summed", by_hand=[(table, ts.world())], signals=False) as session:
             with pytest.raises(ts.NotAvailable, match="by hand"):
