@@ -289,7 +289,7 @@ TEST(EmbeddingTable, RanksOfAnotherAxisAddTheirRows) {
     place(*net, {mesh, {50, 3}, {Replicate(), Shard(0)}});
     RowwiseAdagrad optimizer(net->parameters()), other(expected->parameters());
     for (int step = 0; step < 3; ++step) {
-      seed(static_cast<std::uint64_t>(10 * step + manager.rank()));
+      seed(static_cast<std::uint64_t>(step) * 10 + static_cast<std::uint64_t>(manager.rank()));
       const std::int64_t n = manager.rank() == 2 ? 0 : 6;
       const at::Tensor ids = randint(50, {n});
       const at::Tensor begins = n > 0 ? at::tensor({0, 2}, at::kLong) : at::zeros({0}, at::kLong);

@@ -19,8 +19,8 @@ namespace tessera::detail {
 at::Tensor summed_rows(const at::Tensor& ids, const at::Tensor& values, at::IntArrayRef shape,
                        bool distinct) {
   const LocalCallGuard guard;
-  const at::Tensor rows = at::_sparse_coo_tensor_unsafe(
-      ids.unsqueeze(0), values.contiguous(), shape, values.options().layout(at::kSparse), false);
+  at::Tensor rows = at::_sparse_coo_tensor_unsafe(ids.unsqueeze(0), values.contiguous(), shape,
+                                                  values.options().layout(at::kSparse), false);
   if (!distinct && rows._nnz() > 1) return rows.coalesce();
   rows._coalesced_(true);
   return rows;
