@@ -319,6 +319,34 @@ TEST_P(IndexedRows, HavePlansOfManyGraphs) {
   });
 }
 
+// Ranks that share rows along one axis of a mesh have graphs of their own along the other.
+TEST_P(IndexedRows, HavePlansOfOtherNumbersOfGraphsAlongAnotherAxis) {
+  const int ranks = GetParam();
+  on_ranks(2 * ranks, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", ranks}, {"samples", 2}});
+    // The rows that this rank has of a value that is sharded along an axis.
+    const auto rows = [&](const at::Tensor& t, int axis) {
+      const std::int64_t parts = axis == 0 ? ranks : 2, size = t.size(0) / parts;
+      std::vector<Placement> placements(2, Replicate());
+      placements[static_cast<std::size_t>(axis)] = Shard(0);
+      const ShardSpec spec(mesh, t.sizes().vec(), placements,
+                           {{0, Sizes(static_cast<std::size_t>(parts), size)}});
+      return from_local(t.narrow(0, spec.local_offset()[0], size), spec);  // without a call
+    };
+    const at::Tensor value = randn({12, 2}, at::kDouble);
+    const at::Tensor index = randint(12, {24});
+    const at::Tensor along_samples = rows(index, 1);
+    const auto whole = [&](const at::Tensor& at, int axis) {
+      return to_local(rows(value, axis).index_select(0, at));
+    };
+    const at::Tensor before = whole(along_samples, 1);
+    if (mesh.coordinate()[1] == 1)
+      for (int n = 0; n < 40; ++n) whole(rows(randint(12, {24}), 0), 0);
+    EXPECT_TRUE(whole(along_samples, 1).equal(before));
+    EXPECT_TRUE(before.equal(value.index_select(0, to_local(along_samples))));
+  });
+}
+
 TEST_P(IndexedRows, AreRefusedOnEveryRankWhereAGraphChangesOrIsNone) {
   const int ranks = GetParam();
   if (process()) GTEST_SKIP() << "on threads";

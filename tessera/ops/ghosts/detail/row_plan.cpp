@@ -44,8 +44,8 @@ struct Known {
   RowPlanPtr plan;
 };
 
-// What this thread's rank keeps of one mesh, most recent first: in the same order on all ranks,
-// which make the same calls.
+// What this thread's rank keeps of some axes of a mesh, most recent first: in the same order on the
+// ranks along these axes, which make the same calls. Along others ranks may have other graphs.
 struct KeptPlans {
   std::shared_ptr<MeshContext> context;
   std::uint64_t failures = 0;
@@ -53,11 +53,12 @@ struct KeptPlans {
   std::deque<Known> tensors;
 };
 
-KeptPlans& kept_plans(const std::shared_ptr<MeshContext>& context) {
-  using Cache = ThreadCache<std::shared_ptr<KeptPlans>, struct RowPlansOfMesh>;
-  KeptPlans& kept = *Cache::find_or_make(Key{reinterpret_cast<std::uintptr_t>(context.get())}, [&] {
-    return std::make_shared<KeptPlans>(KeptPlans{context, 0, {}, {}});
-  });
+KeptPlans& kept_plans(const std::shared_ptr<MeshContext>& context, const std::vector<int>& axes) {
+  using Cache = ThreadCache<std::shared_ptr<KeptPlans>, struct RowPlansOfAxes>;
+  Key key{reinterpret_cast<std::uintptr_t>(context.get())};
+  key.append(axes.begin(), axes.end());
+  KeptPlans& kept = *Cache::find_or_make(
+      key, [&] { return std::make_shared<KeptPlans>(KeptPlans{context, 0, {}, {}}); });
   // What one rank has added when another failed may differ between them.
   if (const auto failures = failures_of(context->mesh); kept.failures != failures) {
     kept.plans.clear();
@@ -249,7 +250,7 @@ RowPlanPtr row_plan(const char* op, const at::Tensor& index, const DimSharding& 
   const ShardMeta& meta = *meta_of(index);
   const auto& context = context_of(meta.spec());
   try {
-    KeptPlans& kept = kept_plans(context);
+    KeptPlans& kept = kept_plans(context, rows.axes);
     // A tensor of inference mode counts no writes.
     const bool counted = !meta.local.is_inference() && !index.is_inference();
     const at::Tensor base = counted && index.is_view() ? at::Tensor(index._base()) : index;
