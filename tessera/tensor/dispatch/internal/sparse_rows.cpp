@@ -64,19 +64,22 @@ at::Tensor sparse_clone(const at::Tensor& t, std::optional<at::MemoryFormat>) {
 
 at::Tensor sparse_detach(const at::Tensor& t) { return like(t, meta_or_throw(t).local); }
 
+bool sparse(const at::Tensor& t) {
+  const ShardMeta* meta = meta_of(t);
+  return meta && meta->local.is_sparse();
+}
+
 at::Tensor sparse_cast(const at::Tensor& t, std::optional<at::ScalarType> dtype,
                        std::optional<at::Layout> layout, std::optional<at::Device> device,
                        std::optional<bool>, bool, std::optional<at::MemoryFormat>) {
+  if (!sparse(t))  // who asks for a sparse layout is led here too
+    throw ShardingError(
+        "aten::_to_copy: a sharded tensor is not made sparse: take its values first (full_tensor)");
   const at::Tensor& local = meta_or_throw(t).local;
   if ((layout && *layout != at::kSparse) || (device && *device != local.device()))
     throw ShardingError("a sparse gradient of a sharded table keeps its layout and device");
   const LocalCallGuard guard;
   return like(t, local.to(dtype.value_or(local.scalar_type())));
-}
-
-bool sparse(const at::Tensor& t) {
-  const ShardMeta* meta = meta_of(t);
-  return meta && meta->local.is_sparse();
 }
 
 // A sum with what lies elsewhere or is dense is dense.
