@@ -208,11 +208,15 @@ at::Tensor over_others(const Exchange& e, const at::Tensor& rows) {
 // The gradient of this rank's rows of the table, of that of the rows that it asked for.
 at::Tensor gradient_of_rows(const Exchange& e, const at::Tensor& g) {
   const auto wide = at::toOpMathType(g.scalar_type());
-  const at::Tensor arrived = e.to_owners(g, e.gradients, "gradient of an embedding");
-  const at::Tensor rows =
-      summed_rows(e.gradients.rows, arrived.to(wide), e.table.local_shape(), e.ranks.size() == 1);
-  if (e.options.sparse) return over_others(e, rows).to(g.scalar_type());
-  at::Tensor dense = rows.to_dense();
+  const at::Tensor arrived = e.to_owners(g, e.gradients, "gradient of an embedding").to(wide);
+  if (e.options.sparse) {
+    const at::Tensor rows =
+        summed_rows(e.gradients.rows, arrived, e.table.local_shape(), e.ranks.size() == 1);
+    return over_others(e, rows).to(g.scalar_type());
+  }
+  // Not of a sparse tensor, which some devices have not.
+  at::Tensor dense = at::zeros(e.table.local_shape(), arrived.options());
+  dense.index_add_(0, e.gradients.rows, arrived);
   if (e.options.by_frequency)
     dense.div_(frequencies(e).clamp_min(1).unsqueeze(1).to(dense.scalar_type()));
   return dense.to(g.scalar_type());
