@@ -166,13 +166,12 @@ void register_tables(Library& library) {
   library.def("row_state", &detail::row_state);
   library.def("element_state", &detail::element_state);
   library.def("rowwise_adagrad", &detail::rowwise_adagrad);
-  library.def("sparse_adam",
-              [](const at::Tensor& table, const at::Tensor& gradient, const at::Tensor& exp_avg,
-                 const at::Tensor& exp_avg_sq, std::int64_t step, double rate, double beta1,
-                 double beta2, double eps) {
-                detail::sparse_adam(table, gradient, exp_avg, exp_avg_sq, step, rate,
-                                    {beta1, beta2}, eps);
-              });
+  library.def(
+      "sparse_adam", [](const at::Tensor& table, const at::Tensor& gradient,
+                        const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, std::int64_t step,
+                        double rate, double beta1, double beta2, double eps) {
+        detail::sparse_adam(table, gradient, exp_avg, exp_avg_sq, step, rate, {beta1, beta2}, eps);
+      });
 }
 
 }  // namespace
