@@ -113,7 +113,7 @@ at::Tensor made(const std::string& how, const Numbers& shape, const MeshPtr& mes
                 const Names& where, const SizesDict& parts, double value,
                 std::optional<at::ScalarType> dtype) {
   const ShardSpec spec(mesh->mesh, shape, placements(where), sizes(parts));
-  const auto options = dtype ? at::TensorOptions().dtype(*dtype) : at::TensorOptions();
+  const auto options = at::TensorOptions().dtype(dtype);
   if (how == "empty") return empty(spec, options);
   if (how == "zeros") return zeros(spec, options);
   if (how == "ones") return ones(spec, options);
