@@ -100,8 +100,7 @@ class SparseAdam(_OfTables):
     def _update(table, gradient, state, group):
         if not state:
             state.update(step=torch.tensor(0.0), exp_avg=ops.element_state(table), exp_avg_sq=ops.element_state(table))
-        state["step"] += 1
+        step = int(state["step"]) + 1  # counted when it is done: a gradient that is refused is no step
         first, second = map(float, group["betas"])
-        ops.sparse_adam(
-            table, gradient, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), float(group["lr"]), first, second, float(group["eps"])
-        )
+        ops.sparse_adam(table, gradient, state["exp_avg"], state["exp_avg_sq"], step, float(group["lr"]), first, second, float(group["eps"]))
+        state["step"] += 1

@@ -49,9 +49,8 @@ TableBags bags_from_local(const at::Tensor& indices, const at::Tensor& offsets,
 namespace {
 
 constexpr char kDense[] =
-    ": the gradient of a table is dense: make its layer with sparse = true, or give the table to "
-    "an "
-    "optimizer of torch's";
+    ": the gradient of a table is dense: make its layer with sparse = true, or give an optimizer "
+    "of torch's the table";
 
 // The rows of a table that a gradient has touched, on this rank.
 struct Touched {
@@ -254,9 +253,10 @@ at::Tensor SparseAdam::step(LossClosure closure) {
         state.exp_avg(detail::element_state(p)).exp_avg_sq(detail::element_state(p));
       },
       [](State& state, const at::Tensor& p, SparseAdamOptions& o) {
+        // Counted when it is done: a gradient that is refused is no step.
+        detail::sparse_adam(p, p.grad(), state.exp_avg(), state.exp_avg_sq(), state.step() + 1,
+                            o.lr(), {std::get<0>(o.betas()), std::get<1>(o.betas())}, o.eps());
         state.step(state.step() + 1);
-        detail::sparse_adam(p, p.grad(), state.exp_avg(), state.exp_avg_sq(), state.step(), o.lr(),
-                            {std::get<0>(o.betas()), std::get<1>(o.betas())}, o.eps());
       });
 }
 void SparseAdam::save(torch::serialize::OutputArchive&) const { refuse_archives("SparseAdam"); }

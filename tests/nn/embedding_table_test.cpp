@@ -402,6 +402,8 @@ TEST(EmbeddingTable, RefusesInWordsOnEveryRank) {
     SparseAdam optimizer(net->parameters());
     net->weight.mutable_grad() = net->weight.grad().to_dense();
     EXPECT_NE(text([&] { optimizer.step(); }).find("sparse = true"), std::string::npos);
+    const auto& state = *optimizer.state().begin()->second;
+    EXPECT_EQ(static_cast<const SparseAdamParamState&>(state).step(), 0) << "it was no step";
     EXPECT_THROW(RowwiseAdagrad(net->parameters(), RowwiseAdagradOptions(-1)), InvalidArgument);
     // Offsets of one rank, and dtypes that differ.
     const at::Tensor two = at::tensor({0, 2}, at::kLong);
