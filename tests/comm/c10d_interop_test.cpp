@@ -135,6 +135,8 @@ TEST(C10dInterop, SeveralManagersOfOneStore) {
     }
     use(manager_of(ranks, options).world());
   });
+  // What they met by is gone: how often each of the two has called is left.
+  EXPECT_EQ(store->getNumKeys(), 2);
 }
 
 TEST(C10dInterop, BackendsOfTheProgramsOwnByName) {

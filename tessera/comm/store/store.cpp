@@ -268,6 +268,8 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
     serve(meeting, launch, std::move(hello), board.get(), deadline);
   else
     join(meeting, launch, std::move(hello), board.get(), deadline, limit);
+  // All have come, and read it; the job's secret may be in it.
+  if (launch.rank == 0 && board && !launch.agent_serves_store) board->deleteKey(kBoardKey);
   meeting.store = c10::make_intrusive<JobStore>(meeting.connection, bounded_limit(limit));
   return meeting;
 }
