@@ -229,6 +229,10 @@ void register_ghosts(Library& library) {
       .def("target", [](const GhostLayersPtr& self) { return as_tensor(self->layers.target); })
       .def("rows", [](const GhostLayersPtr& self) { return self->layers.rows_of; })
       .def("edge_counts", [](const GhostLayersPtr& self) { return self->layers.edges_of; })
+      .def("left_after",
+           [](const GhostLayersPtr& self, std::int64_t k, std::int64_t layers) -> std::int64_t {
+             return self->layers.left_after(static_cast<int>(k), static_cast<int>(layers));
+           })
       .def("costs", costs_of);
   library.class_<PyOwnedRows>("OwnedRows")
       .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,

@@ -193,7 +193,7 @@ class GhostLayers:
         >>> ts.GhostLayers(mesh, [0], [[0], [0]], depth=3).left_after(0, 2)
         1
         """
-        return min(self.depth - k % self.depth, layers - k) - 1
+        return self._handle.left_after(k, layers)
 
     def costs(self, layers, *, message=10e-6, row=50e-9, edge=200e-9):
         """What one pass of a network of `layers` costs by an exchange for every 1, 2, ... layers, as a table, and the cheapest: `(text, depth)`.

@@ -103,6 +103,10 @@ std::pair<std::int64_t, Ids> checked_edges(const Group& group, IdSpan owned, IdS
   return {begin, std::move(rows)};
 }
 
+int left_of_depth(int k, int layers, int depth) {
+  return std::min(depth - k % depth, layers - k) - 1;
+}
+
 std::int64_t number_to(const Ids& of_layers, int l) {
   if (l < 0 || l >= static_cast<int>(of_layers.size()))
     throw InvalidArgument(concat("layer ", l, " of ghosts; there are 0 to ",
@@ -116,9 +120,7 @@ std::int64_t number_to(const Ids& of_layers, int l) {
 std::int64_t GhostLayers::rows_to(int l) const { return number_to(rows_of, l); }
 std::int64_t GhostLayers::edges_to(int l) const { return number_to(edges_of, l); }
 
-int GhostLayers::left_after(int k, int layers) const {
-  return std::min(depth() - k % depth(), layers - k) - 1;
-}
+int GhostLayers::left_after(int k, int layers) const { return left_of_depth(k, layers, depth()); }
 
 GhostLayers ghost_layers(const DeviceMesh& mesh, IdSpan owned, IdSpan source, IdSpan target,
                          int depth) {
@@ -163,10 +165,6 @@ namespace {
 struct DepthLoad {
   std::int64_t messages = 0, rows = 0, rows_twice = 0, edges_twice = 0;
 };
-
-int left_of_depth(int k, int layers, int depth) {
-  return std::min(depth - k % depth, layers - k) - 1;
-}
 
 std::vector<DepthLoad> loads_of(const GhostLayers& g, int layers) {
   const GhostRows& rows = g.nodes.rows();
