@@ -10,6 +10,7 @@
 #include "support.h"
 #include "tessera/checkpoint/file.h"
 #include "tessera/comm/group/trace.h"
+#include "tessera/comm/group/values.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/spec/visualize.h"
@@ -444,6 +445,7 @@ TEST(Refuse, WhatIsNotThere) {
         [&] { distribute_tensor(sharded, mesh, {Shard(0)}); },
         [&] { distribute_tensor(sharded, rows); },
         [&] { tessera::print(at::Tensor()); },
+        [&] { value_bytes(c10::List<at::Tensor>({sharded})); },  // no memory of its own
     };
     for (std::size_t i = 0; i < calls.size(); ++i) EXPECT_THROW(calls[i](), InvalidArgument) << i;
     EXPECT_EQ(from_blob(nullptr, ShardSpec(mesh, {0}, {Shard(0)}), at::kDouble).numel(), 0);
