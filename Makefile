@@ -21,6 +21,7 @@
 #   make hostile     the drawn suites of hostile cases for HOURS=1, with seeds that nobody has run
 #   make test-pytorch   PyTorch's own distributed tests over the backend tessera, as far as they need no GPU; writes docs/pytorch_tests.md
 #   make fuzz        clang's libFuzzer on each parser of what strangers write, and on the store's frames, SECONDS_EACH=600 (needs clang)
+#   make types       mypy --strict and pyright's rules on every documented program of Python
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
 PRESET ?= release
@@ -39,7 +40,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -89,6 +90,11 @@ bench: configure
 
 sweep: python build
 	@$(RUN) scripts/sweep $(BUILD)
+
+# mypy's half is a part of `make test` too (python.types).
+types: python
+	@scripts/bootstrap --types
+	@.env/bin/python tests/python/typed.py build/types
 
 # Not a part of `make test`: what it fetches is not needed by anything else.
 zoo: python build

@@ -14,16 +14,17 @@ import tessera as ts
 class Attend(nn.Module):
     """Neighbourhood attention over height x width, three by three, two heads."""
 
-    def __init__(self, channels):
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)) for t in self.qkv(x).chunk(3, -1))
-        return x + self.out(ts.neighborhood_attention_2d(q, k, v, [3, 3]).flatten(-2))
+        y: torch.Tensor = self.out(ts.neighborhood_attention_2d(q, k, v, [3, 3]).flatten(-2))
+        return x + y
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     ts.init(timeout=60)
     ranks, rank = ts.world_size(), ts.rank()
@@ -42,6 +43,7 @@ def main():
     assert ts.spec(y).placements == (ts.Shard(1),)  # it never came together
     assert torch.allclose(ts.full_tensor(y.detach()), expected, rtol=0, atol=1e-12)
     for p, q in zip(net.parameters(), alone.parameters()):
+        assert p.grad is not None and q.grad is not None
         assert torch.allclose(ts.full_tensor(p.grad), q.grad, rtol=0, atol=1e-12)
 
     # The slope along the rows: each rank's shard, and one row of each neighbour.

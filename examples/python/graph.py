@@ -3,6 +3,8 @@
     tessera run -n 3 -- python examples/python/graph.py         # any number of ranks
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -12,11 +14,11 @@ import tessera as ts
 class Net(nn.Module):
     """Two layers of messages along edges; the energy of positions, whose gradients are forces."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(9, 16), nn.SiLU(), nn.Linear(16, 4)) for _ in range(2))
 
-    def forward(self, positions, source, target, exchanged=lambda rows: rows):
+    def forward(self, positions: torch.Tensor, source: torch.Tensor, target: torch.Tensor, exchanged: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows) -> torch.Tensor:
         x, h = exchanged(positions), torch.ones(len(positions), 4)
         distance = ((x[source] - x[target]).square().sum(1, keepdim=True) + 0.1).sqrt()
         for layer in self.layers:
@@ -26,13 +28,13 @@ class Net(nn.Module):
         return h.square().sum()
 
 
-def train(energy, positions):
+def train(energy: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     (slope,) = torch.autograd.grad(energy, positions, create_graph=True)
     (slope + positions.detach().sin()).square().sum().backward()
     return -slope.detach()
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     ts.init(timeout=60)
@@ -51,6 +53,7 @@ def main():
     forces = train(net(mine, *rows, lambda t: ts.ghost_exchange(plan, t)), mine)
     assert torch.allclose(forces, expected[own], rtol=1e-10, atol=1e-12)
     for p, q in zip(net.parameters(), alone.parameters()):
+        assert p.grad is not None and q.grad is not None
         assert torch.allclose(ts.world().all_reduce(p.grad), q.grad, rtol=1e-10, atol=1e-12)
     if rank == 0:
         print(f"graph: {plan.owned} of 60 nodes and {plan.ghosts} ghosts on rank 0, as on one process", flush=True)

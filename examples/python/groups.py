@@ -19,7 +19,7 @@ children:
 FIELDS = torch.sin(torch.arange(16 * 12 * 6, dtype=torch.float64)).reshape(16, 1, 12, 6)
 
 
-def train(net, optimizer, x):
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(net(x), x * 0.5)
     loss.backward()
@@ -27,7 +27,7 @@ def train(net, optimizer, x):
     return loss.item()
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     ts.init(timeout=60)
     ts.create_process_groups(ts.parse_group_config(TREE))
@@ -45,6 +45,7 @@ def main():
 
     ours, theirs = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(alone.parameters(), 0.1)
     whole = ts.Loader(ts.TensorDataset(FIELDS), order, mesh, [])  # for comparison: no axis shards this batch
+    mean = float("nan")
     for step in range(4):
         x = ts.from_local(loader.next().tensors[0], domain, [ts.Shard(2)])
         mine, expected = train(net, ours, x), train(alone, theirs, whole.next().tensors[0])

@@ -13,14 +13,14 @@ import tessera as ts
 HIDDEN = 7
 
 
-def samples(replica):
+def samples(replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one replica: other numbers of rows."""
     torch.manual_seed(10 + replica)
     x = torch.randn(3 + replica, 4, dtype=torch.float64)
     return x, x.sum(1, keepdim=True).sin()
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     ts.init(timeout=60)
     model, pipeline = (2 if ts.world_size() % n == 0 else 1 for n in (2, 4))
@@ -50,9 +50,11 @@ def main():
     loss.backward()
 
     replicas = ts.world_size() // (model * pipeline)
-    sum(nn.functional.mse_loss(alone(a), b) / replicas for a, b in map(samples, range(replicas))).backward()
+    for a, b in map(samples, range(replicas)):
+        (nn.functional.mse_loss(alone(a), b) / replicas).backward()
     expected = alone if pipeline == 1 else alone[:2] if first else alone[2:]
     for p, q in zip(mine.parameters(), expected.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
         assert torch.allclose(ts.full_tensor(p.grad), q.grad, rtol=0, atol=1e-12)
     if ts.rank() == 0:
         print(f"parallel_groups: {groups.summary()}, as on one process", flush=True)

@@ -12,19 +12,20 @@ import tessera as ts
 
 
 class UNet(nn.Module):
-    def __init__(self, width=4):
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.first, self.down = nn.Conv2d(2, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
         self.middle = nn.Sequential(nn.GELU(), nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.GELU())
         self.up, self.last = nn.ConvTranspose2d(2 * width, width, 2, stride=2), nn.Conv2d(2 * width, 1, 3, padding=1)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         fine = torch.tanh(self.first(x))
         coarse = self.middle(self.down(fine))
-        return self.last(torch.cat([self.up(coarse), fine], 1)).flatten(1)
+        y: torch.Tensor = self.last(torch.cat([self.up(coarse), fine], 1))
+        return y.flatten(1)
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     ts.init(timeout=60)
     ranks = ts.world_size()
@@ -37,6 +38,7 @@ def main():
     schedule = ts.Schedule.for_costs(placement, 3, ts.PipelineCosts.uniform(4))  # or ts.Schedule("1f1b", 4, 3), or a table of your own
     pipeline = ts.Pipeline(parts, schedule, ts.Mesh({"pipe": ranks}), "pipe", nn.functional.mse_loss)
     optimizer, beside = torch.optim.Adam(pipeline.module.parameters(), 1e-2, eps=1e-4), torch.optim.Adam(alone.parameters(), 1e-2, eps=1e-4)
+    loss = float("nan")
     for _ in range(5):
         optimizer.zero_grad()
         loss = pipeline.step(x, y).loss  # three micro-batches of 3, 2 and 2 fields; the mean over all of them, on every rank

@@ -12,11 +12,11 @@ import tessera as ts
 class Net(nn.Module):
     """Two layers of messages along edges, scattered at their targets with a softmax over each point's edges; it knows no ranks."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(9, 16), nn.SiLU(), nn.Linear(16, 4)) for _ in range(2))
 
-    def forward(self, x, edges, shift):
+    def forward(self, x: torch.Tensor, edges: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         source, target = edges
         distance = ((x[source] + shift - x[target]).square().sum(1, keepdim=True) + 1e-3).sqrt()
         h = torch.ones_like(x).sum(1, keepdim=True).expand(-1, 4)
@@ -30,13 +30,13 @@ class Net(nn.Module):
         return h.square().sum()
 
 
-def train(net, x, edges, shift):
+def train(net: nn.Module, x: torch.Tensor, edges: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     (slope,) = torch.autograd.grad(net(x, edges, shift), x, create_graph=True)
     (slope + x.detach().sin()).square().sum().backward()
     return -slope.detach()
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     ts.init(timeout=60)
@@ -60,6 +60,7 @@ def main():
     expected = train(alone, whole, ts.full_tensor(edges), ts.full_tensor(shift))
     assert torch.allclose(forces, expected, rtol=1e-10, atol=1e-12)
     for p, q in zip(net.parameters(), alone.parameters()):
+        assert p.grad is not None and q.grad is not None
         assert torch.allclose(ts.full_tensor(p.grad), q.grad, rtol=1e-9, atol=1e-11)
     conserved = forces.sum(0).abs().max() / forces.abs().max()
     assert conserved < 1e-12

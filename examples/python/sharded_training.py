@@ -4,6 +4,7 @@
 """
 
 import copy
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -12,16 +13,18 @@ import tessera as ts
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
 
 
-def train(net, x, y, clip):
+def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: Callable[[Iterable[torch.Tensor], float], object]) -> float:
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-4)
+    loss = torch.tensor(float("nan"))
     for _ in range(5):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(net(x), y)
@@ -31,7 +34,7 @@ def train(net, x, y, clip):
     return loss.item()
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     ts.init(timeout=60)
     tensor = 2 if ts.world_size() % 2 == 0 else 1
@@ -44,7 +47,7 @@ def main():
     ts.tensor_parallel(net, mesh, {"*.up": ts.column(), "*.down": ts.row()})
     ts.fully_shard(net, mesh, "data")
     rows = [ts.Shard(0), ts.Replicate()]  # samples over `data`; ts.from_local where each rank reads its own
-    loss = train(net, *(ts.distribute_tensor(t, mesh, rows) for t in (x, y)), ts.clip_gradients)
+    loss = train(net, ts.distribute_tensor(x, mesh, rows), ts.distribute_tensor(y, mesh, rows), ts.clip_gradients)
 
     expected = train(alone, x, y, nn.utils.clip_grad_norm_)
     assert abs(loss - expected) < 1e-12, (loss, expected)

@@ -14,25 +14,26 @@ import tessera as ts
 class Attention(nn.Module):
     """Over dim 1, two heads: on tokens that are sharded, keys and values go round a ring."""
 
-    def __init__(self, dim):
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+        z: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return x + z
 
 
 class VisionTransformer(nn.Module):
-    def __init__(self, height, width, dim=8, patch=4):
+    def __init__(self, height: int, width: int, dim: int = 8, patch: int = 4) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, dim, patch, stride=patch)
         self.token = nn.Parameter(torch.randn(1, 1, dim))
         self.positions = nn.Parameter(torch.randn(1, 1 + height * width // patch**2, dim))  # its shape follows the image
         self.everywhere, self.near, self.head = Attention(dim), Attention(dim), nn.Linear(dim, 2)
 
-    def windows(self, x, shift=1, n=2):
+    def windows(self, x: torch.Tensor, shift: int = 1, n: int = 2) -> torch.Tensor:
         """Attention in windows of n x n tokens, shifted: a roll sends rows to the next rank, the partition sends nothing."""
         x = torch.roll(x, (-shift, -shift), (1, 2))
         w = x.unflatten(2, (-1, n)).unflatten(1, (-1, n)).permute(1, 0, 3, 2, 4, 5)  # rows of windows first: what is sharded
@@ -40,7 +41,7 @@ class VisionTransformer(nn.Module):
         y = y.unflatten(1, (n, n)).unflatten(0, w.shape[:3]).permute(1, 0, 3, 2, 4, 5)
         return torch.roll(y.flatten(3, 4).flatten(1, 2), (shift, shift), (1, 2))
 
-    def forward(self, image):
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.patches(image)
         grid = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)
@@ -50,7 +51,7 @@ class VisionTransformer(nn.Module):
         return self.head(x[:, :1].sum(1)), self.windows(x[:, 1:].unflatten(1, grid))
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     ts.init(timeout=60)
     ranks, rank = ts.world_size(), ts.rank()
@@ -69,10 +70,12 @@ def main():
     expected = alone(images)
     (label.square().mean() + field.square().mean()).backward()
     (expected[0].square().mean() + expected[1].square().mean()).backward()
+    assert net.positions.grad is not None
     assert ts.spec(field).placements == (ts.Shard(1),) and ts.spec(net.positions.grad).sizes == sizes
     assert torch.allclose(ts.full_tensor(label.detach()), expected[0], rtol=0, atol=1e-12)
     assert torch.allclose(ts.full_tensor(field.detach()), expected[1], rtol=0, atol=1e-12)
     for p, q in zip(net.parameters(), alone.parameters()):
+        assert p.grad is not None and q.grad is not None
         assert torch.allclose(ts.full_tensor(p.grad), q.grad, rtol=0, atol=1e-12)
     if rank == 0:
         print(f"vision_transformer: tokens {sizes[1]}, {trace.count} messages, as on one process", flush=True)

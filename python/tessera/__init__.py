@@ -182,6 +182,7 @@ from tessera._pipeline import (
 from tessera._placement import (
     ParameterPlacement,
     Partial,
+    Placement,
     Replicate,
     Shard,
     stay,
@@ -326,6 +327,7 @@ __all__ = [
     "PipelineCosts",
     "PipelineError",
     "PipelineResult",
+    "Placement",
     "ProcessGroupConfig",
     "Progress",
     "RandomState",

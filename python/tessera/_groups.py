@@ -1,5 +1,7 @@
 """Groups of ranks: the world, the groups of a mesh or a tree, and any other; what they send, and its gradients."""
 
+import types
+
 import torch
 
 from tessera._library import classes, ops
@@ -28,6 +30,8 @@ class Request:
     >>> request.wait()
     tensor([1., 1., 1.])
     """
+
+    __class_getitem__ = classmethod(types.GenericAlias)  # Request[torch.Tensor], as the stubs have it
 
     def __init__(self, handle, result=None):
         self._handle, self._result = handle, result

@@ -3,8 +3,17 @@
 from dataclasses import dataclass
 
 
+class Placement:
+    """What `Replicate`, `Shard` and `Partial` are: where a tensor lies along one axis of a mesh.
+
+    >>> rows: list[ts.Placement] = [ts.Shard(0), ts.Replicate()]
+    >>> all(isinstance(p, ts.Placement) for p in rows)
+    True
+    """
+
+
 @dataclass(frozen=True)
-class Replicate:
+class Replicate(Placement):
     """Every rank of the axis holds the same.
 
     >>> ts.spec(ts.ones([4], mesh, ts.Replicate())).placements
@@ -19,7 +28,7 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Placement):
     """The ranks of the axis hold consecutive shards of `dim`.
 
     >>> ts.spec(ts.ones([4, 6], mesh, ts.Shard(-1))).placements
@@ -33,7 +42,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Partial:
+class Partial(Placement):
     """The value is `op` (sum, avg, product, min or max) over the ranks' locals.
 
     >>> summands = ts.run_threads(2, lambda rank: ts.from_local(torch.tensor(1.0 + rank), ts.Mesh({"data": 2}), ts.Partial()).item())
@@ -91,7 +100,7 @@ def _one(placement):
         if kind.__name__ == "Partial":
             return f"Partial({placement.reduce_op})"
         raise TypeError(f"{placement!r}: of torch's placements Replicate, Shard and Partial have their like here")
-    if not isinstance(placement, (Replicate, Shard, Partial, str)):
+    if not isinstance(placement, (Placement, str)):
         raise TypeError(f"{placement!r} is no placement: Replicate(), Shard(dim) or Partial(op), one for each axis of the mesh")
     return str(placement)
 
