@@ -33,13 +33,19 @@ def test_a_line_where_no_terminal_is(capsys):
 
 
 def test_flop_and_waiting_of_two_ranks(capsys):
+    here = [threading.Event() for _ in range(5)]
+
     def body(rank):
         weight = torch.ones(64, 64, requires_grad=True)
+        ts.world().barrier()  # both begin at once
         with ts.Progress(5, peak_flop=1e9, line_seconds=1e6) as progress:
             for step in range(5):
                 (torch.ones(8 * (rank + 1), 64) @ weight).sum().backward()
-                if rank == 1:
-                    time.sleep(0.05)
+                if rank == 0:
+                    here[step].set()
+                else:  # the later one, whatever the other took to come here
+                    assert here[step].wait(100)
+                    time.sleep(0.1)
                 ts.world().barrier()
                 progress.step(24)
             return progress.report()
