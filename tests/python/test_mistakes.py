@@ -25,7 +25,7 @@ def module_of(path):
 
 ROWS = {row["id"]: row for row in module_of(ROOT / "tests/docs/mistakes.py").rows(ROOT) if row["by"].startswith("python ")}
 CASES = {}
-DONE = threading.Event()
+HERE, DONE = threading.Event(), threading.Event()
 
 
 def mistake(number):
@@ -294,7 +294,9 @@ def no_rule(rank):
 def elsewhere(rank):
     ts.world().barrier()
     if rank == 1:
-        return DONE.wait(20)
+        HERE.set()
+        return DONE.wait(100)
+    assert HERE.wait(100)  # it has left the barrier, and does not wait in it any more
     try:
         ts.world().barrier(timeout=0.3)
     finally:
@@ -326,7 +328,7 @@ def test_a_mistake_is_told(number):
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        ranks = ts.run_threads(2, told, timeout=20)
+        ranks = ts.run_threads(2, told, timeout=100)
     if wanted in ("warning", "works"):
         assert ranks == [None, None]
         ranks = [("warning", "\n".join(str(w.message) for w in warned))] if wanted == "warning" else []
