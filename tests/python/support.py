@@ -20,5 +20,5 @@ def assert_same(got, expected, what=""):
 
 
 def on_ranks(ranks, fn, *arguments):
-    """Runs fn(rank, *arguments) on threads; ranks that disagree wait for each other: not for long."""
-    return ts.run_threads(ranks, lambda rank: fn(rank, *arguments), timeout=20)
+    """Runs fn(rank, *arguments) on threads; ranks that disagree wait for each other: longer than a rank computes on a busy machine, and less than the test may take."""
+    return ts.run_threads(ranks, lambda rank: fn(rank, *arguments), timeout=100)

@@ -175,7 +175,7 @@ def test_a_dead_store_is_an_error_on_all_ranks_within_the_limit():
         place._timeout = 0.5  # a busy machine may need longer for what is to succeed
         ts.world().barrier()
         if rank == 0:
-            fs.step = lambda: over.wait(30)
+            fs.step = lambda: over.wait(200)
         ts.world().barrier()
         begun = time.monotonic()
         raises(ts.FileError, "no answer within 0.5 s", save, checkpoints, "b", 2)
@@ -183,7 +183,7 @@ def test_a_dead_store_is_an_error_on_all_ranks_within_the_limit():
         raises(ts.FileError, "no answer within 0.5 s", save_and_wait)
         raises(ts.FileError, "no answer within 0.5 s", checkpoints.to_resume)
         raises(ts.FileError, "no answer within 0.5 s", saved.verify)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
 
     try:
         on_ranks(2, body)

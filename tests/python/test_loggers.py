@@ -73,7 +73,7 @@ def stand_in_mlflow(runs):
                 runs.runs[run]["options"]["config"] = dict(params)
             for step in dict.fromkeys(m[3] for m in metrics):
                 runs.write(run, {m[0]: m[1] for m in metrics if m[3] == step}, step)
-                assert abs(metrics[0][2] / 1000 - time.time()) < 60
+                assert abs(metrics[0][2] / 1000 - time.time()) < 600
 
         def set_terminated(self, run, status):
             runs.runs[run]["end"] = {"FINISHED": 0, "FAILED": 1}[status]
@@ -148,7 +148,7 @@ def test_a_logger_that_throws_or_hangs_does_not_hold_others_up(kind):
                 assert ts.world().all_reduce(torch.ones(1)).item() == 2
                 one.log({"loss": 1.0}, step)
                 if rank == 0 and step == 10:
-                    end = time.monotonic() + 10
+                    end = time.monotonic() + 60
                     while one.error is None and limit > 1 and time.monotonic() < end:
                         time.sleep(0.001)
         return one
@@ -165,12 +165,12 @@ def test_a_logger_that_throws_or_hangs_does_not_hold_others_up(kind):
     assert len(said) == 1 and "ConnectionError: the server is gone" in said[0] and isinstance(first.error, ConnectionError) and other.error is None
     assert [step for step, _ in runs.runs["run-1"]["values"]] == [0, 1, 2] and runs.runs["run-1"]["end"] == 0
 
-    runs.fails = lambda step: ended.wait(60)
+    runs.fails = lambda step: ended.wait(200)
     begin = time.monotonic()
     with pytest.warns(UserWarning, match="not written after 0.2 s is lost"):
         on_ranks(2, lambda rank: train(rank, 0.2))
     ended.set()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_what_is_wrong_at_the_start_is_raised_on_all(kind, monkeypatch):
