@@ -97,6 +97,7 @@ TEST(DeviceComm, AWaitBlocksTheStreamAndNotTheHost) {
   on_devices(2, [&](DistributedManager& manager) {
     const Group group = manager.world();
     at::Tensor t = at::ones({64}, at::TensorOptions(manager.device()));
+    const at::Tensor seen = at::zeros({1});  // of the host, whose messages are beside the device's
     group.barrier();
     const auto before = counters().waits.load();
     if (manager.rank() == 0) {
@@ -104,10 +105,11 @@ TEST(DeviceComm, AWaitBlocksTheStreamAndNotTheHost) {
       group.all_reduce(t);
       t.mul_(2);
       EXPECT_EQ(counters().waits, before);
+      group.send(seen, 1);
       group.barrier();
       EXPECT_TRUE(t.cpu().eq(4).all().item<bool>());
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      group.receive(seen, 0);
       group.all_reduce(t);
       group.barrier();
     }

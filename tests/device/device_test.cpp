@@ -145,6 +145,7 @@ TEST(Device, PinnedCopiesAreLate) {
   const at::Tensor pinned = at::ones({5}).pin_memory();
   EXPECT_TRUE(pinned.is_pinned());
   const auto waits = counters().waits.load();
+  const stand_in::HeldBack held;
   at::Tensor a = pinned.to(kDevice, /*non_blocking=*/true);
   at::Tensor back = at::empty({5}, at::TensorOptions().pinned_memory(true));
   back.copy_(a + 1, /*non_blocking=*/true);

@@ -117,6 +117,7 @@ TEST(Planted, AMissingWaitForACollectiveIsFound) {
 TEST(Planted, AHostThatReadsTooEarlyGetsNoValue) {
   for (const bool waits : {true, false}) {
     stand_in::reseed(1, 1000);
+    const stand_in::HeldBack held;
     const at::Tensor t = at::ones({6}, kThere);
     at::Tensor here = at::zeros({6}, at::TensorOptions().pinned_memory(true));
     here.copy_(t, /*non_blocking=*/true);
@@ -129,6 +130,7 @@ TEST(Planted, AHostThatReadsTooEarlyGetsNoValue) {
 TEST(Planted, AHostThatWritesTooEarlyIsSeen) {
   for (const bool waits : {true, false}) {
     stand_in::reseed(1, 1000);
+    const stand_in::HeldBack held;
     at::Tensor here = at::ones({6}).pin_memory();
     const at::Tensor t = here.to(kDevice, /*non_blocking=*/true);
     if (waits) streams().synchronizeStream(streams().getStream(kDevice));

@@ -12,7 +12,8 @@
 namespace tessera::test::stand_in {
 namespace {
 
-// Work is begun when something waits for it, when much of it waits, or after this.
+// Work is begun when something waits for it, when much of it waits, or after this, unless it is
+// held back.
 constexpr std::chrono::microseconds kLate{400};
 constexpr std::chrono::microseconds kLook{50};
 constexpr std::chrono::seconds kLimit{60};
@@ -45,6 +46,19 @@ void reseed(std::uint64_t seed, int hold) {
   engine.hold = static_cast<std::size_t>(hold);
   for (int d = 0; d < kDevices; ++d)
     engine.devices[d].random.seed(seed * 31 + static_cast<std::uint64_t>(d));
+}
+
+HeldBack::HeldBack() {
+  Engine& engine = Engine::get();
+  const std::lock_guard lock(engine.mutex);
+  ++engine.held;
+}
+
+HeldBack::~HeldBack() {
+  Engine& engine = Engine::get();
+  const std::lock_guard lock(engine.mutex);
+  --engine.held;
+  for (auto& d : engine.devices) d.work.notify_one();
 }
 
 std::string take_faults() {
@@ -116,8 +130,9 @@ void Engine::run(int device) {
   std::unique_lock lock(mutex);
   for (;;) {
     d.work.wait(lock, [&] { return d.waiting > 0; });
-    if (!d.urgent && d.waiting < hold)
-      d.work.wait_for(lock, kLate, [&] { return d.urgent || d.waiting >= hold; });
+    const auto hurry = [&] { return d.urgent || d.waiting >= hold; };
+    if (!hurry()) d.work.wait_for(lock, kLate, hurry);
+    d.work.wait(lock, [&] { return hurry() || !held; });
     if (d.random() % 4 == 0) std::shuffle(d.order.begin(), d.order.end(), d.random);
     bool any = false;
     for (const int s : d.order) {

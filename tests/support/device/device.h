@@ -50,6 +50,15 @@ Counters& counters();
 /// Draws the order of streams anew. `hold`: how much work may wait before any is begun, so that
 /// what need not be done is done late.
 void reseed(std::uint64_t seed, int hold = 40);
+/// While one lives, work is begun only where something waits for it or much of it waits, however
+/// long the host takes: for tests of what is done too early.
+class HeldBack {
+ public:
+  HeldBack();
+  ~HeldBack();
+  HeldBack(const HeldBack&) = delete;
+  HeldBack& operator=(const HeldBack&) = delete;
+};
 /// What was found wrong since the last call, a line each.
 std::string take_faults();
 /// Names the place of the program in faults and at the end by a host's read; of this thread.

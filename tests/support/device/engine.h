@@ -80,6 +80,7 @@ struct Engine {
   std::array<Device, kDevices> devices;
   std::uint64_t seed = 1;
   std::size_t hold = 40;
+  int held = 0;
   std::string faults;
   std::map<const char*, Block*> blocks;  // by their begin
   char *arena = nullptr, *shadow = nullptr;
