@@ -7,7 +7,7 @@
 ! window is saved into FOLDER, from which the next run goes on, on any number of ranks. END_AFTER ends
 ! the program in the middle, as a batch system would.
 program main
-  use, intrinsic :: iso_fortran_env, only: int64, real64
+  use, intrinsic :: iso_fortran_env, only: int64, output_unit, real64
   use mpi_f08
   use shallow_water
   use tessera
@@ -74,7 +74,10 @@ program main
       call tessera_state_set(state, "windows", window)
       call tessera_save(state, folder, "window-"//text(window), keep_last=2)
     end if
-    if (window == end_after) error stop 3
+    if (window == end_after) then
+      call MPI_Barrier(w%comm)  ! the first rank that ends ends all: what is printed is out by then
+      error stop 3
+    end if
   end do
   call tessera_end(job)
   call MPI_Finalize()
@@ -86,6 +89,7 @@ contains
     real(real64) :: all
     all = mass(w)
     if (rank == 0) print '(a, i0, 2(a, es23.16))', "window ", window, " loss ", done%loss, " mass ", all
+    flush (output_unit)
   end subroutine
 
   function argument(at) result(value)

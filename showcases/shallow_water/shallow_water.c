@@ -207,6 +207,7 @@ int main(int argc, char** argv) {
     }
     if (window == end_after) {
       fflush(stdout);
+      MPI_Barrier(w.comm); /* the first rank that aborts ends all */
       MPI_Abort(w.comm, 3);
     }
   }
