@@ -1,7 +1,10 @@
 """`torch.distributed.init_process_group("tessera")` on ranks of several hosts: two torchruns."""
 
+import contextlib
 import os
+import pathlib
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -16,11 +19,18 @@ import tessera
 from test_processes import HERE
 
 
-def torchrun_on_nodes(ranks, address, *arguments, before=([], []), limit=100):
+def free_port():
+    """One that nobody listens on, below those that the system gives to sockets that ask for any: seconds pass until torchrun listens on it."""
+    first = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = 10000 + secrets.randbelow(max(first - 10000, 1000))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def torchrun_on_nodes(ranks, address, *arguments, before=([], []), limit=200):
     """A torchrun for each of two nodes, with ranks[node] ranks; `before`: what stands before its command. Returns what both wrote."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    nodes = []
+    port, nodes = free_port(), []
     try:
         for node in range(2):
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node, "--nproc-per-node", ranks[node]]
