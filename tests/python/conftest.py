@@ -1,6 +1,7 @@
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ def warm_python(tmp_path_factory):
     server = subprocess.Popen([sys.executable, program, "serve", path], stdin=subprocess.DEVNULL)
     while not path.exists():
         assert server.poll() is None
+        time.sleep(0.01)
     yield [sys.executable, "-I", "-S", program, "run", path]
     server.kill()
     server.wait()
@@ -32,7 +34,7 @@ def warm_torchrun(warm_python):
     def start(ranks, program, *arguments):
         agent = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--no-python"]
         command = [*agent, *warm_python, pathlib.Path(__file__).with_name(program), *arguments]
-        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=200)
 
     return start
 

@@ -52,14 +52,30 @@ def become(files, asked):
         sys.modules["numpy"].random.seed()
 
 
+def received(connection):
+    try:
+        return connection.recv(64)
+    except OSError:  # an asker that was killed
+        return b""
+
+
+def files_of(connection):
+    """What an asker sends first: its standard files and what it asks for."""
+    try:
+        return socket.recv_fds(connection, 16, 4)[1]
+    except OSError:
+        return []
+
+
 def serve(path):
     """Forks a process for each that asks, until it is ended; in the fork it returns what is to be run."""
     import selectors
 
     end_with_parent()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen(64)
+    os.rename(f"{path}.new", path)  # whoever finds it may connect
     import torch._dynamo  # noqa: F401  what the first step of an optimizer imports
     import tessera  # noqa: F401
 
@@ -70,7 +86,10 @@ def serve(path):
         for key, _ in waiting.select():
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                _, files, _, _ = socket.recv_fds(connection, 16, 4)
+                files = files_of(connection)
+                if not files:  # the asker was ended before it could ask
+                    connection.close()
+                    continue
                 asked = json.loads(os.pread(files[3], os.fstat(files[3]).st_size, 0))
                 pid = os.fork()
                 if pid == 0:
@@ -86,7 +105,9 @@ def serve(path):
                 waiting.register(connection, selectors.EVENT_READ, None)
                 waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, connection)
             elif key.data is None:  # a signal, or the asker's end
-                said = key.fileobj.recv(64)
+                if key.fileobj.fileno() < 0:
+                    continue  # its child's end came with it
+                said = received(key.fileobj)
                 if key.fileobj in children:
                     os.kill(children[key.fileobj], int(said or signal.SIGKILL))
                 if not said:
