@@ -11,17 +11,17 @@ import tessera as ts
 
 torch.set_num_threads(1)
 what, folder = sys.argv[1:3]
-ts.init(timeout=60)
+ts.init(timeout=120)
 rank, world = ts.rank(), ts.world()
 
 
 def killed():
     mesh, dies = ts.Mesh({"x": world.size}), int(sys.argv[3])
-    checkpoints = ts.Checkpointer(folder, background_rate=100_000, timeout=60)
+    checkpoints = ts.Checkpointer(folder, background_rate=10_000, timeout=60)
     field = ts.full([1 << 16], 1.0, mesh, ts.Shard(0), dtype=torch.float64)
     checkpoints.save("whole", {"field": field, "step": 1})
     field.fill_(2)
-    checkpoints.start_save("broken", {"field": field, "step": 2})  # seconds of writing
+    checkpoints.start_save("broken", {"field": field, "step": 2})  # half a minute of writing
     assert checkpoints.saving
     if rank == dies:
         print(f"rank {rank} is killed", flush=True)
