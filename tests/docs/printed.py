@@ -80,7 +80,7 @@ def check(page, source, programs, python=None, only_python=False):
                 words = shlex.split(what)
                 if ("python" in words) != only_python:
                     continue
-                done = subprocess.run(list(command_of(words, source, programs, python)), cwd=folder, env=os.environ, capture_output=True, text=True, timeout=100)
+                done = subprocess.run(list(command_of(words, source, programs, python)), cwd=folder, env=os.environ, capture_output=True, text=True, timeout=200)
                 compared += 1
                 if done.returncode or not re.fullmatch(pattern(text), plain(done.stdout)):
                     wrong.append(f"{here}: {what} ended with {done.returncode} and printed\n{done.stdout}{done.stderr}which is not\n{text}")

@@ -11,8 +11,8 @@ with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder) / "net.safetensors"
     lines = []
     for ranks, word in ((3, "trained"), (2, "resumed")):
-        run = subprocess.run([launcher, "run", "-n", str(ranks), "--timeout", "50", "--", program, str(path)],
-                             capture_output=True, text=True, timeout=60)
+        run = subprocess.run([launcher, "run", "-n", str(ranks), "--timeout", "100", "--", program, str(path)],
+                             capture_output=True, text=True, timeout=110)
         print(run.stdout, run.stderr)
         found = re.search(rf"{word}: loss ([0-9.]+)", run.stdout)
         if run.returncode or not found:

@@ -33,7 +33,7 @@ def main():
 
     def compiled(names):
         text = "".join(f'#include "{name}"\n' for name in names)
-        run = subprocess.run([arguments.compiler, *options], input=text, capture_output=True, text=True, timeout=300)
+        run = subprocess.run([arguments.compiler, *options], input=text, capture_output=True, text=True, timeout=800)
         return names, run.returncode, run.stderr
 
     alone = [[header] for header in headers if arguments.alone or not heavy(header)]

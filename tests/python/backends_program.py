@@ -12,9 +12,9 @@ children:
 """
 
 torch.set_num_threads(1)
-ts.init(timeout=60)
+ts.init(timeout=120)
 ts.create_process_groups(ts.parse_group_config(TREE))
-asked = {"inner": ("gloo", 40.0), "outer": ("shm", 50.0), "world": ("shm", 60.0)}
+asked = {"inner": ("gloo", 40.0), "outer": ("shm", 50.0), "world": ("shm", 120.0)}
 for name, (backend, timeout) in asked.items():
     group = ts.group(name)
     assert (group.backend, group.timeout) == (backend, timeout), (name, group.backend, group.timeout)

@@ -18,7 +18,7 @@ import tessera as ts
 from support import assert_same
 
 torch.set_num_threads(1)
-ts.init(timeout=60)
+ts.init(timeout=120)
 dist.init_process_group("tessera")
 rank, ranks = ts.rank(), ts.world_size()
 torch.manual_seed(7)

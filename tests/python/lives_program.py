@@ -25,7 +25,7 @@ def ways():
 
 
 def wait_for(name):
-    for _ in range(3000):
+    for _ in range(9000):
         if (folder / name).exists():
             return
         time.sleep(0.01)

@@ -4,7 +4,7 @@ import torch
 
 import tessera as ts
 
-ts.init(timeout=60)
+ts.init(timeout=120)
 mesh = ts.Mesh({"data": ts.world_size()})
 x = ts.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [ts.Shard(0)])
 weight = ts.distribute_tensor(torch.full((3,), 0.5), mesh, [ts.Replicate()]).requires_grad_()

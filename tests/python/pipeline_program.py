@@ -7,7 +7,7 @@ from support import assert_same
 from test_pipeline import CUTS, drawn, loss_of
 
 torch.set_num_threads(1)
-ts.init(timeout=60)
+ts.init(timeout=120)
 ranks, rank = ts.world_size(), ts.rank()
 schedule, failing = ts.Schedule("zero_bubble_v", ranks, 5), False
 (net, x, y), (plain, _, _) = drawn(), drawn()

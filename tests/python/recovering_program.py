@@ -7,7 +7,7 @@ import tessera as ts
 from support import assert_same
 
 torch.set_num_threads(1)
-ts.init(timeout=60)
+ts.init(timeout=120)
 ranks, rank = ts.world_size(), ts.rank()
 mesh = ts.Mesh({"data": ranks})
 torch.manual_seed(1)

@@ -24,7 +24,7 @@ def second_derivatives(y, inputs):
 
 def main():
     torch.set_num_threads(1)
-    ts.init(timeout=60)
+    ts.init(timeout=120)
     ranks, mesh = ts.world_size(), ts.Mesh({"sequence": ts.world_size()})
     ts.set_policies("error")  # nothing is gathered
     compared = 0

@@ -38,6 +38,6 @@ def test_the_library_alone_registers_it():
 @pytest.mark.parametrize("way", ["alone", "package"])
 def test_loading_it_waits_for_no_thread_that_opens_libraries(way):
     program = pathlib.Path(__file__).with_name("loading_program.py")
-    done = subprocess.run([sys.executable, program, LIBRARY, way], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, program, LIBRARY, way], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "registered: True\n", done.stdout + done.stderr

@@ -15,10 +15,10 @@ HERE = pathlib.Path(__file__).parent
 def test_each_strategy_trains_as_one_process(request, warm_python, tmp_path):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
     done = subprocess.run(
-        [str(word) for word in (launcher, "run", "-n", 4, "--timeout", 100, "--", *warm_python, HERE / "lightning_program.py", tmp_path)],
+        [str(word) for word in (launcher, "run", "-n", 4, "--timeout", 150, "--", *warm_python, HERE / "lightning_program.py", tmp_path)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("of 4: as one process") == 4

@@ -388,8 +388,8 @@ def test_tables_that_are_wrong():
 
 def test_processes(request, warm_python):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
-    command = [launcher, "run", "-n", 3, "--timeout", 60, "--", *warm_python, pathlib.Path(__file__).parent / "pipeline_program.py"]
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=80)
+    command = [launcher, "run", "-n", 3, "--timeout", 150, "--", *warm_python, pathlib.Path(__file__).parent / "pipeline_program.py"]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("goes on") == 3 and done.stdout.count("of 3: loss") == 3
 

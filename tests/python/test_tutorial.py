@@ -71,6 +71,6 @@ def test_the_quick_start(request, warm_python, tmp_path, ranks):
     (output,) = re.findall(r"^```text\n(step 0: .*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(code)
     launcher = pathlib.Path(request.config.getoption("--launcher")).resolve()
-    command = [str(launcher), "run", "-n", str(ranks), "--timeout", "60", "--", *map(str, warm_python), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [str(launcher), "run", "-n", str(ranks), "--timeout", "150", "--", *map(str, warm_python), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and re.sub(r"^\[\d+\] ", "", done.stdout, flags=re.MULTILINE) == output, done.stdout + done.stderr
