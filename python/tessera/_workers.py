@@ -71,7 +71,7 @@ class WorkerPool:
             self._idle.put((process, pipe))
 
     def _told(self, process, indices):
-        process.join(1)
+        process.join(10)  # its pipe is closed: it has ended, or is about to
         code, hint = process.exitcode, ""
         if code == -signal.SIGKILL:
             hint = "; the system may have run out of memory"

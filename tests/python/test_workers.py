@@ -70,7 +70,7 @@ def padded(samples):
     return {"field": torch.stack([s["field"] for s in samples]), "by": torch.tensor([s["by"] for s in samples])}
 
 
-def gone(pids, limit=20.0):
+def gone(pids, limit=60.0):
     """True when none of the processes is there."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
@@ -160,12 +160,12 @@ def test_a_worker_that_dies_or_hangs_is_told():
             with pytest.raises(ts.SampleError, match=r"loader worker \d \(process \d+\) has ended by signal 9 while it was to read samples 4"):
                 loader.next()
         loader.close()
-        hanging = ts.Loader(Samples(slow=2), order, mesh, ["x"], processes=2, stall_limit=1.0)
+        hanging = ts.Loader(Samples(slow=2), order, mesh, ["x"], processes=2, stall_limit=4.0)
         seen.append(hanging.next())
         with pytest.raises(ts.StalledError):
             hanging.next()
         hanging.close()
-        assert gone({pid for batch in seen for pid in batch.fields["by"].tolist()}) and time.monotonic() - begin < 30
+        assert gone({pid for batch in seen for pid in batch.fields["by"].tolist()}) and time.monotonic() - begin < 150
         with pytest.raises(RuntimeError, match="closed"):
             hanging.next()
 
@@ -199,7 +199,7 @@ PROGRAM = pathlib.Path(__file__).with_name("workers_program.py")
 
 def ended(command, how):
     """How the program ended, and what it said; the workers that it told of are gone."""
-    done = subprocess.run([str(word) for word in (*command, PROGRAM, how)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([str(word) for word in (*command, PROGRAM, how)], capture_output=True, text=True, timeout=150)
     said = done.stdout + done.stderr
     pids = {int(word) for line in said.splitlines() for word in line.partition("workers: ")[2].split()}
     assert done.returncode != 0 and gone(pids), said
@@ -208,10 +208,10 @@ def ended(command, how):
 
 def test_ranks_and_their_workers_end_together(request, warm_python):
     """A worker that dies on one rank ends all with the reason; and no process is left, where a rank is killed either."""
-    run = [request.config.getoption("--launcher"), "run", "-n", 2, "--timeout", 60, "--", *warm_python]
+    run = [request.config.getoption("--launcher"), "run", "-n", 2, "--timeout", 100, "--", *warm_python]
     workers, said = ended(run, "dies")
     assert workers >= 3 and "has ended by signal 9 while it was to read samples" in said and "first failure: rank 1" in said, said
-    assert float(said.partition("told after ")[2].split()[0]) < 20
+    assert float(said.partition("told after ")[2].split()[0]) < 60
     assert ended(warm_python, "killed")[0] >= 1
 
 
