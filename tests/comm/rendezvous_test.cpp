@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <exception>
@@ -92,12 +93,15 @@ TEST(Rendezvous, NamesTheMissingRanksOnEveryRank) {
     std::erase_if(present, [&, &gone = missing](const Launch& l) {
       return std::find(gone.begin(), gone.end(), l.rank) != gone.end();
     });
+    milliseconds longest{0};
     for (const auto& outcome : meet(present, 1000ms)) {
       EXPECT_EQ(outcome.ranks, missing) << outcome.error;
       EXPECT_TRUE(contains(outcome.error, "did not come")) << outcome.error;
-      EXPECT_GE(outcome.took, 900ms);
       EXPECT_LT(outcome.took, 1000ms + kGrace);
+      longest = std::max(longest, outcome.took);
     }
+    // A rank that begins later than rank 0 hears of it when rank 0's limit is over.
+    EXPECT_GE(longest, 900ms);
   }
 }
 
