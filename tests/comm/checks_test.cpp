@@ -27,24 +27,32 @@ ManagerOptions options_for(const std::string& backend, CheckLevel level,
   return options;
 }
 
-// Where a test must hold a rank back until another is through; bounded, so that a failing test
+// Where a test must hold a rank back until others are through; bounded, so that a failing test
 // ends.
 class Gate {
  public:
+  /// Is open when so many have opened it.
+  explicit Gate(int keys) : keys_(keys) {}
   void open() {
     const std::lock_guard lock(mutex_);
-    open_ = true;
+    --keys_;
     changed_.notify_all();
   }
   void pass() {
     std::unique_lock lock(mutex_);
-    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(60), [this] { return open_; }));
+    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(60), [this] { return keys_ <= 0; }));
+  }
+  /// Returns when all have come. What a rank does next meets no other in a call before it: a rank
+  /// that is still in a barrier when another one fails has that error there.
+  void meet() {
+    open();
+    pass();
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool open_ = false;
+  int keys_;
 };
 
 struct Pair {
@@ -331,6 +339,7 @@ TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
                          }}) {
     const auto begin = std::chrono::steady_clock::now();
     std::atomic<int> told{0};
+    Gate through(3);
     std::string message;
     try {
       run_threads(
@@ -338,6 +347,7 @@ TEST_P(Checks, ARankThatThrowsEndsTheOthers) {
           [&](DistributedManager& manager) {
             const auto world = manager.world();
             world.barrier();
+            through.meet();
             if (world.rank() == 0) throw std::out_of_range("no such sample");
             try {
               pending(world);
@@ -380,38 +390,42 @@ TEST_P(Checks, OurErrorsAreRethrownWithTheRank) {
 
 TEST_P(Checks, ARankThatDoesNotComeIsNamedAtTheLimit) {
   std::atomic<int> told{0};
-  Gate gate;
+  Gate through(3), gate(2);
   run_threads(
       3,
       [&](DistributedManager& manager) {
         const auto world = manager.world();
         world.barrier();
+        through.meet();
         if (world.rank() == 2) {
           gate.pass();
           return;
         }
         try {
           world.all_reduce(torch::ones({3}), ReduceOp::sum,
-                           {.timeout = std::chrono::milliseconds(700), .name = "loss"});
+                           {.timeout = std::chrono::milliseconds(1500), .name = "loss"});
           ADD_FAILURE() << "no error";
         } catch (const TimeoutError& e) {
           EXPECT_EQ(e.missing(), std::vector<int>{2}) << e.what();
-          for (const auto* word : {"all_reduce", "loss", "world", "700"})
+          for (const auto* word : {"all_reduce", "loss", "world", "1500"})
             EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
         }
         EXPECT_THROW(world.barrier(), CommError);
-        if (++told == 2) gate.open();
+        ++told;
+        gate.open();
       },
       options_for(GetParam(), CheckLevel::local));
   EXPECT_EQ(told, 2);
 }
 
 TEST_P(Checks, AbortTellsTheOthersWhy) {
+  Gate through(3);
   run_threads(
       3,
       [&](DistributedManager& manager) {
         const auto world = manager.world();
         world.barrier();
+        through.meet();
         if (world.rank() == 1) {
           world.abort("the disk is full");
           EXPECT_THROW(world.barrier(), CommError);

@@ -117,6 +117,8 @@ TEST_P(DefaultLevel, RanksThatCallDifferentThingsGetAMismatchErrorEach) {
             [&](DistributedManager& manager) {
               const auto world = manager.world();
               try {
+                // Else the error of the others may meet a rank that is still making the group.
+                world.barrier();
                 (world.rank() == 2 ? difference.odd : difference.most)(world);
                 // A rank that needed nothing of the odd one hears of it at its next call.
                 world.all_reduce(torch::ones({2}));
