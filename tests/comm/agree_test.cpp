@@ -188,10 +188,10 @@ void check_same(const Group& group) {
 
 class Agreement : public ::testing::TestWithParam<std::tuple<std::string, int>> {
  protected:
-  static ManagerOptions options(std::chrono::milliseconds timeout = 60s) {
+  static ManagerOptions options() {
     ManagerOptions options;
     options.backend = std::get<0>(GetParam());
-    options.timeout = timeout;
+    options.timeout = 60s;
     return options;
   }
   static int ranks() { return std::get<1>(GetParam()); }
@@ -199,12 +199,12 @@ class Agreement : public ::testing::TestWithParam<std::tuple<std::string, int>> 
   /// Ranks as processes. What `body` returns, "ok" unless a check failed.
   static std::vector<testing::RankEnd> processes(
       const std::function<std::string(const DistributedManager&)>& body,
-      const std::vector<bool>& wait_for = {}, std::chrono::milliseconds timeout = 60s) {
+      const std::vector<bool>& wait_for = {}) {
     return fork_ranks(
         ranks(),
         [&](const Launch& launch) -> std::string {
           at::set_num_threads(1);
-          auto given = options(timeout);
+          auto given = options();
           given.launch = launch;
           given.rendezvous_timeout = 30s;
           const std::string report = body(DistributedManager::initialize(given));
@@ -267,15 +267,17 @@ TEST_P(Agreement, WithARankThatHangs) {
       continue;
     const auto ends = processes(
         [&](const DistributedManager& manager) {
-          const Group world = manager.world();
+          Group world = manager.world();
           world.barrier();
+          // Of what follows alone: the ranks may take long to make the group.
+          world.set_timeout(1500ms);
           return end_of([&] {
             call.run(world, [&] {
               while (world.rank() == victim) ::pause();
             });
           });
         },
-        others, 1500ms);
+        others);
     // Who is told by another rank's limit gets a PeerLostError.
     for (int r = 1; r < ranks(); ++r)
       EXPECT_TRUE(ends[r].report == "late [0]" || ends[r].report == "lost [0]")

@@ -222,7 +222,7 @@ TEST(C10dInterop, ARankThatDoesNotComeIsNamed) {
   on_ranks(3, [&](int rank) {
     if (rank == 2) return;
     try {
-      manager_of({.store = store, .rank = rank, .size = 3}, {.rendezvous_timeout = 400ms});
+      manager_of({.store = store, .rank = rank, .size = 3}, {.rendezvous_timeout = 1500ms});
       ADD_FAILURE() << "met";
     } catch (const RendezvousError& error) {
       EXPECT_EQ(error.ranks(), std::vector<int>{rank == 0 ? 2 : 0}) << error.what();

@@ -187,7 +187,6 @@ std::string run_rank(const Plan& plan, const Launch& launch) {
   auto manager = hosts ? testing::manager_on_host(launch, launch.rank / 2, options)
                        : DistributedManager::initialize(options);
   const Group world = manager.world();
-  world.barrier();
   struct Started {
     std::size_t number;
     Request request;
@@ -197,6 +196,8 @@ std::string run_rank(const Plan& plan, const Launch& launch) {
   const int rank = world.rank(), ranks = world.size();
   auto last = steady_clock::now();
   try {
+    // A rank may still be in it when another one has left it, and dies.
+    world.barrier();
     const auto finish = [&](std::size_t at) -> std::string {
       Started one = std::move(started[at]);
       started.erase(started.begin() + static_cast<std::ptrdiff_t>(at));

@@ -204,7 +204,7 @@ TEST(ProcessManager, AMemberThatDoesNotComeIsNamed) {
     manager.world().barrier();
     if (manager.rank() != 2) {
       try {
-        manager.group({0, 1, 2}, {"", 1200ms}).barrier();
+        manager.group({0, 1, 2}, {"", 2500ms}).barrier();
       } catch (const TimeoutError& error) {
         require(error.missing() == std::vector<int>{2},
                 concat("missing ", list(error.missing()), ": ", error.what()));
@@ -242,7 +242,7 @@ TEST(ProcessManager, APlanThatARankDoesNotBringNamesIt) {
         }
         throw std::logic_error("no error");
       },
-      1200ms);
+      2500ms);
 }
 
 TEST(ProcessManager, TheLauncherIsReadFromTheEnvironment) {
