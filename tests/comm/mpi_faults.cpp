@@ -170,7 +170,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     const auto comm = world.context()->comm();
     int word = 0;
     MpiBackendOptions o;
-    o.timeout = world.rank() == 0 ? 500ms : 150ms;
+    o.timeout = world.rank() == 0 ? 2000ms : 150ms;
     if (world.rank() != last) {
       expect_timeout(world, "first", [&] { tessera::make_mpi_backend(world, ranks, o); });
       MPI_Send(&word, 1, MPI_INT, last, 32767, comm);
@@ -245,14 +245,15 @@ void run(const MpiWorld& world, const std::string& fault) {
     }
     inner->allreduce(t, long_enough);
   } else if (fault == "abort") {
-    // Another thread ends a wait that would last.
+    // Another thread ends a wait that would last, or is about to begin.
     if (world.rank() == last) stay_away();
+    const auto work = group->allreduce(t, c10d::AllreduceOptions());
     std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
       group->abort();
     });
     try {
-      group->allreduce(t, c10d::AllreduceOptions())->wait();
+      work->wait();
     } catch (const PeerLostError& e) {
       say(world, std::string("PeerLostError: ") + e.what());
     }

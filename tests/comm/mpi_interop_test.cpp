@@ -4,9 +4,6 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <mpi.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -16,6 +13,7 @@
 #include <string>
 #include <thread>
 
+#include "../support/free_port.h"
 #include "mpi_support.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/mpi_interop.h"
@@ -51,18 +49,7 @@ bool mpi_is_finalized() {
 TEST(MpiInterop, ManagerOnACommunicatorOfTheProgram) {
   const Split split;
   // The first rank of each part says where its part meets.
-  int port = 0;
-  if (split.rank == 0) {
-    const int s = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof address;
-    ASSERT_EQ(bind(s, reinterpret_cast<sockaddr*>(&address), size), 0);
-    ASSERT_EQ(getsockname(s, reinterpret_cast<sockaddr*>(&address), &size), 0);
-    port = ntohs(address.sin_port);
-    close(s);
-  }
+  int port = split.rank == 0 ? testing::free_port() : 0;
   MPI_Bcast(&port, 1, MPI_INT, 0, split.comm);
   const auto launch = [&](int size) {
     return detect_launch({}, {.rank = split.rank,

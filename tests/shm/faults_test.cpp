@@ -311,7 +311,7 @@ TEST(Faults, DifferentCallsAreNoticed) {
       }};
   for (std::size_t i = 0; i < calls.size(); ++i) {
     SCOPED_TRACE(i);
-    for (const auto& end : thread_ranks(2, brief("different", 2000), [&](Group& group) {
+    for (const auto& end : thread_ranks(2, brief("different"), [&](Group& group) {
            return outcome([&] { calls[i](group); });
          }))
       expect_begins(end.report, "mismatch");

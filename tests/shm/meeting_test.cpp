@@ -119,7 +119,7 @@ TEST(Meeting, StrangersCannotLeaveDescriptors) {
     ::close(ends_of_pipe[1]);
     // Hangs up when nobody has the other end any more.
     pollfd hang_up{ends_of_pipe[0], POLLIN, 0};
-    return ::poll(&hang_up, 1, 3000) == 1 ? "dropped" : "kept";
+    return ::poll(&hang_up, 1, 8000) == 1 ? "dropped" : "kept";
   });
   EXPECT_EQ(ends[0].report, "good");
   EXPECT_EQ(ends[2].report, "dropped");
@@ -257,7 +257,7 @@ std::vector<RankEnd> meet_after(const std::function<void(int)>& before, const ch
   return fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
     before(rank);
     return outcome([&] {
-      Group group = Group::meet(rank, 2, directory, brief(name, 3000));
+      Group group = Group::meet(rank, 2, directory, brief(name));
       double value = rank;
       group.all_reduce(&value, &value, 1, Element::float64, {});
       if (value != 1) throw Error("wrong sum");
@@ -293,7 +293,7 @@ TEST(Meeting, NoMemoryForIt) {
          // The second guard: what is tested here must not claim all memory if it fails.
          const rlimit small{1 << 30, 1 << 30};
          ::setrlimit(RLIMIT_FSIZE, &small);
-         Options options = brief("large", 3000);
+         Options options = brief("large");
          options.arena_bytes = std::size_t{1} << 39;
          return outcome([&] { Group::meet(rank, 2, directory, options); });
        })) {
@@ -304,7 +304,7 @@ TEST(Meeting, NoMemoryForIt) {
 
 TEST(Meeting, OptionsDiffer) {
   const auto ends = fork_ranks(2, [&](int rank, const Directory& directory) {
-    Options options = brief("options", 3000);
+    Options options = brief("options");
     options.arena_bytes = rank == 0 ? 4096 : 8192;
     return outcome([&] { Group::meet(rank, 2, directory, options); });
   });
