@@ -116,7 +116,7 @@ TEST(LauncherEnd, LingerLetsTheOthersEndByThemselves) {
 }
 
 TEST(LauncherEnd, LingerDoesNotReachBeyondTheTimeLimit) {
-  Process run(command(2, {"--linger", "90", "--timeout", "1"}, {"@0:exit=6", "pause"}));
+  Process run(command(2, {"--linger", "90", "--timeout", "3"}, {"@0:exit=6", "pause"}));
   EXPECT_EQ(run.finish(std::chrono::seconds(30)), 6);
   EXPECT_TRUE(run.holds("first failure: rank 0: exit code 6")) << run.err();
 }
@@ -139,7 +139,7 @@ TEST(LauncherEnd, TimeLimitNamesWhoStillRuns) {
 }
 
 TEST(LauncherEnd, AStoppedRankDoesNotOutliveTheTimeLimit) {
-  Process run(command(2, {"--timeout", "1"}, {"@0:kill=19", "@0:print=never", "exit=0"}));
+  Process run(command(2, {"--timeout", "3"}, {"@0:kill=19", "@0:print=never", "exit=0"}));
   EXPECT_EQ(run.finish(), 124);
   EXPECT_TRUE(run.holds("still running: ranks [0]")) << run.err();
   EXPECT_TRUE(run.all_gone());
@@ -158,7 +158,9 @@ TEST(LauncherEnd, AProgramThatCannotBeStarted) {
 
 TEST(LauncherSignals, AreForwardedToEveryRank) {
   for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
-    Process run(command(3, {}, {"catch=" + std::to_string(number), "print=ready", "pause"}));
+    // Long enough for a rank that the machine keeps from its handler.
+    Process run(
+        command(3, {"--grace", "90"}, {"catch=" + std::to_string(number), "print=ready", "pause"}));
     ASSERT_TRUE(run.await({"[0] ready", "[1] ready", "[2] ready"}));
     run.signal(number);
     EXPECT_EQ(run.finish(), 40) << "the status is the ranks' own";
