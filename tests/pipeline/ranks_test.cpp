@@ -257,7 +257,7 @@ TEST(PipelineKilled, InEachPhaseTheOthersEndAndSayWhere) {
           }
           return "no error";
         },
-        std::chrono::seconds(20), {true, bad != 1, bad != 2});
+        std::chrono::seconds(30), {true, bad != 1, bad != 2});
     EXPECT_EQ(ends[bad].signal, SIGKILL);
     for (const int rank : {0, 1, 2}) {
       if (rank == bad) continue;
