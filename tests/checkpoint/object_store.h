@@ -249,23 +249,28 @@ class HttpIO : public CheckpointIO {
     const auto refuse = [&](const std::string& why) {
       throw FileError(concat("'", where(name), "': ", method, ": ", why));
     };
-    const Deadline deadline = deadline_after(limit_);
+    // Who is never answered need not wait for long.
+    const auto limit = fault == Fault::slow ? std::chrono::milliseconds(60) : limit_;
+    const std::string late = concat("no answer within ", limit.count(), " ms");
+    const Deadline deadline = deadline_after(limit);
     try {
       const detail::Socket socket = detail::connect_to("127.0.0.1", port_, false, deadline);
       const std::size_t sent = fault == Fault::dies_within ? text.size() / 2 : text.size();
-      if (detail::send_all(socket, text.data(), sent, deadline) != detail::Transfer::done)
-        refuse("the store takes nothing");
+      const auto transfer = detail::send_all(socket, text.data(), sent, deadline);
+      if (transfer != detail::Transfer::done)
+        refuse(transfer == detail::Transfer::late ? late : "the store takes nothing");
       if (fault == Fault::dies_within) ::kill(::getpid(), SIGKILL);
       const auto got = receive_http(socket, deadline);
       if (fault == Fault::dies_after) ::kill(::getpid(), SIGKILL);
-      if (!got) refuse(concat("no answer within ", limit_.count(), " ms"));
+      if (!got) refuse(late);
       const int status = std::stoi(got->first.substr(got->first.find(' ')));
       if (!good.contains(status)) refuse(concat("status ", status));
       return {status, got->body};
     } catch (const FileError&) {
       throw;
     } catch (const Error& e) {
-      throw FileError(concat("'", where(name), "': ", e.what()));
+      const bool over = time_left(deadline).count() == 0;
+      throw FileError(concat("'", where(name), "': ", over ? late : e.what()));
     }
   }
 

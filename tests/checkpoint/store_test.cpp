@@ -112,7 +112,6 @@ TEST(CheckpointStore, AFaultAtEveryCallIsToldOnAllRanksAndNothingIsLost) {
           Checkpointer checkpoints(manager, io, {.keep_last = 1});
           checkpoints.save("first", state_of(manager, 1));
           if (mine) io->fail_at(at, fault);
-          if (mine && fault == Fault::slow) io->set_limit(std::chrono::milliseconds(60));
           try {
             checkpoints.save("second", state_of(manager, 2));
           } catch (const FileError& e) {
@@ -160,7 +159,8 @@ TEST(CheckpointStore, ADeadOneIsAnErrorOnAllRanksWithinTheLimit) {
       const std::string why = thrown<FileError>(call);
       EXPECT_TRUE(contains(why, "no answer within 100 ms")) << why;
     }
-    EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
+    EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(15))
+        << "the limit of the groups is 20 s";
   });
 }
 
