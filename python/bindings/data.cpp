@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -62,6 +63,28 @@ class PythonStream final : public IterableDataset {
 
  private:
   PythonFunction next_;
+};
+
+// Each shard that is opened has a number of its own, by which Python keeps its iterator.
+class PythonShards final : public StreamShards {
+ public:
+  PythonShards(std::uint64_t size, PythonFunction next) : size_(size), next_(next) {}
+  std::uint64_t size() const override { return size_; }
+  std::unique_ptr<IterableDataset> open(std::uint64_t shard, std::uint64_t from) const override {
+    return std::make_unique<One>(next_, std::array<std::uint64_t, 3>{opened_++, shard, from});
+  }
+
+ private:
+  struct One final : IterableDataset {
+    One(PythonFunction next, std::array<std::uint64_t, 3> which) : next_(next), which(which) {}
+    std::optional<Sample> next() override { return ask(next_, which); }
+    PythonFunction next_;
+    std::array<std::uint64_t, 3> which;
+  };
+
+  std::uint64_t size_;
+  PythonFunction next_;
+  mutable std::uint64_t opened_ = 0;  // by one thread at a time
 };
 
 struct PySource : torch::CustomClassHolder {
@@ -224,7 +247,8 @@ using LoaderPtr = c10::intrusive_ptr<PyLoader>;
 struct PyStreamLoader : torch::CustomClassHolder {
   PyStreamLoader(std::int64_t stream, std::int64_t rows, const GroupPtr& group,
                  const std::string& uneven, const std::vector<at::Tensor>& example,
-                 std::int64_t workers, std::int64_t prefetch, double stall_limit) {
+                 std::int64_t workers, std::int64_t prefetch, double stall_limit,
+                 const Numbers& sharding) {
     StreamOptions options;
     options.uneven = uneven_data(uneven);
     options.example = example;
@@ -233,8 +257,18 @@ struct PyStreamLoader : torch::CustomClassHolder {
     options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
     const auto function =
         reinterpret_cast<PythonFunction>(stream);  // NOLINT(performance-no-int-to-ptr)
-    loader.emplace(std::make_shared<PythonStream>(function), rows, group->group,
-                   std::move(options));
+    if (sharding.empty()) {
+      loader.emplace(std::make_shared<PythonStream>(function), rows, group->group,
+                     std::move(options));
+      return;
+    }
+    // shards, lanes, shuffle, seed, epochs
+    const auto shards = std::make_shared<PythonShards>(natural(sharding.at(0), "shards"), function);
+    loader.emplace(
+        shards,
+        ShardedStreamOptions{sharding.at(1), sharding.at(2) != 0, natural(sharding.at(3), "seed"),
+                             natural(sharding.at(4), "epochs")},
+        rows, group->group, std::move(options));
   }
   StreamLoader& open() {
     if (!loader) throw InvalidArgument("the loader is closed");
@@ -391,7 +425,8 @@ void register_data(Library& library) {
   });
   library.class_<PyStreamLoader>("StreamLoader")
       .def(torch::init<std::int64_t, std::int64_t, const GroupPtr&, const std::string&,
-                       const std::vector<at::Tensor>&, std::int64_t, std::int64_t, double>())
+                       const std::vector<at::Tensor>&, std::int64_t, std::int64_t, double,
+                       const Numbers&>())
       .def("next",
            [](const StreamPtr& self) {
              // step, rows, real, global real; none of them at the end

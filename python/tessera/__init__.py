@@ -237,7 +237,7 @@ from tessera._state import (
     OfRank,
     RandomState,
 )
-from tessera._streams import StreamBatch, StreamLoader
+from tessera._streams import StreamBatch, StreamLoader, StreamShards
 from tessera._tables import (
     RowwiseAdagrad,
     SparseAdam,
@@ -369,6 +369,7 @@ __all__ = [
     "StepWeight",
     "StreamBatch",
     "StreamLoader",
+    "StreamShards",
     "TensorDataset",
     "TensorParallelPlan",
     "TimeoutError",

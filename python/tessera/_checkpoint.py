@@ -50,7 +50,7 @@ def _part(key, thing, state):
     if isinstance(thing, OfRank):
         return ValuePart(key, thing.thing, True)
     # Of these each rank has its own.
-    return ValuePart(key, thing, isinstance(thing, (torch.Generator, StreamLoader)))
+    return ValuePart(key, thing, isinstance(thing, torch.Generator) or isinstance(thing, StreamLoader) and not thing.sharded)
 
 
 def _parts(state):

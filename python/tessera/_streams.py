@@ -1,4 +1,4 @@
-"""Streams: samples in sequence, without positions, one stream a rank."""
+"""Streams: samples in sequence, one stream a rank, or shards that the ranks divide."""
 
 import weakref
 from dataclasses import dataclass
@@ -28,6 +28,45 @@ class StreamBatch:
     mask: torch.Tensor | None
 
 
+class StreamShards:
+    """Shards (files, archives, topics) that ranks read as one stream, which goes on where it stopped, on any number of ranks.
+
+    `count`: of shards, the same on all ranks. `open(shard, sample)`: an iterable of the samples of `shard` from number `sample` on. `lanes`: how many shards are
+    open at the same time over all ranks: a divisor of the rows of a global batch, at most `count`, at least the number of ranks that ever read; 0: the largest up
+    to 64. Lanes, not ranks, decide the order: lane l has every `lanes`-th shard of an epoch's order, and a batch equally many rows of each. `shuffle`: shards in
+    an order that `seed` draws for each epoch. `epochs`: 0 is without end. To be given to a `StreamLoader`, which raises ValueError for lanes out of range.
+
+    >>> shards = ts.StreamShards(4, lambda shard, sample: ([torch.tensor(10 * shard + i)] for i in range(sample, 3)), lanes=2, shuffle=False)
+    >>> loader = ts.StreamLoader(shards, rows=4)
+    >>> loader.next().tensors[0].tolist(), loader.next().tensors[0].tolist()
+    ([0, 1, 10, 11], [2, 20, 12, 30])
+    >>> again = ts.StreamLoader(shards, rows=4)
+    >>> again.restore(loader.state()); again.next().tensors[0].tolist()
+    [21, 22, 31, 32]
+    """
+
+    def __init__(self, count, open, *, lanes=0, shuffle=True, seed=0, epochs=1):
+        self.count, self.open, self.lanes, self.shuffle, self.seed, self.epochs = count, open, lanes, shuffle, seed, epochs
+
+    def _following(self):
+        """What the library calls: (number of the opened shard, shard, first sample) -> its next sample."""
+        opened = {}
+
+        def following(numbers):
+            which, shard, sample = numbers
+            if which not in opened:
+                while len(opened) >= (self.lanes or 64):  # the oldest: lanes that were put elsewhere
+                    del opened[next(iter(opened))]
+                opened[which] = iter(self.open(shard, sample))
+            try:
+                return next(opened[which])
+            except BaseException:
+                del opened[which]
+                raise
+
+        return following
+
+
 class StreamLoader:
     """Batches from iterables, one stream per rank, whose lengths may differ: the ranks agree before every step, so that none waits for one that has ended.
 
@@ -45,6 +84,9 @@ class StreamLoader:
     >>> again.restore(state, replay=True); again.next().step
     1
 
+    `stream`: an iterable of this rank's samples and `rows` the size of this rank's batch; or a `StreamShards`, the same on all ranks, and `rows` that of the global
+    batch, of which each rank of `group` reads its lanes' (`mesh.group("data")`: ranks of one coordinate along `data` read the same).
+
     `uneven`: at a step for which some ranks have a full batch and others do not: "error" (default), "drop", "pad", "weight_zero". `example`: a sample,
     from which a rank whose stream is empty knows the shapes. `transform`: applied to each sample, in the threads.
 
@@ -52,18 +94,21 @@ class StreamLoader:
     """
 
     def __init__(self, stream, rows, group=None, *, uneven="error", example=(), workers=0, prefetch=2, stall_limit=120.0, transform=None):
-        iterator, self._errors = iter(stream), Callbacks()
+        self.sharded, self._errors = isinstance(stream, StreamShards), Callbacks()
+        sharding = [stream.count, stream.lanes, int(stream.shuffle), stream.seed, stream.epochs] if self.sharded else []
+        iterator = None if self.sharded else iter(stream)
+        follow = stream._following() if self.sharded else lambda _: next(iterator)
 
-        def following(_):
+        def following(numbers):
             try:
-                sample = next(iterator)
+                sample = follow(numbers)
             except StopIteration:
                 return None
             return _tensors(transform(sample) if transform else sample)
 
         self._reader = _kept(self._errors.calling(following))
         on = (world() if group is None else group)._handle
-        self._handle = classes.StreamLoader(address(self._reader), rows, on, uneven, _tensors(example), workers, prefetch, float(stall_limit))
+        self._handle = classes.StreamLoader(address(self._reader), rows, on, uneven, _tensors(example), workers, prefetch, float(stall_limit), sharding)
         self.close = weakref.finalize(self, _close, self._handle, self._reader)
 
     def next(self):
@@ -79,9 +124,9 @@ class StreamLoader:
             yield batch
 
     def state(self):
-        """Steps and samples so far, as text."""
+        """Steps and samples so far, as text; of shards the place of every lane, the same on all ranks."""
         return self._handle.state()
 
     def restore(self, state, replay=False):
-        """A stream without positions cannot be resumed: raises, or with `replay` reads and throws away as many samples."""
+        """Shards go on where they were, on any number of ranks. A stream without positions cannot be resumed: raises, or with `replay` reads and throws away as many samples."""
         self._handle.restore(state, replay)

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/hash.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
@@ -17,6 +18,7 @@
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"
 #include "tessera/data/loader.h"  // StalledError
+#include "tessera/partition/partition.h"
 
 namespace tessera {
 
@@ -31,6 +33,8 @@ struct StreamLoader::Engine {
     std::uint64_t taken = 0;  // samples taken from the stream
     bool ended = false;       // the stream has no more
     bool done = false;
+    bool moved = false;  // a lane of this rank went on to another shard, or has ended
+    std::vector<ShardedStream::Place> places;  // of this rank's lanes, after it
     std::vector<Sample> samples;
     std::vector<at::Tensor> stacked;
     std::string failure;  // what the stream or the transform threw
@@ -38,6 +42,8 @@ struct StreamLoader::Engine {
   };
 
   std::shared_ptr<IterableDataset> dataset;
+  std::optional<ShardedStream> lanes;  // in place of the dataset
+  Interval own;                        // this rank's lanes
   std::int64_t rows;
   StreamOptions options;
 
@@ -53,8 +59,9 @@ struct StreamLoader::Engine {
   int running = 0;  // workers that have not ended
 
   // Reads the slot's samples from the stream. One thread at a time.
-  void take(Slot& slot) const {
+  void take(Slot& slot) {
     slot.failure = told([&] {
+      if (lanes) return take_of_lanes(slot);
       while (slot.taken < static_cast<std::uint64_t>(rows)) {
         slot.failed_at = slot.first + slot.taken;
         auto sample = dataset->next();
@@ -64,6 +71,24 @@ struct StreamLoader::Engine {
         slot.samples.push_back(std::move(*sample));
       }
     });
+  }
+
+  void take_of_lanes(Slot& slot) {
+    slot.ended = true;
+    for (int lane = static_cast<int>(own.begin); lane < own.end; ++lane) {
+      const ShardedStream::Place before = lanes->place(lane);
+      for (std::int64_t i = 0; i < lanes->rows_of_lane(); ++i) {
+        slot.failed_at = slot.first + slot.taken;
+        auto sample = lanes->next(lane);
+        if (!sample) break;
+        ++slot.taken;
+        slot.samples.push_back(std::move(*sample));
+      }
+      const ShardedStream::Place after = lanes->place(lane);
+      slot.moved = slot.moved || after.turn != before.turn;
+      slot.ended = slot.ended && lanes->dry(lane, after);
+      slot.places.push_back(after);
+    }
   }
 
   // Makes a batch of the slot's samples before the ranks agree, so that samples that cannot be
@@ -151,8 +176,9 @@ struct StreamLoader::Engine {
     work.notify_one();
   }
 
-  // To be called while no thread reads; what was read ahead is dropped.
-  void go_back(std::uint64_t samples) {
+  // What was read ahead is dropped; `again` puts the stream where it is to go on, while no thread
+  // reads it, after `samples` of them.
+  void go_back(std::uint64_t samples, const std::function<void()>& again) {
     std::unique_lock lock(mutex);
     begun = false;
     if (!rested.wait_until(lock, deadline_after(options.stall_limit), [&] { return !reading; }))
@@ -160,10 +186,14 @@ struct StreamLoader::Engine {
                                 " ms; it cannot be restored meanwhile"));
     slots.clear();
     ended = false;
-    for (taken = 0; taken < samples; ++taken)
-      if (!dataset->next())
-        throw ConfigurationError(concat("the stream ended after ", taken,
-                                        " samples, the state was saved after ", samples));
+    taken = samples;
+    again();
+  }
+
+  // This rank's lanes go to their places among those of all.
+  void go_to(const std::vector<ShardedStream::Place>& places) {
+    for (auto lane = own.begin; lane < own.end; ++lane)
+      lanes->go_to(static_cast<int>(lane), places[static_cast<std::size_t>(lane)]);
   }
 
  private:
@@ -190,6 +220,29 @@ StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_
   if (!dataset || rows < 1)
     throw InvalidArgument(concat("a stream loader with batches of ", rows,
                                  " rows; it needs a dataset and at least 1 row"));
+  engine_->dataset = std::move(dataset);
+  begin(std::move(options));
+}
+
+StreamLoader::StreamLoader(std::shared_ptr<const StreamShards> shards,
+                           const ShardedStreamOptions& sharding, std::int64_t rows, Group group,
+                           StreamOptions options)
+    : rows_(0),
+      group_(std::move(group)),
+      uneven_(options.uneven),
+      last_(options.example),
+      engine_(std::make_shared<Engine>()) {
+  const auto& lanes = engine_->lanes.emplace(std::move(shards), sharding, rows);
+  if (lanes.lanes() < group_.size())
+    throw InvalidArgument(concat(lanes.lanes(), " lanes for ", group_.size(),
+                                 " ranks; each rank reads one at least"));
+  engine_->own = Partition::even(lanes.lanes(), group_.size()).interval(group_.rank());
+  rows_ = engine_->own.size() * lanes.rows_of_lane();
+  places_.resize(static_cast<std::size_t>(lanes.lanes()));
+  begin(std::move(options));
+}
+
+void StreamLoader::begin(StreamOptions options) {
   if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
     throw InvalidArgument(concat("a stream loader with ", options.workers, " workers, ",
                                  options.prefetch, " batches ahead and a limit of ",
@@ -200,29 +253,65 @@ StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_
       options.names.size() != options.example.size())
     throw InvalidArgument(concat("an example of ", options.example.size(), " tensors and ",
                                  options.names.size(), " names for them: ", list(options.names)));
-  engine_->dataset = std::move(dataset);
-  engine_->rows = rows;
+  engine_->rows = rows_;
   engine_->options = std::move(options);
   detail::start_workers(engine_, engine_->options.workers);
 }
 
 StreamLoader::~StreamLoader() { detail::stop_workers(*engine_, "StreamLoader"); }
 
+bool StreamLoader::sharded() const { return engine_->lanes.has_value(); }
+
+void StreamLoader::stay(std::uint64_t taken) {
+  if (!sharded()) return;
+  taken_ = taken;
+  ended_ = false;
+  engine_->go_back(taken, [&] { engine_->go_to(places_); });
+}
+
+void StreamLoader::follow(std::vector<ShardedStream::Place> mine, bool moved) {
+  const ShardedStream& lanes = *engine_->lanes;
+  if (!moved) {
+    for (int lane = 0; lane < lanes.lanes(); ++lane) {
+      auto& place = places_[static_cast<std::size_t>(lane)];
+      if (!lanes.dry(lane, place)) place.sample += static_cast<std::uint64_t>(lanes.rows_of_lane());
+    }
+    return;
+  }
+  if (mine.empty())  // a rank whose lanes have ended reads no more
+    mine.assign(places_.begin() + engine_->own.begin, places_.begin() + engine_->own.end);
+  const auto all = agree::all<std::vector<ShardedStream::Place>>(
+      group_, "stream_loader", [&] { return mine; }, {.name = "stream_loader"});
+  places_.clear();
+  for (const auto& of : all) places_.insert(places_.end(), of.begin(), of.end());
+}
+
 std::optional<StreamBatch> StreamLoader::next() {
+  if (sharded() && !compared_) {
+    agree::same(group_, "what is read of the shards",
+                concat(engine_->lanes->describe(), "\nuneven ", static_cast<int>(uneven_),
+                       "\nnames ", list(engine_->options.names)));
+    compared_ = true;
+  }
+  const std::uint64_t before = taken_;
   const auto slot = ended_ ? std::make_shared<Engine::Slot>() : engine_->next();
   const std::string failure = slot ? slot->failure : std::string();
   // Everything that the ranks must agree on before the step.
   struct Said {
     std::int64_t samples, batch;
-    bool knows_shapes, failed, stalled;
+    bool knows_shapes, failed, stalled, moved;
   };
   const auto n = slot ? static_cast<std::int64_t>(slot->samples.size()) : 0;
   const auto all = agree::all<Said>(
       group_, "stream_loader",
-      [&] { return Said{n, rows_, n > 0 || !last_.empty(), !failure.empty(), !slot}; },
+      [&] {
+        return Said{
+            n, rows_, n > 0 || !last_.empty(), !failure.empty(), !slot, slot && slot->moved};
+      },
       {.name = "stream_loader"});
   std::vector<int> empty, partial, shapeless, failed, stalled;
   std::int64_t total = 0;
+  bool moved = false;
   for (int r = 0; r < group_.size(); ++r) {
     const Said& of = all[r];
     const int rank = group_.ranks()[r];
@@ -232,6 +321,7 @@ std::optional<StreamBatch> StreamLoader::next() {
     if (!of.knows_shapes) shapeless.push_back(rank);
     if (of.failed) failed.push_back(rank);
     if (of.stalled) stalled.push_back(rank);
+    moved = moved || of.moved;
   }
   // A rank that has its samples keeps them until the others have theirs.
   if (!stalled.empty())
@@ -242,20 +332,26 @@ std::optional<StreamBatch> StreamLoader::next() {
   engine_->pop();
   taken_ += slot->taken;
   ended_ = ended_ || slot->ended;
-  if (!failed.empty())
+  if (!failed.empty()) {
+    stay(before);
     throw SampleError(concat("the streams of ranks ", list(failed), " failed at step ", step_,
                              failure.empty() ? ""
                                              : concat("; this rank's, at sample ", slot->failed_at,
                                                       ": ", failure)),
                       failure.empty() ? taken_ : slot->failed_at);
+  }
   if (total == 0) return std::nullopt;
   if (!partial.empty()) {
-    if (uneven_ == UnevenData::error && static_cast<int>(partial.size()) < group_.size())
+    const bool mixed = static_cast<int>(partial.size()) < group_.size();
+    const bool pads = uneven_ == UnevenData::pad || uneven_ == UnevenData::weight_zero;
+    if ((uneven_ == UnevenData::error && (mixed || !empty.empty())) || (pads && !shapeless.empty()))
+      stay(before);
+    if (uneven_ == UnevenData::error && mixed)
       throw UnevenDataError(concat("at step ", step_, " ranks ", list(partial), " of group '",
                                    group_.name(),
                                    "' have no full batch and others have; choose drop, pad or "
                                    "weight_zero, or give every rank the same number of samples"));
-    if (uneven_ == UnevenData::error && static_cast<int>(empty.size()) > 0)
+    if (uneven_ == UnevenData::error && !empty.empty())
       throw UnevenDataError(
           concat("at step ", step_, " ranks ", list(empty), " of group '", group_.name(),
                  "' have no sample and others have a few; choose drop, pad or weight_zero"));
@@ -263,12 +359,13 @@ std::optional<StreamBatch> StreamLoader::next() {
       ended_ = true;
       return std::nullopt;
     }
-    if ((uneven_ == UnevenData::pad || uneven_ == UnevenData::weight_zero) && !shapeless.empty())
+    if (pads && !shapeless.empty())
       throw UnevenDataError(concat("the streams of ranks ", list(shapeless),
                                    " were empty from the start, so they do not know the shapes; "
                                    "give StreamLoader an example sample"));
   }
 
+  if (sharded()) follow(std::move(slot->places), moved);
   StreamBatch batch;
   batch.step = step_++;
   batch.real = n;
@@ -287,9 +384,44 @@ std::optional<StreamBatch> StreamLoader::next() {
   return batch;
 }
 
-std::string StreamLoader::state() const { return concat("tessera-stream-1 ", step_, ' ', taken_); }
+std::string StreamLoader::state() const {
+  if (!sharded()) return concat("tessera-stream-1 ", step_, ' ', taken_);
+  std::string text =
+      concat("tessera-stream-2 ", Hash().text(engine_->lanes->describe()).value(), ' ', step_);
+  for (const auto& place : places_) text += concat(' ', place.turn, ' ', place.sample);
+  return concat(text, ' ', Hash().text(text).value());
+}
+
+// A text of state() of shards.
+void StreamLoader::restore_places(const std::string& state) {
+  const auto end = state.rfind(' ');
+  const auto words = detail::words_of(state);
+  if (words.empty() || words[0] != "tessera-stream-2" ||
+      words.back() != std::to_string(Hash().text(state.substr(0, end)).value()) ||
+      words.size() % 2 != 0)
+    throw ConfigurationError(
+        "this is no state of a loader of shards, or it was truncated or changed");
+  const std::string here = engine_->lanes->describe();
+  if (words[1] != std::to_string(Hash().text(here).value()) ||
+      words.size() != 4 + 2 * places_.size())
+    throw ConfigurationError(
+        concat("the state is of other shards, lanes, rows, seed or epochs than this loader's (",
+               here, "); they decide which samples come next, and stay the same"));
+  std::vector<std::uint64_t> numbers;
+  for (std::size_t i = 2; i + 1 < words.size(); ++i)
+    numbers.push_back(parse_number(words[i]).value_or(0));
+  std::vector<ShardedStream::Place> places;
+  for (std::size_t i = 1; i < numbers.size(); i += 2)
+    places.push_back({numbers[i], numbers[i + 1]});
+  engine_->go_back(0, [&] { engine_->go_to(places); });
+  places_ = std::move(places);
+  step_ = numbers[0];
+  taken_ = 0;
+  ended_ = false;
+}
 
 void StreamLoader::restore(const std::string& state, bool replay) {
+  if (sharded()) return restore_places(state);
   const auto words = detail::words_of(state);
   std::optional<std::uint64_t> step_read, taken_read;
   if (words.size() == 3 && words[0] == "tessera-stream-1") {
@@ -305,7 +437,12 @@ void StreamLoader::restore(const std::string& state, bool replay) {
                               "restore(state, replay = true), which reads them again"));
   TORCH_WARN("StreamLoader: reading ", taken, " samples again to come back to step ", step,
              "; this is right only if the stream repeats itself");
-  engine_->go_back(taken);
+  engine_->go_back(taken, [&] {
+    for (std::uint64_t i = 0; i < taken; ++i)
+      if (!engine_->dataset->next())
+        throw ConfigurationError(
+            concat("the stream ended after ", i, " samples, the state was saved after ", taken));
+  });
   step_ = step;
   taken_ = taken;
   ended_ = false;

@@ -1,6 +1,7 @@
 #pragma once
-// StreamLoader: batches from iterable datasets, one stream per rank, whose lengths may differ. The
-// ranks agree before every step, so that none waits for another whose stream has ended.
+// StreamLoader: batches from iterable datasets, one stream per rank, whose lengths may differ, or
+// from shards that the ranks divide. The ranks agree before every step, so that none waits for
+// another whose stream has ended.
 //
 //   StreamLoader loader(socket, 32, manager.world(), {.uneven = UnevenData::pad, .workers = 2,
 //     .transform = decode});
@@ -10,12 +11,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
+#include "tessera/data/sharded_stream.h"
 #include "tessera/data/tensor_batch.h"
 
 namespace tessera {
@@ -74,32 +77,48 @@ class StreamLoader : Pinned {
   /// InvalidArgument for options out of range.
   StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_t rows, Group group,
                StreamOptions options = {});
+  /// Shards that the ranks of `group` divide: each reads some of the lanes, and so `rows` (of the
+  /// global batch) in proportion. Ranks that share samples are each in a group of their own, at the
+  /// same place: mesh.group("data"), on every coordinate of the other axes. Throws InvalidArgument
+  /// for fewer lanes than ranks, and as ShardedStream.
+  StreamLoader(std::shared_ptr<const StreamShards> shards, const ShardedStreamOptions& sharding,
+               std::int64_t rows, Group group, StreamOptions options = {});
   ~StreamLoader();
 
   /// The next batch, or nullopt once the ranks have agreed that the data has ended. Collective: one
   /// small all-gather. Throws on every rank SampleError (a stream or transform failed, with the
-  /// sample's position on the rank where it did; that step's samples are lost), StalledError,
-  /// UnevenDataError.
+  /// sample's position on the rank where it did; that step's samples are lost, but those of shards,
+  /// which the next call reads again), StalledError, UnevenDataError. Ranks that were given other
+  /// shards or options throw MismatchError at the first call.
   std::optional<StreamBatch> next();
 
   /// Number of steps and samples so far, as text: those that next() delivered, whatever has been
-  /// read ahead.
+  /// read ahead. Of shards: the place of every lane, the same on all ranks.
   std::string state() const;
   /// Restores a state by reading again: a stream without positions cannot be resumed otherwise.
   /// With `replay` false it throws NotAvailable. With true it reads and discards as many samples as
   /// the state says, with a warning that names their number; that is correct only for a stream that
-  /// starts again from the beginning and repeats itself. What was read ahead is dropped.
-  void restore(const std::string& state, bool replay);
+  /// starts again from the beginning and repeats itself. What was read ahead is dropped. Shards are
+  /// opened where each lane was, whatever `replay` is and on any number of ranks. Throws
+  /// ConfigurationError for a text of another loader, or a damaged one.
+  void restore(const std::string& state, bool replay = false);
+  /// It reads shards: state() serves any number of ranks.
+  bool sharded() const;
 
  private:
   struct Engine;
+  void begin(StreamOptions options);
+  void stay(std::uint64_t taken);
+  void follow(std::vector<ShardedStream::Place> mine, bool moved);
+  void restore_places(const std::string& state);
 
   std::int64_t rows_;
   Group group_;
   UnevenData uneven_;
   Sample last_;
   std::uint64_t step_ = 0, taken_ = 0;
-  bool ended_ = false;
+  bool ended_ = false, compared_ = false;
+  std::vector<ShardedStream::Place> places_;  // of all lanes, at the next step
   std::shared_ptr<Engine> engine_;
 };
 

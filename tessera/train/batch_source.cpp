@@ -72,7 +72,8 @@ class StreamBatches final : public BatchSource {
   }
   std::string state() const override { return loader_.state(); }
   void restore(const std::string& state) override { loader_.restore(state, replay_); }
-  bool rewinds() const override { return replay_; }
+  bool rewinds() const override { return replay_ || loader_.sharded(); }
+  bool shared_state() const override { return loader_.sharded(); }
   bool ends_together() const override { return true; }
 
  private:

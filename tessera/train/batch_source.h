@@ -54,7 +54,7 @@ class BatchSource {
 std::shared_ptr<BatchSource> batches_of(Loader& loader,
                                         std::function<MicroBatch(LoadedBatch)> make = {});
 /// Batches of a StreamLoader, in which the ranks agree already. There is one epoch: a stream has
-/// one end. `replay`: see StreamLoader::restore.
+/// one end (of shards, as many epochs as it says). `replay`: see StreamLoader::restore.
 std::shared_ptr<BatchSource> batches_of(StreamLoader& loader, bool replay = false);
 /// Batches in memory, the same in every epoch.
 std::shared_ptr<BatchSource> batches_of(std::vector<MicroBatch> batches);

@@ -1,6 +1,10 @@
 """The loader, orders, sources and streams from Python: the batches of one process, on any mesh."""
 
 import gc
+import io
+import pathlib
+import re
+import tarfile
 import threading
 import time
 
@@ -321,3 +325,77 @@ def test_streams_of_different_lengths(workers):
         return True
 
     assert on_ranks(3, body) == [True] * 3
+
+
+def archives_of_the_page(folder, mesh):
+    """A loader as docs/loading.md has it."""
+    page = (pathlib.Path(__file__).resolve().parent.parent.parent / "docs/loading.md").read_text()
+    (block,) = re.findall(r"^<!-- python: loading_tar -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {"ts": ts, "torch": torch, "tarfile": tarfile, "folder": folder, "mesh": mesh}
+    exec(compile(block, "loading.md", "exec"), names)
+    return names["loader"]
+
+
+def test_shards_of_archives(tmp_path):
+    """As many ranks as there may be read the same batches, and go on from a checkpoint of others."""
+    lengths = [4, 0, 7, 3, 5, 2]
+    for shard, length in enumerate(lengths):
+        with tarfile.open(tmp_path / f"{shard:04}.tar", "w") as archive:
+            for i in range(length):
+                data = io.BytesIO()
+                torch.save([torch.tensor([shard, i])], data)
+                member = tarfile.TarInfo(f"{i}.pt")
+                member.size = data.tell()
+                archive.addfile(member, io.BytesIO(data.getvalue()))
+
+    def steps(ranks, saved="", save_at=-1):
+        def body(rank):
+            loader = archives_of_the_page(tmp_path, ts.Mesh({"data": ranks}))
+            checkpoints = ts.Checkpointer(tmp_path / "runs")
+            if saved:
+                checkpoints.load(saved, {"loader": loader})
+            got = {}
+            for batch in loader:
+                got[batch.step] = batch.tensors[0][: batch.real].tolist()
+                if batch.step == save_at:
+                    checkpoints.save(f"on-{ranks}", {"loader": loader})
+            return got
+
+        every = on_ranks(ranks, body)
+        assert all(got.keys() == every[0].keys() for got in every)
+        return {step: sum((got[step] for got in every), []) for step in every[0]}
+
+    whole = steps(1)
+    assert sorted(sum(whole.values(), [])) == [[s, i] for s, n in enumerate(lengths) for i in range(n)]
+    assert steps(2, save_at=1) == steps(3) == whole
+    rest = {step: batch for step, batch in whole.items() if step > 1}
+    assert rest and steps(1, "on-2") == steps(3, "on-2") == rest
+
+
+def test_a_shard_that_fails_is_named_and_read_again():
+    tries = []
+
+    def samples(shard, sample):
+        for i in range(sample, 4):
+            if (shard, i) == (1, 2) and len(tries) < 2:
+                tries.append(sample)
+                raise OSError("the server is away")
+            yield [torch.tensor(10 * shard + i)]
+
+    def body(rank):
+        loader = ts.StreamLoader(ts.StreamShards(2, samples, shuffle=False), rows=2)
+        got = []
+        for _ in range(2):
+            got += loader.next().tensors[0].tolist()
+        for _ in range(2):
+            with pytest.raises(ts.SampleError, match="shard 1, sample 2: .*the server is away") as raised:
+                loader.next()
+            assert isinstance(raised.value.__cause__, OSError)
+        got += [x for batch in loader for x in batch.tensors[0].tolist()]
+        assert got == [0, 10, 1, 11, 2, 12, 3, 13] and tries == [0, 2]
+        with pytest.raises(ValueError, match="divisor"):
+            ts.StreamLoader(ts.StreamShards(4, samples, lanes=3), rows=4)
+        with pytest.raises(ValueError, match="seed"):
+            ts.StreamLoader(ts.StreamShards(4, samples, seed=-1), rows=4)
+
+    on_ranks(1, body)

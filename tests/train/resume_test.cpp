@@ -186,8 +186,30 @@ TEST(Generators, AreKeptSetAndForked) {
   });
 }
 
-// On other ranks: the same samples, values to round-off. Each rank has its batches from a Loader.
-TEST(ResumedTraining, OnOtherRankCountsFromALoader) {
+// Six shards of a dataset's samples, four each or fewer.
+struct Sixth : StreamShards {
+  explicit Sixth(std::shared_ptr<const Dataset> data) : data(std::move(data)) {}
+  struct One : IterableDataset {
+    One(const Dataset& data, std::uint64_t at, std::uint64_t end) : data(data), at(at), end(end) {}
+    std::optional<Sample> next() override {
+      if (at >= end) return std::nullopt;
+      return data.get(at++);
+    }
+    const Dataset& data;
+    std::uint64_t at, end;
+  };
+  std::uint64_t size() const override { return 6; }
+  std::unique_ptr<IterableDataset> open(std::uint64_t shard, std::uint64_t from) const override {
+    return std::make_unique<One>(*data, 4 * shard + from, std::min(4 * shard + 4, data->size()));
+  }
+  std::shared_ptr<const Dataset> data;
+};
+
+// On other ranks: the same samples, values to round-off. Each rank has its batches from a Loader,
+// or from a stream of shards without end.
+class ResumedOnOtherRanks : public ::testing::TestWithParam<bool> {};
+
+TEST_P(ResumedOnOtherRanks, GoesOnWithTheSameSamples) {
   at::Generator own = at::detail::createCPUGenerator(2);
   const auto data = std::make_shared<TensorDataset>(std::vector<at::Tensor>{
       at::randn({23, 3}, own, at::kDouble), at::randn({23, 2}, own, at::kDouble)});
@@ -199,6 +221,8 @@ TEST(ResumedTraining, OnOtherRankCountsFromALoader) {
     const Mesh mesh({{"data", manager.world_size()}});
     Loader loader({data}, std::make_shared<FixedOrder>(order, BatchSchedule(6)),
                   batch_mapping(mesh, {"data"}), manager.rank(), {.workers = 1});
+    StreamLoader stream(std::make_shared<Sixth>(data), {.lanes = 6, .seed = 4, .epochs = 0}, 6,
+                        manager.world(), {.workers = 1});
     Regression task;
     TrainerOptions options;
     options.session.signals = false;
@@ -209,11 +233,12 @@ TEST(ResumedTraining, OnOtherRankCountsFromALoader) {
     else
       options.strategy = std::make_shared<DDPStrategy>(manager);
     options.max_epochs = 3;
-    options.max_steps = max_steps;
+    options.max_steps = GetParam() && max_steps < 0 ? 12 : max_steps;
     options.checkpoint.folder = folder;
     options.checkpoint.resume = true;
     options.callbacks = {std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{})};
-    const FitResult result = Trainer(options).fit(task, batches_of(loader));
+    const FitResult result =
+        Trainer(options).fit(task, GetParam() ? batches_of(stream) : batches_of(loader));
     EXPECT_EQ(result.steps, max_steps < 0 ? 12 : max_steps);
     return task.values();
   };
@@ -230,6 +255,9 @@ TEST(ResumedTraining, OnOtherRankCountsFromALoader) {
     });
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(FromShards, ResumedOnOtherRanks, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Yes" : "No"; });
 
 TEST(ResumedTraining, ACheckpointOfAnotherShapeIsRefused) {
   const Folder folder;
