@@ -68,6 +68,7 @@ void init(const std::string& backend, double timeout, const std::string& between
     throw ConfigurationError("tessera.init: this rank is initialized already");
   auto options = manager_options(backend, timeout);
   options.between_hosts = between_hosts;
+  if (timeout > 0) options.rendezvous_timeout = options.timeout;  // the wait for ranks to come too
   current() =
       group ? manager_of({.group = *group}, options) : DistributedManager::initialize(options);
 }

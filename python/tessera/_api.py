@@ -9,6 +9,7 @@ import threading
 import torch
 
 from tessera._errors import ConfigurationError
+from tessera._groups import _seconds
 from tessera._library import classes, ops
 from tessera._mesh import Mesh, Spec
 from tessera._placement import ParameterPlacement, from_text, to_text
@@ -22,6 +23,9 @@ def init(backend="", timeout=300.0, between_hosts="auto", process_group=None):
     `process_group`: one of torch.distributed's, whose ranks are the world then, whoever started them; collective over it. They meet through its store; `backend="c10d"` is
     that group itself, for groups of all its ranks. It stays yours: it is not ended here.
 
+    Raises ConfigurationError where the rank is initialized already or what the launcher says cannot be, InvalidArgument for a backend that there is not, ValueError for a
+    negative timeout, NotAvailable for what this build lacks, and TimeoutError, with the ranks that are missing, where the others do not come within `timeout`.
+
     >>> ts.init(timeout=60)              # once, at the start of the program; alone without a launcher
     >>> ts.rank(), ts.world_size()
     (0, 1)
@@ -31,7 +35,7 @@ def init(backend="", timeout=300.0, between_hosts="auto", process_group=None):
             "a worker process has imported this program, which begins with init(): it is no rank and meets no job. "
             "Put what the program does into a function, and call that under `if __name__ == \"__main__\":`"
         )
-    ops.init(backend, float(timeout), between_hosts, None if process_group is None else process_group.boxed())
+    ops.init(backend, _seconds(timeout), between_hosts, None if process_group is None else process_group.boxed())
     atexit.register(shutdown)
 
 
@@ -53,7 +57,7 @@ def rank():
 
 
 def world_size():
-    """How many ranks the job has.
+    """How many ranks the job has. Raises ConfigurationError before `init`.
 
     >>> ts.run_threads(3, lambda rank: ts.world_size())
     [3, 3, 3]
@@ -62,7 +66,7 @@ def world_size():
 
 
 def local_rank():
-    """This rank's number on its host.
+    """This rank's number on its host. Raises ConfigurationError before `init`.
 
     >>> ts.run_threads(2, lambda rank: ts.local_rank())
     [0, 1]
@@ -71,7 +75,7 @@ def local_rank():
 
 
 def manual_seed(seed):
-    """Restarts the random numbers of sharded tensors. The same seed on all ranks.
+    """Restarts the random numbers of sharded tensors. The same seed on all ranks; nothing is compared. Raises ConfigurationError before `init`.
 
     >>> ts.manual_seed(7); a = ts.rand([4], mesh, ts.Shard(0))
     >>> ts.manual_seed(7); b = ts.rand([4], mesh, ts.Replicate())
@@ -83,7 +87,7 @@ def manual_seed(seed):
 
 def set_policies(redistribution="warn", promotion="allow", plain_values="warn"):
     """'allow', 'warn' or 'error': for operators that move shards by themselves, for plain tensors that meet sharded ones, and for such
-    tensors whose values differ by rank (unless 'allow', the first of each shape that an operator is given is compared).
+    tensors whose values differ by rank (unless 'allow', the first of each shape that an operator is given is compared). Raises InvalidArgument for another word.
 
     >>> ts.set_policies(redistribution="error")      # from here on nothing moves unasked: ImplicitRedistributionError
     """
@@ -389,7 +393,7 @@ def run_threads(ranks, fn, backend="", timeout=300.0):
     >>> ts.run_threads(3, lambda rank: ts.world().all_reduce(torch.tensor(rank)).item())
     [3, 3, 3]
     """
-    job = classes.ThreadRanks(ranks, backend, float(timeout))
+    job = classes.ThreadRanks(ranks, backend, _seconds(timeout))
     results, errors, lock = [None] * ranks, [], threading.Lock()
 
     def body(r):

@@ -381,6 +381,7 @@ def nearest_edges(points, places, queries, query_places, count, box=None):
 
 def partition_along_curve(places, parts, weights=None):
     """The part of each point, 0 .. parts - 1: Hilbert's curve through points x dims in pieces of equally many, or equally heavy, points. Communicates nothing.
+    Raises InvalidArgument for fewer than one part, places that are not points x dims, other than one weight a point, and coordinates that are not finite.
 
     >>> ts.partition_along_curve(torch.tensor([[0.0, 0], [9, 9], [0, 1], [9, 8]]), 2).tolist()
     [0, 1, 0, 1]

@@ -8,9 +8,9 @@ from tessera._library import classes, ops
 
 
 def _seconds(timeout):
-    """A limit; 0 is the group's own."""
+    """A limit; 0 is that of the group, or of `init`."""
     if not timeout >= 0:
-        raise ValueError(f"timeout={timeout}: give seconds, or 0 for the group's own limit")
+        raise ValueError(f"timeout={timeout}: give seconds, or 0 for the usual limit")
     return float(timeout)
 
 
@@ -317,7 +317,7 @@ class Group:
 
 
 def world():
-    """The group of all ranks.
+    """The group of all ranks. Raises ConfigurationError before `init`.
 
     >>> ts.world().ranks
     [0]
@@ -344,7 +344,7 @@ def group(which, backend="", timeout=0):
 
 
 def group_names():
-    """The families that `create_process_groups` made, in their order.
+    """The families that `create_process_groups` made, in their order. Raises ConfigurationError before `init`.
 
     >>> def body(rank):
     ...     ts.create_process_groups(ts.ProcessGroupConfig().add_node("model", "world", size=2).add_node("data", "world"))

@@ -41,7 +41,7 @@ void begin(Call& call, const ManagerOptions& options, tessera_job* handle) {
 ManagerOptions options_of(const char* backend, double timeout) {
   ManagerOptions options;
   options.backend = backend ? backend : "";
-  options.timeout = limit_of(timeout);
+  options.timeout = options.rendezvous_timeout = limit_of(timeout);
   options.device = c10::Device(c10::kCPU);
   return options;
 }

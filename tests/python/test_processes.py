@@ -1,7 +1,9 @@
 """Real processes: under torchrun, and under `tessera run`."""
 
+import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -38,6 +40,15 @@ def test_tessera_run(request):
 def test_alone_without_a_launcher():
     done = run(sys.executable, HERE / "ranks_program.py")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said():
+    program = "import tessera as ts\ntry:\n    ts.init(timeout=1.5)\nexcept ts.Error as error:\n    print(type(error).__name__, error)"
+    with socket.socket() as taken:  # where nobody listens
+        taken.bind(("127.0.0.1", 0))
+        place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, env={**os.environ, **place})
+    assert done.returncode == 0 and "Error" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_rank_that_raises_ends_the_job(warm_torchrun):
