@@ -9,7 +9,8 @@
 #   make test        everything: Python's torch, format, build, all tests, lint
 #   make bench       the benchmarks (NAME=comm: one of them; ARGS="--only 'reduce.*mpi'": some of its cases)
 #   make sweep       PyTorch's operator database on sharded tensors under every condition, about 20 minutes; writes docs/operator_table.md
-#   make zoo         models of torchvision, timm, neuraloperator and torch.nn on sharded inputs, beside one process; writes docs/model_table.md
+#   make zoo         models of transformers and diffusers on several axes at once, and models of torchvision, timm, neuraloperator and torch.nn
+#                    on sharded inputs, beside one process; writes docs/model_table.md
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
 #   make test-gpu    what has a way for CUDA, on this machine's GPU, with any libtorch (TORCH=folder); results in build/gpu.json
