@@ -8,7 +8,6 @@
 namespace tessera::test {
 
 using ::tessera::testing::Fault;
-using ::tessera::testing::Folder;
 using ::tessera::testing::HttpIO;
 using ::tessera::testing::ObjectStore;
 

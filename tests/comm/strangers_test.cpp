@@ -229,7 +229,7 @@ TEST(StoreServer, WithoutDescriptorsSaysSo) {
   const int probe = ::dup(listener.fd());
   ::close(probe);
   rlimit few = before;
-  few.rlim_cur = static_cast<rlim_t>(probe + 1);
+  few.rlim_cur = static_cast<rlim_t>(probe) + 1;
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
   std::string why;
   try {

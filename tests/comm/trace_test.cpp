@@ -162,6 +162,7 @@ TEST(Trace, TimelineIsJson) {
       "x['ph'] == 'X']; "
       "assert len(e) == 2 and all(x['pid'] == 3 and x['dur'] >= 0 for x in e), d; assert 'quoted' "
       "in e[0]['name'] and e[0]['args']['bytes'] == 8, d";
+  // NOLINTNEXTLINE(bugprone-command-processor)
   EXPECT_EQ(std::system(("python3 -c \"" +
                          [&] {
                            std::string escaped;

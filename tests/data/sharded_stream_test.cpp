@@ -62,7 +62,7 @@ Case draw(std::mt19937& random) {
   for (auto& n : drawn.lengths) n = below(3) == 0 ? 0 : below(9);
   drawn.sharding.shuffle = below(3) != 0;
   drawn.sharding.seed = static_cast<std::uint64_t>(below(100));
-  drawn.sharding.epochs = static_cast<std::uint64_t>(1 + below(2));
+  drawn.sharding.epochs = 1 + static_cast<std::uint64_t>(below(2));
   drawn.workers = below(3);
   return drawn;
 }

@@ -108,7 +108,7 @@ struct Odd : Counter {
   Odd(bool shapes, bool odd) : Counter(0, 9), shapes(shapes), odd(odd) {}
   std::optional<Sample> next() override {
     if (odd && at == 4) {
-      if (!shapes) throw 42;
+      if (!shapes) throw 42;  // NOLINT(bugprone-std-exception-baseclass)
       ++at;
       return Sample{torch::zeros({3}, torch::kDouble)};
     }

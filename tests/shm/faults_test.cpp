@@ -52,7 +52,7 @@ TEST(Faults, KilledInEachPhase) {
       const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin).count();
       // A later call says the same.
       const std::string again = outcome([&] { group.barrier(); });
-      return took < 1000 ? end + " | " + again : concat("too late: ", took, " ms: ", end);
+      return took < 1000 ? concat(end, " | ", again) : concat("too late: ", took, " ms: ", end);
     };
     const auto ends = quickest([&] { return fork_ranks(3, body); });
     EXPECT_EQ(ends[1].signal, SIGKILL);

@@ -1,6 +1,7 @@
 #pragma once
 // The data that the trainer under test and the test itself read.
 
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 
 #include <memory>
