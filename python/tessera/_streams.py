@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -46,7 +47,8 @@ class StreamShards:
     """
 
     def __init__(self, count, open, *, lanes=0, shuffle=True, seed=0, epochs=1):
-        self.count, self.open, self.lanes, self.shuffle, self.seed, self.epochs = count, open, lanes, shuffle, seed, epochs
+        self.open, self.shuffle = open, shuffle
+        self.count, self.lanes, self.seed, self.epochs = map(index, (count, lanes, seed, epochs))  # TypeError for what is no whole number
 
     def _following(self):
         """What the library calls: (number of the opened shard, shard, first sample) -> its next sample."""

@@ -47,9 +47,13 @@ TEST(WaitTime, CountsWhatThisThreadWaitsInCalls) {
         started.wait();
       }
       EXPECT_GT(waiting.total(), Clock::duration::zero());
-      if (manager.rank() == 0) EXPECT_GT(waiting.total(), kLate / 2);
+      if (manager.rank() == 0) {
+        EXPECT_GT(waiting.total(), kLate / 2);
+      }
     }
-    if (manager.rank() == 0) EXPECT_GT(all.total(), kLate);
+    if (manager.rank() == 0) {
+      EXPECT_GT(all.total(), kLate);
+    }
     bool elsewhere = true;
     std::thread([&] { elsewhere = WaitTime::counts(); }).join();
     EXPECT_FALSE(elsewhere);
