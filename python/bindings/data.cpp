@@ -65,7 +65,8 @@ class PythonStream final : public IterableDataset {
   PythonFunction next_;
 };
 
-// Each shard that is opened has a number of its own, by which Python keeps its iterator.
+// Each shard that is opened has a number of its own, by which Python keeps its iterator; the sample
+// that comes next is said too, so that one that Python let go is opened again where it was.
 class PythonShards final : public StreamShards {
  public:
   PythonShards(std::uint64_t size, PythonFunction next) : size_(size), next_(next) {}
@@ -77,9 +78,13 @@ class PythonShards final : public StreamShards {
  private:
   struct One final : IterableDataset {
     One(PythonFunction next, std::array<std::uint64_t, 3> which) : next_(next), which(which) {}
-    std::optional<Sample> next() override { return ask(next_, which); }
+    std::optional<Sample> next() override {
+      auto sample = ask(next_, which);
+      if (sample) ++which[2];
+      return sample;
+    }
     PythonFunction next_;
-    std::array<std::uint64_t, 3> which;
+    std::array<std::uint64_t, 3> which;  // the opening, the shard, the sample
   };
 
   std::uint64_t size_;

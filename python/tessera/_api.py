@@ -24,7 +24,7 @@ def init(backend="", timeout=300.0, between_hosts="auto", process_group=None):
     that group itself, for groups of all its ranks. It stays yours: it is not ended here.
 
     Raises ConfigurationError where the rank is initialized already or what the launcher says cannot be, InvalidArgument for a backend that there is not, ValueError for a
-    negative timeout, NotAvailable for what this build lacks, and TimeoutError, with the ranks that are missing, where the others do not come within `timeout`.
+    negative timeout, NotAvailable for what this build lacks, and RendezvousError, with what is missing, where the others do not come within `timeout`.
 
     >>> ts.init(timeout=60)              # once, at the start of the program; alone without a launcher
     >>> ts.rank(), ts.world_size()

@@ -51,13 +51,13 @@ class StreamShards:
         self.count, self.lanes, self.seed, self.epochs = map(index, (count, lanes, seed, epochs))  # TypeError for what is no whole number
 
     def _following(self):
-        """What the library calls: (number of the opened shard, shard, first sample) -> its next sample."""
+        """What the library calls: (number of the opening, shard, sample) -> that sample."""
         opened = {}
 
         def following(numbers):
             which, shard, sample = numbers
             if which not in opened:
-                while len(opened) >= (self.lanes or 64):  # the oldest: lanes that were put elsewhere
+                while len(opened) >= (self.lanes or 64):  # the oldest, of lanes that were put elsewhere; any other would be opened again
                     del opened[next(iter(opened))]
                 opened[which] = iter(self.open(shard, sample))
             try:

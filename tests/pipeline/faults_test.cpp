@@ -88,8 +88,7 @@ void expect_fault_and_recovery(
       EXPECT_NE(std::string(e.what()).find(words), std::string::npos) << e.what();
       EXPECT_EQ(e.ranks(), std::vector<int>{bad});
     }
-    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(15))
-        << "the limit of the groups is 20 s";
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5));
     for (const auto& [number, stage] : own.by_number) stage->zero_grad();
     const auto result = pipeline.step(c.batch());
     EXPECT_NEAR(result.loss, expected.loss, 1e-12 * std::abs(expected.loss));

@@ -73,7 +73,7 @@ def stand_in_mlflow(runs):
                 runs.runs[run]["options"]["config"] = dict(params)
             for step in dict.fromkeys(m[3] for m in metrics):
                 runs.write(run, {m[0]: m[1] for m in metrics if m[3] == step}, step)
-                assert abs(metrics[0][2] / 1000 - time.time()) < 600
+                assert abs(metrics[0][2] / 1000 - time.time()) < 60
 
         def set_terminated(self, run, status):
             runs.runs[run]["end"] = {"FINISHED": 0, "FAILED": 1}[status]
@@ -170,7 +170,7 @@ def test_a_logger_that_throws_or_hangs_does_not_hold_others_up(kind):
     with pytest.warns(UserWarning, match="not written after 0.2 s is lost"):
         on_ranks(2, lambda rank: train(rank, 0.2))
     ended.set()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 10
 
 
 def test_what_is_wrong_at_the_start_is_raised_on_all(kind, monkeypatch):

@@ -48,7 +48,7 @@ def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said():
         taken.bind(("127.0.0.1", 0))
         place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, env={**os.environ, **place})
-    assert done.returncode == 0 and "Error" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "RendezvousError" in done.stdout and "within 1500 ms" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_rank_that_raises_ends_the_job(warm_torchrun):

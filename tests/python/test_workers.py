@@ -165,7 +165,7 @@ def test_a_worker_that_dies_or_hangs_is_told():
         with pytest.raises(ts.StalledError):
             hanging.next()
         hanging.close()
-        assert gone({pid for batch in seen for pid in batch.fields["by"].tolist()}) and time.monotonic() - begin < 150
+        assert gone({pid for batch in seen for pid in batch.fields["by"].tolist()}) and time.monotonic() - begin < 30
         with pytest.raises(RuntimeError, match="closed"):
             hanging.next()
 
@@ -211,7 +211,7 @@ def test_ranks_and_their_workers_end_together(request, warm_python):
     run = [request.config.getoption("--launcher"), "run", "-n", 2, "--timeout", 100, "--", *warm_python]
     workers, said = ended(run, "dies")
     assert workers >= 3 and "has ended by signal 9 while it was to read samples" in said and "first failure: rank 1" in said, said
-    assert float(said.partition("told after ")[2].split()[0]) < 60
+    assert float(said.partition("told after ")[2].split()[0]) < 20
     assert ended(warm_python, "killed")[0] >= 1
 
 

@@ -20,6 +20,8 @@ def programs(folder):
     found = [folder / path.name for path in sorted((ROOT / "examples/python").glob("*.py"))]
     for path in found:
         shutil.copyfile(ROOT / "examples/python" / path.name, path)
+    found.append(folder / "new.py")  # what `tessera new` writes
+    shutil.copyfile(ROOT / "apps/tessera/skeleton/python/train.py", found[-1])
     for page in PAGES:
         blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
         found.append(folder / f"page_{pathlib.Path(page).stem}.py")
