@@ -8,7 +8,7 @@
 
 #include "commands.h"
 #include "tessera/base/error.h"
-#include "tessera/base/nearest.h"
+#include "tessera/base/internal/nearest.h"
 #include "tessera/base/text.h"
 #include "tessera/version.h"
 

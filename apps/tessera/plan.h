@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/config/plan_request.h"
+#include "tessera/config/internal/plan_request.h"
 #include "tessera/mesh/groups/group_plan.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
 

@@ -8,7 +8,7 @@
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/group_config_file.h"
-#include "tessera/config/hwloc_topology.h"
+#include "tessera/config/internal/hwloc_topology.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
 #include "tessera/launch/launch.h"

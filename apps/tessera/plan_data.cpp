@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "tessera/base/colour.h"
 #include "tessera/base/error.h"
+#include "tessera/base/internal/colour.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 

@@ -10,7 +10,7 @@
 #include <sstream>
 
 #include "plan.h"
-#include "tessera/base/colour.h"
+#include "tessera/base/internal/colour.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 

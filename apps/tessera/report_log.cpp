@@ -9,7 +9,7 @@
 #include <system_error>
 
 #include "tessera/base/error.h"
-#include "tessera/base/file.h"
+#include "tessera/base/internal/file.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/files/json.h"

@@ -10,7 +10,7 @@
 
 #include "measure.h"
 #include "tessera/base/text.h"
-#include "tessera/config/format.h"
+#include "tessera/config/errors.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
 

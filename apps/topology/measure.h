@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tessera/comm/job/manager.h"
-#include "tessera/mesh/mapping/probe.h"
+#include "tessera/mesh/mapping/internal/probe.h"
 
 namespace tessera::app {
 

@@ -23,7 +23,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/ops/halo/halo.h"
-#include "tessera/tensor/halo_policy.h"
+#include "tessera/tensor/policy.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace {

@@ -19,7 +19,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/ops/attention/neighborhood.h"
-#include "tessera/tensor/halo_policy.h"
+#include "tessera/tensor/policy.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace {

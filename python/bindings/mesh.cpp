@@ -13,7 +13,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/job/c10d_interop.h"
 #include "tessera/comm/job/mesh_traffic.h"
-#include "tessera/comm/job/thread_ranks.h"
+#include "tessera/comm/job/threads.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/refusals.h"
 

@@ -9,7 +9,7 @@
 
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/device_mesh.h"
-#include "tessera/comm/job/thread_ranks.h"
+#include "tessera/comm/job/threads.h"
 
 namespace tessera::python {
 

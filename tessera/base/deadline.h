@@ -17,6 +17,9 @@
 
 namespace tessera {
 
+/// The time limit of what waits for other ranks, where a program gives none.
+inline constexpr std::chrono::milliseconds kDefaultLimit = std::chrono::minutes(5);
+
 using Deadline = std::chrono::steady_clock::time_point;
 
 /// Ten years: no wait is longer. Far enough from the ends of every clock that other libraries may

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "tessera/base/deadline.h"
 #include "tessera/c/detail/arrays.h"
 #include "tessera/c/detail/call.h"
 #include "tessera/c/detail/mpi_start.h"
@@ -25,7 +26,7 @@ struct GroupObject : Object {
 std::chrono::milliseconds limit_of(double seconds) {
   if (!(seconds >= 0) || seconds > 1e9)
     refuse("timeout is ", seconds, ": give seconds, or 0 for five minutes");
-  if (seconds == 0) return std::chrono::minutes(5);
+  if (seconds == 0) return kDefaultLimit;
   return std::chrono::milliseconds(std::max<std::int64_t>(1, std::llround(seconds * 1e3)));
 }
 

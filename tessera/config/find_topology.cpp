@@ -5,7 +5,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/config/hwloc_topology.h"
+#include "tessera/config/internal/hwloc_topology.h"
 #include "tessera/config/topology_file.h"
 #include "tessera/mesh/errors.h"
 

@@ -20,7 +20,7 @@
 
 #include <string>
 
-#include "tessera/config/format.h"
+#include "tessera/config/errors.h"
 #include "tessera/mesh/groups/group_config.h"
 
 namespace tessera {

@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/nearest.h"
 #include "tessera/base/internal/split.h"
-#include "tessera/base/nearest.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"

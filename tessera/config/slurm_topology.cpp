@@ -9,7 +9,7 @@
 #include "tessera/config/detail/document.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/topology_file.h"
-#include "tessera/launch/node_list.h"
+#include "tessera/launch/internal/node_list.h"
 
 namespace tessera {
 namespace {

@@ -10,7 +10,7 @@
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
 #include "tessera/config/errors.h"
-#include "tessera/launch/node_list.h"
+#include "tessera/launch/internal/node_list.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/config/format.h"
+#include "tessera/config/errors.h"
 #include "tessera/launch/launch.h"
 #include "tessera/mesh/mapping/topology.h"
 

@@ -4,7 +4,7 @@
 
 #include <exception>
 
-#include "tessera/base/file.h"
+#include "tessera/base/internal/file.h"
 #include "tessera/base/text.h"
 #include "tessera/data/detail/buffer_pool.h"
 #include "tessera/data/detail/read_batch.h"

@@ -22,11 +22,12 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
+#include "tessera/data/fields.h"
 #include "tessera/data/orders.h"
-#include "tessera/data/tensor_batch.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/sampling/batch_mapping.h"
 
@@ -51,7 +52,7 @@ struct LoaderOptions {
   int prefetch = 2;
   /// The time without a batch after which next() throws StalledError, and the destructor abandons a
   /// worker that still reads: the datasets must own what they use.
-  std::chrono::milliseconds stall_limit{std::chrono::minutes(5)};
+  std::chrono::milliseconds stall_limit = kDefaultLimit;
   /// Read into page-locked host memory, for a device that copies from it. Throws NotAvailable
   /// without one.
   bool pin_memory = false;

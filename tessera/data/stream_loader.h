@@ -18,8 +18,8 @@
 #include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/data/dataset.h"
+#include "tessera/data/fields.h"
 #include "tessera/data/sharded_stream.h"
-#include "tessera/data/tensor_batch.h"
 
 namespace tessera {
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "tessera/base/file.h"
+#include "tessera/base/internal/file.h"
 
 namespace tessera {
 

@@ -17,11 +17,11 @@
 #include "tessera/base/error.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
-#include "tessera/launch/cores.h"
 #include "tessera/launch/detail/process_tree.h"
 #include "tessera/launch/detail/rank_outputs.h"
 #include "tessera/launch/detail/run_scope.h"
 #include "tessera/launch/detail/supervisor.h"
+#include "tessera/launch/internal/cores.h"
 
 namespace tessera {
 namespace detail {
@@ -138,7 +138,7 @@ class Runner {
     sigpending(&waiting);
     for (const int signal : {SIGHUP, SIGINT, SIGQUIT, SIGTERM}) {
       // One that is ignored waits all the same while it is blocked.
-      struct sigaction now{};
+      struct sigaction now {};
       if (sigismember(&waiting, signal) == 1 && sigaction(signal, nullptr, &now) == 0 &&
           now.sa_handler != SIG_IGN)
         return true;

@@ -34,7 +34,11 @@
 #include "tessera/gradient/reducer.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/sequence_sharding.h"
+#include "tessera/tensor/spec/placement.h"
+
+namespace torch::jit {
+struct Module;
+}  // namespace torch::jit
 
 namespace tessera {
 
@@ -100,5 +104,17 @@ std::vector<NamedTensor> place(const std::vector<NamedTensor>& tensors, const De
 /// "*" matches any characters.
 bool matches(std::string_view name, std::string_view pattern);
 }  // namespace detail
+
+/// The same of a TorchScript module, as torch::jit::load() gives it:
+///
+///   torch::jit::Module net = torch::jit::load("net.pt");
+///   tessera::distribute_module(net, mesh);
+///   auto y = net.forward({x}).toTensor();   // x is sharded, and so is y
+///
+/// Parameters and buffers of `module` and of those inside become sharded tensors, in place, as
+/// those of a torch::nn::Module do; throws what that throws. What a trace has fixed, a device or a
+/// size of a batch, stays as it is.
+void distribute_module(torch::jit::Module& module, const DeviceMesh& mesh,
+                       const ModuleRule& rule = {}, const ReducerOptions& options = {});
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include "tessera/nn/distribute_script.h"
+#include "tessera/nn/distribute_module.h"
 
 #include <torch/csrc/jit/api/module.h>
 

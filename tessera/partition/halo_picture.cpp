@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "tessera/base/colour.h"
 #include "tessera/base/error.h"
+#include "tessera/base/internal/colour.h"
 #include "tessera/base/internal/svg.h"
 #include "tessera/base/text.h"
 

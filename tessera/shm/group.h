@@ -36,6 +36,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/shm/types.h"
 
 namespace tessera::shm {
@@ -61,7 +62,7 @@ struct Options {
   /// Name of the group, for messages.
   std::string name = "shm";
   /// Time limit of calls that give none, and of making the group.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  std::chrono::milliseconds timeout = kDefaultLimit;
   /// Size of each rank's arena, from which it allocates memory that collectives use in place.
   std::size_t arena_bytes = 0;
   /// Largest piece of a pipelined collective in bytes; 0: chosen by the number of ranks.

@@ -14,7 +14,7 @@
 #include <set>
 
 #include "tessera/base/text.h"
-#include "tessera/launch/cores.h"
+#include "tessera/launch/internal/cores.h"
 #include "tessera/shm/detail/calls.h"
 #include "tessera/shm/detail/meet.h"
 #include "tessera/shm/detail/messages.h"

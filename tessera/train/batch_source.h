@@ -16,7 +16,6 @@
 
 #include "tessera/data/loader.h"
 #include "tessera/data/stream_loader.h"
-#include "tessera/train/micro_batch.h"
 #include "tessera/train/strategy.h"
 
 namespace tessera {

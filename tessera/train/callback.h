@@ -10,8 +10,8 @@
 
 #include "tessera/base/pinned.h"
 #include "tessera/checkpoint/state.h"
-#include "tessera/train/micro_batch.h"
 #include "tessera/train/session.h"
+#include "tessera/train/strategy.h"
 
 namespace tessera {
 

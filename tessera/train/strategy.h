@@ -30,10 +30,18 @@
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/comm/job/manager.h"
+#include "tessera/data/fields.h"
 #include "tessera/nn/clip.h"
-#include "tessera/train/micro_batch.h"
 
 namespace tessera {
+
+/// What one rank trains on at once; an optimizer step may have several. The rows that count are the
+/// weight of this rank's mean unless the task says otherwise; none: a rank that has run out of data
+/// and takes part so that no other one waits.
+struct MicroBatch : TensorBatch {
+  /// Within the epoch, the same on every rank.
+  std::uint64_t index = 0;
+};
 
 /// A module and the name under which it is saved: "net" gives "net.0.weight".
 struct NamedModule {

@@ -24,7 +24,6 @@
 #include "tessera/base/pinned.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/train/metrics.h"
-#include "tessera/train/micro_batch.h"
 #include "tessera/train/session.h"
 #include "tessera/train/strategy.h"
 

@@ -14,8 +14,8 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
-#include "tessera/base/file.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/file.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/number.h"

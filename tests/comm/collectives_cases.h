@@ -11,7 +11,6 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/group.h"
-#include "tessera/comm/group/scan.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera::testing_cases {

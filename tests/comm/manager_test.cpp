@@ -19,7 +19,6 @@
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/parallel_groups.h"
-#include "tessera/comm/job/thread_ranks.h"
 #include "tessera/comm/job/threads.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/mapping/cost.h"
@@ -419,8 +418,11 @@ TEST(ThreadManager, MeshesByName) {
     require(throws([&] { manager.add_mesh("grid", Mesh({{"x", 8}})); }, "exists"), "another mesh");
     require(throws([&] { manager.add_mesh("dp", grid); }, "exists"), "the name of a family");
     require(throws([&] { manager.add_mesh("far", Mesh({{"x", 9}})); }, "rank 8"), "no such rank");
-    require(throws([&] { manager.create_process_groups(GroupPlan::of_mesh(Mesh({{"grid", 8}}))); },
-                   "exists"),
+    require(throws(
+                [&] {
+                  manager.create_process_groups(GroupPlan::of_mesh(Mesh({{"grid", 8}})));
+                },
+                "exists"),
             "a family of a mesh's name");
     require(manager.mesh(GroupPlan::of_config(config, 8)).group("shard").timeout() == 54321ms,
             "the mesh of a plan");

@@ -11,7 +11,7 @@
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/group_config_file.h"
-#include "tessera/config/plan_request.h"
+#include "tessera/config/internal/plan_request.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
 #include "tessera/mesh/errors.h"

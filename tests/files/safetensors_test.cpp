@@ -1,4 +1,4 @@
-#include "tessera/files/safetensors.h"
+#include "tessera/files/internal/safetensors.h"
 
 #include <gtest/gtest.h>
 

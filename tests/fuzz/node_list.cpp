@@ -1,6 +1,6 @@
 // Slurm's lists: an odd first byte means counts of tasks.
 
-#include "tessera/launch/node_list.h"
+#include "tessera/launch/internal/node_list.h"
 #include "fuzz.h"
 
 using namespace tessera;

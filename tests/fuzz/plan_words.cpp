@@ -1,7 +1,7 @@
 // The small languages of `tessera plan`: the first byte modulo 4 chooses one.
 
 #include "fuzz.h"
-#include "tessera/config/plan_request.h"
+#include "tessera/config/internal/plan_request.h"
 
 using namespace tessera;
 

@@ -3,7 +3,7 @@
 #include <charconv>
 
 #include "fuzz.h"
-#include "tessera/files/safetensors.h"
+#include "tessera/files/internal/safetensors.h"
 
 using namespace tessera;
 

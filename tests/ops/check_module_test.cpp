@@ -7,7 +7,7 @@
 
 #include "support.h"
 #include "tessera/nn/check_module.h"
-#include "tessera/nn/distribute_script.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera::test {
 

@@ -12,7 +12,7 @@
 #include <set>
 
 #include "support.h"
-#include "tessera/tensor/halo_policy.h"
+#include "tessera/tensor/policy.h"
 
 namespace tessera::test {
 

@@ -13,7 +13,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/ops/attention/neighborhood.h"
-#include "tessera/tensor/halo_policy.h"
+#include "tessera/tensor/policy.h"
 
 namespace tessera::test {
 
@@ -457,10 +457,12 @@ TEST_P(Networks, FullyShardedResidual) {
 // On the layouts of the U-Net, for the same reason; and without redistribution.
 void compare_unets(const char* name, int layout, How how) {
   how.output = kOfUNet;
-  compare(name, [] { return UNet(); }, kLayouts[layout], how);
+  compare(
+      name, [] { return UNet(); }, kLayouts[layout], how);
   how.moves = Policy::error;
   how.again = true;
-  compare(name, [] { return UNet(); }, kEven[layout], how);
+  compare(
+      name, [] { return UNet(); }, kEven[layout], how);
 }
 TEST_P(Networks, UNetCheckpointed) {
   compare_unets("U-Net, checkpointed", GetParam(), {.checkpointed = true});

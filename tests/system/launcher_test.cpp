@@ -11,7 +11,7 @@
 
 #include "launcher_run.h"
 #include "process.h"
-#include "tessera/launch/cores.h"
+#include "tessera/launch/internal/cores.h"
 
 namespace tessera::test {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/launch/cores.h"
+#include "tessera/launch/internal/cores.h"
 
 namespace tessera::detail {
 

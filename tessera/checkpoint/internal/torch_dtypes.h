@@ -1,5 +1,5 @@
 #pragma once
-// libtorch's side of the safetensors format (tessera/files/safetensors.h): which dtype of libtorch
+// libtorch's side of the safetensors format (files/internal/safetensors.h): which dtype of libtorch
 // is which of the format's. One dtype of the one is exactly one of the other, or an error; no value
 // is ever converted.
 
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/files/safetensors.h"
+#include "tessera/files/internal/safetensors.h"
 
 namespace tessera {
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "tessera/base/deadline.h"
 #include "tessera/comm/group/detail/collectives.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/detail/request_state.h"
@@ -37,7 +38,7 @@ std::shared_ptr<GroupState> alone() {
   spec.name = "self";
   spec.ranks = {0};
   spec.backend = "self";
-  spec.timeout = std::chrono::minutes(5);
+  spec.timeout = kDefaultLimit;
   spec.watch = std::make_shared<detail::GroupWatch>(spec.name, spec.ranks, 0, nullptr);
   return std::make_shared<GroupState>(spec);
 }
@@ -164,5 +165,17 @@ Result Collectives<Result>::barrier(const CallOptions& options) const {
 
 template class Collectives<void>;
 template class Collectives<Request>;
+
+void inclusive_scan(const Group& group, const at::Tensor& tensor, ReduceOp op,
+                    const CallOptions& options) {
+  make<void>(group.state(), "inclusive_scan", options,
+             [&](RequestState& call) { launch_scan(call, tensor, op); });
+}
+
+Request start_inclusive_scan(const Group& group, const at::Tensor& tensor, ReduceOp op,
+                             const CallOptions& options) {
+  return make<Request>(group.state(), "inclusive_scan", options,
+                       [&](RequestState& call) { launch_scan(call, tensor, op); });
+}
 
 }  // namespace tessera

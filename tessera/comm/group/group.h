@@ -159,4 +159,14 @@ class Group : public Collectives<void> {
   bool operator==(const Group& other) const { return state_ == other.state_; }
 };
 
+/// Every rank gets the reduction of the tensors of the ranks up to itself, in place and in rank
+/// order: on group rank r it becomes x_0 op ... op x_r. Ranks 0, 1, 2 with 3, 0 and 2 rows get 3, 3
+/// and 5, where their rows end among all. Takes and throws what Group's calls do, and moves what an
+/// all-gather moves. Throws InvalidArgument for an average, whose number of summands would differ
+/// between ranks.
+void inclusive_scan(const Group& group, const at::Tensor& tensor, ReduceOp op = ReduceOp::sum,
+                    const CallOptions& options = {});
+Request start_inclusive_scan(const Group& group, const at::Tensor& tensor,
+                             ReduceOp op = ReduceOp::sum, const CallOptions& options = {});
+
 }  // namespace tessera

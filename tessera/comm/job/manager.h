@@ -29,6 +29,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/launch/launch.h"
@@ -56,7 +57,7 @@ struct ManagerOptions {
   /// MPI's own launcher. "gloo". The same on all ranks.
   std::string between_hosts = "auto";
   /// Time limit of every wait, unless a call gives its own; milliseconds::max() waits for ever.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  std::chrono::milliseconds timeout = kDefaultLimit;
   std::chrono::milliseconds rendezvous_timeout{std::chrono::minutes(2)};
   CheckLevel check_level = CheckLevel::local;
   /// Replaces what the environment says.

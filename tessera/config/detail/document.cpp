@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "tessera/base/file.h"
+#include "tessera/base/internal/file.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"

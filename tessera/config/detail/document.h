@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "tessera/config/format.h"
+#include "tessera/config/errors.h"
 
 namespace tessera::detail {
 

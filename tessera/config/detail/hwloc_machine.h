@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "tessera/config/hwloc_topology.h"
+#include "tessera/config/internal/hwloc_topology.h"
 
 namespace tessera::detail {
 

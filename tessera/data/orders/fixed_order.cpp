@@ -1,4 +1,4 @@
-#include "tessera/data/orders/fixed_order.h"
+#include "tessera/data/orders.h"
 
 #include "tessera/data/orders/detail/describe.h"
 

@@ -1,4 +1,4 @@
-#include "tessera/data/orders/length_orders.h"
+#include "tessera/data/orders.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "tessera/data/orders/mixture_order.h"
+#include "tessera/data/orders.h"
 
 #include <cmath>
 

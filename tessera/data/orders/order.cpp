@@ -1,4 +1,4 @@
-#include "tessera/data/orders/order.h"
+#include "tessera/data/orders.h"
 
 #include <algorithm>
 

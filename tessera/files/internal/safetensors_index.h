@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/files/safetensors.h"
+#include "tessera/files/internal/safetensors.h"
 
 namespace tessera {
 

@@ -8,14 +8,14 @@
 #include <vector>
 
 #include "tessera/base/error.h"
-#include "tessera/base/file.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/file.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/launch/detail/launch_reader.h"
 #include "tessera/launch/detail/run_scope.h"
-#include "tessera/launch/node_list.h"
+#include "tessera/launch/internal/node_list.h"
 
 namespace tessera::detail {
 namespace {

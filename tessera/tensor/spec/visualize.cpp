@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tessera/base/colour.h"
+#include "tessera/base/internal/colour.h"
 #include "tessera/base/internal/svg.h"
 #include "tessera/base/text.h"
 

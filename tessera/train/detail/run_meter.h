@@ -14,7 +14,7 @@
 #include "tessera/base/pinned.h"
 #include "tessera/comm/group/wait_time.h"
 #include "tessera/nn/flop_counter.h"
-#include "tessera/train/micro_batch.h"
+#include "tessera/train/strategy.h"
 
 namespace tessera::detail {
 

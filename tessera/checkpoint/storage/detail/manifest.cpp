@@ -10,8 +10,8 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/files/internal/checksum.h"
+#include "tessera/files/internal/safetensors.h"
 #include "tessera/files/json.h"
-#include "tessera/files/safetensors.h"
 
 namespace tessera {
 

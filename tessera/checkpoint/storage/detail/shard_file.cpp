@@ -12,8 +12,8 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/files/internal/checksum.h"
+#include "tessera/files/internal/safetensors.h"
 #include "tessera/files/json.h"
-#include "tessera/files/safetensors.h"
 
 namespace tessera {
 

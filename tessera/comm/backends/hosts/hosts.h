@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/comm/backends/mpi/mpi.h"
 
 namespace tessera {
@@ -25,7 +26,7 @@ struct HostsOptions {
   /// Name of the group, for messages.
   std::string name;
   /// Limit of the making, and of calls that give none.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  std::chrono::milliseconds timeout = kDefaultLimit;
   /// Global ranks in group order; empty: 0, 1, ..., as c10d's world.
   std::vector<int> ranks;
   std::shared_ptr<detail::GroupWatch> watch;

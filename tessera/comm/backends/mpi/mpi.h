@@ -25,6 +25,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
+
 namespace c10d {
 class Backend;
 }
@@ -86,7 +88,7 @@ struct MpiBackendOptions {
   /// Name of the group, for messages.
   std::string name = "mpi";
   /// Time limit of calls that give none, and of making the backend.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  std::chrono::milliseconds timeout = kDefaultLimit;
   /// Largest number of elements in one MPI message; more travel in several. MPI 3 counts with
   /// `int`; tests set less.
   std::int64_t max_count = std::numeric_limits<int>::max();

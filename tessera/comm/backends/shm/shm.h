@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/deadline.h"
 #include "tessera/shm/group.h"
 
 namespace tessera {
@@ -22,7 +23,7 @@ struct ShmOptions {
   /// Name of the group, for messages.
   std::string name = "shm";
   /// Time limit of calls that give none, and of the meeting.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  std::chrono::milliseconds timeout = kDefaultLimit;
   /// Global ranks in group order, for errors; empty: 0, 1, ...
   std::vector<int> ranks = {};
   /// What the group knows of faults; null: the backend itself tells the other ranks.

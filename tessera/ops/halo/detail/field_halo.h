@@ -9,7 +9,7 @@
 #include <functional>
 
 #include "tessera/ops/halo/halo.h"
-#include "tessera/tensor/halo_policy.h"
+#include "tessera/tensor/policy.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {

@@ -14,7 +14,7 @@
 
 #include "tessera/tensor/dispatch/internal/view_copy.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
-#include "tessera/tensor/spec/sequence_sharding.h"
+#include "tessera/tensor/spec/placement.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {

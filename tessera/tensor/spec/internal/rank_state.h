@@ -15,7 +15,6 @@
 #include <ATen/core/TensorBase.h>
 
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
-#include "tessera/tensor/halo_policy.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/refusals.h"
 

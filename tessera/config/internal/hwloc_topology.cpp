@@ -1,4 +1,4 @@
-#include "tessera/config/hwloc_topology.h"
+#include "tessera/config/internal/hwloc_topology.h"
 
 #include <utility>
 

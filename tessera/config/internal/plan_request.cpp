@@ -1,4 +1,4 @@
-#include "tessera/config/plan_request.h"
+#include "tessera/config/internal/plan_request.h"
 
 #include <algorithm>
 #include <climits>

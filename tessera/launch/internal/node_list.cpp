@@ -1,4 +1,4 @@
-#include "tessera/launch/node_list.h"
+#include "tessera/launch/internal/node_list.h"
 
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-#include "tessera/launch/cores.h"
+#include "tessera/launch/internal/cores.h"
 
 #include <sched.h>
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/config/format.h"
+#include "tessera/config/errors.h"
 #include "tessera/mesh/groups/group_config.h"
 #include "tessera/mesh/mapping/cost.h"
 #include "tessera/mesh/mapping/topology.h"
