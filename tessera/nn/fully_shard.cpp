@@ -101,10 +101,8 @@ void offload(const NamedTensor& entry, c10::Device device, bool pinned) {
   const at::NoGradGuard no_grad;
   const detail::ShardMeta& meta = *detail::meta_of(entry.tensor);
   const detail::Layout& have = *meta.layout;
-  detail::LayoutPtr layout =
-      detail::make_layout(have.spec, have.strides, have.offset, have.dtype, device);
-  if (have.parameter) layout = detail::as_parameter(layout, have.sequence);
-  if (have.stays) layout = detail::as_staying(layout);
+  detail::LayoutPtr layout = detail::marked_like(
+      detail::make_layout(have.spec, have.strides, have.offset, have.dtype, device), have);
   at::Tensor local;
   {
     const detail::LocalCallGuard guard;
@@ -169,6 +167,8 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     const std::size_t unit = plan.unit_of.at(entry.tensor.unsafeGetTensorImpl());
     if (!source_of(entry.tensor).first)
       units->add_parameter(unit, GatherUnits::kNoBuffer, 0, keep_units(entry.tensor, units));
+    const detail::ShardMeta& meta = *detail::meta_of(entry.tensor);
+    detail::install(entry.tensor, meta.local, detail::as_in_unit(meta.layout, plan.axes));
     if (entry.tensor.requires_grad())
       detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
     return unit;

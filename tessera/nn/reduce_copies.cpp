@@ -12,12 +12,9 @@ at::Tensor copy_parameter(const at::Tensor& parameter) {
   spec(parameter);  // throws for a plain one
   const at::NoGradGuard no_grad;
   at::Tensor copy = parameter.detach().clone();
-  const detail::Layout& like = *detail::meta_of(parameter)->layout;
   const detail::ShardMeta& meta = *detail::meta_of(copy);
-  detail::LayoutPtr layout = meta.layout;
-  if (like.parameter) layout = detail::as_parameter(layout, like.sequence);
-  if (like.stays) layout = detail::as_staying(layout);
-  detail::install(copy, meta.local, layout);
+  detail::install(copy, meta.local,
+                  detail::marked_like(meta.layout, *detail::meta_of(parameter)->layout));
   return copy.requires_grad_(parameter.requires_grad());
 }
 

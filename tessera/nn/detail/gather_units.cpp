@@ -227,10 +227,6 @@ at::Tensor GatherUnits::take(std::size_t index, const Layout& layout, const Shar
   return view;
 }
 
-bool GatherUnits::gathers_over(int axis) const {
-  return std::find(axes_.begin(), axes_.end(), axis) != axes_.end();
-}
-
 void GatherUnits::written(std::size_t index) {
   const std::lock_guard lock(mutex_);
   ++units_[places_[index].unit].writes;

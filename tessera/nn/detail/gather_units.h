@@ -86,7 +86,6 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
                      const at::Tensor& local, std::int64_t sharded_elsewhere = 0);
 
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
-  bool gathers_over(int axis) const override;
   at::Tensor copied(std::size_t index, const Layout& from, const Layout& made,
                     at::Tensor local) override;
   /// The local under `to` of a copy of parameter `index`, or of a view of the copy, both by `meta`;

@@ -39,8 +39,6 @@ at::Tensor ParameterCopy::gathered(std::size_t, const ShardMeta& meta, const Sha
   return written_ ? at::Tensor() : units_->gathered_copy(index_, writes_, meta, to);
 }
 
-bool ParameterCopy::gathers_over(int axis) const { return units_->gathers_over(axis); }
-
 at::Tensor ParameterCopy::copied(std::size_t, const Layout&, const Layout&, at::Tensor local) {
   return local;
 }

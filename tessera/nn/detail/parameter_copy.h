@@ -32,7 +32,6 @@ class ParameterCopy final : public ParameterSource {
   /// The copy as operators take it, without an output dtype: backward uses it too.
   at::Tensor computed(std::size_t index, const ShardMeta& meta) override;
   at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) override;
-  bool gathers_over(int axis) const override;
   at::Tensor copied(std::size_t index, const Layout& from, const Layout& made,
                     at::Tensor local) override;
   void written(std::size_t index) override;

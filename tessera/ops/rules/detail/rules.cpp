@@ -7,8 +7,7 @@
 #include <limits>
 #include <map>
 
-#include "tessera/tensor/dispatch/internal/parameter_source.h"
-#include "tessera/tensor/spec/internal/rank_state.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail {
 
@@ -94,16 +93,53 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
   return all;
 }
 
+bool contains(const std::vector<int>& axes, int axis) {
+  return std::find(axes.begin(), axes.end(), axis) != axes.end();
+}
+
+// Null: not a parameter, or one of a list.
+const Layout* layout_of_parameter(const LabelProblem& p, const TensorInfo& t) {
+  if (!t.parameter || t.element >= 0) return nullptr;
+  const c10::IValue& v = p.call.arguments()[t.argument];
+  const ShardMeta* meta = v.isTensor() ? meta_of(v.toTensor()) : nullptr;
+  return meta ? meta->layout.get() : nullptr;
+}
+
 // Whether the shards of a parameter over this axis are computed with: of a layer that a
 // tensor-parallel plan has sharded over it, or one of which fully_shard gathers others.
 bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
-  if (!t.parameter || t.element >= 0) return false;
-  const c10::IValue& v = p.call.arguments()[t.argument];
-  const ShardMeta* meta = v.isTensor() ? meta_of(v.toTensor()) : nullptr;
-  if (!meta) return false;
-  if (meta->layout->sequence.axis == axis) return true;
-  const auto found = context_of(meta->spec())->state->sources.find(meta->local);
-  return found.first && !found.first->gathers_over(axis);
+  const Layout* layout = layout_of_parameter(p, t);
+  return layout && (layout->sequence.axis == axis ||
+                    (layout->unit_axes && !contains(*layout->unit_axes, axis)));
+}
+
+// Whether the parameter's unit is gathered over this axis.
+bool in_unit(const LabelProblem& p, const TensorInfo& t, int axis) {
+  const Layout* layout = layout_of_parameter(p, t);
+  return layout && layout->unit_axes && contains(*layout->unit_axes, axis);
+}
+
+// Whether a choice would compute with shards of a parameter whose unit is gathered over this axis,
+// though no data are sharded like them: what comes of it would move instead of the parameter.
+// Arithmetic among tensors of the parameter's own shape (an optimizer's) takes the shards.
+bool leaves_unit(const LabelProblem& p, const Choice& c, int axis) {
+  if (c.kind != Choice::Kind::label) return false;
+  const auto& tensors = p.call.tensors();
+  bool data = false;
+  const TensorInfo* of_unit = nullptr;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const Placement to = required(p, c, static_cast<int>(i));
+    const bool cut = to.is_shard() && tensors[i].spec.placements()[axis] == to;
+    if (cut && in_unit(p, tensors[i], axis))
+      of_unit = &tensors[i];
+    else if (cut && !tensors[i].parameter)
+      return false;
+    if (tensors[i].written) return false;
+  }
+  for (const TensorInfo& t : tensors)
+    data |=
+        of_unit && !t.parameter && t.spec.numel() != 1 && t.spec.shape() != of_unit->spec.shape();
+  return data;
 }
 
 // Whether a parameter would be gathered over this axis so that another input can stay a summand:
@@ -112,7 +148,8 @@ bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
 bool gathers_for_summand(const LabelProblem& p, const Choice& c, std::size_t i, int axis,
                          double gather, int ranks) {
   const TensorInfo& t = p.call.tensors()[i];
-  if (c.kind != Choice::Kind::partial || !t.parameter || gather == 0) return false;
+  if (c.kind != Choice::Kind::partial || !t.parameter || gather == 0 || in_unit(p, t, axis))
+    return false;
   if (computed_in_shards(p, t, axis)) return true;
   if (c.input < 0) return false;
   const TensorInfo& summand = p.call.tensors()[c.input];
@@ -125,6 +162,7 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
   Choice chosen;
   double least = std::numeric_limits<double>::infinity();
   for (const Choice& c : choices(p, axis)) {
+    if (leaves_unit(p, c, axis)) continue;
     double moved = 0;
     bool possible = true;
     for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -153,12 +153,25 @@ bool gathered_for_summands(const OpCall& call, const TensorInfo& t, const ShardS
   return false;
 }
 
+// Whether the parameter's unit is gathered over every axis over which `to` gathers it.
+bool unit_gathers(const Layout& layout, const ShardSpec& to) {
+  if (!layout.unit_axes) return false;
+  for (int a = 0; a < static_cast<int>(to.placements().size()); ++a) {
+    if (!(layout.spec.placements()[a] == to.placements()[a]) &&
+        std::ranges::find(*layout.unit_axes, a) == layout.unit_axes->end())
+      return false;
+  }
+  return true;
+}
+
 // Sharded parameters are, but not over the axis along which their layer's data are sharded: it is
 // the data that the layer gathers there.
 bool gathered_silently(const OpCall& call, const TensorInfo& t, const ShardSpec& to) {
-  if (!t.parameter || gathered_for_summands(call, t, to)) return false;
+  if (!t.parameter) return false;
   const c10::IValue& v = call.arguments()[t.argument];
   const ShardMeta* meta = t.element < 0 && v.isTensor() ? meta_of(v.toTensor()) : nullptr;
+  if (meta && unit_gathers(*meta->layout, to)) return true;
+  if (gathered_for_summands(call, t, to)) return false;
   if (!meta || !meta->layout->sequence) return true;
   const int axis = meta->layout->sequence.axis;
   return to.placements()[axis] == t.spec.placements()[axis];
@@ -217,7 +230,8 @@ void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Pl
       // a weight that is cast or transposed is still that of its layer, another view of it is not
       const bool whole = !info.view || info.name == "aten::t" || info.name == "aten::transpose.int";
       if (stays_parameter)
-        o.layout = as_parameter(o.layout, whole ? like.sequence : SequenceSharding());
+        o.layout =
+            as_parameter(marked_like(o.layout, like), whole ? like.sequence : SequenceSharding());
     }
     ready.outputs.push_back(std::move(o));
   }

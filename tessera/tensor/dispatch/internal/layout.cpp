@@ -195,7 +195,8 @@ LayoutPtr interned(std::shared_ptr<Layout> layout) {
               static_cast<std::uint8_t>(layout->device.index()))
       .number(static_cast<std::uint64_t>(layout->parameter) << 1 | layout->stays)
       .number(static_cast<std::uint64_t>(layout->sequence.axis + 1) << 32 |
-              static_cast<std::uint32_t>(layout->sequence.dim));
+              static_cast<std::uint32_t>(layout->sequence.dim))
+      .number(static_cast<std::uint64_t>(layout->unit_axes.has_value()));
   InternTable<Layout>& table = context_of(layout->spec)->layouts;
   return table.intern(hash.value(), std::move(layout));
 }
@@ -226,6 +227,22 @@ LayoutPtr as_staying(const LayoutPtr& layout) {
   if (layout->stays) return layout;
   auto own = std::make_shared<Layout>(*layout);
   own->stays = true;
+  return interned(std::move(own));
+}
+
+LayoutPtr as_in_unit(const LayoutPtr& layout, const std::vector<int>& axes) {
+  if (layout->unit_axes == axes) return layout;
+  auto own = std::make_shared<Layout>(*layout);
+  own->unit_axes = axes;
+  return interned(std::move(own));
+}
+
+LayoutPtr marked_like(const LayoutPtr& layout, const Layout& like) {
+  auto own = std::make_shared<Layout>(*layout);
+  own->parameter = like.parameter;
+  own->stays = like.stays;
+  own->sequence = like.sequence;
+  own->unit_axes = like.unit_axes;
   return interned(std::move(own));
 }
 

@@ -10,6 +10,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "tessera/tensor/dispatch/internal/view_copy.h"
@@ -37,6 +38,9 @@ struct Layout {
   bool stays = false;
   // of a weight: what its layer does with data that are sharded along their sequence
   SequenceSharding sequence = {};
+  // of a parameter in a unit of fully_shard: the axes over which the unit is gathered; operators
+  // compute with its shards over others
+  std::optional<std::vector<int>> unit_axes = {};
 
   // Derived by make_layout:
   // non-overlapping and dense, so that local_strides determines the memory order of a fresh local
@@ -49,7 +53,7 @@ struct Layout {
   bool same(const Layout& o) const {
     return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype &&
            device == o.device && parameter == o.parameter && stays == o.stays &&
-           sequence == o.sequence;
+           sequence == o.sequence && unit_axes == o.unit_axes;
   }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
@@ -60,6 +64,10 @@ LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64
 LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence = {});
 /// The layout marked as that of a parameter that stays where it is.
 LayoutPtr as_staying(const LayoutPtr& layout);
+/// The layout marked as that of a parameter in a unit that is gathered over these axes of its mesh.
+LayoutPtr as_in_unit(const LayoutPtr& layout, const std::vector<int>& axes);
+/// The layout with the marks of the parameter that `like` is one of, if it is.
+LayoutPtr marked_like(const LayoutPtr& layout, const Layout& like);
 /// A row-major layout.
 LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device);
 

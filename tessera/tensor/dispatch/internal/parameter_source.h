@@ -41,9 +41,6 @@ class ParameterSource {
   /// The local under `to` of parameter `index`, or of a view of it, both by `meta`; undefined: this
   /// one is gathered by itself. Called by all ranks for the same uses in the same order.
   virtual at::Tensor gathered(std::size_t index, const ShardMeta& meta, const ShardSpec& to) = 0;
-  /// Whether parameters are gathered over this axis of their mesh; over others that shard them,
-  /// operators compute with the shards.
-  virtual bool gathers_over(int axis) const = 0;
   /// An operator has copied parameter `index`, or a view of it, with the layout `from`, to another
   /// dtype, as autocast does: `local`, under the layout `made`. Returns `local`, or a tensor over
   /// its memory by which a source finds the copy. Called by all ranks for the same copies.
