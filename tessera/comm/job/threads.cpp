@@ -19,21 +19,14 @@
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/store/detail/store_server.h"  // complete, for ManagerBase
 
-namespace tessera {
-namespace {
-
-using detail::GroupSpec;
-using detail::GroupState;
-using detail::ManagerState;
-using detail::Poison;
-using detail::RollEntry;
-using detail::ThreadsRoom;
+namespace tessera::detail {
 
 // What the ranks of one run share: the rooms of their groups, and their managers, which report
 // faults to each other.
-class Hub {
+class ThreadsHub {
  public:
-  explicit Hub(int ranks) : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
+  explicit ThreadsHub(int ranks)
+      : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
 
   int size() const { return static_cast<int>(members_.size()); }
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
@@ -118,9 +111,21 @@ class Hub {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
+}  // namespace tessera::detail
+
+namespace tessera {
+namespace {
+
+using detail::GroupSpec;
+using detail::GroupState;
+using detail::ManagerState;
+using detail::Poison;
+using detail::RollEntry;
+using detail::ThreadsHub;
+
 class HubChannel : public detail::FaultChannel {
  public:
-  HubChannel(std::shared_ptr<Hub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+  HubChannel(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
 
   void announce(const std::string& group, const std::vector<int>& members,
                 const Poison& poison) noexcept override {
@@ -132,11 +137,11 @@ class HubChannel : public detail::FaultChannel {
   }
 
  private:
-  std::shared_ptr<Hub> hub_;
+  std::shared_ptr<ThreadsHub> hub_;
   int rank_;
 };
 
-DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank,
+DistributedManager make_manager(const std::shared_ptr<ThreadsHub>& hub, int rank,
                                 const ManagerOptions& options) {
   detail::ManagerBase base;
   base.options = options;
@@ -196,10 +201,10 @@ DistributedManager make_manager(const std::shared_ptr<Hub>& hub, int rank,
 
 struct ThreadRanks::State {
   State(int ranks, ManagerOptions options)
-      : hub(std::make_shared<Hub>(ranks)),
+      : hub(std::make_shared<ThreadsHub>(ranks)),
         options(std::move(options)),
         cast_cache_before(static_cast<std::size_t>(ranks)) {}
-  std::shared_ptr<Hub> hub;
+  std::shared_ptr<ThreadsHub> hub;
   ManagerOptions options;
   // For each rank that has entered: whether its thread had autocast's cache on. Each rank uses its
   // own entry only.

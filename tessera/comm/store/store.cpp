@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <optional>
 #include <thread>
 
 #include "tessera/base/text.h"
@@ -190,7 +189,7 @@ void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* b
   const bool other_hosts = has_other_hosts(launch);
   std::string host = launch.address.empty() ? "127.0.0.1" : launch.address;
   int port = launch.port;
-  std::optional<Deadline> file_expected;
+  Deadline file_expected = Deadline::max();
   for (std::string why;;) {
     if (board) {
       try {
@@ -228,9 +227,11 @@ void join(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* b
       if (!board || !error.ranks().empty() || Clock::now() >= deadline) throw;
     }
     if (meeting.connection) return;
-    if (!no_secret) file_expected.reset();
-    if (no_secret && !file_expected) file_expected = deadline_after(kFileDelay);
-    if (Clock::now() >= std::min(deadline, file_expected.value_or(deadline)))
+    if (!no_secret)
+      file_expected = Deadline::max();
+    else
+      file_expected = std::min(file_expected, deadline_after(kFileDelay));
+    if (Clock::now() >= std::min(deadline, file_expected))
       throw RendezvousError(concat("rank ", launch.rank, ": no rendezvous with the job's store on ",
                                    hello.where, " within ", limit.count(), " ms: ", why),
                             {0});

@@ -40,7 +40,7 @@ struct Rebalanced {
   double imbalance_before = 1, imbalance_after = 1;
   /// Rows of all ranks that have another owner.
   std::int64_t rows_moved = 0;
-  std::optional<PartitionQuality> quality_before, quality_after;
+  std::optional<PartitionQuality> quality_before = {}, quality_after = {};
 
   /// A further tensor whose dim 0 is the rows', moved likewise: any dtype and dims; a leaf that
   /// requires a gradient if it does. Collective. Throws InvalidArgument on every rank for a tensor

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <random>
+#include <string_view>
 #include <thread>
 
 #include "tessera/base/deadline.h"
@@ -43,10 +44,13 @@ std::uint64_t take_count(const std::vector<std::uint8_t>& bytes, std::size_t& at
 
 /// Texts as bytes; one that several ranks gave is there once.
 std::vector<std::uint8_t> packed_texts(const std::vector<std::vector<std::uint8_t>>& texts) {
-  std::map<std::vector<std::uint8_t>, std::uint64_t> known;
+  const auto key = [](const std::vector<std::uint8_t>& text) {
+    return std::string_view(reinterpret_cast<const char*>(text.data()), text.size());
+  };
+  std::map<std::string_view, std::uint64_t> known;
   std::vector<std::uint8_t> different, bytes;
   for (const auto& text : texts) {
-    if (!known.emplace(text, known.size()).second) continue;
+    if (!known.emplace(key(text), known.size()).second) continue;
     put_count(different, text.size());
     different.insert(different.end(), text.begin(), text.end());
   }
@@ -55,7 +59,7 @@ std::vector<std::uint8_t> packed_texts(const std::vector<std::vector<std::uint8_
   // Runs of ranks: hosts have their ranks one after the other.
   for (std::size_t first = 0, next = 0; first < texts.size(); first = next) {
     while (next < texts.size() && texts[next] == texts[first]) ++next;
-    put_count(bytes, known.at(texts[first]));
+    put_count(bytes, known.at(key(texts[first])));
     put_count(bytes, next - first);
   }
   return bytes;
