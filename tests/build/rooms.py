@@ -3,7 +3,7 @@
 For each room: a file in it that includes a header of a room it does not need must not compile; it needs lower rooms only; and what a room of the
 core can include is its own window, those of the rooms it needs, and libtorch (the MPI and NCCL parts of `comm` besides).
 Privacy has three degrees: public headers are installed; those in a folder `internal` are for the rooms that OPENS_TO names; those in `detail` and
-`backends` no other room includes. An OPENS_TO without a reach is a fault too. docs/architecture.md says the same needs.
+`backends` no other room includes. An OPENS_TO without a reach is a fault too. docs/architecture.md says the same needs. Each room has a guide of at most 60 lines.
 """
 
 import argparse
@@ -114,6 +114,12 @@ def main():
                 faults.append(f"{room} opens to {other}, which is no room")
             elif other in order and not reaches[room, other]:
                 faults.append(f"{room} opens to {other}, which does not reach in")
+
+    for room in order:
+        guide = source / "tessera" / room / "README.md"
+        lines = len(guide.read_text().splitlines()) if guide.is_file() else 0
+        if not 0 < lines <= 60:
+            faults.append(f"the guide {guide.relative_to(source)} has {lines} lines, of 1 to 60")
 
     # The table of the documentation says what the build says.
     said = {}
