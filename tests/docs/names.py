@@ -1,7 +1,7 @@
 """names.py [--write] SOURCE: docs/names.md has every public name of C++ beside that of Python, and no cell without a name or a reason.
 
 Names of C++ are what the installed headers declare in namespace tessera; those of Python are tessera.__all__. Equal names are one row; tests/docs/names.txt has
-the pairs that are called differently, and why a name is in one language alone. Without --write: fails, with the difference, where the page says something else.
+the pairs that are called differently, why a name is in one language alone, and which headers are settled beside those of tessera/tessera.h. Without --write: fails, with the difference, where the page says something else.
 """
 
 import ast
@@ -15,6 +15,8 @@ PAGE = """# Names of C++ and Python
 
 Names are alike on both sides. What is a method of `DistributedManager` in C++ is a function in Python, where there is one manager per process; a struct of options
 is keyword arguments, and an enumeration is a text. A cell without a name says why. (A generated page: `python3 tests/docs/names.py --write .`)
+
+Each room's headers have a label. *Settled*: a change is told in the changelog, and what it replaces stays for one minor version. *May change*: with any version, until 1.0.
 """
 
 
@@ -74,7 +76,7 @@ def names_of_python(source):
 
 def told(source):
     """names.txt: pairs of names, reasons by patterns of C++ names and headers, and reasons of Python's names."""
-    pairs, reasons, alone = {}, [], {}
+    pairs, reasons, alone, settled = {}, [], {}, re.findall(r'"(tessera/.*)"', (source / "tessera/tessera.h").read_text())
     for line in (source / "tests/docs/names.txt").read_text().splitlines():
         if not line or line.startswith("#"):
             continue
@@ -83,11 +85,13 @@ def told(source):
             pairs[cpp] = python.split(", ")
         else:
             names, reason = line.split(" : ")
-            if names.startswith("python "):
+            if names == "settled":
+                settled += reason.split(", ")
+            elif names.startswith("python "):
                 alone.update((name, reason) for name in names[7:].split(", "))
             else:
                 reasons.append((names.split(", "), reason))
-    return pairs, reasons, alone
+    return pairs, reasons, alone, settled
 
 
 def reason_of(name, header, reasons):
@@ -95,18 +99,26 @@ def reason_of(name, header, reasons):
     return next((why for names, why in reasons for n in names if n == name or (n[:1] == "*" and name.endswith(n[1:])) or ("/" in n and header.startswith(n))), None)
 
 
+def labels(source, room, settled):
+    """What is said of the headers of a room: settled, or not."""
+    headers = [h.relative_to(source).as_posix() for h in sorted((source / "tessera" / room).rglob("*.h")) if not PRIVATE & set(h.parts)]
+    groups = {"Settled": [h for h in headers if h in settled], "May change": [h for h in headers if h not in settled]}
+    return " ".join(f"{label}: {listed(h.split('/', 2)[2] for h in group)}." for label, group in groups.items() if group)
+
+
 def listed(names):
     return ", ".join(f"`{name}`" for name in names)
 
 
 def page_of(source):
-    rooms, python, (pairs, reasons, alone) = names_of_cpp(source), names_of_python(source), told(source)
+    rooms, python, (pairs, reasons, alone, settled) = names_of_cpp(source), names_of_python(source), told(source)
     every = {name for names in rooms.values() for name in names}
     faults = [f"names.txt: C++ has no {name}" for name in pairs if name not in every]
+    faults += [f"names.txt: there is no {header}" for header in settled if header != "tessera/version.h" and not (source / header).is_file()]
     faults += [f"names.txt: Python has no {name}" for name in [*alone, *(n for names in pairs.values() for n in names)] if name.partition(".")[0] not in python]
     text, seen = [PAGE], set()
     for room, names in rooms.items():
-        text.append(f"\n## {room}\n\n| C++ | Python |\n| --- | --- |\n")
+        text.append(f"\n## {room}\n\n{labels(source, room, settled)}\n\n| C++ | Python |\n| --- | --- |\n")
         left = {}
         for name, header in names.items():
             theirs = pairs.get(name) or ([name] if name in python and name not in alone else None)
