@@ -22,6 +22,7 @@
 #   make hostile     the drawn suites of hostile cases for HOURS=1, with seeds that nobody has run
 #   make test-pytorch   PyTorch's own distributed tests over the backend tessera, as far as they need no GPU; writes docs/pytorch_tests.md
 #   make fuzz        clang's libFuzzer on each parser of what strangers write, and on the store's frames, SECONDS_EACH=600 (needs clang)
+#   make notebooks   the tutorials that have Python as notebooks, run, in build/notebooks
 #   make types       mypy --strict and pyright's rules on every documented program of Python
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
@@ -41,7 +42,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types notebooks docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -96,6 +97,9 @@ sweep: python build
 types: python
 	@scripts/bootstrap --types
 	@.env/bin/python tests/python/typed.py build/types
+
+notebooks: python build
+	@PYTHONPATH=$(BUILD)/python .env/bin/python scripts/notebooks.py build/notebooks --run
 
 # Not a part of `make test`: what it fetches is not needed by anything else.
 zoo: python build

@@ -58,7 +58,7 @@ class Refused:
     why: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What tessera.check() found. True where the model is safe: equal to one process, with no refusal.
 
@@ -87,6 +87,9 @@ class Report:
 
     def __str__(self):
         return self.text()
+
+    def __repr__(self):
+        return f"<Report: {self.text(0).splitlines()[0]}>"
 
     def _repr_html_(self):
         return _html.of_report(self)

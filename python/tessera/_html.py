@@ -1,5 +1,6 @@
 """What a notebook shows: meshes as tables of ranks, sharded tensors as pictures of their shards, reports of `check` as tables. Nothing is communicated."""
 
+import functools
 import html
 import itertools
 
@@ -16,12 +17,12 @@ def _table(head, rows):
 
 
 def of_mesh(mesh):
-    """Rows are coordinates of all axes but the last, columns those of the last; this rank's own is bold."""
+    """Rows are coordinates of all axes but the last, columns those of the last; bold is the rank that made the mesh, whoever looks, outside of `run_threads` too."""
     title = f"<code>{html.escape(repr(mesh))}</code>"
     if len(mesh.ranks) > _LARGEST:
         return title
     *outer, (last, columns) = mesh.axes.items()
-    mine = mesh.ranks.index(ops.rank()) if mesh.contains_me else -1
+    mine = functools.reduce(lambda at, axis: at * axis[0] + axis[1], zip(mesh.axes.values(), mesh.coordinate), 0) if mesh.contains_me else -1
     cells = [f"<b>{rank}</b>" if at == mine else str(rank) for at, rank in enumerate(mesh.ranks)]
     rows = []
     for at, place in enumerate(itertools.product(*(range(size) for _, size in outer))):
