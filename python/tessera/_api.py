@@ -116,6 +116,9 @@ def from_local(local, mesh, placements, sizes=None):
 def distribute_tensor(full, mesh, placements, sizes=None):
     """Each rank takes its shard of `full`, which is the same on all ranks, and of the result's shape. Differentiable; no communication.
 
+    A rank's own batch is no such tensor: of it only a part would count, and nothing says so but `set_check_level("collective")`, which compares (MismatchError).
+    `from_local` makes one tensor of the ranks' own.
+
     `sizes`: `{dim: [rows of each shard]}`, by default as even as possible, the first ones larger. Raises InvalidArgument for placements and sizes that do not fit the
     shape.
 

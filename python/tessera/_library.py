@@ -20,7 +20,7 @@ def _load():
     try:
         torch.ops.load_library(str(library))
     except OSError as error:  # MPI, netCDF, HDF5, YAML, hwloc: those of the machine on which it was built
-        raise ImportError(f"tessera's library needs what is not here: {error}; install it, or build the wheel on this machine (pip wheel ./python)") from error
+        raise ImportError(f"tessera's library needs what is not here: {error.__cause__ or error}; install it, or build the wheel on this machine (pip wheel ./python)") from error
 
 
 _load()

@@ -86,6 +86,12 @@ def own_batches_refused(rank):
     own_batches(rank)
 
 
+@mistake("2d")
+def own_batches_distributed(rank):
+    ts.set_check_level("collective")
+    ts.distribute_tensor(torch.full((2, 3), float(rank)), world(), ts.Shard(0))
+
+
 @mistake("3")
 def ghost_cells(rank):
     memory = torch.frombuffer((ctypes.c_float * 36)(), dtype=torch.float32).view(6, 6)
