@@ -112,18 +112,14 @@ void put(const std::string& path, const std::string& text) {
         concat(path, ": cannot be written; check the folder and its permissions"));
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 // Who reads what, instead of the groups.
 int run_data_plan(const Flags& flags, const Mesh& mesh) {
   if (!flags.rank_file.empty() || !flags.slurm_file.empty())
     throw ConfigFileError(
         "--data plans who reads what: leave out --rankfile and --slurm-hostfile, which belong to a "
         "plan of groups");
-  if (!flags.picture.empty() && !ends_with(flags.picture, ".svg") &&
-      !ends_with(flags.picture, ".html"))
+  if (!flags.picture.empty() && !flags.picture.ends_with(".svg") &&
+      !flags.picture.ends_with(".html"))
     throw ConfigFileError(
         concat("--picture ", flags.picture, ": the name must end in .svg or .html"));
   const auto axes =
@@ -135,7 +131,7 @@ int run_data_plan(const Flags& flags, const Mesh& mesh) {
   if (!flags.json.empty()) put(flags.json, data_plan_json(plan));
   if (!flags.picture.empty())
     put(flags.picture,
-        ends_with(flags.picture, ".html") ? data_plan_html(plan) : data_plan_svg(plan));
+        flags.picture.ends_with(".html") ? data_plan_html(plan) : data_plan_svg(plan));
   return 0;
 }
 
@@ -150,8 +146,8 @@ int run_plan(const Flags& flags) {
   if (rank) plan.mesh.position(*rank);  // refuses a rank that is not there
   if ((!flags.rank_file.empty() || !flags.slurm_file.empty()) && !plan.placement)
     throw ConfigFileError("a rank file needs the machines: --hosts or --topology");
-  if (!flags.picture.empty() && !ends_with(flags.picture, ".svg") &&
-      !ends_with(flags.picture, ".html"))
+  if (!flags.picture.empty() && !flags.picture.ends_with(".svg") &&
+      !flags.picture.ends_with(".html"))
     throw ConfigFileError(
         concat("--picture ", flags.picture, ": the name must end in .svg or .html"));
   if (!flags.slurm_file.empty() &&
@@ -172,7 +168,7 @@ int run_plan(const Flags& flags) {
   const int shown = rank.value_or(plan.mesh.ranks().front());
   if (!flags.picture.empty())
     put(flags.picture,
-        ends_with(flags.picture, ".html") ? plan_html(plan, shown) : plan_svg(plan, shown));
+        flags.picture.ends_with(".html") ? plan_html(plan, shown) : plan_svg(plan, shown));
   return 0;
 }
 

@@ -3,13 +3,10 @@
 // their ranks. In large worlds a square is a host, and one host is drawn large.
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdio>
 #include <map>
-#include <sstream>
 
 #include "plan.h"
+#include "plan_grid.h"
 #include "tessera/base/internal/colour.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
@@ -39,95 +36,6 @@ const char* strong_colour(int i) {
   static constexpr const char* kColours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7",
                                              "#e69f00", "#56b4e9", "#7f3c8d", "#5d6b00"};
   return kColours[i % 8];
-}
-
-/// Where hosts and devices stand inside one panel.
-struct Grid {
-  int cell = 40;                        // pixels of a device
-  int per_row = 1;                      // hosts
-  int host_columns = 1, host_rows = 1;  // devices in a host
-  int pad = 4, title = 0, gap = 8, rack_title = 0;
-  int width = 0, height = 0;
-  std::vector<std::array<int, 2>> host_at;  // corner of each host
-  struct Rack {
-    std::string name;
-    int y = 0, height = 0;
-  };
-  std::vector<Rack> racks;
-
-  int host_width() const { return host_columns * cell + 2 * pad; }
-  int host_height() const { return host_rows * cell + 2 * pad + title; }
-};
-
-/// Hosts rack by rank of their switch; without hosts the whole world is one.
-Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of,
-             const std::vector<std::string>& rack_names, int width, int height, bool tight) {
-  Grid best;
-  const int most = *std::max_element(devices.begin(), devices.end());
-  for (int cell : {46, 40, 34, 28, 22, 17, 15, 13, 10, 8, 6, 5, 4, 3, 2, 1}) {
-    Grid grid;
-    grid.cell = cell;
-    grid.pad = cell >= 13 ? 5 : cell >= 5 ? 2 : 1;
-    grid.title = cell >= 22 ? 18 : 0;
-    grid.gap = cell >= 13 ? 10 : cell >= 5 ? 5 : 2;
-    if (tight) {
-      grid.pad = 1;
-      grid.gap = 3;
-      grid.title = 0;
-    }
-    grid.host_columns = devices.size() == 1
-                            ? std::min(most, std::max(1, (width - 2 * grid.pad) / cell))
-                        : most <= 4 ? most
-                                    : static_cast<int>(std::ceil(std::sqrt(2.0 * most)));
-    if (devices.size() == 1 && most > 8)
-      grid.host_columns =
-          std::min(grid.host_columns,
-                   std::max(8, 1 << static_cast<int>(std::ceil(std::log2(std::sqrt(2.0 * most))))));
-    grid.host_rows = (most + grid.host_columns - 1) / grid.host_columns;
-    grid.per_row = std::max(1, (width + grid.gap) / (grid.host_width() + grid.gap));
-    const bool racks = rack_names.size() > 1;
-    int most_in_rack = 0;
-    for (std::size_t r = 0; r < rack_names.size(); ++r)
-      most_in_rack = std::max(
-          most_in_rack,
-          static_cast<int>(std::count(rack_of.begin(), rack_of.end(), static_cast<int>(r))));
-    if (tight) {  // strides over the hosts are mostly powers of two: they make columns
-      int even = 1;
-      while (2 * even <= grid.per_row && even < most_in_rack) even *= 2;
-      grid.per_row = even;
-    } else {
-      // Full rows where a number that divides the hosts is near, even ones where not.
-      int even = grid.per_row;
-      while (even > 1 && most_in_rack % even) --even;
-      const int lines = (most_in_rack + grid.per_row - 1) / grid.per_row;
-      grid.per_row = 2 * even > grid.per_row ? even : (most_in_rack + lines - 1) / lines;
-    }
-    grid.rack_title = racks ? 16 : 0;
-    int y = 0, used = 0;
-    grid.host_at.assign(devices.size(), {0, 0});
-    for (std::size_t r = 0; r < rack_names.size(); ++r) {
-      const int top = y;
-      y += grid.rack_title;
-      int column = 0;
-      for (std::size_t h = 0; h < devices.size(); ++h) {
-        if (rack_of[h] != static_cast<int>(r)) continue;
-        if (column == grid.per_row) {
-          column = 0;
-          y += grid.host_height() + grid.gap;
-        }
-        grid.host_at[h] = {column * (grid.host_width() + grid.gap), y};
-        used = std::max(used, grid.host_at[h][0] + grid.host_width());
-        ++column;
-      }
-      y += grid.host_height() + grid.gap;
-      if (racks) grid.racks.push_back({rack_names[r], top, y - top - grid.gap});
-    }
-    grid.width = used;
-    grid.height = y - grid.gap;
-    best = grid;
-    if (grid.height <= height && grid.width <= width) break;
-  }
-  return best;
 }
 
 struct Machines {
@@ -386,15 +294,72 @@ void draw_hosts(TextStream& out, const Plan& plan, const Machines& machines, con
   out << "</g></g>\n";
 }
 
+bool has_costs(const Plan& plan) { return plan.placement && !plan.placement->cost.empty(); }
+
+/// Where not all groups have a colour: those of the ranks beside `style.rank`.
+void choose_coloured(const Plan& plan, Style& style) {
+  const int rank = style.rank;
+  if (plan.placement) {
+    const int host = plan.placement->host_of[rank];
+    for (int r = 0; r < plan.mesh.size(); ++r)
+      if (plan.placement->host_of[r] == host) style.coloured.push_back(r);
+    style.coloured_text = concat("the ranks on ", plan.placement->topology.hosts[host].name);
+  } else {
+    const auto& table = plan.mesh.ranks();
+    for (int p = plan.mesh.position(rank); p < plan.mesh.size() && style.coloured.size() < 8; ++p)
+      style.coloured.push_back(table[p]);
+    style.coloured_text = concat(style.coloured.size(), " neighbouring ranks from ", rank, " on");
+  }
+  std::stable_sort(style.coloured.begin(), style.coloured.end(),
+                   [&](int a, int b) { return (a == rank) > (b == rank); });
+}
+
+/// What is written above the panels.
+std::vector<std::string> notes_of(const Plan& plan, const Style& style, int panels) {
+  const int rank = style.rank;
+  std::vector<std::string> notes;
+  std::string shape;
+  for (const Axis& axis : plan.mesh.axes())
+    shape += concat(shape.empty() ? "" : " \u00d7 ", axis.name, " ", axis.size);
+  notes.push_back(shape + " (outermost first)");
+  if (has_costs(plan)) {
+    const auto& placed = *plan.placement;
+    std::string line = concat("communication per step: ", duration_text(placed.naive_seconds));
+    if (placed.seconds != placed.naive_seconds)
+      line += concat(" \u2192 ", duration_text(placed.seconds));
+    line += placed.exact ? ", the optimum"
+            : placed.lower_bound > 0
+                ? concat(", no placement below ", duration_text(placed.lower_bound))
+                : "";
+    notes.push_back(line);
+  }
+  notes.push_back(
+      style.by_host
+          ? concat("Squares are hosts. Blue: rank ", rank,
+                   "'s group, with its members there. Pale: the other groups of the ranks on rank ",
+                   rank, "'s host, which is framed, and drawn large above with its ranks.")
+      : style.muted
+          ? concat("Each panel shows the same devices, one square each. Coloured: the groups of ",
+                   style.coloured_text, ", one colour a group, rank ", rank,
+                   "'s blue; grey: all others.")
+          : concat("Each panel shows the same devices, by rank. One colour is one group",
+                   plan.mesh.size() > 32 ? " (far apart, a colour may repeat)" : "",
+                   ". Framed: the groups of rank ", rank, "."));
+  for (const auto& warning : plan.warnings) notes.push_back("\u26a0 " + warning);
+  if (panels < static_cast<int>(plan.families.size()))
+    notes.push_back(
+        concat("the first ", panels, " of ", plan.families.size(), " families are shown"));
+  return notes;
+}
+
 std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
   const auto machines = machines_of(plan);
   const int panels = std::min<int>(kMostPanels, static_cast<int>(plan.families.size()));
-  const bool costs = plan.placement && !plan.placement->cost.empty();
   const bool by_host = may_draw_hosts && draws_hosts(machines);
   Style style{.rank = rank,
               .page = page,
               .by_host = by_host,
-              .header = (costs ? 76 : 60) + (by_host ? kLargeCell + 14 : 0)};
+              .header = (has_costs(plan) ? 76 : 60) + (by_host ? kLargeCell + 14 : 0)};
   const std::vector<int> boxes =
       by_host ? std::vector<int>(machines.devices.size(), 1) : machines.devices;
   // As many columns as leave the devices largest on a page of about this height.
@@ -413,57 +378,12 @@ std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
   const int width = (kWidth - 2 * kMargin - (columns - 1) * kGap) / columns;
   style.width = width;
   style.muted = grid.cell < 22 || by_host;
-  if (style.muted) {
-    if (plan.placement) {
-      const int host = plan.placement->host_of[rank];
-      for (int r = 0; r < plan.mesh.size(); ++r)
-        if (plan.placement->host_of[r] == host) style.coloured.push_back(r);
-      style.coloured_text = concat("the ranks on ", plan.placement->topology.hosts[host].name);
-    } else {
-      const auto& table = plan.mesh.ranks();
-      for (int p = plan.mesh.position(rank); p < plan.mesh.size() && style.coloured.size() < 8; ++p)
-        style.coloured.push_back(table[p]);
-      style.coloured_text = concat(style.coloured.size(), " neighbouring ranks from ", rank, " on");
-    }
-    std::stable_sort(style.coloured.begin(), style.coloured.end(),
-                     [&](int a, int b) { return (a == rank) > (b == rank); });
-  }
+  if (style.muted) choose_coloured(plan, style);
   const int row = grid.height + style.header + kGap + 8, rows = (panels + columns - 1) / columns;
-  std::vector<std::string> notes;
   std::string title = concat(plan.mesh.size(), " ranks");
   if (plan.placement)
     title += concat(" on ", machines.names.size(), machines.names.size() == 1 ? " host" : " hosts");
-  std::string shape;
-  for (const Axis& axis : plan.mesh.axes())
-    shape += concat(shape.empty() ? "" : " \u00d7 ", axis.name, " ", axis.size);
-  notes.push_back(shape + " (outermost first)");
-  if (costs) {
-    const auto& placed = *plan.placement;
-    std::string line = concat("communication per step: ", duration_text(placed.naive_seconds));
-    if (placed.seconds != placed.naive_seconds)
-      line += concat(" \u2192 ", duration_text(placed.seconds));
-    line += placed.exact ? ", the optimum"
-            : placed.lower_bound > 0
-                ? concat(", no placement below ", duration_text(placed.lower_bound))
-                : "";
-    notes.push_back(line);
-  }
-  notes.push_back(
-      by_host
-          ? concat("Squares are hosts. Blue: rank ", rank,
-                   "'s group, with its members there. Pale: the other groups of the ranks on rank ",
-                   rank, "'s host, which is framed, and drawn large above with its ranks.")
-      : style.muted
-          ? concat("Each panel shows the same devices, one square each. Coloured: the groups of ",
-                   style.coloured_text, ", one colour a group, rank ", rank,
-                   "'s blue; grey: all others.")
-          : concat("Each panel shows the same devices, by rank. One colour is one group",
-                   plan.mesh.size() > 32 ? " (far apart, a colour may repeat)" : "",
-                   ". Framed: the groups of rank ", rank, "."));
-  for (const auto& warning : plan.warnings) notes.push_back("\u26a0 " + warning);
-  if (panels < static_cast<int>(plan.families.size()))
-    notes.push_back(
-        concat("the first ", panels, " of ", plan.families.size(), " families are shown"));
+  const std::vector<std::string> notes = notes_of(plan, style, panels);
   const int top = kMargin + 34 + static_cast<int>(notes.size()) * 20 + 16,
             height = top + rows * row + kMargin / 2;
   TextStream out;

@@ -18,10 +18,6 @@ namespace {
 
 using namespace tessera;
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 std::string row(const std::string& what, std::vector<double> latencies,
                 std::vector<double> bandwidths) {
   std::sort(latencies.begin(), latencies.end());
@@ -128,8 +124,7 @@ int main(int argc, char** argv) {
   options.bytes = static_cast<std::int64_t>(kilobytes * 1024);
   manager_options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(limit * 1000));
   try {
-    if (out != "-" && !ends_with(out, ".json") && !ends_with(out, ".yaml") &&
-        !ends_with(out, ".yml"))
+    if (out != "-" && !out.ends_with(".json") && !out.ends_with(".yaml") && !out.ends_with(".yml"))
       throw InvalidArgument(concat("--out ", out, ": the name must end in .json, .yaml or .yml"));
     const auto manager = DistributedManager::initialize(manager_options);
     if (manager.world_size() < 2)
