@@ -67,7 +67,7 @@ install: configure
 	@echo "Installed in $(PREFIX)"
 
 demo: configure
-	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli tessera_doctor winds
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_cli winds
 	$(RUN) $(BUILD)/bin/tessera run -n $(RANKS) -- $(BUILD)/bin/winds --report build/winds-report.html
 	@echo "The report: file://$(CURDIR)/build/winds-report.html"
 

@@ -16,7 +16,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string colour(int coordinate) {
+std::string slice_colour(int coordinate) {
   return numbered_colour(coordinate, 62, coordinate % 2 ? 68 : 78);
 }
 
@@ -77,7 +77,7 @@ std::string draw(const DataPlan& plan) {
               c = mapping.coordinate(device);
     out << "<rect class=\"c\" data-c=\"" << c << "\" data-p=\"" << plan.processes[device]
         << "\" x=\"" << x << "\" y=\"" << y << "\" width=\"" << cell << "\" height=\"" << cell
-        << "\" fill=\"" << colour(c) << "\"/>";
+        << "\" fill=\"" << slice_colour(c) << "\"/>";
     if (cell >= 20)
       out << "<text class=\"d\" x=\"" << x + cell / 2.0 << "\" y=\"" << y + cell / 2.0
           << "\" pointer-events=\"none\">" << plan.processes[device] << "</text>";
@@ -110,7 +110,7 @@ std::string draw(const DataPlan& plan) {
       const double long_ = scale * static_cast<double>(slice.samples.size());
       out << "<rect class=\"c\" data-c=\"" << slice.coordinate << "\" data-p=\"" << process
           << "\" x=\"" << from << "\" y=\"" << y << "\" width=\"" << long_ << "\" height=\""
-          << line - 6 << "\" fill=\"" << colour(slice.coordinate) << "\"/>";
+          << line - 6 << "\" fill=\"" << slice_colour(slice.coordinate) << "\"/>";
       if (long_ > 44)
         out << "<text class=\"d\" x=\"" << from + long_ / 2 << "\" y=\"" << y + (line - 6) / 2.0
             << "\" pointer-events=\"none\">" << slice.samples.begin << "\u2013"

@@ -11,7 +11,7 @@
 namespace tessera::app {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 std::string percent_above(double seconds, double bound) {
   if (!(bound > 0)) return "";
@@ -63,8 +63,8 @@ void print_placement(const Plan& plan, TextStream& out, int most_hosts) {
   out << "\n";
 }
 
-Json member_lists(const GroupTable& groups) {
-  Json lists = Json::array();
+OrderedJson member_lists(const GroupTable& groups) {
+  OrderedJson lists = OrderedJson::array();
   for (int g = 0; g < groups.count(); ++g)
     lists.push_back(std::vector<int>(groups[g].begin(), groups[g].end()));
   return lists;
@@ -131,16 +131,16 @@ std::string plan_text(const Plan& plan, std::optional<int> rank, int most_groups
 }
 
 std::string plan_json(const Plan& plan, std::optional<int> rank) {
-  Json out;
+  OrderedJson out;
   out["world"] = plan.mesh.size();
   for (const Axis& axis : plan.mesh.axes())
-    out["mesh"].push_back(Json{{"axis", axis.name}, {"size", axis.size}});
+    out["mesh"].push_back(OrderedJson{{"axis", axis.name}, {"size", axis.size}});
   if (!plan.order.empty()) out["order"] = plan.order;
   if (!plan.mesh.row_major()) out["ranks"] = plan.mesh.ranks();
-  out["groups"] = Json::object();
+  out["groups"] = OrderedJson::object();
   for (const auto& family : plan.families) out["groups"][family.name] = member_lists(family.groups);
   for (const auto& family : plan.families) {
-    Json about{{"size", family.groups.group_size}, {"count", family.groups.count()}};
+    OrderedJson about{{"size", family.groups.group_size}, {"count", family.groups.count()}};
     if (family.reach) about["runs"] = to_string(*family.reach);
     if (!family.note.empty()) about["note"] = family.note;
     if (!family.options.backend.empty()) about["backend"] = family.options.backend;
@@ -148,27 +148,27 @@ std::string plan_json(const Plan& plan, std::optional<int> rank) {
     out["families"][family.name] = std::move(about);
   }
   if (rank) {
-    Json mine{{"rank", *rank}, {"coordinate", plan.mesh.coordinate(*rank)}};
+    OrderedJson mine{{"rank", *rank}, {"coordinate", plan.mesh.coordinate(*rank)}};
     for (const auto& family : plan.families) {
       const auto [members, place] = group_of(family.groups, *rank);
-      mine["groups"][family.name] =
-          Json{{"ranks", std::vector<int>(members.begin(), members.end())}, {"group_rank", place}};
+      mine["groups"][family.name] = OrderedJson{
+          {"ranks", std::vector<int>(members.begin(), members.end())}, {"group_rank", place}};
     }
     out["rank"] = std::move(mine);
   }
   if (plan.placement) {
     const auto& placed = *plan.placement;
-    Json p{{"method", placed.method},
-           {"seconds", placed.seconds},
-           {"naive_seconds", placed.naive_seconds},
-           {"lower_bound", placed.lower_bound},
-           {"exact", placed.exact}};
+    OrderedJson p{{"method", placed.method},
+                  {"seconds", placed.seconds},
+                  {"naive_seconds", placed.naive_seconds},
+                  {"lower_bound", placed.lower_bound},
+                  {"exact", placed.exact}};
     for (std::size_t t = 0; t < placed.cost.size(); ++t)
-      p["cost"].push_back(Json{{"groups", placed.cost[t].axes},
-                               {"collective", to_string(placed.cost[t].collective)},
-                               {"seconds", placed.cost[t].seconds},
-                               {"naive_seconds", placed.naive_cost[t].seconds},
-                               {"algorithm", placed.cost[t].algorithm}});
+      p["cost"].push_back(OrderedJson{{"groups", placed.cost[t].axes},
+                                      {"collective", to_string(placed.cost[t].collective)},
+                                      {"seconds", placed.cost[t].seconds},
+                                      {"naive_seconds", placed.naive_cost[t].seconds},
+                                      {"algorithm", placed.cost[t].algorithm}});
     p["slot_of_rank"] = placed.slot_of;
     p["launcher_table"] = placed.launcher_table;
     std::vector<std::string> hosts;
