@@ -104,7 +104,7 @@ std::string draw(const DataPlan& plan) {
         << "</text><rect class=\"b\" x=\"" << bars << "\" y=\"" << y << "\" width=\"" << bar
         << "\" height=\"" << line - 6 << "\"/>";
     for (const BatchSlice& slice : mapping.slices(process, plan.batch)) {
-      if (slice.samples.size() == 0) continue;
+      if (slice.samples.empty()) continue;
       const double scale = static_cast<double>(bar) / static_cast<double>(plan.batch),
                    from = bars + scale * static_cast<double>(slice.samples.begin);
       const double long_ = scale * static_cast<double>(slice.samples.size());
