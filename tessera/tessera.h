@@ -32,6 +32,7 @@
 #include "tessera/nn/sharded_optimizer.h"
 #include "tessera/nn/tensor_parallel.h"
 #include "tessera/ops/attention/neighborhood.h"
+#include "tessera/ops/attention/packed.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
 #include "tessera/ops/ghosts/neighbor_edges.h"
 #include "tessera/ops/ghosts/owned_rows.h"

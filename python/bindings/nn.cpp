@@ -1,4 +1,4 @@
-// Data parallelism and losses over ranks, and operators on fields: halos, neighbourhood attention.
+// Data parallelism and losses over ranks, halos, and attention over packed documents.
 
 #include <torch/library.h>
 #include <torch/nn/module.h>
@@ -20,6 +20,7 @@
 #include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/nn/embedding_table.h"
 #include "tessera/nn/experts.h"
+#include "tessera/ops/attention/packed.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -208,6 +209,17 @@ void register_nn(Library& library) {
   });
   library.def("clip_gradients", &clip);
   library.def("halo_exchange", &halo);
+  library.def("packed_attention", [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const DocumentLengths& lengths, double dropout, bool causal,
+                                     std::optional<double> scale, bool grouped) {
+    return packed_attention(q, k, v, lengths, {causal, scale, grouped, dropout});
+  });
+  library.def("cut_documents", [](const DocumentLengths& lengths, std::int64_t parts, bool causal,
+                                  double token_cost, std::int64_t tokens, std::int64_t most) {
+    const auto cut =
+        cut_documents(lengths, static_cast<int>(parts), {causal, token_cost, tokens, most});
+    return std::tuple(cut.sizes, std::vector<double>{cut.imbalance, cut.imbalance_of_even});
+  });
   library.def("made", &made);
   library.def("start_redistribute",
               [](const at::Tensor& t, const Names& where, const SizesDict& parts) {

@@ -1,4 +1,7 @@
-"""Data parallelism, losses over ranks, and operators on fields."""
+"""Data parallelism, losses over ranks, operators on fields, and attention over packed documents."""
+
+from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -252,6 +255,58 @@ def _of_dims(dims, q, k, v, kernel, dilation, causal, scale):
     if len(kernel) != dims:
         raise ValueError(f"neighborhood_attention_{dims}d: a kernel of {len(kernel)} dims: {tuple(kernel)}")
     return neighborhood_attention(q, k, v, kernel, dilation, causal, scale)
+
+
+@dataclass(frozen=True)
+class DocumentCut:
+    """What `cut_documents` returns: tokens of each part, and the largest cost of a part over the mean; `imbalance_of_even` is that of equally many tokens.
+
+    >>> ts.cut_documents([4], 2)
+    DocumentCut(sizes=(2, 2), imbalance=1.0, imbalance_of_even=1.0)
+    """
+
+    sizes: tuple
+    imbalance: float
+    imbalance_of_even: float
+
+
+def _lengths(documents):
+    """One list of lengths a row: of a list of numbers, of lists, or of tensors of them."""
+    rows = [n.tolist() if isinstance(n, torch.Tensor) else n for n in documents]
+    if all(hasattr(n, "__index__") for n in rows):
+        rows = [rows]
+    return [[index(n) for n in row] for row in rows]
+
+
+def cut_documents(lengths, parts, *, is_causal=False, token_cost=0.0, tokens=0, most_tokens=0):
+    """Where to cut rows of packed documents over `parts` ranks, so that attention inside the documents costs each the same, rather than tokens.
+
+    `lengths`: of the documents of a row, or of each row; all rows are cut alike. A pair of a query and a key costs 1, a token `token_cost` besides: 6 * width
+    is what the products of a transformer's layer of `width` channels cost. `tokens`: length of the rows with their padding; `most_tokens`: of a part.
+    Communicates nothing. Raises InvalidArgument for lengths, parts and costs below 0, no part, and documents or parts that do not fit the row.
+
+    >>> cut = ts.cut_documents([2, 6], 2, is_causal=True)    # 1 + 2, then 1 + 2 + 3 + 4 + 5 + 6 pairs
+    >>> cut.sizes, round(cut.imbalance, 2), round(cut.imbalance_of_even, 2)
+    ((6, 2), 1.08, 1.5)
+    """
+    sizes, ratios = ops.cut_documents(_lengths(lengths), parts, is_causal, float(token_cost), tokens, most_tokens)
+    return DocumentCut(tuple(sizes), *ratios)
+
+
+def packed_attention(q, k, v, lengths, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention inside the documents of packed rows, whose tokens may be cut over ranks anywhere (context parallelism).
+
+    q, k, v: rows x heads x tokens x channels, or without rows, as for `torch.nn.functional.scaled_dot_product_attention`, whose other arguments these are.
+    `lengths`: of the documents of each row, or once for all rows, the same on every rank; of cumulative ones: `cu_seqlens.diff()`. Documents may be empty; tokens
+    after the last one are padding, and give zeros. Of sharded tensors rows, heads (of grouped queries whole groups) and tokens may be sharded, in any sizes, as
+    `cut_documents` makes them; keys and values are sent to the ranks that see them, and to no others. Twice differentiable where tokens are sharded. Raises
+    InvalidArgument for shapes, types and lengths that do not fit each other.
+
+    >>> q = ts.distribute_tensor(torch.ones(1, 2, 8, 4), mesh, ts.Shard(2))
+    >>> ts.packed_attention(q, q, q, [5, 3], is_causal=True).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    return ops.packed_attention(q, k, v, _lengths(lengths), float(dropout_p), is_causal, scale, enable_gqa)
 
 
 def _made(how, shape, mesh, placements, sizes, dtype, value=0.0):

@@ -9,7 +9,8 @@
 // would have the least to do and the last one the most: each hands the second half of its queries
 // to the rank that mirrors it (the first to the last, and so on), so that all compute alike, and
 // gets the results back; that is the balance of the zigzag layout, in any layout. Dropout
-// draws by global index, so that it is the same for any number of ranks.
+// draws by global index, so that it is the same for any number of ranks. Among packed documents
+// (packed.cpp) there is no ring: few ranks see another's keys, so those go straight to them.
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -25,6 +26,7 @@
 #include <cmath>
 
 #include "tessera/ops/attention/detail/ring.h"
+#include "tessera/ops/attention/detail/straight.h"
 #include "tessera/ops/random/detail/draws.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
@@ -52,7 +54,7 @@ struct NoThirdDerivative : torch::autograd::Function<NoThirdDerivative> {
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
     throw ShardingError(
-        "scaled_dot_product_attention over a sharded sequence has no third derivative. "
+        "attention over a sharded sequence has no third derivative. "
         "Redistribute query, key and value so that the sequence is "
         "whole.");
   }
@@ -69,26 +71,72 @@ std::optional<at::Tensor> if_defined(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
-// One way round the ring: `body` gets what is `held` of each shard of the keys, those keys, and a
-// run of this rank's queries that sees some of them, while the next shard arrives. `sums` (none:
-// nullptr) belong to the keys that are held: they are passed to the rank before this one, which
-// computes with these keys next, and are back after the last step.
+using Tensors = std::vector<at::Tensor>;
+
+// All that is computed with keys that are held: `body` gets what is held of the keys of a block,
+// those keys, a run of this rank's queries that sees some of them, and the part of the sums;
+// `after` how many of all blocks are done.
+template <class Body, class After>
+void compute(const Round& round, const Tensors& held, const Tensors& sums, const Interval& keys,
+             const Body& body, const After& after) {
+  const auto blocks = round.blocks(keys);
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const Block& block = blocks[i];
+    const auto of_block = [&](const Tensors& all) {
+      Tensors part;
+      for (const at::Tensor& t : all)
+        part.push_back(of_run(t, {block.keys.begin - keys.begin, block.keys.size(),
+                                  block.keys.begin, block.run.row}));
+      return part;
+    };
+    body(of_block(held), block.keys, block.run, of_block(sums));
+    after(static_cast<std::int64_t>(i) + 1, static_cast<std::int64_t>(blocks.size()));
+  }
+}
+
+// The same among documents, without a ring.
 template <class Body>
-void go_round(const Round& round, std::vector<at::Tensor> held, std::vector<at::Tensor>* sums,
-              const Body& body) {
-  std::vector<at::Tensor> next, arriving;
+void go_straight(const Round& round, const Tensors& own, const Tensors& sums, const Body& body) {
+  Courier courier(round, own, sums);
+  Tensors part;
+  for (const Visit& visit : visits(round, round.me)) {
+    courier.until(visit.begin, part);
+    const bool mine = visit.owner == round.me;
+    part = sums;
+    for (at::Tensor& t : part) {
+      if (mine) break;
+      Shape shape = t.sizes().vec();
+      shape[shape.size() - 2] = visit.keys.size();
+      t = at::zeros(shape, t.options());
+    }
+    compute(round, mine ? own : courier.arrived(), part, visit.keys, body,
+            [&](std::int64_t done, std::int64_t all) {
+              courier.until(visit.begin + (visit.end - visit.begin) * done / all, part);
+            });
+  }
+  courier.finish(part);
+}
+
+// One way round the ring: what is `held` of each shard of the keys is computed with while the next
+// shard arrives. `sums` (or none) belong to the keys that are held: they are passed to the rank
+// before this one, which computes with these keys next, and are back after the last step.
+template <class Body>
+void go_round(const Round& round, Tensors held, Tensors* sums, const Body& body) {
+  if (!round.ring.documents.empty())
+    return go_straight(round, held, sums ? *sums : Tensors(), body);
+  const int before = round.owner(round.ranks - 1), after = round.owner(1);
+  Tensors next, arriving;
   for (int step = 0; step < round.ranks; ++step) {
     const bool last = step + 1 == round.ranks;
     const std::int64_t following = round.columns(round.owner(step + 1)).size();
     Request passing;
-    if (!last) passing = round.pass(held, next, following);
-    const Interval keys = round.columns(round.owner(step));
-    for (const Run& run : round.runs)
-      if (!round.nothing(keys, run)) body(held, keys, run);
+    if (!last) passing = round.pass(held, next, following, before, after);
+    compute(round, held, sums ? *sums : Tensors(), round.columns(round.owner(step)), body,
+            [](std::int64_t, std::int64_t) {});
     passing.wait();
     if (!last) held.swap(next);
     if (!sums || round.ranks == 1) continue;
-    round.pass(*sums, arriving, following).wait();
+    round.pass(*sums, arriving, following, before, after).wait();
     sums->swap(arriving);
   }
 }
@@ -119,19 +167,22 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
                                     at::zeros(v.sizes(), v.options().dtype(type))};
     at::Tensor dq = at::zeros_like(scaled), db;
     if (wants_mask) db = at::zeros(bias.sizes(), scaled.options());
-    go_round(round, {k, v}, &sums, [&](const auto& held, const Interval& keys, const Run& run) {
-      const at::Tensor q_run = of_run(scaled, run), g_run = of_run(g, run);
-      const at::Tensor p =
-          (round.scores(q_run, held[0], bias, keys, run) - of_run(rows[3], run)).exp();
-      const at::Tensor kept = round.kept(p, keys, run);
-      sums[1] += summed(at::matmul(times(p, kept).transpose(-2, -1), g_run), ring->repeat);
-      const at::Tensor dp = times(
-          at::matmul(g_run, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
-      const at::Tensor ds = p * (dp - of_run(rows[2], run));
-      of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)) * ring->scale);
-      sums[0] += summed(at::matmul(ds.transpose(-2, -1), q_run), ring->repeat);
-      if (wants_mask) add_to_columns(db, ds, keys);
-    });
+    go_round(
+        round, {k, v}, &sums,
+        [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors& into) {
+          const at::Tensor q_run = of_run(scaled, run), g_run = of_run(g, run);
+          const at::Tensor p =
+              (round.scores(q_run, held[0], bias, keys, run) - of_run(rows[3], run)).exp();
+          const at::Tensor kept = round.kept(p, keys, run);
+          into[1].add_(summed(at::matmul(times(p, kept).transpose(-2, -1), g_run), ring->repeat));
+          const at::Tensor dp = times(
+              at::matmul(g_run, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
+          const at::Tensor ds = p * (dp - of_run(rows[2], run));
+          of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)) *
+                               ring->scale);
+          into[0].add_(summed(at::matmul(ds.transpose(-2, -1), q_run), ring->repeat));
+          if (wants_mask) add_to_columns(db, ds, keys);
+        });
     dq = round.returned({dq})[0];
     variable_list result = {given(dq, ring->query, q.scalar_type()),
                             given(sums[0], ring->key_gradient, k.scalar_type()),
@@ -177,12 +228,11 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
       const at::Tensor b = or_zeros(of_dk, k), c = or_zeros(of_dv, v),
                        e = of_db.defined() ? local_of(of_db).to(type) : at::Tensor();
       // A run of the queries with one shard of the keys: what both ways round compute of it.
-      struct Block {
+      struct Products {
         at::Tensor q, a, g, mean, k, v, b, c, p, kept, dp, x, y;
       };
-      const auto block = [&](const std::vector<at::Tensor>& held, const Interval& keys,
-                             const Run& run) {
-        Block s;
+      const auto block = [&](const Tensors& held, const Interval& keys, const Run& run) {
+        Products s;
         s.q = of_run(scaled, run);
         s.a = of_run(rows[1], run);
         s.g = of_run(rows[2], run);
@@ -202,30 +252,34 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
       const std::vector<at::Tensor> own = {k, v, b, c};
       // Sums over all keys of P x, P x dP and P y.
       at::Tensor px = at::zeros_like(mean), pxd = at::zeros_like(mean), py = at::zeros_like(mean);
-      go_round(round, own, nullptr, [&](const auto& held, const Interval& keys, const Run& run) {
-        const Block s = block(held, keys, run);
-        of_run(px, run).add_((s.p * s.x).sum({-1}, true));
-        of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
-        of_run(py, run).add_((s.p * s.y).sum({-1}, true));
-      });
+      go_round(round, own, nullptr,
+               [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
+                 const Products s = block(held, keys, run);
+                 of_run(px, run).add_((s.p * s.x).sum({-1}, true));
+                 of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
+                 of_run(py, run).add_((s.p * s.y).sum({-1}, true));
+               });
       const at::Tensor pw = pxd - px * mean * 2 + py;
       std::vector<at::Tensor> sums = {at::zeros_like(k), at::zeros_like(v)};
       at::Tensor gq = at::zeros_like(scaled), gg = at::zeros_like(rows[2]), gb;
       const bool masked = bias.defined() && ctx->needs_input_grad(4);
       if (masked) gb = at::zeros(bias.sizes(), scaled.options());
-      go_round(round, own, &sums, [&](const auto& held, const Interval& keys, const Run& run) {
-        const Block s = block(held, keys, run);
-        const at::Tensor px_run = of_run(px, run);
-        const at::Tensor z =
-            s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
-        const at::Tensor ds = s.p * (s.dp - s.mean), u = times(s.p * (s.x - px_run), s.kept);
-        of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale);
-        of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
-        sums[0] += summed(
-            at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a), repeat);
-        sums[1] += summed(at::matmul(u.transpose(-2, -1), s.g), repeat);
-        if (masked) add_to_columns(gb, z, keys);
-      });
+      go_round(round, own, &sums,
+               [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors& into) {
+                 const Products s = block(held, keys, run);
+                 const at::Tensor px_run = of_run(px, run);
+                 const at::Tensor z =
+                     s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
+                 const at::Tensor ds = s.p * (s.dp - s.mean),
+                                  u = times(s.p * (s.x - px_run), s.kept);
+                 of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale);
+                 of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
+                 into[0].add_(summed(
+                     at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a),
+                     repeat));
+                 into[1].add_(summed(at::matmul(u.transpose(-2, -1), s.g), repeat));
+                 if (masked) add_to_columns(gb, z, keys);
+               });
       const auto own_rows = round.returned({gq, gg});
       result[0] = given(own_rows[0], ring->query, q.scalar_type());
       result[1] = given(sums[0], ring->key_gradient, saved[1].scalar_type());
@@ -260,17 +314,20 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     at::Tensor top = at::full(rows, -kInfinity, scaled.options()),
                sum = at::zeros(rows, scaled.options()), out = at::zeros(result, scaled.options());
     const std::vector<at::Tensor> own_keys = {meta_of(key)->local, meta_of(value)->local};
-    go_round(round, own_keys, nullptr, [&](const auto& held, const Interval& keys, const Run& run) {
-      const at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
-      const at::Tensor top_run = of_run(top, run);
-      const at::Tensor higher = at::maximum(top_run, s.amax({-1}, true));
-      const at::Tensor finite = at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
-      const at::Tensor e = (s - finite).exp(), before = (top_run - finite).exp();
-      of_run(sum, run).mul_(before).add_(e.sum({-1}, true));
-      of_run(out, run).mul_(before).add_(at::matmul(
-          times(e, round.kept(e, keys, run)), repeated(held[1].to(round.type), ring->repeat)));
-      top_run.copy_(higher);
-    });
+    go_round(
+        round, own_keys, nullptr,
+        [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
+          const at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
+          const at::Tensor top_run = of_run(top, run);
+          const at::Tensor higher = at::maximum(top_run, s.amax({-1}, true));
+          const at::Tensor finite =
+              at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
+          const at::Tensor e = (s - finite).exp(), before = (top_run - finite).exp();
+          of_run(sum, run).mul_(before).add_(e.sum({-1}, true));
+          of_run(out, run).mul_(before).add_(at::matmul(
+              times(e, round.kept(e, keys, run)), repeated(held[1].to(round.type), ring->repeat)));
+          top_run.copy_(higher);
+        });
     // A query whose keys are all masked gives zeros.
     const at::Tensor none = sum.eq(0), divisor = at::where(none, at::ones_like(sum), sum);
     const auto own =
@@ -308,6 +365,28 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   }
 };
 
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa) {
+  const bool has_mask = attn_mask.has_value() && attn_mask->defined();
+  const bool spread = shards_sequence(query) || shards_sequence(key) || shards_sequence(value);
+  at::Tensor made;
+  // Plain libtorch says what is wrong with a probability, and with dtypes that differ.
+  if (spread && query.scalar_type() == key.scalar_type() &&
+      query.scalar_type() == value.scalar_type() && dropout_p >= 0 && dropout_p <= 1 &&
+      !(has_mask && is_causal) && at::isFloatingType(query.scalar_type()))
+    made = on_ring(query, key, value, has_mask ? attn_mask : std::nullopt,
+                   {"aten::scaled_dot_product_attention", dropout_p, is_causal, scale, enable_gqa});
+  return made.defined()
+             ? made
+             : at::native::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p,
+                                                        is_causal, scale, enable_gqa);
+}
+
+const AtStart registered([] { register_decomposition("scaled_dot_product_attention", attention); });
+
+}  // namespace
+
 bool shards_sequence(const at::Tensor& t) {
   const ShardMeta* meta = meta_of(t);
   if (!meta || t.dim() < 3) return false;
@@ -317,46 +396,28 @@ bool shards_sequence(const at::Tensor& t) {
   return false;
 }
 
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
-                     std::optional<double> scale, bool enable_gqa) {
-  const bool has_mask = attn_mask.has_value() && attn_mask->defined();
-  const auto plain = [&] {
-    return at::native::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p,
-                                                    is_causal, scale, enable_gqa);
-  };
-  const bool spread = shards_sequence(query) || shards_sequence(key) || shards_sequence(value);
-  // Plain libtorch says what is wrong with a probability, and with dtypes that differ.
-  if (!spread || query.scalar_type() != key.scalar_type() ||
-      query.scalar_type() != value.scalar_type() || !(dropout_p >= 0 && dropout_p <= 1) ||
-      (has_mask && is_causal) || !at::isFloatingType(query.scalar_type()))
-    return plain();
+at::Tensor on_ring(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                   const std::optional<at::Tensor>& attn_mask, const AttentionCall& call) {
   std::shared_ptr<MeshContext> context;
   for (const at::Tensor* t : {&query, &key, &value}) {
     if (const ShardMeta* meta = meta_of(*t)) context = context_of(meta->spec());
   }
   const auto sharded = [&](const at::Tensor& t) { return meta_of(t) ? t : promote(t, context); };
   const at::Tensor q = sharded(query), k = sharded(key), v = sharded(value),
-                   mask = has_mask ? sharded(*attn_mask) : at::Tensor();
-  const double by = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
-  const auto ring = plan_ring(spec(q), spec(k), spec(v), has_mask ? spec(mask) : ShardSpec(),
-                              is_causal, by, enable_gqa);
-  if (!ring) return plain();
+                   mask = attn_mask ? sharded(*attn_mask) : at::Tensor();
+  const auto ring =
+      plan_ring(spec(q), spec(k), spec(v), attn_mask ? spec(mask) : ShardSpec(), call);
+  if (!ring) return {};
   std::vector<ImplicitMove> moves = {{"query", spec(q), ring->query, q.element_size()},
                                      {"key", spec(k), ring->key, k.element_size()},
                                      {"value", spec(v), ring->value, v.element_size()}};
-  if (has_mask) moves.push_back({"attn_mask", spec(mask), ring->mask, mask.element_size()});
-  check_implicit_moves("aten::scaled_dot_product_attention", moves, *context);
-  ring->dropout = dropout_p;
+  if (attn_mask) moves.push_back({"attn_mask", spec(mask), ring->mask, mask.element_size()});
+  check_implicit_moves(call.name, moves, *context);
   // Where all is dropped libtorch draws nothing.
-  if (dropout_p > 0 && dropout_p < 1) ring->draw = next_draw(*context);
+  if (call.dropout > 0 && call.dropout < 1) ring->draw = next_draw(*context);
   return RingAttention::apply(
       redistribute(q, ring->query), redistribute(k, ring->key), redistribute(v, ring->value),
-      has_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);
+      attn_mask ? std::optional<at::Tensor>(redistribute(mask, ring->mask)) : std::nullopt, ring);
 }
-
-const AtStart registered([] { register_decomposition("scaled_dot_product_attention", attention); });
-
-}  // namespace
 
 }  // namespace tessera::detail::ring_attention_rules

@@ -7,6 +7,11 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <cmath>
+
+#include "tessera/ops/attention/detail/straight.h"
+
 namespace tessera::detail::ring_attention_rules {
 
 namespace {
@@ -48,7 +53,10 @@ void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Inte
   part.add_(scores.sum_to_size(part.sizes()));
 }
 
-at::Tensor of_run(const at::Tensor& t, const Run& run) { return t.narrow(-2, run.at, run.count); }
+at::Tensor of_run(const at::Tensor& t, const Run& run) {
+  const at::Tensor rows = t.narrow(-2, run.at, run.count);
+  return run.row < 0 ? rows : rows.narrow(0, run.row, 1);
+}
 
 Round::Round(const Ring& r, at::ScalarType t)
     : ring(r),
@@ -61,7 +69,7 @@ Round::Round(const Ring& r, at::ScalarType t)
   const int d = r.sequence();
   const DimSharding& rows = r.query.dim(d);
   // From what all ranks share.
-  if (r.causal && !r.mask && ranks > 1 && rows.axes == r.axes &&
+  if (r.causal && !r.mask && r.documents.empty() && ranks > 1 && rows.axes == r.axes &&
       r.query.shape()[d] >= kBalancedFromQueries * ranks)
     mirror = ranks - 1 - me;
   const std::int64_t all = r.query.local_shape()[d], begin = r.query.local_offset()[d];
@@ -80,16 +88,27 @@ Interval Round::columns(int rank) const {
   return parts ? parts->interval(rank) : Interval{0, ring.key.shape()[ring.sequence()]};
 }
 
+std::vector<Block> Round::blocks(const Interval& keys) const {
+  if (!ring.documents.empty()) return blocks_of_documents(*this, keys);
+  std::vector<Block> all;
+  for (const Run& run : runs) {
+    if (!keys.empty() && run.count > 0 && !(ring.causal && keys.begin >= run.begin + run.count))
+      all.push_back({run, keys});
+  }
+  return all;
+}
+
 Request Round::pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
-                    std::int64_t rows) const {
+                    std::int64_t rows, int to, int from) const {
   std::vector<Message> messages;
   next.clear();
   for (const at::Tensor& t : mine) {
+    if (to >= 0) messages.push_back({Message::Kind::send, t.contiguous(), to});
+    if (from < 0) continue;
     Shape shape = t.sizes().vec();
     shape[shape.size() - 2] = rows;
     next.push_back(at::empty(shape, t.options().memory_format(c10::nullopt)));
-    messages.push_back({Message::Kind::send, t.contiguous(), (me + ranks - 1) % ranks});
-    messages.push_back({Message::Kind::receive, next.back(), (me + 1) % ranks});
+    messages.push_back({Message::Kind::receive, next.back(), from});
   }
   return group.started().exchange(messages, {.name = "ring attention"});
 }
@@ -138,6 +157,7 @@ at::Tensor Round::kept(const at::Tensor& p, const Interval& keys, const Run& run
   global.back() = ring.key.shape()[ring.sequence()];
   offset[ring.sequence()] = run.begin;
   offset.back() = keys.begin;
+  offset[0] += std::max<std::int64_t>(run.row, 0);
   return dropout_mask(ring.draw, global, offset, p.sizes().vec(), ring.dropout)
       .to(p.options())
       .div(1 - ring.dropout);
@@ -183,23 +203,78 @@ bool place_mask(Ring& ring, const ShardSpec& mask, const std::vector<Placement>&
   return true;
 }
 
+/// Where each rank has whole groups of the heads of queries that share a head of keys: how the
+/// latter are then sharded.
+std::optional<DimSharding> groups_of(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
+                                     std::int64_t repeat) {
+  const int sequence = q.dims() - 2;
+  if (repeat == 1 || !q.is_sharded(sequence - 1)) return std::nullopt;
+  const DimSharding& heads = q.dim(sequence - 1);
+  for (const int a : heads.axes) {
+    if (k.placements()[a].is_shard(sequence) || v.placements()[a].is_shard(sequence))
+      return std::nullopt;
+  }
+  auto sizes = heads.partition.sizes();
+  for (std::int64_t& n : sizes) {
+    if (n % repeat != 0) return std::nullopt;
+    n /= repeat;
+  }
+  return DimSharding{heads.axes, Partition(sizes)};
+}
+
+bool shapes_fit(const Shape& q, const Shape& k, const Shape& v, bool grouped) {
+  const std::size_t n = q.size();
+  if (k.size() != n || v.size() != n) return false;
+  for (std::size_t d = 0; d + 2 < n; ++d) {
+    const bool heads = grouped && d + 3 == n && k[d] > 0 && q[d] % k[d] == 0;
+    if (k[d] != v[d] || (k[d] != q[d] && !heads)) return false;
+  }
+  return k[n - 2] == v[n - 2] && q[n - 1] == k[n - 1];
+}
+
+/// The first of the specs whose sequence is sharded, or the first.
+const ShardSpec& sequence_of(const std::vector<const ShardSpec*>& all) {
+  for (const ShardSpec* s : all) {
+    if (s->is_sharded(s->dims() - 2)) return *s;
+  }
+  return *all[0];
+}
+
+/// `spec` with its sequence cut as that of `like`.
+ShardSpec cut_as(const ShardSpec& spec, const ShardSpec& like) {
+  const int n = spec.dims(), sequence = n - 2;
+  auto placements = spec.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (like.placements()[a].is_shard(sequence))
+      placements[a] = Shard(sequence);
+    else if (placements[a].is_shard(sequence))
+      placements[a] = Replicate();
+  }
+  std::vector<const DimSharding*> parts(n);
+  for (int d = 0; d < n; ++d) parts[d] = &(d == sequence ? like : spec).dim(d);
+  return placed(context_of(spec), spec.shape(), placements, parts);
+}
+
 }  // namespace
 
-std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
-                                const ShardSpec& mask, bool causal, double scale, bool grouped) {
-  const int n = q.dims(), sequence = n - 2;
-  if (k.dims() != n || v.dims() != n) return {};
-  for (int d = 0; d < n - 2; ++d) {
-    const bool heads =
-        grouped && d == n - 3 && k.shape()[d] > 0 && q.shape()[d] % k.shape()[d] == 0;
-    if (k.shape()[d] != v.shape()[d] || (k.shape()[d] != q.shape()[d] && !heads)) return {};
+std::shared_ptr<Ring> plan_ring(const ShardSpec& of_q, const ShardSpec& of_k, const ShardSpec& of_v,
+                                const ShardSpec& mask, const AttentionCall& call) {
+  ShardSpec q = of_q, k = of_k, v = of_v;
+  if (!call.documents.empty()) {
+    const ShardSpec& cut = sequence_of({&of_q, &of_k, &of_v});
+    for (ShardSpec* s : {&q, &k, &v}) *s = cut_as(*s, cut);
   }
-  if (k.shape()[sequence] != v.shape()[sequence] || q.shape()[n - 1] != k.shape()[n - 1]) return {};
+  if (!shapes_fit(q.shape(), k.shape(), v.shape(), call.grouped)) return {};
+  const int n = q.dims(), sequence = n - 2;
   auto ring = std::make_shared<Ring>();
   ring->context = context_of(q);
-  ring->causal = causal;
-  ring->scale = scale;
-  if (grouped && n >= 3) ring->repeat = q.shape()[n - 3] / k.shape()[n - 3];
+  ring->causal = call.causal;
+  ring->scale = call.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.shape()[n - 1])));
+  ring->dropout = call.dropout;
+  ring->documents = call.documents;
+  if (call.grouped && n >= 3 && k.shape()[n - 3] > 0)
+    ring->repeat = q.shape()[n - 3] / k.shape()[n - 3];
+  const auto groups = groups_of(q, k, v, ring->repeat);
   const int axes = q.mesh_dims();
   std::vector<Placement> of_query(axes), of_key(axes);
   std::vector<bool> whole_keys(axes, false);  // axes that shard queries, but not keys
@@ -213,7 +288,9 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const Sh
     } else {
       for (const ShardSpec* s : {&q, &k, &v}) {
         const Placement p = s->placements()[a];
-        if (!p.is_shard() || p.dim >= sequence || q.shape()[p.dim] != k.shape()[p.dim]) continue;
+        if (!p.is_shard() || p.dim >= sequence) continue;
+        const bool in_groups = groups && s == &q && p.dim == sequence - 1;
+        if (q.shape()[p.dim] != k.shape()[p.dim] && !in_groups) continue;
         of_query[a] = of_key[a] = p;
         break;
       }
@@ -228,6 +305,7 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const Sh
                                      of_query);
     key_parts[d] = d < sequence ? query_parts[d] : first_that_fits(d, {&k, &v}, of_key);
   }
+  if (groups) key_parts[sequence - 1] = &*groups;
   ring->query = placed(context, q.shape(), of_query, query_parts);
   ring->key = placed(context, k.shape(), of_key, key_parts);
   ring->value = placed(context, v.shape(), of_key, key_parts);

@@ -15,6 +15,9 @@ namespace tessera::detail::ring_attention_rules {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+/// document_bounds() of each row of the batch, or once for all rows; empty: no documents.
+using Documents = std::vector<std::vector<std::int64_t>>;
+
 /// The layout of a call; the same for forward and backward.
 struct Ring {
   std::shared_ptr<MeshContext> context;
@@ -29,6 +32,9 @@ struct Ring {
   double dropout = 0;
   /// Of the dropout.
   DrawPosition draw;
+  /// If there are any, keys lie as the queries, and go straight from their ranks to those that see
+  /// them.
+  Documents documents;
 
   int dims() const { return query.dims(); }
   int sequence() const { return dims() - 2; }
@@ -36,9 +42,27 @@ struct Ring {
 
 using RingPtr = std::shared_ptr<const Ring>;
 
+/// What is asked for besides query, key and value; `name`: of the operator, for errors.
+struct AttentionCall {
+  std::string name;
+  double dropout = 0;
+  bool causal = false;
+  std::optional<double> scale;
+  bool grouped = false;
+  Documents documents = {};
+};
+
 /// The ring's layout; nullptr if libtorch's own composite is to be used.
 std::shared_ptr<Ring> plan_ring(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v,
-                                const ShardSpec& mask, bool causal, double scale, bool grouped);
+                                const ShardSpec& mask, const AttentionCall& call);
+
+/// Whether the second last dim of a sharded tensor is cut over more than one rank.
+bool shards_sequence(const at::Tensor& t);
+
+/// Attention by a ring, also of one rank; plain arguments beside sharded ones are promoted.
+/// Undefined if the shapes do not fit a ring.
+at::Tensor on_ring(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                   const std::optional<at::Tensor>& mask, const AttentionCall& call);
 
 at::Tensor repeated(const at::Tensor& t, std::int64_t times);
 /// The adjoint of repeated().
@@ -50,13 +74,19 @@ at::Tensor of_columns(const at::Tensor& mask, const Interval& keys);
 void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys);
 
 /// A run of the queries that this rank computes: where it is in the local tensors, and the global
-/// index of its first.
+/// index of its first; `row`: in this row of the local batch, -1: in all.
 struct Run {
-  std::int64_t at, count, begin;
+  std::int64_t at, count, begin, row = -1;
 };
 
 /// The queries of a run: rows of any tensor of [..., queries, columns].
 at::Tensor of_run(const at::Tensor& t, const Run& run);
+
+/// Queries that are computed together, and the keys that some of them see.
+struct Block {
+  Run run;
+  Interval keys;
+};
 
 /// One rank's way round the ring.
 struct Round {
@@ -76,10 +106,12 @@ struct Round {
 
   int owner(int step) const { return (me + step) % ranks; }
   Interval columns(int rank) const;
+  /// What is computed with these keys.
+  std::vector<Block> blocks(const Interval& keys) const;
 
-  /// Passes `mine` on, and receives what the next rank has, of `rows` rows.
+  /// Sends `mine` to a rank, and receives what another one has, of `rows` rows; -1: none.
   Request pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
-               std::int64_t rows) const;
+               std::int64_t rows, int to, int from) const;
   /// Exchanges what follows the first half, of which this rank then has `rows`.
   std::vector<at::Tensor> exchanged(const std::vector<at::Tensor>& mine, std::int64_t rows) const;
   /// Tensors of this rank's own queries as those of the queries that it computes, and back.
@@ -88,11 +120,6 @@ struct Round {
   }
   std::vector<at::Tensor> returned(const std::vector<at::Tensor>& computed) const {
     return exchanged(computed, second);
-  }
-
-  bool nothing(const Interval& keys, const Run& run) const {
-    return keys.empty() || run.count == 0 ||
-           (ring.causal && keys.begin > run.begin + run.count - 1);
   }
 
   /// Scores of a run of (scaled) queries with one shard of the keys.
