@@ -1,13 +1,13 @@
 # What runs a test program: the test reads as skipped where GoogleTest skipped a case and the program ended well. scripts/skipped prints the reasons.
 set(TESSERA_RUN_TEST bash "${PROJECT_SOURCE_DIR}/tests/run")
 
-# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [SHARDS n] [ALONE])
+# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [SHARDS n] [ALONE] [GLOO 2] [SHM 3] [MPI 3])
 # A GoogleTest program. Without RANKS it runs once; with RANKS it runs once for each number, every rank a process of its own under the project's launcher,
 # which kills and reports a rank that hangs. The folder's name is a label, so that `ctest -L comm` runs the tests of a room. The sources of a program are
 # compiled in batches (tessera_unity), so that their names are unique in the program, or each by itself with ALONE. SHARDS runs the cases in that many
-# processes side by side, for programs that mostly wait.
+# processes side by side, for programs that mostly wait. GLOO, SHM, MPI: the cases again over so many ranks that are processes (tessera_process_tests).
 function(tessera_test name)
-  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT;SHARDS" "SOURCES;LINK;RANKS;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT;SHARDS" "SOURCES;LINK;RANKS;LABELS;GLOO;SHM;MPI" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 120)
   endif()
@@ -16,12 +16,16 @@ function(tessera_test name)
   endif()
   get_filename_component(folder "${CMAKE_CURRENT_SOURCE_DIR}" NAME)
   list(APPEND TEST_LABELS ${folder})
+  if(TEST_GLOO OR TEST_SHM OR TEST_MPI)
+    list(APPEND TEST_SOURCES "${PROJECT_SOURCE_DIR}/tests/support/ranks_main.cpp")
+    tessera_process_tests(${name} GLOO ${TEST_GLOO} SHM ${TEST_SHM} MPI ${TEST_MPI})
+  endif()
   add_executable(test_${name} ${TEST_SOURCES})
   if(NOT TEST_ALONE)
     tessera_unity(test_${name} 6)
   endif()
   target_link_libraries(test_${name} PRIVATE tessera_flags GTest::gtest ${TEST_LINK})
-  if(NOT TEST_RANKS)
+  if(NOT (TEST_RANKS OR TEST_GLOO OR TEST_SHM OR TEST_MPI))
     target_link_libraries(test_${name} PRIVATE GTest::gtest_main)
   endif()
   if(TEST_TORCH)
@@ -55,6 +59,41 @@ function(tessera_test name)
       ${name}
       PROPERTIES TIMEOUT ${TEST_TIMEOUT} SKIP_RETURN_CODE 77 LABELS "${TEST_LABELS}"
     )
+  endif()
+endfunction()
+
+# tessera_process_tests(NAME [GLOO 2 ...] [SHM 3 ...] [MPI 3 ...] [ARGUMENTS ...])
+# The program test_NAME over so many ranks that are processes, by --backend=gloo and so on (tests/support/ranks.h), as NAME_gloo.2, NAME_shm.3, NAME_mpi.3.
+# Cases for other numbers of ranks do nothing there.
+function(tessera_process_tests name)
+  cmake_parse_arguments(TEST "" "" "GLOO;SHM;MPI;ARGUMENTS" ${ARGN})
+  set(limit 180)
+  if(TESSERA_SANITIZE)
+    math(EXPR limit "${limit} * 4")
+  endif()
+  math(EXPR kill_after "${limit} - 10")
+  get_filename_component(folder "${CMAKE_CURRENT_SOURCE_DIR}" NAME)
+  foreach(backend IN ITEMS gloo shm)
+    string(TOUPPER ${backend} ranks_of)
+    if(NOT TARGET tessera_cli)
+      set(TEST_${ranks_of} "") # nothing starts ranks
+    endif()
+    foreach(ranks IN LISTS TEST_${ranks_of})
+      set(test ${name}_${backend}.${ranks})
+      add_test(
+        NAME ${test}
+        COMMAND
+          ${TESSERA_RUN_TEST} $<TARGET_FILE:tessera_cli> run -n ${ranks} --timeout ${kill_after} -- $<TARGET_FILE:test_${name}> --backend=${backend}
+          ${TEST_ARGUMENTS}
+      )
+      set_tests_properties(
+        ${test}
+        PROPERTIES TIMEOUT ${limit} PROCESSORS ${ranks} SKIP_RETURN_CODE 77 LABELS "${folder};ranks"
+      )
+    endforeach()
+  endforeach()
+  if(TESSERA_HAS_MPI AND TEST_MPI)
+    tessera_mpi_test(${name}_mpi TARGET test_${name} RANKS ${TEST_MPI} ARGUMENTS --backend=mpi ${TEST_ARGUMENTS} TIMEOUT ${limit})
   endif()
 endfunction()
 

@@ -7,8 +7,8 @@
 #include <functional>
 #include <numeric>
 
+#include "../support/ranks.h"
 #include "tessera/comm/group/functional.h"
-#include "tessera/comm/job/threads.h"
 
 namespace tessera {
 namespace {
@@ -123,7 +123,7 @@ class Functional : public testing::TestWithParam<std::tuple<std::string, int>> {
     options.backend = std::get<0>(GetParam());
     options.timeout = std::chrono::seconds(30);
     options.check_level = CheckLevel::collective;
-    run_threads(
+    test::on_ranks(
         std::get<1>(GetParam()), [&](DistributedManager& manager) { body(manager.world()); },
         options);
   }

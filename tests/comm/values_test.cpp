@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/custom_class.h>
 
-#include "tessera/comm/job/threads.h"
+#include "../support/ranks.h"
 
 namespace tessera {
 namespace {
@@ -44,30 +44,30 @@ void expect_same(const c10::IValue& got, int rank) {
 TEST(Values, OfEveryRankOnEveryRank) {
   for (const char* backend : {"threads", "gloo"})
     for (int ranks = 1; ranks <= 3; ++ranks)
-      run_threads(ranks,
-                  [&](DistributedManager& manager) {
-                    const Group world = manager.world();
-                    for (int root = 0; root < ranks; ++root) {
-                      expect_same(broadcast_value(world, nested(manager.rank()), root), root);
-                      const auto gathered = gather_values(world, nested(manager.rank()), root);
-                      ASSERT_EQ(gathered.size(), root == manager.rank() ? ranks : 0U);
-                      for (std::size_t r = 0; r < gathered.size(); ++r)
-                        expect_same(gathered[r], static_cast<int>(r));
-                    }
-                    const auto all = all_gather_values(world, nested(manager.rank()));
-                    for (std::size_t r = 0; r < all.size(); ++r)
-                      expect_same(all[r], static_cast<int>(r));
-                    // Each of a type of its own.
-                    const auto kinds = all_gather_values(
-                        world, manager.rank() == 0 ? c10::IValue(1.5) : c10::IValue("x"));
-                    EXPECT_TRUE(kinds[0].isDouble());
-                    for (int r = 1; r < ranks; ++r) EXPECT_EQ(kinds[r].toStringRef(), "x");
-                  },
-                  {.backend = backend});
+      test::on_ranks(ranks,
+                     [&](DistributedManager& manager) {
+                       const Group world = manager.world();
+                       for (int root = 0; root < ranks; ++root) {
+                         expect_same(broadcast_value(world, nested(manager.rank()), root), root);
+                         const auto gathered = gather_values(world, nested(manager.rank()), root);
+                         ASSERT_EQ(gathered.size(), root == manager.rank() ? ranks : 0U);
+                         for (std::size_t r = 0; r < gathered.size(); ++r)
+                           expect_same(gathered[r], static_cast<int>(r));
+                       }
+                       const auto all = all_gather_values(world, nested(manager.rank()));
+                       for (std::size_t r = 0; r < all.size(); ++r)
+                         expect_same(all[r], static_cast<int>(r));
+                       // Each of a type of its own.
+                       const auto kinds = all_gather_values(
+                           world, manager.rank() == 0 ? c10::IValue(1.5) : c10::IValue("x"));
+                       EXPECT_TRUE(kinds[0].isDouble());
+                       for (int r = 1; r < ranks; ++r) EXPECT_EQ(kinds[r].toStringRef(), "x");
+                     },
+                     {.backend = backend});
 }
 
 TEST(Values, WhatOneRankCannotSendIsToldOnAll) {
-  run_threads(3, [](DistributedManager& manager) {
+  test::on_ranks(3, [](DistributedManager& manager) {
     const Group world = manager.world();
     const auto wrong = [&](const at::Tensor& t) {
       return manager.rank() == 1 ? c10::IValue(c10::List<at::Tensor>({t})) : c10::IValue(1);

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "tessera/comm/job/threads.h"
+#include "../support/ranks.h"
 #include "tessera/data/shard_batch.h"
 #include "tessera/data/sources/source_dataset.h"
 #include "tessera/data/stream_loader.h"
@@ -244,7 +244,7 @@ TEST(Fields, AreShardedByName) {
   Loader one({named_dataset(all)}, named_order(3), BatchMapping({1}, {0}, {0}), 0);
   const LoadedBatch expected = one.next();
   for (const bool scattered : {false, true}) {
-    run_threads(4, [&](DistributedManager& manager) {
+    test::on_ranks(4, [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh({{"data", 2}, {"domain", 2}});
       Loader loader({named_dataset(all)}, named_order(3), batch_mapping(mesh.mesh(), {"data"}),
                     manager.rank());
@@ -287,7 +287,7 @@ TEST(Fields, AreShardedByName) {
 
 // Ranks that call their tensors differently would look up different ones.
 TEST(Fields, RanksWithOtherNamesAllGetTheError) {
-  run_threads(2, [&](DistributedManager& manager) {
+  test::on_ranks(2, [&](DistributedManager& manager) {
     const Fields mine =
         manager.rank() == 0 ? Fields{{"a", torch::zeros({5})}} : Fields{{"b", torch::zeros({5})}};
     const DeviceMesh mesh = manager.mesh({{"data", 2}});

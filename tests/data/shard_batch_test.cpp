@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "tessera/comm/job/threads.h"
+#include "../support/ranks.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -72,7 +72,7 @@ std::vector<ShardBatchCase> shard_batch_cases() {
 TEST(ShardBatch, IsTheGlobalBatchOnEveryMesh) {
   for (const ShardBatchCase& c : shard_batch_cases()) {
     const auto expected = alone(c.batch, 6);
-    run_threads(c.mesh.size(), [&](DistributedManager& manager) {
+    test::on_ranks(c.mesh.size(), [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh(c.mesh);
       const auto mapping = batch_mapping(mesh.mesh(), c.batch_axes);
       const int domain = mesh.mesh().size("domain");
@@ -100,7 +100,7 @@ TEST(ShardBatch, IsTheGlobalBatchOnEveryMesh) {
 TEST(ShardBatch, OneRankReadsForThoseThatShareItsRows) {
   for (const ShardBatchCase& c : shard_batch_cases()) {
     const auto expected = alone(c.batch, 4);
-    run_threads(c.mesh.size(), [&](DistributedManager& manager) {
+    test::on_ranks(c.mesh.size(), [&](DistributedManager& manager) {
       const DeviceMesh mesh = manager.mesh(c.mesh);
       std::unique_ptr<Loader> loader;
       if (reads_for_others(mesh, c.batch_axes))
@@ -121,7 +121,7 @@ TEST(ShardBatch, OneRankReadsForThoseThatShareItsRows) {
 
 // Complete samples that are taken for shards would lie one over the other, and nobody would notice.
 TEST(ShardBatch, AsksWhetherRanksHaveReadCompleteTensorsOrTheirShards) {
-  run_threads(2, [&](DistributedManager& manager) {
+  test::on_ranks(2, [&](DistributedManager& manager) {
     const DeviceMesh mesh = manager.mesh({{"data", 1}, {"domain", 2}});
     Loader loader({std::make_shared<TensorDataset>(
                       std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},
@@ -145,7 +145,7 @@ TEST(ShardBatch, AsksWhetherRanksHaveReadCompleteTensorsOrTheirShards) {
 }
 
 TEST(ShardBatch, RefusesWhatDoesNotFit) {
-  run_threads(4, [&](DistributedManager& manager) {
+  test::on_ranks(4, [&](DistributedManager& manager) {
     const DeviceMesh mesh = manager.mesh({{"data", 2}, {"domain", 2}});
     Loader loader({std::make_shared<TensorDataset>(
                       std::vector<at::Tensor>{fields_of_samples(), labels_of_samples()})},

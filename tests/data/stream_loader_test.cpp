@@ -8,8 +8,8 @@
 #include <mutex>
 #include <thread>
 
+#include "../support/ranks.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/job/threads.h"
 #include "tessera/data/loader.h"
 
 namespace tessera {
@@ -32,7 +32,7 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
     for (int shape = 0; shape < 12; ++shape)
       for (const auto policy :
            {UnevenData::error, UnevenData::drop, UnevenData::pad, UnevenData::weight_zero})
-        run_threads(ranks, [&](DistributedManager& manager) {
+        test::on_ranks(ranks, [&](DistributedManager& manager) {
           auto length = [&](int r) { return (r * 5 + shape * 7) % 11; };
           std::int64_t total = 0, longest = 0, shortest = 100;
           for (int r = 0; r < ranks; ++r) {
@@ -84,7 +84,7 @@ TEST(StreamLoader, RanksWithOtherNumbersOfSamplesNeverWaitForEachOther) {
 
 TEST(StreamLoader, AFailingStreamIsAnErrorOnEveryRank) {
   for (const int workers : {0, 1, 3})
-    run_threads(3, [&](DistributedManager& manager) {
+    test::on_ranks(3, [&](DistributedManager& manager) {
       StreamLoader loader(std::make_shared<Counter>(0, 9, manager.rank() == 1 ? 5 : -1), 3,
                           manager.world(), {.workers = workers});
       EXPECT_TRUE(loader.next());
@@ -119,7 +119,7 @@ struct Odd : Counter {
 
 TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
   for (const bool shapes : {false, true})
-    run_threads(3, [&](DistributedManager& manager) {
+    test::on_ranks(3, [&](DistributedManager& manager) {
       StreamLoader loader(std::make_shared<Odd>(shapes, manager.rank() == 2), 3, manager.world(),
                           {.workers = shapes ? 2 : 0});
       EXPECT_TRUE(loader.next());
@@ -128,7 +128,7 @@ TEST(StreamLoader, WhateverOneRankMeetsIsAnErrorOnEveryRank) {
 }
 
 TEST(StreamLoader, AnEmptyStreamNeedsAnExample) {
-  run_threads(2, [](DistributedManager& manager) {
+  test::on_ranks(2, [](DistributedManager& manager) {
     StreamLoader loader(std::make_shared<Counter>(0, manager.rank() == 0 ? 3 : 0), 3,
                         manager.world(),
                         {.uneven = UnevenData::weight_zero, .workers = manager.rank()});

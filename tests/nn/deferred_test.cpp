@@ -62,25 +62,21 @@ void expect_equal(const std::map<std::string, at::Tensor>& got,
     EXPECT_TRUE(got.at(name).equal(value)) << where << name;
 }
 
-// What one rank makes, placed by `place`.
+// What the ranks make, placed by `place`.
 template <class Place>
-std::map<std::string, at::Tensor> made_on(int ranks, const Place& place) {
-  std::map<std::string, at::Tensor> first;
-  on_threads(ranks, [&](DistributedManager& manager) {
-    manual_seed(manager, 5);
-    set_policies(manager, {.redistribution = Policy::error});
-    auto net = deferred([] { return Many(); });
-    for (const at::Tensor& p : net->parameters()) EXPECT_TRUE(is_deferred(p));
-    EXPECT_FALSE(is_deferred(net->given)) << "read from memory";
-    place(*net, manager);
-    for (const at::Tensor& p : net->parameters())
-      EXPECT_TRUE(is_sharded(p) && !is_deferred(p) && p.requires_grad() && p.is_leaf());
-    const auto all = values_of(*net);
-    // The numbers after it are those of a model that was made whole.
-    EXPECT_EQ(random_state(manager).seed, 5u);
-    if (manager.rank() == 0) first = all;
-  });
-  return first;
+std::map<std::string, at::Tensor> made_by(DistributedManager& manager, const Place& place) {
+  manual_seed(manager, 5);
+  set_policies(manager, {.redistribution = Policy::error});
+  auto net = deferred([] { return Many(); });
+  for (const at::Tensor& p : net->parameters()) EXPECT_TRUE(is_deferred(p));
+  EXPECT_FALSE(is_deferred(net->given)) << "read from memory";
+  place(*net, manager);
+  for (const at::Tensor& p : net->parameters())
+    EXPECT_TRUE(is_sharded(p) && !is_deferred(p) && p.requires_grad() && p.is_leaf());
+  const auto all = values_of(*net);
+  // The numbers after it are those of a model that was made whole.
+  EXPECT_EQ(random_state(manager).seed, 5u);
+  return all;
 }
 
 void place_rows(nn::Module& net, DistributedManager& manager) {
@@ -105,15 +101,20 @@ void place_fully(nn::Module& net, DistributedManager& manager) {
 }  // namespace
 
 TEST(Deferred, ValuesDependOnNeitherRanksNorPlacements) {
-  const auto expected = made_on(1, [](nn::Module& net, DistributedManager& manager) {
-    distribute_module(net, manager.mesh({{"x", 1}}));
+  std::map<std::string, at::Tensor> expected;
+  run_threads(1, [&](DistributedManager& manager) {
+    expected = made_by(manager, [](nn::Module& net, DistributedManager& one) {
+      distribute_module(net, one.mesh({{"x", 1}}));
+    });
   });
   EXPECT_TRUE(expected.at("table.weight")[2].eq(0).all().item<bool>());
   EXPECT_TRUE(expected.at("scaled").slice(0, 2, 5).eq(0).all().item<bool>());
   EXPECT_LT(difference(expected.at("square").matmul(expected.at("square").t()), at::eye(6)), 1e-5);
   for (const int ranks : {1, 2, 3, 4}) {
-    expect_equal(made_on(ranks, &place_rows), expected, concat(ranks, " ranks, drawn: "));
-    expect_equal(made_on(ranks, &place_fully), expected, concat(ranks, " ranks, fully: "));
+    on_ranks(ranks, [&](DistributedManager& manager) {
+      expect_equal(made_by(manager, &place_rows), expected, concat(ranks, " ranks, drawn: "));
+      expect_equal(made_by(manager, &place_fully), expected, concat(ranks, " ranks, fully: "));
+    });
   }
 }
 
@@ -131,7 +132,7 @@ TEST(Deferred, MaterializedIsAsConstructed) {
 }
 
 TEST(Deferred, WhatIsDoneAfterTheScopeIsRecordedToo) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     auto net = deferred([] { return nn::Linear(3, 4); });
     net->to(at::kDouble);
@@ -146,7 +147,7 @@ TEST(Deferred, WhatIsDoneAfterTheScopeIsRecordedToo) {
 }
 
 TEST(Deferred, TrainsAsTheSameModelMadeWhole) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     const auto make = [] {
       nn::Sequential net(nn::Linear(5, 8), nn::Tanh(), nn::Linear(8, 2));
@@ -177,7 +178,7 @@ TEST(Deferred, TrainsAsTheSameModelMadeWhole) {
 
 TEST(Deferred, ARankHoldsItsShardsAndOneParameter) {
   const ByteCounter counter;
-  on_threads(4, [&](DistributedManager& manager) {
+  on_ranks(4, [&](DistributedManager& manager) {
     const int rank = manager.rank();
     const auto mesh = manager.mesh({{"x", 4}});
     static constexpr std::int64_t kLayers = 8, kWidth = 128, kOne = kWidth * kWidth * 4;
@@ -197,7 +198,7 @@ TEST(Deferred, ARankHoldsItsShardsAndOneParameter) {
 }
 
 TEST(Deferred, MistakesAreTold) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     // Values that are not there.
     EXPECT_THROW(deferred([] { return torch::ones({2}).sum().item<float>(); }), NotAvailable);

@@ -7,11 +7,13 @@
 #include <optional>
 
 #include "data_parallel_case.h"
-#include "tessera/comm/job/threads.h"
+#include "support.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera {
 namespace {
 
+using test::on_ranks;
 using testing::Net;
 
 // Seeding is process-wide in libtorch: ranks as threads make their random numbers one after the
@@ -34,7 +36,7 @@ TEST(DistributedDataParallel, UnevenTrainingEqualsOneProcess) {
       for (const bool overlap : {true, false})
         for (const bool view : {true, false})
           for (const std::int64_t bytes : {1l, 600l, 1l << 20})
-            run_threads(ranks, [&](DistributedManager& manager) {
+            on_ranks(ranks, [&](DistributedManager& manager) {
               Net net = one_at_a_time([&] {
                 torch::manual_seed(1 + manager.rank());
                 return Net(shared);
@@ -69,7 +71,7 @@ TEST(DistributedDataParallel, AccumulationOverMicroBatchesEqualsOneProcess) {
     auto rows = x.slice(0, 4 * micro, 4 * micro + 4);
     (torch::mse_loss(reference(rows), testing::target(rows)) / 3).backward();
   }
-  run_threads(3, [&](DistributedManager& manager) {
+  on_ranks(3, [&](DistributedManager& manager) {
     Net net = one_at_a_time([&] {
       torch::manual_seed(1 + manager.rank());
       return Net(false);
@@ -183,7 +185,7 @@ TEST(DistributedDataParallel, TrainsOnAfterBackwardsThatFailed) {
   for (const bool overlap : {true, false})
     for (const bool view : {true, false})
       for (const std::int64_t bytes : {1l, 600l, 1l << 20})
-        run_threads(2, [&](DistributedManager& manager) {
+        on_ranks(2, [&](DistributedManager& manager) {
           Checkpointed net = one_at_a_time([&] {
             torch::manual_seed(1 + manager.rank());
             return Checkpointed();
@@ -206,7 +208,7 @@ TEST(DistributedDataParallel, TrainsOnAfterBackwardsThatFailed) {
 }
 
 TEST(DistributedDataParallel, RankZeroGivesParametersAndBuffers) {
-  run_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     torch::nn::BatchNorm1d norm(4);
     norm->running_mean.fill_(manager.rank() + 1.0);
     norm->num_batches_tracked.fill_(10 * manager.rank());
@@ -230,7 +232,7 @@ TEST(DistributedDataParallel, RankZeroGivesParametersAndBuffers) {
 
 // So that a program which goes on from rank 0's values between two steps is the same program.
 TEST(DistributedDataParallel, BuffersAreBroadcastWhereAStepBegins) {
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     torch::nn::BatchNorm1d norm(torch::nn::BatchNormOptions(4).momentum(0.5));
     DistributedDataParallel ddp(norm, manager.world());
     const auto x = torch::full({2, 4}, manager.rank() + 1.0);
@@ -259,7 +261,7 @@ TEST(DistributedDataParallel, BuffersAreBroadcastWhereAStepBegins) {
 }
 
 TEST(DistributedDataParallel, FrozenParametersAreLeftAlone) {
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     torch::nn::Linear layer(3, 3);
     layer->bias.set_requires_grad(false);
     DistributedDataParallel ddp(layer, manager.world());
@@ -270,25 +272,20 @@ TEST(DistributedDataParallel, FrozenParametersAreLeftAlone) {
 }
 
 TEST(DistributedDataParallel, DifferentModulesAreAnErrorOnEveryRank) {
-  run_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     torch::nn::Linear layer(3, manager.rank() == 1 ? 4 : 3);
     EXPECT_THROW(DistributedDataParallel(layer, manager.world()), MismatchError);
   });
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     EXPECT_THROW(
         DistributedDataParallel(torch::nn::Linear(3, 3), manager.world(), {.ignore = {"wieght"}}),
         InvalidArgument);
   });
 }
 
-TEST(DistributedDataParallel, AnOldWrapperOfOneRankIsAnErrorOnEveryRank) {
-  for (int ranks = 2; ranks <= 3; ++ranks)
-    run_threads(ranks, [](DistributedManager& manager) { testing::keep_an_old_wrapper(manager); });
-}
-
 // Its gradient would be each rank's own, and the ranks would drift apart.
 TEST(DistributedDataParallel, WhatIsUnfrozenLaterIsRefusedUntilItIsWrappedAnew) {
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Linear(3, 1));
     const at::Tensor last = net->parameters()[2], x = torch::full({2, 3}, manager.rank() + 1.0);
     last.requires_grad_(false);
@@ -326,13 +323,84 @@ TEST(DistributedDataParallel, TakesSharedPointersAndAnyForward) {
     }
     torch::nn::Linear layer{nullptr};
   };
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     DistributedDataParallel ddp(std::make_shared<Pair>(), manager.world());
     const auto [y, n] = ddp(torch::ones({1, 2}), 3);
     EXPECT_EQ(n, 4);
     y.sum().backward();
     EXPECT_TRUE(ddp.module()->layer->weight.grad().defined());
   });
+}
+
+// The module's output becomes one sharded tensor: its gradients are summed. Rank r has 2 r rows.
+void beside_sharded_tensors(DistributedManager& manager) {
+  const int ranks = manager.world_size(), rank = manager.rank();
+  const auto mesh = manager.mesh({{"data", ranks}});
+  Sizes rows(ranks);
+  for (int r = 0; r < ranks; ++r) rows[r] = ranks == 1 ? 2 : 2 * r;
+  const std::int64_t total = ranks == 1 ? 2 : ranks * (ranks - 1), begin = rank * (rank - 1);
+  const auto make = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 5), torch::nn::Tanh(), torch::nn::Linear(5, 3));
+    net->to(torch::kDouble);
+    test::fill(*net, 4);
+    return net;
+  };
+  auto net = make(), expected = make();
+  DistributedDataParallel ddp(net, manager.world(), {.reduction = ReduceOp::sum});
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor x = test::randn({total, 6}, at::kDouble),
+                     mine = x.narrow(0, begin, rows[rank]);
+    expected->forward(x).square().mean().backward();
+    const auto scope = step == 1 ? std::optional(no_sync(*net)) : std::nullopt;
+    from_local(ddp(mine), mesh, {Shard(0)}, {{0, rows}}).square().mean().backward();
+  }
+  for (std::size_t i = 0; i < net->parameters().size(); ++i)
+    EXPECT_TRUE(torch::allclose(net->parameters()[i].grad(), expected->parameters()[i].grad(),
+                                1e-11, 1e-11))
+        << i;
+}
+
+TEST(DistributedDataParallel, BesideShardedTensors) {
+  for (const int ranks : {1, 2, 3}) on_ranks(ranks, beside_sharded_tensors);
+}
+
+// A wrapper that one rank keeps, for its log, when all go on with another one. The last case: groups
+// may have ended afterwards.
+void keep_an_old_wrapper(DistributedManager& manager) {
+  const int ranks = manager.world_size();
+  torch::nn::Linear net(3, 2);
+  using Wrapper = DistributedDataParallel<torch::nn::Linear>;
+  const auto step = [&](Wrapper& ddp) {
+    net->zero_grad();
+    ddp(torch::full({1, 3}, 1.0 + manager.rank())).sum().backward();
+  };
+  const auto wrapped = [&] { return std::make_unique<Wrapper>(net, manager.world()); };
+  auto ddp = wrapped();
+  step(*ddp);
+  auto kept = manager.rank() == 0 ? std::move(ddp) : nullptr;
+  ddp.reset();
+  if (ranks > 1) {
+    EXPECT_THROW(wrapped(), MismatchError);
+  }
+  kept.reset();
+  ddp = wrapped();
+  for (int k = 0; k < 2; ++k) {
+    step(*ddp);
+    EXPECT_TRUE(net->weight.grad().allclose(torch::full({2, 3}, (ranks + 1) / 2.0)))
+        << net->weight.grad();
+  }
+  // The same, made before the old one goes.
+  auto next = wrapped();
+  kept = manager.rank() == 0 ? std::move(ddp) : nullptr;
+  ddp.reset();
+  if (ranks > 1) {
+    EXPECT_THROW(step(*next), MismatchError);
+  }
+}
+
+TEST(DistributedDataParallel, AnOldWrapperOfOneRankIsAnErrorOnEveryRank) {
+  for (int ranks = 2; ranks <= 3; ++ranks)
+    on_ranks(ranks, [](DistributedManager& manager) { keep_an_old_wrapper(manager); });
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ std::int64_t bytes_of(const CommTrace& trace, const std::string& name) {
 
 TEST(EmbeddingTable, LookupsAndStepsEqualOneProcess) {
   for (const int ranks : {1, 2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       Draw draw(static_cast<std::uint64_t>(70 + ranks));
       for (int round = 0; round < 14; ++round) {
         const auto mesh = manager.mesh(draw.mesh(ranks));
@@ -157,7 +157,7 @@ DrawnBags drawn_bags(Draw& draw, std::int64_t rows, bool include_last) {
 
 TEST(EmbeddingTable, BagsEqualOneProcess) {
   for (const int ranks : {1, 2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       Draw draw(static_cast<std::uint64_t>(170 + ranks));
       for (int round = 0; round < 40; ++round) {
         const auto mesh = manager.mesh(draw.mesh(ranks));
@@ -203,7 +203,7 @@ TEST(EmbeddingTable, BagsEqualOneProcess) {
 
 TEST(EmbeddingTable, IdsAndRowsTravelOnce) {
   constexpr std::int64_t kRows = 1000, kWidth = 16, kRow = kWidth * 8;
-  on_threads(2, [&](DistributedManager& manager) {
+  on_ranks(2, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     auto net = filled(
         EmbeddingBag(
@@ -254,7 +254,7 @@ struct Words : torch::nn::Module {
 TEST(EmbeddingTable, NothingOfTheTablesSizeIsMadeOrReduced) {
   constexpr std::int64_t kRows = 3000, kWidth = 4;
   SizeCounter allocator;
-  on_threads(4, [&](DistributedManager& manager) {
+  on_ranks(4, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"table", 2}});
     Words net;
     distribute_module(net, mesh, {{"table.weight", {{Replicate(), Shard(0)}}}});
@@ -282,7 +282,7 @@ TEST(EmbeddingTable, NothingOfTheTablesSizeIsMadeOrReduced) {
 }
 
 TEST(EmbeddingTable, RanksOfAnotherAxisAddTheirRows) {
-  on_threads(4, [&](DistributedManager& manager) {
+  on_ranks(4, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"table", 2}});
     const auto options = EmbeddingBagOptions(50, 3).mode(torch::kMean).sparse(true);
     auto net = filled(EmbeddingBag(options), 3), expected = filled(EmbeddingBag(options), 3);
@@ -357,7 +357,7 @@ TEST(EmbeddingTable, StatesReshardWithTheirRows) {
 }
 
 TEST(EmbeddingTable, ATableThatIsAMatrixTooAddsBothGradients) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     const auto options = EmbeddingOptions(7, 3).sparse(true);
     auto net = filled(Embedding(options), 2), expected = filled(Embedding(options), 2);
@@ -373,7 +373,7 @@ TEST(EmbeddingTable, ATableThatIsAMatrixTooAddsBothGradients) {
 }
 
 TEST(EmbeddingTable, RefusesInWordsOnEveryRank) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     auto net = filled(Embedding(EmbeddingOptions(6, 2).sparse(true)), 2);
     place(*net, {mesh, {6, 2}, {Shard(0)}});

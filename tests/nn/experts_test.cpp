@@ -131,7 +131,7 @@ ShardSpec rows_spec(Draw& draw, const DeviceMesh& mesh, std::vector<std::int64_t
 
 TEST(Experts, EqualOneProcess) {
   for (const int ranks : {1, 2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       Draw draw(static_cast<std::uint64_t>(40 + ranks));
       for (int round = 0; round < 25; ++round) {
         const std::string where = concat(ranks, " ranks, round ", round);
@@ -187,7 +187,7 @@ TEST(Experts, EqualOneProcess) {
 }
 
 TEST(Experts, RoutingTellsWhatWasChosenAndLeftOut) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     Draw draw(5);
     const auto mesh = manager.mesh({{"expert", 3}});
     for (int round = 0; round < 10; ++round) {
@@ -234,7 +234,7 @@ TORCH_MODULE(Net);
 // data alone, or over both.
 TEST(Experts, TrainUnderFullyShardAsOneProcess) {
   for (const bool dense_over_all : {false, true}) {
-    on_threads(4, [&](DistributedManager& manager) {
+    on_ranks(4, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh(mapped({{"data", 2}, {"expert", 2}}));
       Net net, one;
       fill(*net, 8);
@@ -275,7 +275,7 @@ TEST(Experts, TrainUnderFullyShardAsOneProcess) {
 }
 
 TEST(Experts, MoveTokensAndNoWeights) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"expert", 2}});
     constexpr std::int64_t kTokens = 12, kFeatures = 4, kHidden = 500;
     Experts net = experts_of({.experts = 4, .features = kFeatures, .hidden = kHidden}, 4);
@@ -299,7 +299,7 @@ TEST(Experts, MoveTokensAndNoWeights) {
 }
 
 TEST(Experts, SecondDerivatives) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"expert", 2}});
     const ExpertsOptions o{.experts = 3, .features = 3, .hidden = 4, .chosen = 2};
     Experts net = experts_of(o, 6);
@@ -322,7 +322,7 @@ TEST(Experts, SecondDerivatives) {
 }
 
 TEST(Experts, AreMadeOnNoRankAndTakeOtherShapesAndDtypes) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"expert", 2}});
     manual_seed(manager, 3);
     Experts net = deferred([] {
@@ -349,7 +349,7 @@ TEST(Experts, AreMadeOnNoRankAndTakeOtherShapesAndDtypes) {
 }
 
 TEST(Experts, AFailureOfOneRankIsToldToTheOthers) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"expert", 3}});
     ExpertsOptions o{.experts = 3, .features = 2, .hidden = 2};
     bool fails = manager.rank() == 1;
@@ -390,16 +390,10 @@ TEST(Experts, AFailureOfOneRankIsToldToTheOthers) {
       routing.to_tokens(h);
     });
   });
-  // Other weights than another rank has.
-  on_threads(2, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"expert", 2}});
-    const at::Tensor p = distribute_tensor(at::ones({4, 3}) / 3, mesh, {Shard(0)});
-    EXPECT_THROW(Routing(p, {.chosen = 2, .normalized = manager.rank() == 0}), MismatchError);
-  });
 }
 
 TEST(Experts, MistakesAreTold) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"expert", 2}}), other = manager.mesh({{"data", 2}});
     const at::Tensor p = at::ones({4, 3}, at::kDouble) / 3;
     const at::Tensor sharded = distribute_tensor(p, mesh, {Shard(0)});
@@ -431,6 +425,15 @@ TEST(Experts, MistakesAreTold) {
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     EXPECT_EQ(Routing(p.narrow(0, 0, 0), {.capacity = kInfinity}).left_out(), 0);
     EXPECT_EQ(Routing(p, {.capacity = kInfinity}).left_out(), 0);
+  });
+}
+
+// Other weights than another rank has. The last case: a group may have ended afterwards.
+TEST(Experts, OtherWeightsThanAnotherRankHasAreTold) {
+  on_ranks(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"expert", 2}});
+    const at::Tensor p = distribute_tensor(at::ones({4, 3}) / 3, mesh, {Shard(0)});
+    EXPECT_THROW(Routing(p, {.chosen = 2, .normalized = manager.rank() == 0}), MismatchError);
   });
 }
 

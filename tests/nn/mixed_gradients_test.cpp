@@ -60,7 +60,7 @@ Batch draw_batch(Draw& draw, int ranks) {
 // The plain part sees each rank's rows, the rest one sharded tensor.
 TEST(MixedGradients, DataParallelSubModuleBeforeShardedTensors) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
       const int me = manager.rank();
       Draw draw(ranks);
@@ -100,7 +100,7 @@ TEST(MixedGradients, DataParallelSubModuleBeforeShardedTensors) {
 
 TEST(MixedGradients, AMeanOfPartialSumsIsRefusedAndTheGroupsGoOn) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
       TwoParts net, expected;
       distribute_module(*net->out, mesh);
@@ -144,7 +144,7 @@ TEST(MixedGradients, AMeanOfPartialSumsIsRefusedAndTheGroupsGoOn) {
 
 // Where locals are replicated on one axis, their gradient is complete there.
 TEST(MixedGradients, OnTwoAxesTheUserWeightsWhatIsSummedAndWhatIsComplete) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"copy", 2}});
     const int row = mesh.coordinate()[0];
     seed(9);
@@ -182,7 +182,7 @@ TEST(MixedGradients, OnTwoAxesTheUserWeightsWhatIsSummedAndWhatIsComplete) {
 
 // A plain parameter that sharded tensors take as a replicated one.
 TEST(MixedGradients, ASumOfCompleteGradientsIsRefused) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 3}});
     seed(9);
     const at::Tensor x = randn({5, 3}, at::kDouble);
@@ -222,7 +222,7 @@ TEST(MixedGradients, ASumOfCompleteGradientsIsRefused) {
 // The other way round: what sharded tensors leave here goes through a plain part.
 TEST(MixedGradients, DataParallelSubModuleBehindShardedTensors) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
       const int me = manager.rank();
       Draw draw(5);
@@ -254,7 +254,7 @@ TEST(MixedGradients, DataParallelSubModuleBehindShardedTensors) {
 TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
   for (const bool mixed : {false, true}) {
     for (const Sizes& rows : {Sizes{5, 1}, Sizes{0, 6}}) {
-      on_threads(4, [&](DistributedManager& manager) {
+      on_ranks(4, [&](DistributedManager& manager) {
         const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
         const int replica = mesh.coordinate()[0];
         const DeviceMesh own(mesh.mesh().submesh({"shard"}, manager.rank()), manager);
@@ -307,7 +307,7 @@ TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
 }
 
 TEST(MixedGradients, WrappingWhatIsShardedOverTheSameRanksIsRefused) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     TwoParts net;
     distribute_module(*net->out, mesh, {{"1.weight", {{Shard(0)}}}});
@@ -333,7 +333,7 @@ TEST(MixedGradients, WrappingWhatIsShardedOverTheSameRanksIsRefused) {
 // optimizer and one clip.
 TEST(MixedGradients, TrainLikeOneProcessOverRaggedMicroBatches) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
       const int me = manager.rank();
       Draw draw(40 + ranks);
@@ -378,7 +378,7 @@ TEST(MixedGradients, TrainLikeOneProcessOverRaggedMicroBatches) {
 // already.
 TEST(MixedGradients, AStepOfCompleteGradientsThatAreAveraged) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
       Draw draw(60 + ranks);
       TwoParts net, expected;
@@ -416,7 +416,7 @@ TEST(MixedGradients, AStepOfCompleteGradientsThatAreAveraged) {
 
 // A stage that is wrapped over the ranks of another axis than the one along which samples differ.
 TEST(MixedGradients, APipelineRefusesGradientsOfOtherRanks) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"copy", 2}, {"pipe", 1}});
     seed(7);
     const PipelineBatch batch =

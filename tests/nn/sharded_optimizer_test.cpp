@@ -128,7 +128,7 @@ TEST(ShardedOptimizer, EqualsTheOptimizerItself) {
            {{"x", 1}}, {{"x", 2}}, {{"x", 3}}, {{"x", 4}}, {{"a", 2}, {"b", 2}}}) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh(test::mapped(axes));
       for (const Case& one : cases()) {
         Many net = many(), expected = many();
@@ -155,7 +155,7 @@ TEST(ShardedOptimizer, EqualsTheOptimizerItself) {
 }
 
 TEST(ShardedOptimizer, KeepsAShardOfTheStates) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 4}});
     const auto make = [] { return Sequential(Linear(32, 64), Linear(64, 16)); };
     Sequential net = make();
@@ -179,7 +179,7 @@ TEST(ShardedOptimizer, KeepsAShardOfTheStates) {
 }
 
 TEST(ShardedOptimizer, ShardsWhatAdagradMakesBeforeItsFirstStep) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     Many net = many();
     ShardedOptimizer<torch::optim::Adagrad> opt(parameters_of(*net), mesh,
@@ -198,7 +198,7 @@ TEST(ShardedOptimizer, ShardsWhatAdagradMakesBeforeItsFirstStep) {
 }
 
 TEST(ShardedOptimizer, GroupsClosuresAndParametersAddedLater) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     using torch::optim::AdamWOptions;
     const auto groups = [](Many& net) {
@@ -286,7 +286,7 @@ TEST(ShardedOptimizer, SavesAndLoadsOnOtherRanks) {
 }
 
 TEST(ShardedOptimizer, RefusesWhatCannotBeAndGoesOn) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     Linear net(3, 2);
     fill(*net, 4);

@@ -75,7 +75,7 @@ TEST(FullySharded, TrainsLikeOneProcessForAnyDimAndSizes) {
                                                          {{"x", 2}, {"r", 2}}}) {
     int ranks = 1;
     for (const Axis& a : axes) ranks *= a.size;
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       // Nothing but parameters may move by itself.
       set_policies(manager, {.redistribution = Policy::error});
       const auto mesh = manager.mesh(test::mapped(axes));
@@ -159,7 +159,7 @@ TEST(FullySharded, NoParameterStaysGatheredLongerThanItsUse) {
 }
 
 TEST(FullySharded, MovesNoMoreThanItMust) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     constexpr int kLayers = 3, kWidth = 8;
     const auto mesh = manager.mesh({{"x", 4}});
     auto net = prepared(deep(kLayers, kWidth));
@@ -182,7 +182,7 @@ TEST(FullySharded, MovesNoMoreThanItMust) {
 }
 
 TEST(FullySharded, OnOneAxisAndReplicatedOnAnother) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
     auto net = prepared(deep(2, 6)), expected = prepared(deep(2, 6));
     distribute_module(*net, mesh, {{"*.weight", {{Replicate(), Shard(1)}, {{1, {5, 1}}}}}});
@@ -212,7 +212,7 @@ TEST(FullySharded, OnOneAxisAndReplicatedOnAnother) {
 }
 
 TEST(FullySharded, UnderDistributedDataParallel) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
     const int replica = manager.rank() / 2;
     // this replica's ranks
@@ -314,7 +314,7 @@ TEST(TensorParallel, FiveHeadsOverThreeRanks) {
   const std::vector<std::pair<Sizes, Sizes>> cuts{
       {{2, 2, 1}, {3, 3, 1}}, {{5, 0, 0}, {0, 7, 0}}, {{0, 4, 1}, {1, 0, 6}}};
   for (const auto& [heads, hidden] : cuts) {
-    on_threads(3, [&, heads = heads, hidden = hidden](DistributedManager& manager) {
+    on_ranks(3, [&, heads = heads, hidden = hidden](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::error});
       const auto mesh = manager.mesh({{"tensor", 3}});
       auto net = prepared(Blocks()), expected = prepared(Blocks());
@@ -347,7 +347,7 @@ TEST(TensorParallel, FiveHeadsOverThreeRanks) {
 }
 
 TEST(TensorParallel, BesideShardedData) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"data", 2}, {"tensor", 2}});
     auto net = prepared(Blocks()), expected = prepared(Blocks());
@@ -376,7 +376,7 @@ TEST(TensorParallel, BesideShardedData) {
 
 // Samples, the sequence (attention goes round a ring) and the layers over three axes of one mesh.
 TEST(TensorParallel, BesideSamplesAndSequencesThatAreSharded) {
-  on_threads(8, [](DistributedManager& manager) {
+  on_ranks(8, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"data", 2}, {"domain", 2}, {"tensor", 2}});
     auto net = prepared(Blocks()), expected = prepared(Blocks());
@@ -407,7 +407,7 @@ TEST(ShardedParameters, EveryOptimizerAndClippingOverMixedPlacements) {
     // LBFGS looks along its line and amplifies round-off: no clipping in its closure, and fewer
     // steps.
     const bool line = kind == 5;
-    on_threads(4, [&](DistributedManager& manager) {
+    on_ranks(4, [&](DistributedManager& manager) {
       // LBFGS makes one vector of all gradients
       set_policies(manager, {.redistribution = Policy::allow});
       const auto mesh = manager.mesh({{"data", 2}, {"tensor", 2}});
@@ -466,7 +466,7 @@ TEST(ShardedParameters, EveryOptimizerAndClippingOverMixedPlacements) {
 }
 
 TEST(ShardedParameters, AutocastGathersWhatWasCast) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"x", 2}});
     torch::nn::Linear net(8, 6), expected(8, 6);
@@ -497,7 +497,7 @@ TEST(ShardedParameters, AutocastGathersWhatWasCast) {
 }
 
 TEST(ShardedParameters, BuffersAndPatterns) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     auto net =
         prepared(torch::nn::Sequential(torch::nn::Conv2d(2, 4, 3), torch::nn::BatchNorm2d(4)));
@@ -520,7 +520,7 @@ TEST(ShardedParameters, BuffersAndPatterns) {
 }
 
 TEST(ShardedParameters, RanksThatDifferAllThrow) {
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     torch::nn::Linear net(3, manager.rank() == 0 ? 3 : 4);
     EXPECT_THROW(distribute_module(*net, manager.mesh({{"x", 2}})), MismatchError);
   });
@@ -547,7 +547,7 @@ TEST(ShardedParameters, WhatOneRankRefusesAllRefuse) {
         distribute_module(*net->ptr(0), manager.mesh(Mesh({{"x", 1}}, {manager.rank()})));
         return nullptr;
       }};
-  run_threads(2, [&](DistributedManager& manager) {
+  on_ranks(2, [&](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     for (std::size_t i = 0; i < all.size(); ++i) {
       for (const bool fully : {false, true}) {
@@ -571,7 +571,7 @@ TEST(ShardedParameters, WhatOneRankRefusesAllRefuse) {
 
 // Ranks that were seeded differently would train two models.
 TEST(ShardedParameters, StartFromTheFirstRanksValues) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     torch::nn::Linear net(4, 5);
     net->register_buffer("steps", at::full({2}, manager.rank(), at::kLong));

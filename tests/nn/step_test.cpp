@@ -23,7 +23,7 @@ std::int64_t rows_of(int rank, int k) { return (rank * 3 + k * 2) % 5; }
 
 TEST(StepWeight, RaggedMicroBatchesGiveTheGradientOfOneBatch) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
-    run_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       for (int micro = 1; micro <= 3; ++micro) {
         // Everything on one process.
         std::vector<std::vector<at::Tensor>> x(ranks), y(ranks);
@@ -69,7 +69,7 @@ TEST(StepWeight, RaggedMicroBatchesGiveTheGradientOfOneBatch) {
 
 // C++ modules list a tied parameter once under each of its names.
 TEST(StepWeight, ATiedParameterIsDividedOnce) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto tied = [] {
       auto net = small();
       net->register_parameter("again", net->ptr<torch::nn::LinearImpl>(0)->weight);
@@ -90,7 +90,7 @@ TEST(StepWeight, ATiedParameterIsDividedOnce) {
 }
 
 TEST(StepWeight, AWrongWeightOfOneRankThrowsOnAllAndTheNextStepIsRight) {
-  run_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const at::Tensor w = at::ones({2}, at::kDouble).requires_grad_();
     StepWeight weight(manager.world(), StepWeight::Reduced::averaged);
     for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
@@ -115,7 +115,7 @@ TEST(StepWeight, AWrongWeightOfOneRankThrowsOnAllAndTheNextStepIsRight) {
 
 TEST(StepWeight, ALossThatAllRanksShareIsCountedOnce) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
-    run_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", ranks}});
       seed(3);
       const at::Tensor first = randn({5, 3}, at::kDouble), second = randn({2, 3}, at::kDouble);
@@ -149,7 +149,7 @@ at::Tensor with_gradient(const at::Tensor& gradient, at::Tensor value) {
 
 TEST(ClipGradients, EveryElementCountsOnceWhateverItsKind) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
-    run_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       const int me = manager.rank();
       const auto line = manager.mesh({{"x", ranks}});
       const auto plane = manager.mesh(ranks == 4 ? std::vector<Axis>{{"a", 2}, {"b", 2}}
@@ -202,7 +202,7 @@ TEST(ClipGradients, EveryElementCountsOnceWhateverItsKind) {
 }
 
 TEST(ClipGradients, AnUndeclaredPartIsAnErrorOnEveryRank) {
-  run_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const at::Tensor mine = at::full({2}, 1.0 + manager.rank(), at::kDouble);
     const at::Tensor p = with_gradient(mine.clone(), at::zeros_like(mine));
     EXPECT_THROW(clip_gradients({p}, manager.world(), {.max_norm = 1}), MismatchError);
@@ -231,7 +231,7 @@ TEST(ClipGradients, AnUndeclaredPartIsAnErrorOnEveryRank) {
 }
 
 TEST(ClipGradients, APartialGradientIsRefusedOnEveryRank) {
-  run_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}});
     auto net = small();
     distribute_module(*net, mesh);
@@ -248,7 +248,7 @@ TEST(ClipGradients, APartialGradientIsRefusedOnEveryRank) {
 }
 
 TEST(ClipGradients, StagesThatHoldOtherParametersShareOneNorm) {
-  run_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     // Two stages of two replicas each.
     const auto mesh = manager.mesh({{"stage", 2}, {"replica", 2}});
     const int stage = mesh.coordinate()[0];

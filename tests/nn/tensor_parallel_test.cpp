@@ -212,7 +212,7 @@ TEST(TensorParallel, TrainsAsOneProcessWithUnevenHeadsFeaturesAndEmptyShards) {
                                               {{"sharded", 2}, {"tensor", 2}},
                                               {{"sharded", 3}, {"tensor", 1}}};
   for (const auto& axes : meshes) {
-    on_threads(Mesh(axes).size(), [&](DistributedManager& manager) {
+    on_ranks(Mesh(axes).size(), [&](DistributedManager& manager) {
       Draw draw(17);
       for (int round = 0; round < 4; ++round) {
         Shape s;
@@ -234,7 +234,7 @@ TEST(TensorParallel, TrainsAsOneProcessWithUnevenHeadsFeaturesAndEmptyShards) {
 }
 
 TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
     const auto mesh = manager.mesh({{"tensor", 2}});
     for (const bool fused : {true, false}) {
@@ -283,7 +283,7 @@ TEST(TensorParallel, CallsNoMoreCollectivesThanMegatron) {
 
 // Without a norm the residual is Partial in front of the head, and so is its gradient behind it.
 TEST(TensorParallel, CallsNoMoreCollectivesWithoutANormBeforeTheHead) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
     const auto mesh = manager.mesh({{"tensor", 2}});
     for (const bool bias : {true, false}) {
@@ -315,7 +315,7 @@ TEST(TensorParallel, CallsNoMoreCollectivesWithoutANormBeforeTheHead) {
 }
 
 TEST(TensorParallel, ReduceScattersWhereTheNextOperatorTakesShards) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 3}});
     for (const bool bias : {true, false}) {
       set_policies(manager, {.redistribution = Policy::error});
@@ -349,7 +349,7 @@ TEST(TensorParallel, ReduceScattersWhereTheNextOperatorTakesShards) {
 
 // Dropout draws by global index: the same elements go, however the data lie.
 TEST(TensorParallel, DropsTheSameElementsAlongTheSequence) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"tensor", 3}});
     Shape s;
@@ -375,7 +375,7 @@ TEST(TensorParallel, DropsTheSameElementsAlongTheSequence) {
 
 // A failure of one rank alone: the others had gone further, and had gathered something else.
 TEST(TensorParallel, GathersASharedInputAnewAfterAFailure) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
     auto first = linear(3, 4, true), second = linear(3, 5, true), plain = linear(3, 5, true);
     for (auto* l : {&first, &second, &plain}) {
@@ -403,7 +403,7 @@ TEST(TensorParallel, GathersASharedInputAnewAfterAFailure) {
 }
 
 TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
     auto first = linear(3, 4, true), second = linear(3, 5, true), twin = linear(3, 4, true),
          other = linear(3, 5, true);
@@ -469,7 +469,7 @@ TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
 
 // One rank keeps results, and their graphs, that the others have dropped: all of them gather alike.
 TEST(TensorParallel, GathersAlikeWhateverARankKeeps) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
     std::vector<Linear> layers, twins;
     for (int i = 0; i < 3; ++i) {
@@ -522,7 +522,7 @@ TEST(TensorParallel, GathersAlikeWhateverARankKeeps) {
 }
 
 TEST(TensorParallelPlan, SaysWhatItDoes) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
     Shape s;
     s.blocks = 1;
@@ -562,7 +562,7 @@ TEST(TensorParallelPlan, SaysWhatItDoes) {
 }
 
 TEST(TensorParallelPlan, TheFirstPatternThatMatchesALayerOrItsParameterCounts) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
     torch::nn::Sequential mlp(linear(6, 4, true), linear(4, 6, true));
     const auto placed = [&](const LayerShardings& layers) {
@@ -580,7 +580,7 @@ TEST(TensorParallelPlan, TheFirstPatternThatMatchesALayerOrItsParameterCounts) {
 }
 
 TEST(TensorParallelPlan, RefusesWhatDoesNotFitOnEveryRank) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});
     const auto message = [&](const LayerShardings& layers,
                              const TensorParallelOptions& options = {}) -> std::string {

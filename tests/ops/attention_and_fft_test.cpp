@@ -21,7 +21,7 @@ using Shape = std::vector<std::int64_t>;
 
 TEST(RingAttention, EqualsOneProcess) {
   for (const int ranks : {1, 2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(20 + ranks);
       for (int i = 0; i < 60; ++i) {
@@ -89,7 +89,7 @@ TEST(RingAttention, EqualsOneProcess) {
 // Beside its definition: libtorch's fused kernel gives zeros for some scores that are NaN.
 TEST(RingAttention, NanAndInfinitiesAreThoseOfItsDefinition) {
   for (const int ranks : {2, 3}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       const auto mesh = manager.mesh({{"x", ranks}});
       Draw draw(50 + ranks);
@@ -123,7 +123,7 @@ TEST(RingAttention, NanAndInfinitiesAreThoseOfItsDefinition) {
 }
 
 TEST(RingAttention, NobodyHoldsTheWholeSequence) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"x", 4}});
     const Shape shape = {1, 2, 64, 8};
@@ -208,7 +208,7 @@ std::vector<at::Tensor> second_derivatives(const at::Tensor& y, std::vector<at::
 
 TEST(RingAttention, SecondDerivativesEqualOneProcess) {
   for (const int ranks : {2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(70 + ranks);
       for (int i = 0; i < 24; ++i) {
@@ -280,7 +280,7 @@ std::unique_ptr<at::ObserverContext> count_products(const at::RecordFunction& ca
 // Each rank hands the second half of its queries to the one that mirrors it: all compute alike.
 TEST(RingAttention, CausalRingsAreBalancedAndEqualOneProcess) {
   for (const int ranks : {2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::error});
       const auto mesh = manager.mesh({{"x", ranks}});
       Draw draw(120 + ranks);
@@ -328,7 +328,7 @@ TEST(RingAttention, CausalRingsAreBalancedAndEqualOneProcess) {
 // libtorch's own way, which materialises all scores.
 TEST(RingAttention, DropoutIsThatOfReplicatedTensors) {
   for (const int ranks : {2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(90 + ranks);
       const auto mesh = manager.mesh({{"x", ranks}});
@@ -375,7 +375,7 @@ TEST(RingAttention, DropoutIsThatOfReplicatedTensors) {
 }
 
 TEST(RingAttention, BatchAndHeadsAreLocal) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
     const Shape shape = {3, 5, 6, 4};
@@ -389,7 +389,7 @@ TEST(RingAttention, BatchAndHeadsAreLocal) {
 }
 
 TEST(RingAttention, MultiheadAttentionOverASequence) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"x", 3}});
     const auto make = [] {
@@ -413,7 +413,7 @@ TEST(RingAttention, MultiheadAttentionOverASequence) {
 
 TEST(Fourier, EqualsOneProcess) {
   for (const int ranks : {1, 2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       Draw draw(320 + ranks);
       const std::vector<std::string> names = {"fft",   "ifft",  "rfft", "irfft",  "fft2",
@@ -468,7 +468,7 @@ TEST(Fourier, EqualsOneProcess) {
 }
 
 TEST(Fourier, MovesPencils) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"x", 4}});
     const at::Tensor value = randn({8, 16}, at::kComplexDouble);
@@ -489,7 +489,7 @@ TEST(Fourier, MovesPencils) {
 }
 
 TEST(Policy, NamesOperatorTensorsPlacementsAndBytes) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     const at::Tensor x = distribute_tensor(randn({4, 6}, at::kDouble), mesh, {Shard(0)});
     set_policies(manager, {.redistribution = Policy::error});
@@ -516,7 +516,7 @@ TEST(Policy, WarnsOnceForEachCallSite) {
     }
     int count = 0;
   };
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     Counting counting;
     const c10::WarningUtils::WarningHandlerGuard guard(&counting);
     const auto mesh = manager.mesh({{"x", 2}});
@@ -541,7 +541,7 @@ TEST(Policy, AHandlerOfWarningsMayAskForPolicies) {
     const DistributedManager& manager;
     int warns = 0;
   };
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::warn, .promotion = Policy::warn});
     Asking asking(manager);
     const c10::WarningUtils::WarningHandlerGuard guard(&asking);
@@ -555,7 +555,7 @@ TEST(Policy, AHandlerOfWarningsMayAskForPolicies) {
 
 // What a user writes to be sure that a layer moves nothing.
 TEST(Policy, ALayerThatMovesNothing) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     torch::nn::Linear layer(6, 4);
     distribute_module(*layer, mesh);

@@ -1,7 +1,7 @@
 #pragma once
 // What the tests of operators on sharded fields share: cases and placements drawn at random,
 // compared with plain libtorch; on ranks that are threads, and, as
-//   tessera run -n 3 -- test_ops_fields --processes [--backend=mpi]
+//   tessera run -n 3 -- test_ops_fields --backend=gloo
 // on ranks that are processes, a sample of the cases.
 
 #include <fstream>
@@ -189,21 +189,6 @@ inline void compare(const Case& c, const DeviceMesh& mesh, DistributedManager& m
   }
 }
 
-/// Set where every rank is a process.
-inline std::unique_ptr<DistributedManager>& process() {
-  static std::unique_ptr<DistributedManager> manager;
-  return manager;
-}
-
-/// On threads, or as one of the processes: then the test is skipped where their number is another
-/// one.
-inline void on_ranks(int ranks, const std::function<void(DistributedManager&)>& body) {
-  if (!process()) return on_threads(ranks, body);
-  if (process()->world_size() != ranks) GTEST_SKIP() << "for " << ranks << " ranks";
-  seed(0);
-  body(*process());
-}
-
 inline int ranks_of(const std::vector<Axis>& axes) {
   int ranks = 1;
   for (const Axis& a : axes) ranks *= a.size;
@@ -235,41 +220,14 @@ inline const auto kFieldMeshes =
     ::testing::Values(std::vector<Axis>{{"a", 1}}, std::vector<Axis>{{"a", 2}},
                       std::vector<Axis>{{"a", 3}}, std::vector<Axis>{{"a", 2}, {"b", 2}});
 
-/// main() of these programs.
+/// main() of these programs; --table=FILE: of the table.
 inline int run_fields(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  at::set_num_threads(1);
-  bool processes = false;
-  ManagerOptions options;
-  options.timeout = std::chrono::seconds(60);
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument == "--processes") {
-      processes = true;
-    } else if (argument.starts_with("--table=")) {
-      Coverage::instance().file = argument.substr(8);
-    } else if (argument.starts_with("--backend=")) {
-      options.backend = argument.substr(10);
-    } else {
-      std::cerr << concat("unknown argument '", argument, "'\n");
-      return 2;
-    }
-  }
-  if (Coverage::instance().noting()) ::testing::GTEST_FLAG(filter) = "*/*";  // those that draw
-  if (!processes) {
-    const int failed = RUN_ALL_TESTS();
-    if (Coverage::instance().noting()) Coverage::instance().write();
-    return failed;
-  }
-  process() = std::make_unique<DistributedManager>(DistributedManager::initialize(options));
-  int failed = RUN_ALL_TESTS();
-  // Skipped is not passed: some of the tests must be for this number of ranks.
-  if (failed == 0 && ::testing::UnitTest::GetInstance()->successful_test_count() == 0) {
-    std::cerr << "no test ran: none is for " << process()->world_size() << " ranks\n";
-    failed = 1;
-  }
-  process()->shutdown();
-  process().reset();
+  const std::string name = "--table=", last = argv[argc - 1];
+  if (!last.starts_with(name)) return run_ranks(argc, argv);
+  Coverage::instance().file = last.substr(name.size());
+  ::testing::GTEST_FLAG(filter) = "*/*";  // those that draw
+  const int failed = run_ranks(argc - 1, argv);
+  Coverage::instance().write();
   return failed;
 }
 

@@ -349,8 +349,7 @@ TEST_P(IndexedRows, HavePlansOfOtherNumbersOfGraphsAlongAnotherAxis) {
 
 TEST_P(IndexedRows, AreRefusedOnEveryRankWhereAGraphChangesOrIsNone) {
   const int ranks = GetParam();
-  if (process()) GTEST_SKIP() << "on threads";
-  on_ranks(ranks, [&](DistributedManager& manager) {
+  on_threads(ranks, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"domain", ranks}});
     const at::Tensor value = at::arange(12, at::kDouble).view({6, 2});
@@ -438,8 +437,7 @@ TEST_P(IndexedRows, AreNumberedByOwnerAndRenumberEdges) {
 
 TEST_P(IndexedRows, AreNotNumberedFromAWrongPartition) {
   const int ranks = GetParam();
-  if (process()) GTEST_SKIP() << "on threads";
-  on_ranks(ranks, [&](DistributedManager& manager) {
+  on_threads(ranks, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"domain", ranks}});
     const std::int64_t me = manager.rank(), other = (me + 1) % ranks;

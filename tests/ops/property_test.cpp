@@ -135,7 +135,7 @@ void prepare(DistributedManager& manager) {
 }
 
 // On the device of the rank, if one is to stand in.
-void on_ranks(int ranks, const std::function<void(DistributedManager&)>& body) {
+void on_chosen(int ranks, const std::function<void(DistributedManager&)>& body) {
   if (options.device)
     stand_in::on_devices(ranks, body);
   else
@@ -156,7 +156,7 @@ TEST_P(Operators, GiveWhatOneProcessGives) {
   for (std::size_t next = 0; next < all.size();) {
     std::vector<Outcome> outcomes;
     try {
-      on_ranks(ranks, [&](DistributedManager& manager) {
+      on_chosen(ranks, [&](DistributedManager& manager) {
         prepare(manager);
         for (std::size_t i = next; i < all.size(); ++i) {
           Outcome o =

@@ -46,7 +46,7 @@ const Sizes kUneven{3, 0, 2};
 
 // Three ranks, rows {3, 0, 2}.
 void on_three(const std::function<void(DistributedManager&, const DeviceMesh&)>& body) {
-  on_threads(3, [&](DistributedManager& manager) {
+  on_ranks(3, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     body(manager, manager.mesh({{"x", 3}}));
   });
@@ -498,7 +498,7 @@ TEST(Rule16PlainTemporaries, MeetNothingInBackward) {
 TEST(Rule20Streams, OfForwardAndBackwardMayDiffer) {
   if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA) || at::detail::getCUDAHooks().deviceCount() == 0)
     GTEST_SKIP() << "no CUDA device";
-  on_threads(1, [](DistributedManager& manager) {
+  on_ranks(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
     const c10::Device device(c10::kCUDA, 0);
     const at::Tensor value = randn({64, 64}).to(device), weight = randn({64, 64}).to(device);
@@ -625,7 +625,7 @@ TEST(Rule22Speed, ARuleRunsOnceForEachCombination) {
     plan.outputs = {{c.tensor(0).spec, c.tensor(0).strides}};
     return plan;
   });
-  on_threads(1, [](DistributedManager& manager) {
+  on_ranks(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
     const auto op = c10::Dispatcher::singleton()
                         .findSchemaOrThrow("tessera_rules_test::scaled", "")
@@ -650,7 +650,7 @@ TEST(Rule22Speed, ARuleRunsOnceForEachCombination) {
 }
 
 TEST(Rule22Speed, AnOperatorAllocatesLittleMoreThanOnPlainTensors) {
-  on_threads(1, [](DistributedManager& manager) {
+  on_ranks(1, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 1}});
     const at::Tensor a = randn({4, 8}), b = randn({4, 8}), w = randn({8, 3});
     const at::Tensor sa = distribute_tensor(a, mesh, {Shard(0)}),

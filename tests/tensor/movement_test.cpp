@@ -213,7 +213,7 @@ ShardSpec aim(const ShardSpec& from, const ShardSpec& to) {
 TEST(Movement, NoPairMovesMoreThanItMust) {
   for (const int ranks : {1, 2, 3, 4}) {
     int pairs = 0, exact = 0, reductions = 0, two_kinds = 0;
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       Draw draw(500 + ranks);
       for (int i = 0; i < 150; ++i) {
         const auto mesh = manager.mesh(draw.mapped(axes(draw, ranks)));
@@ -254,6 +254,7 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
         }
       }
     });
+    if (pairs == 0) continue;  // on other ranks
     std::cout << ranks << " ranks: " << pairs << " pairs, " << exact << " at the bound, "
               << reductions << " with a reduction, " << two_kinds << " of terms of two kinds\n";
     EXPECT_GT(exact, pairs * 9 / 10);
@@ -262,7 +263,7 @@ TEST(Movement, NoPairMovesMoreThanItMust) {
 
 TEST(Movement, EveryKindOfReductionKeepsTheValue) {
   for (const int ranks : {2, 3, 4}) {
-    on_threads(ranks, [&](DistributedManager& manager) {
+    on_ranks(ranks, [&](DistributedManager& manager) {
       Draw draw(700 + ranks);
       for (int i = 0; i < 150; ++i) {
         const auto mesh = manager.mesh(draw.mapped(axes(draw, ranks)));
@@ -290,7 +291,7 @@ TEST(Movement, EveryKindOfReductionKeepsTheValue) {
 }
 
 TEST(Movement, TheBestCallForEach) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"a", 2}, {"b", 2}});
     const auto calls = [&](const std::vector<Placement>& from, const std::vector<Placement>& to,
                            const ShardSizes& from_sizes = {}, const ShardSizes& to_sizes = {}) {
@@ -315,7 +316,7 @@ TEST(Movement, TheBestCallForEach) {
 }
 
 TEST(Movement, PlansAreMadeOnce) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     detail::RedistributionPlans plans;
     const ShardSpec rows(mesh, {6, 4}, {Shard(0)}), columns(mesh, {6, 4}, {Shard(1)}),

@@ -2,7 +2,6 @@
 // What the tests of sharded tensors share: specs drawn at random, and comparison with plain
 // libtorch.
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -12,20 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "../support/ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/device_mesh.h"
-#include "tessera/comm/job/threads.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::test {
 
-// Ranks are threads of one process: libtorch's default generator would be shared by all. Each
-// thread has one of its own, seeded alike.
-inline at::Generator& generator() {
-  static thread_local at::Generator one = at::detail::createCPUGenerator();
-  return one;
-}
-inline void seed(std::uint64_t n) { generator().set_current_seed(n); }
 inline at::Tensor randn(at::IntArrayRef shape, at::ScalarType type = at::kFloat) {
   return at::randn(shape, generator(), type);
 }
@@ -171,15 +163,9 @@ inline at::Tensor leaf(const at::Tensor& value, const ShardSpec& spec, bool requ
   return requires_grad && at::isFloatingType(t.scalar_type()) ? t.requires_grad_(true) : t;
 }
 
+/// Of a case whose ranks share variables or a folder: as processes it does nothing.
 inline void on_threads(int ranks, const std::function<void(DistributedManager&)>& body) {
-  // Ranks that disagree wait for each other: not for long.
-  run_threads(ranks,
-              [&](DistributedManager& manager) {
-                at::set_num_threads(1);
-                seed(0);
-                body(manager);
-              },
-              {.timeout = std::chrono::seconds(20)});
+  if (!process()) on_ranks(ranks, body);
 }
 
 }  // namespace tessera::test

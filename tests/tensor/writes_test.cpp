@@ -23,7 +23,7 @@ using Results = std::vector<at::Tensor>;
 using Run = std::function<Results(const at::Tensor&)>;
 
 void on_two(const std::function<void(const DeviceMesh&)>& body) {
-  on_threads(2, [&](DistributedManager& manager) {
+  on_ranks(2, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     body(manager.mesh({{"x", 2}}));
   });
