@@ -1,7 +1,8 @@
-// What a run says of itself while it runs, and what its steps cost: for a loop of Python's.
+// What a run says of itself, what its steps cost, and where numbers go: for a loop of Python's.
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -14,6 +15,7 @@
 #include "tessera/comm/group/wait_time.h"
 #include "tessera/nn/flop_counter.h"
 #include "tessera/train/detail/run_meter.h"
+#include "tessera/train/logger.h"
 #include "tessera/train/progress.h"
 
 namespace tessera::python {
@@ -67,6 +69,24 @@ template <class T>
 struct Scope : torch::CustomClassHolder {
   T counter;
 };
+
+/// The logger of files of a kind, begun at a step.
+struct PyLogger : torch::CustomClassHolder {
+  PyLogger(const std::string& folder, const std::string& kind, std::int64_t step) {
+    if (kind == "csv")
+      logger = csv_logger(folder + "/metrics.csv");
+    else if (kind == "json")
+      logger = json_logger(folder + "/metrics.jsonl");
+    else if (kind == "tensorboard")
+      logger = tensorboard_logger(folder);
+    else
+      throw InvalidArgument(concat("a logger of kind '", kind, "': csv, json or tensorboard"));
+    logger->start(step);
+  }
+
+  std::shared_ptr<Logger> logger;
+};
+using LoggerPtr = c10::intrusive_ptr<PyLogger>;
 
 }  // namespace
 
@@ -124,6 +144,15 @@ void register_progress(Library& library) {
       .def(torch::init<>())
       .def("total", [](const c10::intrusive_ptr<Scope<WaitTime>>& self) {
         return std::chrono::duration<double>(self->counter.total()).count();
+      });
+  library.class_<PyLogger>("Logger")
+      .def(torch::init<const std::string&, const std::string&, std::int64_t>())
+      .def("log", [](const LoggerPtr& self, const std::vector<std::string>& names,
+                     const std::vector<double>& values, std::int64_t step) {
+        std::map<std::string, double> numbers;
+        for (std::size_t i = 0; i < names.size(); ++i) numbers[names[i]] = values.at(i);
+        self->logger->log(numbers, step, 0);
+        self->logger->flush();
       });
   library.def("measure_peak_flop", [](const std::string& device, at::ScalarType dtype) {
     return measure_peak_flop(c10::Device(device), dtype);

@@ -1,6 +1,6 @@
-"""Weights & Biases and MLflow for a loop of one's own: the first rank writes, in a thread of its own, and nobody waits for it.
+"""Files, Weights & Biases and MLflow for a loop of one's own: the first rank writes, in a thread of its own, and nobody waits for it.
 
-Needs the package `wandb` or `mlflow` (`mlflow-skinny` is enough); `import tessera` does not.
+`WandbLogger` needs the package `wandb`, `MLflowLogger` `mlflow` (`mlflow-skinny` is enough); `import tessera` does not.
 
 >>> from tessera.loggers import WandbLogger
 >>> with WandbLogger("winds", config={"rate": 1e-3}, mode="offline") as logger:
@@ -10,6 +10,7 @@ Needs the package `wandb` or `mlflow` (`mlflow-skinny` is enough); `import tesse
 """
 
 import atexit
+import os
 import queue
 import threading
 import time
@@ -18,8 +19,9 @@ import warnings
 from tessera._checkpoint import _agree
 from tessera._errors import InvalidArgument
 from tessera._groups import world
+from tessera._library import classes
 
-__all__ = ["MLflowLogger", "WandbLogger"]
+__all__ = ["FileLogger", "MLflowLogger", "WandbLogger"]
 
 
 class _Logger:
@@ -92,8 +94,40 @@ class _Logger:
         self.close(failed=kind is not None)
 
 
+class FileLogger(_Logger):
+    """Files in `folder`, which `tessera report` draws, beside the checkpoints there: metrics.jsonl, metrics.csv, or events of TensorBoard.
+
+    >>> from tessera.loggers import FileLogger
+    >>> with FileLogger("runs/7") as logger:             # `tessera report runs/7` writes runs/7/report.html
+    ...     for step in (1, 2):
+    ...         logger.log({"train/loss": 1.0 / step}, step)
+    >>> [line.split(", ")[-1] for line in open("runs/7/metrics.jsonl")]
+    ['"train/loss": 1}\\n', '"train/loss": 0.5}\\n']
+
+    `kind`: "json", "csv" or "tensorboard". `start`: how many steps are done, as a checkpoint has it (`session.steps`): what an earlier run has logged of later
+    steps is removed, and at 0 an earlier log is moved aside, to metrics.jsonl.1. So a step's own number is that of the steps done with it: the first one is 1. Each call of `log` writes complete lines. `ranks`: a `Group`, default all. `limit`: seconds that
+    `close` waits at most, 10 where an exception has ended the loop. `log` and `close` are those of all loggers here; `run_id` is the folder.
+
+    Collective: a folder that cannot be made or written to is a FileError on all ranks, another kind an InvalidArgument.
+    """
+
+    def __init__(self, folder, *, kind="json", start=0, ranks=None, limit=60.0):
+        self._place = os.fspath(folder), kind, int(start)
+        super().__init__(ranks, limit)
+
+    def _open(self):
+        self._files = classes.Logger(*self._place)
+        return self._place[0]
+
+    def _write(self, numbers, step, _):
+        self._files.log(list(numbers), list(numbers.values()), step)
+
+    def _end(self, _):
+        self._files = None
+
+
 class WandbLogger(_Logger):
-    """A run of Weights & Biases. `log` and `close` are those of both loggers.
+    """A run of Weights & Biases. `log` and `close` are those of all loggers here.
 
     >>> with WandbLogger("winds", name="two ranks", config={"rate": 1e-3}, mode="offline") as logger:
     ...     logger.log({"train/loss": done.loss, "validation/error": error}, session.steps)

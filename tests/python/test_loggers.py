@@ -1,7 +1,9 @@
-"""The loggers over Weights & Biases and MLflow, by modules that stand in for those: who writes, and what a logger that fails does to others."""
+"""The loggers into files, and over Weights & Biases and MLflow by modules that stand in for those: who writes, and what a logger that fails does to others."""
 
 import ast
+import json
 import pathlib
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ import tessera as ts
 from support import on_ranks
 from test_api import assert_same_parameters
 from tessera import loggers
-from tessera.loggers import MLflowLogger, WandbLogger
+from tessera.loggers import FileLogger, MLflowLogger, WandbLogger
 
 
 class Runs:
@@ -212,10 +214,44 @@ def test_a_run_goes_on(kind):
         assert runs.runs["run-2"]["options"]["id"] == "run-1"
 
 
+def steps_of(path):
+    return [(row["step"], row["loss"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+def test_a_logger_of_files(tmp_path, request):
+    folder, file = tmp_path / "runs" / "7", tmp_path / "file"
+    file.write_text("")
+
+    def body(rank):
+        for start, steps in ((0, range(1, 5)), (2, range(3, 7)), (0, [1])):  # a run; one that goes on behind step 2; one that begins anew
+            with FileLogger(folder, start=start) as one:
+                assert one.run_id == str(folder)
+                for step in steps:
+                    one.log({"loss": torch.tensor(step / 2 + start), "norm": float("inf")}, step)
+            assert one.error is None
+        with FileLogger(folder, kind="csv") as one:
+            one.log({"loss": 2.5}, 7)
+        with FileLogger(folder / "events", kind="tensorboard", ranks=ts.world()) as one:
+            one.log({"loss": 2.5}, 7)
+        with pytest.raises(ts.Error, match="cannot be"):  # on all ranks, though the first alone writes
+            FileLogger(file / "folder")
+        with pytest.raises(ts.Error, match="a logger of kind 'jason': csv, json or tensorboard"):
+            FileLogger(folder, kind="jason")
+        return ts.world().all_reduce(torch.ones(1)).item()
+
+    assert on_ranks(2, body) == [2.0, 2.0]
+    assert steps_of(folder / "metrics.jsonl.1") == [(1, 0.5), (2, 1.0), (3, 3.5), (4, 4.0), (5, 4.5), (6, 5.0)]
+    assert steps_of(folder / "metrics.jsonl") == [(1, 0.5)]
+    assert (folder / "metrics.csv").read_text().splitlines()[1].endswith(",loss,2.5") and len(list((folder / "events").iterdir())) == 1
+    launcher = pathlib.Path(request.config.getoption("--launcher")).resolve()
+    done = subprocess.run([launcher, "report", folder], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "loss" in (folder / "report.html").read_text(), done.stdout + done.stderr
+
+
 def test_the_stub_is_the_code():
     stub = ast.parse(pathlib.Path(ts.__file__).with_name("loggers.pyi").read_text())
     classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
-    assert [name for name in classes if not name.startswith("_")] == ["WandbLogger", "MLflowLogger"] and set(loggers.__all__) < set(classes)
+    assert [name for name in classes if not name.startswith("_")] == ["FileLogger", "WandbLogger", "MLflowLogger"] and set(loggers.__all__) < set(classes)
     for name, node in classes.items():
         for method in (m for m in node.body if isinstance(m, ast.FunctionDef) and m.name != "__exit__"):
             assert_same_parameters(method, getattr(getattr(loggers, name), method.name), f"{name}.{method.name}")
