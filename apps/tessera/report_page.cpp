@@ -40,6 +40,8 @@ const std::vector<Topic>& topics() {
   return all;
 }
 
+constexpr std::size_t kLearningRate = 1;  // of topics()
+
 bool has_word(const std::string& name, const std::string& word) {
   const std::size_t at = name.find(word);
   if (at == std::string::npos) return false;
@@ -225,11 +227,14 @@ class PageBody {
         const auto found = runs_[r].series.find(name);
         if (found == runs_[r].series.end()) continue;
         const char* paint = colour_of(runs_.size() > 1 ? r : colour++);
-        ChartLine line{.name = runs_.size() > 1 ? runs_[r].name : name,
+        ChartLine line{.name = runs_.size() > 1 ? runs_[r].name
+                               : title.empty()  ? name
+                                                : "",
                        .colour = paint,
                        .x = found->second.steps,
                        .y = found->second.values};
-        if (line.x.size() >= 80) {
+        // What is set, and not measured, has no noise: a mean would be another rate.
+        if (line.x.size() >= 80 && topic_of(name) != kLearningRate) {
           ChartLine mean = thinned(smoothed(line));
           line.name.clear();
           line.width = 1;
@@ -266,6 +271,7 @@ class PageBody {
 };
 
 constexpr const char* kStyle = R"(
+td{white-space:nowrap}
 .warn{border-left:4px solid #d18f00;padding:2px 0 2px 10px}
 .dot{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:8px}
 )";

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <utility>
 
 #include "tessera/base/markup_text.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -20,13 +22,15 @@ std::vector<double> round_ticks(double low, double high, int count) {
   for (const double f : {5.0, 2.5, 2.0, 1.0})
     if (f * power >= rough) factor = f;
   std::vector<double> ticks;
-  for (double i = std::floor(low / (factor * power)); (i - 1) * factor * power < high; ++i)
+  for (auto n = static_cast<std::int64_t>(std::floor(low / (factor * power)));; ++n) {
+    const auto i = static_cast<double>(n);
+    if ((i - 1) * factor * power >= high) return ticks;
     ticks.push_back(exponent < 0 ? i * factor / inverse : i * factor * power);
-  return ticks;
+  }
 }
 
 std::string chart_svg(const Chart& chart) {
-  constexpr double left = 52, right = 14, top = 10, bottom = 44;
+  constexpr double right = 14, top = 10, bottom = 44;
   double x0 = std::numeric_limits<double>::max(), x1 = -x0, y0 = x0, y1 = -x0;
   for (const ChartLine& line : chart.lines) {
     for (std::size_t i = 0; i < line.x.size(); ++i) {
@@ -40,6 +44,11 @@ std::string chart_svg(const Chart& chart) {
   if (chart.from_zero) y0 = std::min(y0, 0.0);
   const std::vector<double> y_ticks = round_ticks(y0, y1, 5);
   y0 = y_ticks.front(), y1 = y_ticks.back();
+  // Of the widest label; 12 pixels of a sans-serif font take at most 7 a digit.
+  const double beside = chart.y_label.empty() ? 14 : 30;
+  double left = 52;
+  for (const double y : y_ticks)
+    left = std::max(left, beside + 7.0 * static_cast<double>(significant(y, 5).size()));
   auto x_ticks = chart.x_ticks;
   if (x_ticks.empty())
     for (const double x : round_ticks(x0, x1, 7))
@@ -54,7 +63,7 @@ std::string chart_svg(const Chart& chart) {
   for (const double y : y_ticks)
     out << "<line class=grid x1=" << left << " x2=" << left + w << " y1=" << py(y)
         << " y2=" << py(y) << " /><text class=tick text-anchor=end x=" << left - 7
-        << " y=" << py(y) + 4 << '>' << y << "</text>";
+        << " y=" << py(y) + 4 << '>' << significant(y, 5) << "</text>";
   for (const auto& [x, text] : x_ticks)
     out << "<line class=mark x1=" << px(x) << " x2=" << px(x) << " y1=" << top + h
         << " y2=" << top + h + 5 << " /><text class=tick text-anchor=middle x=" << px(x)

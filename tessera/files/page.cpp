@@ -36,11 +36,12 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 .chart text{font-size:12px;fill:var(--faint)}.grid{stroke:var(--grid)}
 .axis,.mark{stroke:var(--axis)}
 .legend{margin:2px 0 0;font-size:13px;color:var(--faint)}
-.legend span{margin-right:18px;white-space:nowrap}
+.legend span{display:inline-block;margin-right:18px;overflow-wrap:anywhere}
 
 .legend i{display:inline-block;width:18px;height:3px;border-radius:2px;
 margin-right:6px;vertical-align:middle}
 @media(max-width:820px){.two{grid-template-columns:minmax(0,1fr)}main{padding:20px 14px 40px}}
+@media(max-width:520px){.chart text{font-size:17px}}
 )";
 
 constexpr const char* kDarkStyle = R"(

@@ -39,6 +39,7 @@ class ReportCommand : public ::testing::Test {
   std::string report(const std::string& arguments) const {
     const std::string command =
         concat("cd ", folder_, " && timeout 60 ", TESSERA_CLI, " report ", arguments, " 2>&1");
+    // NOLINTNEXTLINE(bugprone-command-processor)
     FILE* pipe = popen(command.c_str(), "r");
     std::string out;
     char part[512];
@@ -81,7 +82,18 @@ TEST_F(ReportCommand, DrawsARunWithItsCheckpoints) {
   EXPECT_EQ(page.find("nan"), std::string::npos);
   EXPECT_EQ(count(page, "<svg"), 3u) << "the losses together, the rate, and what is odd";
   EXPECT_EQ(count(page, "<svg"), count(page, "</svg>"));
+  EXPECT_EQ(count(page, "throughput/samples"), 1u) << "a title, and no legend that repeats it";
   EXPECT_LT(page.size(), 200000u) << "long runs are thinned";
+}
+
+TEST_F(ReportCommand, DrawsALearningRateAsItWas) {
+  TextStream log;
+  log << "step,lr,norm\n";
+  for (int step = 0; step < 100; ++step) log << step << ",1e-3,2\n";
+  write("own.csv", std::move(log).str());
+  EXPECT_EQ(report("own.csv"), "the report is in report.html\nstatus 0");
+  const std::string page = read("report.html");
+  EXPECT_EQ(count(page, "<polyline"), 3u) << "one line of the rate; the norm, and its mean";
 }
 
 TEST_F(ReportCommand, ComparesRunsFromAnyLog) {
@@ -120,6 +132,7 @@ TEST_F(ReportCommand, FollowsARun) {
   // Until timeout(1) interrupts it: 124.
   const std::string command = concat("cd ", folder_, " && (timeout -s INT 2 ", TESSERA_CLI,
                                      " report run --watch 1 >/dev/null; echo $? >status) & wait");
+  // NOLINTNEXTLINE(bugprone-command-processor)
   ASSERT_EQ(std::system(command.c_str()), 0);
   EXPECT_EQ(read("status"), "124\n");
   EXPECT_NE(read("run/report.html").find("http-equiv=refresh content=1"), std::string::npos);

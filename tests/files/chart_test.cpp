@@ -53,6 +53,14 @@ TEST(Chart, BreaksLinesWhereThereIsNoNumberAndEscapesTexts) {
     EXPECT_EQ(count(chart_svg(one), "nan"), 0u) << "what is constant has an axis";
 }
 
+TEST(Chart, LeavesRoomForTheWidestLabel) {
+  Chart rate = of({1e-3, 1e-3});  // 0.0010002, ...
+  EXPECT_EQ(count(chart_svg(of({0, 1})), "class=grid x1=52 "), 6u);
+  EXPECT_EQ(count(chart_svg(rate), "class=grid x1=93 "), 6u);
+  rate.y_label.clear();
+  EXPECT_EQ(count(chart_svg(rate), "class=grid x1=77 "), 6u);
+}
+
 TEST(Page, IsWholeAndNeedsNothingBesideIt) {
   const testing::Folder folder;
   const std::string path = folder / "new/page.html";
