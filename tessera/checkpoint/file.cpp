@@ -28,6 +28,7 @@
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera {
@@ -45,13 +46,6 @@ const auto kSaving =
     std::make_shared<const detail::CallOrigin>("save(), which all ranks of its mesh call");
 const auto kLoading =
     std::make_shared<const detail::CallOrigin>("load(), which all ranks of its mesh call");
-
-at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
-  at::Tensor part = t;
-  for (std::size_t d = 0; d < box.size(); ++d)
-    part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - held[d].begin, box[d].size());
-  return part;
-}
 
 // Everything on the first rank of the mesh.
 Sharding on_first(const std::vector<std::int64_t>& shape) {
@@ -77,14 +71,14 @@ class Transfer {
     const detail::LocalCallGuard guard;
     for (const Piece& p : plan.sends)
       messages_.push_back(
-          {Message::Kind::send, slice(source, source_box, p.box).contiguous(), p.rank});
+          {Message::Kind::send, detail::slice(source, source_box, p.box).contiguous(), p.rank});
     for (const Piece& p : plan.receives) {
-      const at::Tensor to = slice(target, target_box, p.box);
+      const at::Tensor to = detail::slice(target, target_box, p.box);
       arrivals_.emplace_back(to, at::empty(to.sizes(), to.options()));
       messages_.push_back({Message::Kind::receive, arrivals_.back().second, p.rank});
     }
     for (const Box& box : plan.copies)
-      slice(target, target_box, box).copy_(slice(source, source_box, box));
+      detail::slice(target, target_box, box).copy_(detail::slice(source, source_box, box));
   }
   void run(const Group& all) {
     const detail::LocalCallGuard guard;
@@ -203,13 +197,9 @@ void refuse_partial(const std::string& name, const ShardSpec& spec) {
     throw InvalidArgument(concat("load: '", name, "' cannot be loaded as a partial value: ", spec));
 }
 
-}  // namespace
-
-void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path) {
-  const at::NoGradGuard no_grad;
-  const detail::OriginScope scope(kSaving);
-  const Group all = mesh.all();
-  std::vector<SafetensorsTensor> stored;
+// The header of a file of these tensors, which `stored` gets as the file has them.
+std::string header_of(const NamedTensors& tensors, const DeviceMesh& mesh,
+                      std::vector<SafetensorsTensor>& stored) {
   std::string layouts;
   for (const auto& [name, t] : tensors) {
     if (!t.defined()) throw InvalidArgument(concat("save: '", name, "' is an undefined tensor"));
@@ -224,7 +214,17 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   // Libraries of models refuse files that do not say which program's tensors they have.
   std::map<std::string, std::string> metadata{{"format", "pt"}};
   if (!layouts.empty()) metadata[kLayouts] = concat('{', layouts, '}');
-  const std::string header = write_safetensors_header(stored, metadata);
+  return write_safetensors_header(stored, metadata);
+}
+
+}  // namespace
+
+void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path) {
+  const at::NoGradGuard no_grad;
+  const detail::OriginScope scope(kSaving);
+  const Group all = mesh.all();
+  std::vector<SafetensorsTensor> stored;
+  const std::string header = header_of(tensors, mesh, stored);
   std::unique_ptr<AtomicFile> file;
   // For the largest sharded tensor, once.
   at::Tensor memory;

@@ -15,6 +15,7 @@
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/detail/shard_dims.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera {
 
@@ -72,13 +73,6 @@ std::vector<int> axis_sizes(const Mesh& mesh) {
   return sizes;
 }
 
-at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
-  at::Tensor part = t;
-  for (std::size_t d = 0; d < box.size(); ++d)
-    part = part.narrow(static_cast<std::int64_t>(d), box[d].begin - held[d].begin, box[d].size());
-  return part;
-}
-
 // This rank's local on the target mesh, from its local on the source mesh; undefined on a rank that
 // is in only one of them.
 at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh& from,
@@ -97,25 +91,25 @@ at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh&
   if (a.position(me) >= 0) held = a.box(a.position(me));
   if (b.position(me) >= 0) {
     wanted = b.box(b.position(me));
-    std::vector<std::int64_t> shape;
-    for (const Interval& i : wanted) shape.push_back(i.size());
-    result =
-        at::empty(shape, at::TensorOptions(source.dtype)
-                             .device(local.defined() ? local.device() : to.manager().device()));
+    result = at::empty(detail::shape_of(wanted),
+                       at::TensorOptions(source.dtype)
+                           .device(local.defined() ? local.device() : to.manager().device()));
   }
   std::vector<Message> messages;
   std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;
   for (const Piece& p : plan.sends)
-    messages.push_back({Message::Kind::send, slice(local, held, p.box).contiguous(), peer(p.rank)});
+    messages.push_back(
+        {Message::Kind::send, detail::slice(local, held, p.box).contiguous(), peer(p.rank)});
   for (const Piece& p : plan.receives) {
-    const at::Tensor part = slice(result, wanted, p.box);
+    const at::Tensor part = detail::slice(result, wanted, p.box);
     const at::Tensor buffer = part.is_contiguous() ? part : at::empty(part.sizes(), part.options());
     if (!buffer.is_same(part)) arrivals.emplace_back(part, buffer);
     messages.push_back({Message::Kind::receive, buffer, peer(p.rank)});
   }
   Request request =
       messages.empty() ? Request() : both.started().exchange(messages, {.name = "redistribute"});
-  for (const Box& box : plan.copies) slice(result, wanted, box).copy_(slice(local, held, box));
+  for (const Box& box : plan.copies)
+    detail::slice(result, wanted, box).copy_(detail::slice(local, held, box));
   request.wait();
   for (const auto& [part, buffer] : arrivals) part.copy_(buffer);
   return result;

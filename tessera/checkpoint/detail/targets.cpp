@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail {
 
@@ -62,11 +63,7 @@ std::string write_fault(const at::Tensor& t) {
   return {};
 }
 
-at::Tensor staging_for(const Want& want) {
-  std::vector<std::int64_t> sizes;
-  for (const Interval& i : want.box) sizes.push_back(i.size());
-  return at::empty(sizes, want.dtype);
-}
+at::Tensor staging_for(const Want& want) { return at::empty(shape_of(want.box), want.dtype); }
 
 std::vector<bool> read_straight(const std::vector<Want>& wants, const LoadOptions& options) {
   std::vector<bool> all(wants.size(), false);

@@ -172,8 +172,8 @@ struct OnField : torch::autograd::Function<OnField> {
       const at::Tensor near_keys = of_keys.assemble(piece.keys),
                        near_values = of_values.assemble(field->of_values(piece.keys));
       const auto result = piece.attention.forward(
-          detail::part(q, field->keys.owned(), piece.queries), near_keys, near_values);
-      detail::part(out, field->keys.owned(), piece.queries).copy_(result.value);
+          detail::slice(q, field->keys.owned(), piece.queries), near_keys, near_values);
+      detail::slice(out, field->keys.owned(), piece.queries).copy_(result.value);
       // An assembled tensor may be a view of a buffer that is reused.
       const bool own = split && &piece == field->pieces.data();
       for (const at::Tensor& t : {near_keys, near_values})
@@ -213,14 +213,15 @@ struct OnField : torch::autograd::Function<OnField> {
       const auto& piece = field->pieces[i];
       const Box& all = field->keys.owned();
       const bool own = split && i == 0;
-      const at::Tensor near_keys = own ? detail::part(saved[1], all, piece.keys) : saved[3 + 4 * i];
+      const at::Tensor near_keys =
+          own ? detail::slice(saved[1], all, piece.keys) : saved[3 + 4 * i];
       const at::Tensor near_values =
-          own ? detail::part(saved[2], field->values.owned(), field->of_values(piece.keys))
+          own ? detail::slice(saved[2], field->values.owned(), field->of_values(piece.keys))
               : saved[4 + 4 * i];
       const auto parts = piece.attention.backward(
-          detail::part(g, all, piece.queries), detail::part(q, all, piece.queries), near_keys,
+          detail::slice(g, all, piece.queries), detail::slice(q, all, piece.queries), near_keys,
           near_values, {saved[5 + 4 * i], saved[6 + 4 * i]});
-      detail::part(dq, all, piece.queries).copy_(parts[0]);
+      detail::slice(dq, all, piece.queries).copy_(parts[0]);
       return parts;
     };
     // Gradients for other ranks first; while they are sent, this rank's own.
@@ -228,8 +229,8 @@ struct OnField : torch::autograd::Function<OnField> {
       const auto parts = compute(i);
       const Box& seen = field->pieces[i].keys;
       if (volume(seen) == 0) continue;
-      detail::part(dk, field->keys.needed(), seen).add_(parts[1]);
-      detail::part(dv, field->values.needed(), field->of_values(seen)).add_(parts[2]);
+      detail::slice(dk, field->keys.needed(), seen).add_(parts[1]);
+      detail::slice(dv, field->values.needed(), field->of_values(seen)).add_(parts[2]);
     }
     Pending<at::Tensor> of_keys = field->keys.start_sum(dk),
                         of_values = field->values.start_sum(dv);
@@ -243,8 +244,8 @@ struct OnField : torch::autograd::Function<OnField> {
       const auto parts = compute(0);
       if (!keys.defined()) wait();
       const Box& seen = field->pieces[0].keys;
-      detail::part(keys, field->keys.owned(), seen).add_(parts[1]);
-      detail::part(values, field->values.owned(), field->of_values(seen)).add_(parts[2]);
+      detail::slice(keys, field->keys.owned(), seen).add_(parts[1]);
+      detail::slice(values, field->values.owned(), field->of_values(seen)).add_(parts[2]);
     }
     return {dq, keys, values, at::Tensor()};
   }

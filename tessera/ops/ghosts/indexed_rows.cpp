@@ -10,8 +10,6 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <limits>
-
 #include "tessera/ops/ghosts/detail/indexed_rows.h"
 #include "tessera/ops/ghosts/detail/row_plan.h"
 #include "tessera/ops/rules/detail/rules.h"
@@ -123,17 +121,6 @@ std::optional<ReduceOp> reduced_by(std::string_view reduce) {
   return std::nullopt;
 }
 
-at::Scalar lowest(at::ScalarType type, bool largest) {
-  if (at::isFloatingType(type)) {
-    constexpr double kInfinity = std::numeric_limits<double>::infinity();
-    return largest ? kInfinity : -kInfinity;
-  }
-  const int bits = static_cast<int>(8 * c10::elementSize(type));
-  if (type == at::kByte) return largest ? std::int64_t{255} : std::int64_t{0};
-  const auto most = static_cast<std::int64_t>((std::uint64_t{1} << (bits - 1)) - 1);
-  return largest ? most : -most - 1;
-}
-
 at::Tensor along_rows(const at::Tensor& of_rows, const at::Tensor& like) {
   Shape shape(static_cast<std::size_t>(like.dim()), 1);
   shape[0] = of_rows.size(0);
@@ -163,7 +150,7 @@ at::Tensor reduced(const RowPlan& plan, const at::Tensor& rows, const at::Tensor
   auto shape = rows.sizes().vec();
   shape[0] += plan.state->rows.ghosts;
   const at::Scalar nothing =
-      op == ReduceOp::sum ? at::Scalar(0) : lowest(rows.scalar_type(), op == ReduceOp::min);
+      op == ReduceOp::sum ? at::Scalar(0) : neutral(rows.scalar_type(), op == ReduceOp::min);
   const at::Tensor all = at::full(shape, nothing, rows.options());
   const at::Tensor here =
       reduced_here(all, plan, source, op == ReduceOp::sum ? "sum" : reduce, true);

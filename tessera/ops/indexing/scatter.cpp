@@ -9,6 +9,7 @@
 #include "tessera/ops/indexing/detail/dim_shard.h"
 #include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail::scatter_rules {
 
@@ -142,13 +143,6 @@ Plan scatter(const OpCall& call, bool adds) {
   return plan;
 }
 
-// This rank's box of a tensor of the global shape.
-at::Tensor part_of_box(at::Tensor t, const Shape& offset, const Shape& local) {
-  for (std::size_t d = 0; d < local.size(); ++d)
-    t = t.narrow(static_cast<std::int64_t>(d), offset[d], local[d]);
-  return t;
-}
-
 // The first input is written to, however it is sharded; all others are replicated.
 Plan written_part(const OpCall& call) {
   LabelProblem p(call);
@@ -181,18 +175,17 @@ Plan masked_scatter(const OpCall& call) {
   require_type(call, "source", x->dtype);
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
-  plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
-                in_place = call.in_place()](const OperatorHandle&, Stack a) {
-    const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(shape),
+  plan.local = [spec, in_place = call.in_place()](const OperatorHandle&, Stack a) {
+    const at::Tensor t = a[0].toTensor(), mask = a[1].toTensor().expand(spec.shape()),
                      source = a[2].toTensor().reshape(-1);
     const at::Tensor before = mask.reshape(-1).cumsum(0) - 1;
     TORCH_CHECK(before.numel() == 0 || before[-1].item<std::int64_t>() < source.numel(),
                 "masked_scatter: the mask takes more elements than the ", source.numel(),
                 " of the source");
     if (source.numel() == 0 || t.numel() == 0) return Stack{in_place ? t : t.clone()};
-    const at::Tensor which = part_of_box(before.view(shape), offset, local).clamp_min(0);
-    const at::Tensor result = at::where(part_of_box(mask, offset, local),
-                                        source.index_select(0, which.reshape(-1)).view(local), t);
+    const at::Tensor which = local_slice(before.view(spec.shape()), spec).clamp_min(0);
+    const at::Tensor result =
+        at::where(local_slice(mask, spec), source.index_select(0, which.reshape(-1)).view_as(t), t);
     return Stack{in_place ? t.copy_(result) : result};
   };
   return plan;

@@ -70,9 +70,6 @@ bool nothing_here(const Plan& plan, const OpCall& call) {
   }
   return false;
 }
-at::Tensor optional_tensor(const c10::IValue& v) {
-  return v.isTensor() ? v.toTensor() : at::Tensor();
-}
 
 // Zeros for the field, then for two tensors by channels, as a kernel would have made them.
 // `of_channels` returns the latter's dtype.

@@ -105,12 +105,6 @@ struct Part {
   double elements, here = 1;
 };
 
-at::Tensor optional(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
-at::Tensor given(const c10::IValue& v, at::ScalarType type) {
-  const at::Tensor t = optional(v);
-  return t.defined() ? t.to(type) : t;
-}
-
 void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
   plan.arguments = {{call.argument("N"), x.local_shape()[0]}};
 }
@@ -136,8 +130,9 @@ Plan group_norm(const OpCall& call) {
       plan.local = [local = in.local_shape(), of = plan.outputs[1].spec.local_shape()](
                        const c10::OperatorHandle&, torch::jit::Stack a) {
         const at::Tensor x = a[0].toTensor();
-        const auto statistics =
-            at::empty(of, x.options().dtype(statistics_dtype(x, {optional(a[1]), optional(a[2])})));
+        const auto statistics = at::empty(
+            of,
+            x.options().dtype(statistics_dtype(x, {optional_tensor(a[1]), optional_tensor(a[2])})));
         return torch::jit::Stack{at::empty(local, x.options()), statistics, statistics.clone()};
       };
     return plan;
@@ -167,7 +162,7 @@ Plan group_norm(const OpCall& call) {
     at::Tensor y = (wide - part.per_element(mean)) * part.per_element(rstd);
     if (const at::Tensor w = given(a[1], type); w.defined()) y = y * part.as_field(w);
     if (const at::Tensor b = given(a[2], type); b.defined()) y = y + part.as_field(b);
-    const auto returned = statistics_dtype(x, {optional(a[1]), optional(a[2])});
+    const auto returned = statistics_dtype(x, {optional_tensor(a[1]), optional_tensor(a[2])});
     return Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;

@@ -63,12 +63,6 @@ std::vector<int> axes_within(const ShardSpec& x, int free) {
   return axes;
 }
 
-at::Tensor given(const c10::IValue& v, at::ScalarType type) {
-  return v.isTensor() && v.toTensor().defined() ? v.toTensor().to(type) : at::Tensor();
-}
-
-at::Tensor optional(const c10::IValue& v) { return v.isTensor() ? v.toTensor() : at::Tensor(); }
-
 Plan layer_norm(const OpCall& call) {
   const Rows r(call, call.tensor(0));
   require_norm_dtypes(call, r.x);
@@ -93,8 +87,8 @@ Plan layer_norm(const OpCall& call) {
     if (empty)
       plan.local = [local, b = plan.outputs[1].spec.local_shape()](const OperatorHandle&, Stack a) {
         const at::Tensor& t = a[0].toTensor();
-        const auto of_rows =
-            t.options().dtype(wide_statistics_dtype(t, {optional(a[2]), optional(a[3])}));
+        const auto of_rows = t.options().dtype(
+            wide_statistics_dtype(t, {optional_tensor(a[2]), optional_tensor(a[3])}));
         return Stack{t.new_empty(local), at::zeros(b, of_rows), at::zeros(b, of_rows)};
       };
     return plan;
@@ -120,7 +114,7 @@ Plan layer_norm(const OpCall& call) {
     at::Tensor y = (wide - mean) * rstd;
     if (const at::Tensor w = given(a[2], type); w.defined()) y = y * w;
     if (const at::Tensor b = given(a[3], type); b.defined()) y = y + b;
-    const auto returned = wide_statistics_dtype(x, {optional(a[2]), optional(a[3])});
+    const auto returned = wide_statistics_dtype(x, {optional_tensor(a[2]), optional_tensor(a[3])});
     return Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;

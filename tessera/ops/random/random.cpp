@@ -17,6 +17,7 @@
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/random/detail/draws.h"
 #include "tessera/ops/rules/detail/rules.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
@@ -62,7 +63,9 @@ void meet_after_failures(const MeshContext& context) {
   using Position = std::array<std::uint64_t, 2>;  // stream and seed
   for (const auto& [stream, seed] :
        agree::all<Position>(context.mesh.all(), "random numbers after a failure",
-                            [&] { return Position{furthest.first, furthest.second}; },
+                            [&] {
+                              return Position{furthest.first, furthest.second};
+                            },
                             {.name = "random numbers after a failure"}))
     furthest = std::max(furthest, std::pair(stream, seed));
   const std::lock_guard lock(state.mutex);
@@ -278,15 +281,6 @@ Draw by_one(Value value) {
   };
 }
 
-// This rank's box of a tensor that is expanded to the global shape.
-at::Tensor part_of_expanded(const Source& s, const at::Tensor& t) {
-  at::Tensor part = t.expand(s.spec.shape());
-  for (std::size_t d = 0; d < s.spec.shape().size(); ++d)
-    part = part.narrow(static_cast<std::int64_t>(d), s.spec.local_offset()[d],
-                       s.spec.local_shape()[d]);
-  return part;
-}
-
 at::Tensor below(const Source& s, const at::Tensor& probabilities) {
   const at::Tensor p = probabilities.to(at::kDouble);
   const at::Tensor u =
@@ -302,7 +296,7 @@ at::Tensor bernoulli_each(const Source& s, const Stack& a, at::ScalarType) {
 }
 // For probabilities that are replicated.
 at::Tensor bernoulli_tensor(const Source& s, const Stack& a, at::ScalarType) {
-  return below(s, part_of_expanded(s, a[1].toTensor()));
+  return below(s, local_slice(a[1].toTensor().expand(s.spec.shape()), s.spec));
 }
 
 // Integers in [low, high), by scaling: the bias is below 2^-53 times their number.

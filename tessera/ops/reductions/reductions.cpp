@@ -11,8 +11,6 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <limits>
-
 #include "tessera/ops/reductions/detail/reduced.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
@@ -87,25 +85,6 @@ bool mean_of_sum(Stack* stack, bool of_dims) {
   return true;
 }
 
-at::Scalar lowest(at::ScalarType t) {
-  if (at::isFloatingType(t)) return -std::numeric_limits<double>::infinity();
-  if (t == at::kBool) return false;
-  return t == at::kByte    ? at::Scalar(0)
-         : t == at::kChar  ? at::Scalar(-128)
-         : t == at::kShort ? at::Scalar(-32768)
-         : t == at::kInt   ? at::Scalar(std::numeric_limits<int>::min())
-                           : at::Scalar(std::numeric_limits<std::int64_t>::min());
-}
-at::Scalar highest(at::ScalarType t) {
-  if (at::isFloatingType(t)) return std::numeric_limits<double>::infinity();
-  if (t == at::kBool) return true;
-  return t == at::kByte    ? at::Scalar(255)
-         : t == at::kChar  ? at::Scalar(127)
-         : t == at::kShort ? at::Scalar(32767)
-         : t == at::kInt   ? at::Scalar(std::numeric_limits<int>::max())
-                           : at::Scalar(std::numeric_limits<std::int64_t>::max());
-}
-
 // Sums of a function that is not linear in the input.
 Plan count(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::sum)); }
 
@@ -122,8 +101,7 @@ Plan extremum(const OpCall& call, bool max) {
     plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const OperatorHandle&,
                                                                    Stack arguments) {
       const at::Tensor& x = arguments[0].toTensor();
-      return Stack{
-          at::full(shape, max ? lowest(x.scalar_type()) : highest(x.scalar_type()), x.options())};
+      return Stack{at::full(shape, neutral(x.scalar_type(), !max), x.options())};
     };
   }
   return plan;

@@ -90,17 +90,11 @@ at::Tensor global_place(at::Tensor local_place, const ShardSpec& spec) {
 // counts as more extreme than all.
 Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
   const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims();
   const std::set<int> dims = reduced_dims(call);
   const bool sharded = std::ranges::any_of(dims, [&](int k) { return x.spec.is_sharded(k); });
   if (!sharded || x.spec.numel() == 0) return along_reduced(call);
   const bool keep = keeps(call);
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs.assign(with_values ? 2 : 1, remaining(n, dims, keep));
-  p.output_shapes.assign(p.outputs.size(), shape_without(x.spec.shape(), dims, keep));
-  p.contract = dims;
-  Plan plan = solve(p);
+  Plan plan = solve(over_dims(call, dims, with_values ? 2 : 1));
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (with_values) reduce_inside(plan.outputs[1]);
   if (axes.empty()) return plan;
@@ -117,11 +111,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
     auto shape = t.sizes().vec();
     shape[d] = 1;
     const auto how = largest ? ReduceOp::max : ReduceOp::min;
-    const at::Scalar worst = floating
-                                 ? at::Scalar(largest ? -std::numeric_limits<double>::infinity()
-                                                      : std::numeric_limits<double>::infinity())
-                                 : at::Scalar(largest ? std::numeric_limits<std::int64_t>::min()
-                                                      : std::numeric_limits<std::int64_t>::max());
+    const at::Scalar worst = neutral(type, !largest);
     at::Tensor value = at::full(shape, worst, t.options().dtype(type)),
                place = at::full(shape, extent, t.options().dtype(at::kLong));
     if (t.size(d) > 0) {
@@ -151,17 +141,11 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
 // log(sum(exp(x))) from the ranks' shards.
 Plan logsumexp(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
-  const int n = x.spec.dims();
   const auto dims = reduced_dims(call);
   bool sharded = false;
   for (const int d : dims) sharded |= x.spec.is_sharded(d);
   if (!sharded || !at::isFloatingType(x.dtype)) return along_reduced(call);
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs = {remaining(n, dims, keeps(call))};
-  p.output_shapes = {shape_without(x.spec.shape(), dims, keeps(call))};
-  p.contract = dims;
-  Plan plan = solve(p);
+  Plan plan = solve(over_dims(call, dims));
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (axes.empty()) return plan;
   plan.local = [over = OverRanks{context_of(x.spec), axes, "logsumexp"},

@@ -25,18 +25,12 @@ Plan variance(const OpCall& call, bool root, bool with_mean) {
   if (!at::isFloatingType(x.dtype) && !at::isComplexType(x.dtype))
     throw InvalidArgument(concat(call.name(), " of ", c10::toString(x.dtype),
                                  " values: give floating-point or complex ones"));
-  const int n = x.spec.dims();
   const std::set<int> dims = reduced_dims(call);
   const bool keep = keeps(call);
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs.assign(with_mean ? 2 : 1, remaining(n, dims, keep));
-  p.output_shapes.assign(p.outputs.size(), shape_without(x.spec.shape(), dims, keep));
-  p.contract = dims;
   const double correction = call.has("correction") ? call.number("correction") : 1.0;
   double count = 1;
   for (const int d : dims) count *= static_cast<double>(x.spec.shape()[d]);
-  Plan plan = solve(p);
+  Plan plan = solve(over_dims(call, dims, with_mean ? 2 : 1));
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
   if (axes.empty()) return plan;
   if (with_mean) reduce_inside(plan.outputs[1]);

@@ -77,7 +77,7 @@ Plan constant(const OpCall& call) {
       Box inside(shape.size());
       for (std::size_t d = 0; d < shape.size(); ++d) inside[d] = {0, shape[d]};
       for (const Box& strip : difference(halo.needed(), inside))
-        part(y, halo.needed(), strip).fill_(value);
+        slice(y, halo.needed(), strip).fill_(value);
     }
     return Stack{y};
   };

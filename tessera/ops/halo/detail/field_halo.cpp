@@ -29,7 +29,7 @@ bool interior_first(HaloPolicy::Order order, std::int64_t elements, std::int64_t
 at::Tensor embedded(const at::Tensor& t, const Box& own, const Box& box) {
   if (own == box) return t;
   at::Tensor all = at::zeros(shape_of(box), t.options());
-  part(all, box, own).copy_(t);
+  slice(all, box, own).copy_(t);
   return all;
 }
 

@@ -13,6 +13,16 @@
 
 namespace tessera::detail {
 
+inline at::Tensor optional_tensor(const c10::IValue& v) {
+  return v.isTensor() ? v.toTensor() : at::Tensor();
+}
+
+/// An optional tensor in another dtype.
+inline at::Tensor given(const c10::IValue& v, at::ScalarType type) {
+  const at::Tensor t = optional_tensor(v);
+  return t.defined() ? t.to(type) : t;
+}
+
 /// The dtype in which libtorch's CPU kernels return mean and inverse deviation, and expect them in
 /// backward: the input's dtype, or float32 if a half-precision input is combined with parameters of
 /// another dtype.

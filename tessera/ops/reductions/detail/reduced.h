@@ -49,15 +49,21 @@ inline std::vector<std::int64_t> shape_without(const std::vector<std::int64_t>& 
   return out;
 }
 
-inline LabelProblem reduction(const OpCall& call, ReduceOp::Kind op) {
-  const int n = call.tensor(0).spec.dims();
-  const auto dims = reduced_dims(call);
+/// The problem of an operator with `outputs` results that lack `dims`, or keep them with size 1.
+inline LabelProblem over_dims(const OpCall& call, const std::set<int>& dims,
+                              std::size_t outputs = 1) {
+  const TensorInfo& x = call.tensor(0);
   LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs = {remaining(n, dims, keeps(call))};
-  if (!call.outputs())
-    p.output_shapes = {shape_without(call.tensor(0).spec.shape(), dims, keeps(call))};
+  p.inputs = {all_labels(x.spec.dims())};
+  p.outputs.assign(outputs, remaining(x.spec.dims(), dims, keeps(call)));
+  p.output_shapes.assign(outputs, shape_without(x.spec.shape(), dims, keeps(call)));
   p.contract = dims;
+  return p;
+}
+
+inline LabelProblem reduction(const OpCall& call, ReduceOp::Kind op) {
+  LabelProblem p = over_dims(call, reduced_dims(call));
+  if (call.outputs()) p.output_shapes.clear();
   p.reduce = op;
   return p;
 }

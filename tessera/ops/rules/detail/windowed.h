@@ -5,6 +5,7 @@
 
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/partition/interval.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail {
 
@@ -44,21 +45,6 @@ inline Partition in_units(const Partition& parts, std::int64_t by) {
     last = boundary;
   }
   return Partition(sizes);
-}
-
-inline std::vector<std::int64_t> shape_of(const Box& box) {
-  std::vector<std::int64_t> shape;
-  for (const Interval& i : box) shape.push_back(i.size());
-  return shape;
-}
-
-/// The box `box` of a tensor whose own box is `of`. A view.
-inline at::Tensor part(at::Tensor t, const Box& of, const Box& box) {
-  for (std::size_t d = 0; d < box.size(); ++d) {
-    if (!(of[d] == box[d]))
-      t = t.narrow(static_cast<std::int64_t>(d), box[d].begin - of[d].begin, box[d].size());
-  }
-  return t;
 }
 
 /// True if libtorch treats the tensor as channels_last. One with one spatial dim is computed as

@@ -205,7 +205,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
 at::Tensor ConvolutionHalo::compute(HaloValues& values, const Box& outputs, const Call& call,
                                     const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias) const {
-  return part(convolve(call, values.assemble(call.in), weight, bias), call.out, outputs);
+  return slice(convolve(call, values.assemble(call.in), weight, bias), call.out, outputs);
 }
 
 at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight,
@@ -233,7 +233,7 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
     return y;
   }
   for (const Strip& strip : outer_)
-    part(y, out_, strip.box).copy_(compute(values, strip.box, strip.call, weight, bias));
+    slice(y, out_, strip.box).copy_(compute(values, strip.box, strip.call, weight, bias));
   return y;
 }
 
@@ -270,8 +270,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
     }
     const at::Tensor box = embedded(values.assemble(strip.inside), strip.inside, strip.call.out);
     const auto more =
-        gradients(strip.call, box, part(x, in_, strip.own), weight, {mask[0], mask[1], false});
-    if (mask[0]) part(result[0], in_, strip.own).add_(more[0]);
+        gradients(strip.call, box, slice(x, in_, strip.own), weight, {mask[0], mask[1], false});
+    if (mask[0]) slice(result[0], in_, strip.own).add_(more[0]);
     if (mask[1]) result[1].add_(more[1]);
   }
   return result;
@@ -310,7 +310,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
                        {mask[0], mask[1], false});
     if (mask[2]) result[2] = bias_gradient(gradient);
     const Box inside = intersect(call.in, inputs_.needed());
-    if (mask[0]) part(of_needed, inputs_.needed(), inside).copy_(part(result[0], call.in, inside));
+    if (mask[0])
+      slice(of_needed, inputs_.needed(), inside).copy_(slice(result[0], call.in, inside));
   }
   if (mask[0]) result[0] = inputs_.sum(of_needed);
   return result;

@@ -335,7 +335,7 @@ at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
     const at::Tensor y =
         call(*call_.op, values.assemble(native_in_), spatial_shape(native_out_, lead()),
              std::nullopt, call_.align, call_.scales);
-    return part(y, native_out_, out_);
+    return slice(y, native_out_, out_);
   }
   const bool weighted =
       std::any_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return !m.weight.empty(); });
@@ -355,7 +355,7 @@ at::Tensor InterpolationHalo::adjoint(const at::Tensor& gradient) const {
     const at::Tensor g =
         call(*call_.op, embedded(gradient, out_, native_out_), spatial_shape(native_out_, lead()),
              shape_of(native_in_), call_.align, call_.scales);
-    return halo_.sum(part(g, native_in_, box));
+    return halo_.sum(slice(g, native_in_, box));
   }
   at::Tensor t = gradient.to(computed_in(gradient.scalar_type()));
   for (std::size_t i = adjoint_.size(); i-- > 0;) t = along(t, adjoint_[i], lead() + i);

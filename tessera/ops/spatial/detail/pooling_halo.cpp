@@ -13,8 +13,6 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
-#include <limits>
-
 #include "tessera/ops/rules/detail/windowed.h"
 
 namespace tessera::detail {
@@ -23,22 +21,6 @@ namespace {
 
 Box spatial(const Box& box, std::size_t lead) {
   return Box(box.begin() + static_cast<std::ptrdiff_t>(lead), box.end());
-}
-
-c10::Scalar lowest(at::ScalarType type) {
-  if (at::isFloatingType(type)) return -std::numeric_limits<double>::infinity();
-  switch (type) {
-    case at::kByte:
-      return 0;
-    case at::kChar:
-      return std::numeric_limits<std::int8_t>::min();
-    case at::kShort:
-      return std::numeric_limits<std::int16_t>::min();
-    case at::kInt:
-      return std::numeric_limits<std::int32_t>::min();
-    default:
-      return std::numeric_limits<std::int64_t>::min();
-  }
 }
 
 // Whether the boxes differ in their first dim at most: then positions differ by a number.
@@ -148,7 +130,7 @@ std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
   for (std::size_t d = 0; d < box.size(); ++d) array[d] = {0, x_.shape()[d]};
   // beyond the array: `in` is then memory of our own
   for (const Box& strip : difference(box, array))
-    part(in, box, strip).fill_(lowest(x.scalar_type()));
+    slice(in, box, strip).fill_(neutral(x.scalar_type(), false));
   const Box of_box = spatial(box, lead()), of_array = spatial(array, lead());
   if (!dims_[0].adaptive) {
     const Regular r(dims_);

@@ -12,6 +12,7 @@
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail {
 
@@ -124,9 +125,7 @@ bool promote_view(const at::Tensor& target, const at::Tensor& base, const at::Te
   at::Tensor sharded;
   {
     const LocalCallGuard guard;
-    at::Tensor local = meta_of(whole)->local;
-    for (int d = 0; d < of_base.dims(); ++d)
-      local = local.narrow(d, of_base.local_offset()[d], of_base.local_shape()[d]);
+    const at::Tensor local = local_slice(meta_of(whole)->local, of_base);
     sharded = wrap_fresh(local.clone(at::MemoryFormat::Preserve),
                          make_layout(of_base, base.strides(), base.storage_offset(),
                                      base.scalar_type(), base.device()));

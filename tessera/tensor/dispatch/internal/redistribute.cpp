@@ -13,6 +13,7 @@
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
@@ -20,23 +21,6 @@ namespace tessera::detail {
 namespace {
 
 constexpr CallOptions kCall{std::chrono::milliseconds(0), "redistribute"};
-
-std::vector<std::int64_t> shape_of(const Box& box) {
-  std::vector<std::int64_t> shape;
-  for (const Interval& i : box) shape.push_back(i.size());
-  return shape;
-}
-
-// The box `box` of `t`, which holds the box `held`.
-at::Tensor slice(const at::Tensor& t, const Box& held, const Box& box) {
-  at::Tensor part = t;
-  for (std::size_t d = 0; d < box.size(); ++d) {
-    if (!(box[d] == held[d]))
-      part = part.narrow(static_cast<std::int64_t>(d),
-                         box[d].empty() ? 0 : box[d].begin - held[d].begin, box[d].size());
-  }
-  return part;
-}
 
 Box hull(const std::vector<Box>& boxes) {
   Box all;

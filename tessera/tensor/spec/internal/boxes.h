@@ -1,0 +1,37 @@
+#pragma once
+// Boxes of tensors.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "tessera/partition/interval.h"
+#include "tessera/tensor/spec/spec.h"
+
+namespace tessera::detail {
+
+inline std::vector<std::int64_t> shape_of(const Box& box) {
+  std::vector<std::int64_t> shape;
+  for (const Interval& i : box) shape.push_back(i.size());
+  return shape;
+}
+
+/// The box `box` of a tensor that holds the box `held`. A view.
+inline at::Tensor slice(at::Tensor t, const Box& held, const Box& box) {
+  for (std::size_t d = 0; d < box.size(); ++d) {
+    if (!(box[d] == held[d]))
+      t = t.narrow(static_cast<std::int64_t>(d), box[d].empty() ? 0 : box[d].begin - held[d].begin,
+                   box[d].size());
+  }
+  return t;
+}
+
+/// This rank's shard of a tensor of the global shape. A view.
+inline at::Tensor local_slice(at::Tensor t, const ShardSpec& spec) {
+  for (int d = 0; d < spec.dims(); ++d)
+    t = t.narrow(d, spec.local_offset()[d], spec.local_shape()[d]);
+  return t;
+}
+
+}  // namespace tessera::detail
