@@ -59,15 +59,9 @@ void check_target(const RequestState& call, const char* role, const at::Tensor& 
   if (const auto why = why_unwritable(tensor); !why.empty()) refuse(call, role, " ", why);
 }
 
-void check_root(const RequestState& call, int root) {
-  if (root < 0 || root >= call.group().size())
-    refuse(call, "root ", root, " is not a rank of the group: ranks are 0 to ",
-           call.group().size() - 1, " (positions in the group, not global ranks)");
-}
-
-void check_peer(const RequestState& call, int peer) {
-  if (peer < 0 || peer >= call.group().size())
-    refuse(call, "peer ", peer, " is not a rank of the group: ranks are 0 to ",
+void check_rank(const RequestState& call, const char* what, int rank) {
+  if (rank < 0 || rank >= call.group().size())
+    refuse(call, what, ' ', rank, " is not a rank of the group: ranks are 0 to ",
            call.group().size() - 1, " (positions in the group, not global ranks)");
 }
 
@@ -295,9 +289,9 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
     numbers_.push_back(group_.next_message(m.peer, sends));
     const auto& t = m.tensor;
     const std::string kind = !problem.empty() ? std::string("a tensor")
-                             : t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(),
-                                                    " on ", c10::DeviceTypeName(t.device().type()))
-                                           : show(t);
+                             : t.defined()    ? concat(c10::toString(t.scalar_type()), t.sizes(),
+                                                       " on ", c10::DeviceTypeName(t.device().type()))
+                                              : show(t);
     const std::string same = concat("message ", numbers_.back(), ": ", kind,
                                     call.name().empty() ? "" : concat(" '", call.name(), "'"));
     const Card card = make_card(

@@ -36,8 +36,8 @@ inline std::string show(const at::Tensor& t) {
 void check_tensor(const RequestState& call, const char* role, const at::Tensor& tensor);
 /// Checks a tensor that is written: as check_tensor(), and writable.
 void check_target(const RequestState& call, const char* role, const at::Tensor& tensor);
-void check_root(const RequestState& call, int root);
-void check_peer(const RequestState& call, int peer);
+/// Checks that `rank`, which is the call's `what`, is a rank of its group.
+void check_rank(const RequestState& call, const char* what, int rank);
 /// Checks that both tensors have the same dtype and device.
 void check_alike(const RequestState& call, const at::Tensor& output, const at::Tensor& input);
 /// Checks `sizes` (one number per rank, none negative): `whole` has their sum as rows and `part`

@@ -56,5 +56,7 @@ struct GroupSpec {
 /// Makes the group in this process; the other members call it as well. Throws CommError if the
 /// members do not meet within the time limit.
 std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec);
+/// True for backends whose ranks find each other through the job's store.
+bool met_at_store(const std::string& backend);
 
 }  // namespace tessera::detail

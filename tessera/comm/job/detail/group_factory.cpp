@@ -1,4 +1,4 @@
-// make_group_state: the transports that a GroupSpec names.
+// The transports that a GroupSpec names: a new backend is named here alone.
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
@@ -23,6 +23,10 @@ void require_store(const GroupSpec& spec) {
 
 }  // namespace
 
+bool met_at_store(const std::string& backend) {
+  return backend == "gloo" || backend == "shm" || backend == "auto";
+}
+
 std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   auto state = std::make_shared<GroupState>(spec);
   const int size = static_cast<int>(spec.ranks.size());
@@ -46,25 +50,21 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
                         std::move(chosen.reason));
   } else if (spec.backend == "shm") {
     require_store(spec);
-    ShmOptions options;
-    options.name = spec.name;
-    options.timeout = spec.timeout;
-    options.ranks = spec.ranks;
-    options.watch = spec.watch;
-    state->set_endpoint(c10::DeviceType::CPU,
-                        make_shm_transport(spec.store, spec.rank, size, options));
+    state->set_endpoint(c10::DeviceType::CPU, make_shm_transport(spec.store, spec.rank, size,
+                                                                 {.name = spec.name,
+                                                                  .timeout = spec.timeout,
+                                                                  .ranks = spec.ranks,
+                                                                  .watch = spec.watch}));
   } else if (spec.backend == "mpi") {
     if (!spec.mpi)
       throw InvalidArgument(concat("group '", spec.name,
                                    "' over MPI: the manager was not made with the backend mpi"));
-    MpiBackendOptions options;
-    options.name = spec.name;
-    options.timeout = spec.timeout;
     // Failures and tries that others have made are part of the name.
     const MpiAttempt attempt{Hash().text(spec.name).value(),
                              [watch = spec.watch] { return watch->poison() != nullptr; }};
     state->set_endpoint(c10::DeviceType::CPU,
-                        make_mpi_transport(*spec.mpi, spec.ranks, options, attempt));
+                        make_mpi_transport(*spec.mpi, spec.ranks,
+                                           {.name = spec.name, .timeout = spec.timeout}, attempt));
   } else {
     throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
                                  "'; choose auto, gloo, shm or mpi"));

@@ -28,11 +28,6 @@ constexpr std::chrono::seconds kNewsOfFailure{5};
 
 constexpr auto kMeetingTag = "plans";
 
-/// True for backends whose ranks find each other through the job's store.
-bool met_at_store(const std::string& backend) {
-  return backend == "gloo" || backend == "shm" || backend == "auto";
-}
-
 /// The prefix of a group's keys in the job's store; its keys follow a slash, which no name has.
 std::string keys_of(const std::string& group) { return "group/" + group; }
 
