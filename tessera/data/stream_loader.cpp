@@ -286,6 +286,59 @@ void StreamLoader::follow(std::vector<ShardedStream::Place> mine, bool moved) {
   for (const auto& of : all) places_.insert(places_.end(), of.begin(), of.end());
 }
 
+namespace {
+
+// What a rank says before a step, and what all of them have said.
+struct Said {
+  std::int64_t samples, batch;
+  bool knows_shapes, failed, stalled, moved;
+};
+struct Heard {
+  std::vector<int> empty, partial, shapeless, failed, stalled;  // global ranks
+  std::int64_t total = 0;
+  bool moved = false;
+};
+
+Heard hear(const Group& group, const Said& mine) {
+  const auto all =
+      agree::all<Said>(group, "stream_loader", [&] { return mine; }, {.name = "stream_loader"});
+  Heard heard;
+  for (int r = 0; r < group.size(); ++r) {
+    const Said& of = all[r];
+    const int rank = group.ranks()[r];
+    heard.total += of.samples;
+    if (of.samples == 0) heard.empty.push_back(rank);
+    if (of.samples < of.batch) heard.partial.push_back(rank);
+    if (!of.knows_shapes) heard.shapeless.push_back(rank);
+    if (of.failed) heard.failed.push_back(rank);
+    if (of.stalled) heard.stalled.push_back(rank);
+    heard.moved = heard.moved || of.moved;
+  }
+  return heard;
+}
+
+// Why a step cannot be made of what the ranks have; empty: it can.
+std::string uneven_fault(UnevenData how, const Heard& heard, const Group& group,
+                         std::uint64_t step) {
+  const bool mixed =
+      !heard.partial.empty() && static_cast<int>(heard.partial.size()) < group.size();
+  if (how == UnevenData::error && mixed)
+    return concat("at step ", step, " ranks ", list(heard.partial), " of group '", group.name(),
+                  "' have no full batch and others have; choose drop, pad or weight_zero, or give "
+                  "every rank the same number of samples");
+  if (how == UnevenData::error && !heard.empty.empty())
+    return concat("at step ", step, " ranks ", list(heard.empty), " of group '", group.name(),
+                  "' have no sample and others have a few; choose drop, pad or weight_zero");
+  const bool pads = how == UnevenData::pad || how == UnevenData::weight_zero;
+  if (pads && !heard.partial.empty() && !heard.shapeless.empty())
+    return concat("the streams of ranks ", list(heard.shapeless),
+                  " were empty from the start, so they do not know the shapes; give StreamLoader "
+                  "an example sample");
+  return {};
+}
+
+}  // namespace
+
 std::optional<StreamBatch> StreamLoader::next() {
   if (sharded() && !compared_) {
     agree::same(group_, "what is read of the shards",
@@ -296,80 +349,41 @@ std::optional<StreamBatch> StreamLoader::next() {
   const std::uint64_t before = taken_;
   const auto slot = ended_ ? std::make_shared<Engine::Slot>() : engine_->next();
   const std::string failure = slot ? slot->failure : std::string();
-  // Everything that the ranks must agree on before the step.
-  struct Said {
-    std::int64_t samples, batch;
-    bool knows_shapes, failed, stalled, moved;
-  };
   const auto n = slot ? static_cast<std::int64_t>(slot->samples.size()) : 0;
-  const auto all = agree::all<Said>(
-      group_, "stream_loader",
-      [&] {
-        return Said{
-            n, rows_, n > 0 || !last_.empty(), !failure.empty(), !slot, slot && slot->moved};
-      },
-      {.name = "stream_loader"});
-  std::vector<int> empty, partial, shapeless, failed, stalled;
-  std::int64_t total = 0;
-  bool moved = false;
-  for (int r = 0; r < group_.size(); ++r) {
-    const Said& of = all[r];
-    const int rank = group_.ranks()[r];
-    total += of.samples;
-    if (of.samples == 0) empty.push_back(rank);
-    if (of.samples < of.batch) partial.push_back(rank);
-    if (!of.knows_shapes) shapeless.push_back(rank);
-    if (of.failed) failed.push_back(rank);
-    if (of.stalled) stalled.push_back(rank);
-    moved = moved || of.moved;
-  }
+  const Heard heard = hear(
+      group_, {n, rows_, n > 0 || !last_.empty(), !failure.empty(), !slot, slot && slot->moved});
   // A rank that has its samples keeps them until the others have theirs.
-  if (!stalled.empty())
+  if (!heard.stalled.empty())
     throw StalledError(
-        concat("step ", step_, ": the streams of ranks ", list(stalled),
+        concat("step ", step_, ": the streams of ranks ", list(heard.stalled),
                " have not delivered within ", engine_->options.stall_limit.count(),
                " ms (this rank's limit); call next() again on every rank to wait longer"));
   engine_->pop();
   taken_ += slot->taken;
   ended_ = ended_ || slot->ended;
-  if (!failed.empty()) {
+  if (!heard.failed.empty()) {
     stay(before);
-    throw SampleError(concat("the streams of ranks ", list(failed), " failed at step ", step_,
+    throw SampleError(concat("the streams of ranks ", list(heard.failed), " failed at step ", step_,
                              failure.empty() ? ""
                                              : concat("; this rank's, at sample ", slot->failed_at,
                                                       ": ", failure)),
                       failure.empty() ? taken_ : slot->failed_at);
   }
-  if (total == 0) return std::nullopt;
-  if (!partial.empty()) {
-    const bool mixed = static_cast<int>(partial.size()) < group_.size();
-    const bool pads = uneven_ == UnevenData::pad || uneven_ == UnevenData::weight_zero;
-    if ((uneven_ == UnevenData::error && (mixed || !empty.empty())) || (pads && !shapeless.empty()))
-      stay(before);
-    if (uneven_ == UnevenData::error && mixed)
-      throw UnevenDataError(concat("at step ", step_, " ranks ", list(partial), " of group '",
-                                   group_.name(),
-                                   "' have no full batch and others have; choose drop, pad or "
-                                   "weight_zero, or give every rank the same number of samples"));
-    if (uneven_ == UnevenData::error && !empty.empty())
-      throw UnevenDataError(
-          concat("at step ", step_, " ranks ", list(empty), " of group '", group_.name(),
-                 "' have no sample and others have a few; choose drop, pad or weight_zero"));
-    if (uneven_ == UnevenData::drop) {
-      ended_ = true;
-      return std::nullopt;
-    }
-    if (pads && !shapeless.empty())
-      throw UnevenDataError(concat("the streams of ranks ", list(shapeless),
-                                   " were empty from the start, so they do not know the shapes; "
-                                   "give StreamLoader an example sample"));
+  if (heard.total == 0) return std::nullopt;
+  if (const auto fault = uneven_fault(uneven_, heard, group_, step_); !fault.empty()) {
+    stay(before);
+    throw UnevenDataError(fault);
+  }
+  if (uneven_ == UnevenData::drop && !heard.partial.empty()) {
+    ended_ = true;
+    return std::nullopt;
   }
 
-  if (sharded()) follow(std::move(slot->places), moved);
+  if (sharded()) follow(std::move(slot->places), heard.moved);
   StreamBatch batch;
   batch.step = step_++;
   batch.real = n;
-  batch.global_real = total;
+  batch.global_real = heard.total;
   if (n > 0) last_ = slot->samples.back();
   const bool pad = uneven_ == UnevenData::pad && n < rows_;
   batch.rows = pad ? rows_ : n;

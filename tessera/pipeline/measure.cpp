@@ -132,6 +132,33 @@ double Pipeline::State::time_message(int s, int repeats) const {
   return plan.rank == from ? middle(times) : 0;
 }
 
+namespace {
+
+// Seven numbers a stage, as sums over the ranks that have it: seconds of each kind of action, the
+// ranks, how many of them recompute, and the seconds of a message to the next.
+PipelineCosts costs_of(const std::vector<double>& sum, int stages) {
+  PipelineCosts costs;
+  for (int s = 0; s < stages; ++s) {
+    const double* row = &sum[static_cast<std::size_t>(s) * 7];
+    const double count = row[4];
+    StageCosts one;
+    one.forward = row[0] / count;
+    one.recompute = row[5] > 0;
+    one.backward = row[3] / count;
+    one.input_gradient = row[1] / count;
+    one.weight_gradient = row[2] / count;
+    if (one.recompute) {
+      // Not split: the halves are a guess that no schedule uses.
+      one.input_gradient = one.weight_gradient = std::max(0.0, *one.backward - one.forward) / 2;
+    }
+    costs.stages.push_back(one);
+    if (s + 1 < stages) costs.communication.push_back(row[6] / count);
+  }
+  return costs;
+}
+
+}  // namespace
+
 PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   if (repeats < 1) throw InvalidArgument(concat("measure with ", repeats, " repeats; at least 1"));
   State& state = *state_;
@@ -190,24 +217,7 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   for (const std::vector<double>& values : of_all(state.plan.mesh.all(), mine)) {
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
   }
-  PipelineCosts costs;
-  for (int s = 0; s < stages; ++s) {
-    const double* row = &sum[static_cast<std::size_t>(s) * 7];
-    const double count = row[4];
-    StageCosts one;
-    one.forward = row[0] / count;
-    one.recompute = row[5] > 0;
-    one.backward = row[3] / count;
-    one.input_gradient = row[1] / count;
-    one.weight_gradient = row[2] / count;
-    if (one.recompute) {
-      // Not split: the halves are a guess that no schedule uses.
-      one.input_gradient = one.weight_gradient = std::max(0.0, *one.backward - one.forward) / 2;
-    }
-    costs.stages.push_back(one);
-    if (s + 1 < stages) costs.communication.push_back(row[6] / count);
-  }
-  return costs;
+  return costs_of(sum, stages);
 }
 
 Timeline Pipeline::timeline() const {

@@ -142,8 +142,9 @@ std::vector<std::size_t> places(const OpCall& call, const Notation& n) {
   return all;
 }
 
-Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& options) {
-  const std::vector<std::size_t> place = places(call, n);
+// How many dims the ellipsis stands for, in all inputs alike; 0 where there is none.
+std::size_t dims_of_ellipsis(const OpCall& call, const Notation& n,
+                             const std::vector<std::size_t>& place) {
   const auto& tensors = call.tensors();
   std::optional<std::size_t> of_ellipsis;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -155,11 +156,32 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
                                    " dims, which does not agree with '", n.text, "'"));
     of_ellipsis = given + 1 - dims.size();
   }
+  return of_ellipsis.value_or(0);
+}
+
+void apply(const IndexRuleOptions& options, const std::vector<std::size_t>& place,
+           const Notation& n, detail::LabelProblem& p) {
+  p.contract = n.reduced;
+  p.reduce = options.reduce;
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    if (options.added.contains(static_cast<int>(place[i]))) {
+      p.additive.insert(static_cast<int>(i));
+    } else if (options.linear) {
+      p.linear_in.insert(static_cast<int>(i));
+    }
+  }
+  if (options.linear) p.linear = detail::LabelProblem::Linear::one;
+}
+
+Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& options) {
+  const std::vector<std::size_t> place = places(call, n);
+  const auto& tensors = call.tensors();
+  const std::size_t of_ellipsis = dims_of_ellipsis(call, n, place);
   detail::LabelProblem p(call);
   std::map<int, std::int64_t> extent;
   std::vector<NamedDims> inputs;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    NamedDims dims = expanded(n.inputs[place[i]], of_ellipsis.value_or(0));
+    NamedDims dims = expanded(n.inputs[place[i]], of_ellipsis);
     const auto& shape = tensors[i].spec.shape();
     while (dims.size() > shape.size() && dims.front().stretched) dims.erase(dims.begin());
     if (dims.size() != shape.size())
@@ -190,7 +212,7 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
   for (const NamedDims& out : n.outputs) {
     detail::Labels labels;
     std::vector<std::int64_t> shape;
-    for (const NamedDim& dim : expanded(out, of_ellipsis.value_or(0))) {
+    for (const NamedDim& dim : expanded(out, of_ellipsis)) {
       labels.push_back(dim.unsharded ? detail::kUnsharded : dim.label);
       const auto known = extent.find(dim.label);
       if (known == extent.end() && !inferred)
@@ -202,16 +224,7 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
     p.outputs.push_back(std::move(labels));
     if (!inferred) p.output_shapes.push_back(std::move(shape));
   }
-  p.contract = n.reduced;
-  p.reduce = options.reduce;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (options.added.contains(static_cast<int>(place[i]))) {
-      p.additive.insert(static_cast<int>(i));
-    } else if (options.linear) {
-      p.linear_in.insert(static_cast<int>(i));
-    }
-  }
-  if (options.linear) p.linear = detail::LabelProblem::Linear::one;
+  apply(options, place, n, p);
   return detail::solve(p);
 }
 
