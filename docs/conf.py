@@ -12,5 +12,7 @@ myst_enable_extensions = ["colon_fence"]
 primary_domain = "cpp"
 highlight_language = "cpp"
 html_copy_source = False
-# Links to sources lead to files that the site does not have; tests/docs/links.py checks them. What Breathe says twice of overloads is not the reader's affair.
-suppress_warnings = ["myst.xref_missing", "myst.header", "misc.highlighting_failure", "cpp.duplicate_declaration", "duplicate_declaration.cpp"]
+html_static_path = ["docs/site.css"]
+html_css_files = ["site.css"]
+# What Breathe says twice of overloads is not the reader's affair.
+suppress_warnings = ["myst.header", "misc.highlighting_failure", "cpp.duplicate_declaration", "duplicate_declaration.cpp"]

@@ -4,19 +4,24 @@ the Python package.
 usage: docs_site.py FOLDER XML    (from the root of the checkout; XML is what Doxygen made)
 """
 
+import os
 import pathlib
 import re
 import shutil
 import sys
 
+import notebooks
 import python_reference
 
 ROOMS = re.findall(r"^\| `([a-z_]+)` \|", pathlib.Path("docs/architecture.md").read_text(), re.MULTILINE)
 PRIVATE = {"detail", "internal", "backends"}
-
-
-def title_of(page):
-    return re.search(r"^# (.+)$", page.read_text(), re.MULTILINE).group(1)
+# Groups of the sidebar, by how the names of their pages begin; the others are guides.
+GROUPS = {
+    "Start": ("start_", "c_and_fortran", "troubleshooting", "glossary", "building", "launching", "concepts"),
+    "Tables": ("names", "model_table", "operator_table", "pytorch_tests", "status", "benchmarks"),
+    "Internals": ("architecture", "progress"),
+}
+LINK = re.compile(r"(?<!!)\[(?P<words>(?:[^\[\]]|`[^`]*`)*)\]\((?!https?:|#|mailto:)(?P<where>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
 
 def name_files_by_path(xml):
@@ -64,62 +69,102 @@ def is_public(header):
     return not PRIVATE & set(header.parts) and "namespace tessera {" in header.read_text()
 
 
-def main():
-    name_files_by_path(pathlib.Path(sys.argv[2]))
-    show_designators(pathlib.Path(sys.argv[2]))
-    out = pathlib.Path(sys.argv[1])
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        shutil.copy(name, out)
-    shutil.copytree("docs", out / "docs", ignore=shutil.ignore_patterns("conf.py", "Doxyfile", "index.md"))
-    shutil.copy("docs/conf.py", out)
-    sections = {}
-    for line in pathlib.Path("docs/index.md").read_text().splitlines():
+def guides_of(index):
+    """The pages of docs/index.md, in its order: group -> pages."""
+    groups = {title: [] for title in ("Start", "Tutorials", "Guides", "Tables", "Internals")}
+    for line in index.read_text().splitlines():
         for page in re.findall(r"\]\(([\w/]+)\.md\)", line.split("|")[1] if line.startswith("| [") else ""):
-            kind = "Tutorials" if page.startswith("tutorials/") else "Guides"
-            sections.setdefault(kind, []).append(f"docs/{page}")
-    sections["Operators"] = sorted(f"docs/operators/{page.stem}" for page in pathlib.Path("docs/operators").glob("*.md"))
+            group = "Tutorials" if page.startswith("tutorials/") else next((title for title, pages in GROUPS.items() if page.startswith(pages)), "Guides")
+            groups[group].append(f"docs/{page}")
+    return groups
 
-    reference, classes = out / "reference", classes_of(pathlib.Path(sys.argv[2]))
-    reference.mkdir()
+
+def write_reference(out, xml):
+    classes = classes_of(xml)
     for room in ROOMS:
-        headers = [path for path in sorted(pathlib.Path("tessera", room).rglob("*.h")) if is_public(path)]
         lines = [f"# {room}", ""]
-        for header in headers:
-            name = header.relative_to("tessera").as_posix()
+        for header in filter(is_public, sorted(pathlib.Path("tessera", room).rglob("*.h"))):
             about = []
             for line in header.read_text().splitlines()[1:]:
                 if not line.startswith("//"):
                     break
                 about.append(line[3:])
-            lines += [f"## {name}", "", "```text", *about, "```", "", "```{doxygenfile} " + header.as_posix(), ":sections: briefdescription "
-                      "detaileddescription innernamespace func enum typedef var define user-defined", "```", ""]
+            lines += [f"## {header.relative_to('tessera').as_posix()}", "", "```text", *about, "```", "", "```{doxygenfile} " + header.as_posix()]
+            lines += [":sections: briefdescription detaileddescription innernamespace func enum typedef var define user-defined", "```", ""]
             for kind, name in classes.get(header.as_posix(), []):
                 lines += [f"```{{doxygen{kind}}} {name}", ":members:", ":undoc-members:", "```", ""]
-        (reference / f"{room}.md").write_text("\n".join(lines))
-    sections["Reference"] = [f"reference/{room}" for room in ROOMS]
-    (reference / "python").mkdir()
-    sections["Python reference"] = []
-    for module, text in python_reference.pages().items():
-        (reference / "python" / f"{module}.md").write_text(text)
-        sections["Python reference"].append(f"reference/python/{module}")
-    sections["The project"] = ["CONTRIBUTING", "CHANGELOG"]
+        (out / f"{room}.md").write_text("\n".join(lines))
 
-    # The examples, whole: programs to read.
+
+def write_examples(out):
+    """A page for each, which begins with what the program says of itself."""
+    pages = []
+    for source in [*sorted(pathlib.Path("examples").glob("*.cpp")), *sorted(pathlib.Path("examples/python").glob("*.py"))]:
+        language = "cpp" if source.suffix == ".cpp" else "python"
+        pages.append(source.with_suffix(f".{source.suffix[1:]}.md"))
+        (out / pages[-1]).parent.mkdir(parents=True, exist_ok=True)
+        (out / pages[-1]).write_text(f"# {source.relative_to('examples')}\n\n```{language}\n{source.read_text().rstrip()}\n```\n")
     lines = ["# Examples", "", "One file each, in the order in which to read them; each compares its result with one process.", ""]
-    for source in sorted(pathlib.Path("examples").glob("*.cpp")):
-        lines += [f"## {source.name}", "", "```cpp", source.read_text().rstrip(), "```", ""]
-    (out / "examples.md").write_text("\n".join(lines))
-    sections["Guides"].insert(0, "examples")
+    lines += ["```{toctree}", ":maxdepth: 1", "", *(page.relative_to("examples").with_suffix("").as_posix() for page in pages), "```", ""]
+    (out / "examples/index.md").write_text("\n".join(lines))
 
-    index = ["```{include} README.md", "```", ""]
-    for title, pages in sections.items():
+
+def settle_links(out):
+    """Links to what the site has elsewhere lead there; of those to other files of the checkout the words stay."""
+
+    def place(page, link):
+        path = pathlib.PurePosixPath(os.path.normpath(page.parent.relative_to(out) / link))
+        room = re.match(r"tessera/(\w+)/.*\.h$", str(path))
+        known = [path, f"{path}.md", path / "index.md", path.parent / "index.md" if path.name == "python" else path]
+        known += [f"reference/{room[1]}.md"] if room else ["index.md"] if str(path) == "README.md" else []
+        found = next((out / one for one in known if (out / one).is_file()), None)
+        return found and os.path.relpath(found, page.parent)
+
+    def settled(page, link):
+        words, where, anchor = link["words"], place(page, link["where"]), link["anchor"] or ""
+        return f"[{words}]({where}{anchor})" if where else words
+
+    for page in [path for path in out.rglob("*.md") if "reference" not in path.parts]:
+        pieces = re.split(r"(^```.*?^```$)", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        pieces[::2] = [LINK.sub(lambda link: settled(page, link), piece) for piece in pieces[::2]]
+        page.write_text("".join(pieces))
+
+
+def main():
+    out, xml = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+    name_files_by_path(xml)
+    show_designators(xml)
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree("docs", out / "docs", ignore=shutil.ignore_patterns("conf.py", "Doxyfile"))
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/conf.py"):
+        shutil.copy(name, out)
+    for notebook in notebooks.write(out / notebooks.TUTORIALS, sorted(notebooks.TUTORIALS.glob("*.md"))):
+        with notebook.with_suffix(".md").open("a") as page:
+            page.write(f"\n{{download}}`Its Python as a notebook <{notebook.name}>`\n")
+    rooms = sorted(pathlib.Path("tessera").glob("**/README.md"))
+    for guide in rooms:
+        (out / guide).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(guide, out / guide)
+    (out / "reference/python").mkdir(parents=True)
+    write_reference(out / "reference", xml)
+    modules = python_reference.pages()
+    for module, text in modules.items():
+        (out / f"reference/python/{module}.md").write_text(text)
+    write_examples(out)
+
+    groups = guides_of(pathlib.Path("docs/index.md"))
+    groups["Start"].insert(0, "docs/index")
+    groups["Tutorials"].append("examples/index")
+    groups["Operators"] = sorted(f"docs/operators/{page.stem}" for page in pathlib.Path("docs/operators").glob("*.md"))
+    groups["Reference"] = [f"reference/{room}" for room in ROOMS]
+    groups["Python reference"] = [f"reference/python/{module}" for module in modules]
+    groups["Internals"] = groups.pop("Internals") + ["CONTRIBUTING", "CHANGELOG", "SECURITY", *(guide.with_suffix("").as_posix() for guide in rooms)]
+    index = ["```{include} readme_text.md", "```", ""]
+    for title, pages in groups.items():
         index += ["```{toctree}", ":hidden:", f":caption: {title}", ":maxdepth: 1", "", *pages, "```", ""]
-    (out / "index.md").write_text("\n".join(index))
     (out / "README.md").rename(out / "readme_text.md")
-    text = (out / "index.md").read_text().replace("README.md", "readme_text.md")
-    (out / "index.md").write_text(text)
+    (out / "index.md").write_text("\n".join(index))
+    settle_links(out)
 
 
 main()
