@@ -94,7 +94,7 @@ void report_machine(Report& report) {
   report.line("open files", shown(files));
   if (files >= 0 && files < 4096)
     report.advice("every peer takes descriptors: ulimit -n 65536 before running hundreds of ranks");
-  struct statvfs shm {};
+  struct statvfs shm{};
   if (statvfs("/dev/shm", &shm) == 0) {
     const double free = static_cast<double>(shm.f_bavail) * static_cast<double>(shm.f_frsize);
     report.line("/dev/shm", concat(gigabytes(static_cast<double>(shm.f_blocks) *

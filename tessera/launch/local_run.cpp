@@ -138,7 +138,7 @@ class Runner {
     sigpending(&waiting);
     for (const int signal : {SIGHUP, SIGINT, SIGQUIT, SIGTERM}) {
       // One that is ignored waits all the same while it is blocked.
-      struct sigaction now {};
+      struct sigaction now{};
       if (sigismember(&waiting, signal) == 1 && sigaction(signal, nullptr, &now) == 0 &&
           now.sa_handler != SIG_IGN)
         return true;

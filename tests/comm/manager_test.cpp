@@ -418,11 +418,8 @@ TEST(ThreadManager, MeshesByName) {
     require(throws([&] { manager.add_mesh("grid", Mesh({{"x", 8}})); }, "exists"), "another mesh");
     require(throws([&] { manager.add_mesh("dp", grid); }, "exists"), "the name of a family");
     require(throws([&] { manager.add_mesh("far", Mesh({{"x", 9}})); }, "rank 8"), "no such rank");
-    require(throws(
-                [&] {
-                  manager.create_process_groups(GroupPlan::of_mesh(Mesh({{"grid", 8}})));
-                },
-                "exists"),
+    require(throws([&] { manager.create_process_groups(GroupPlan::of_mesh(Mesh({{"grid", 8}}))); },
+                   "exists"),
             "a family of a mesh's name");
     require(manager.mesh(GroupPlan::of_config(config, 8)).group("shard").timeout() == 54321ms,
             "the mesh of a plan");

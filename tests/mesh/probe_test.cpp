@@ -162,29 +162,17 @@ TEST(Probe, WhatCannotBeDistinguishedIsSaid) {
 TEST(Probe, RefusesWhatIsNoMeasurement) {
   const double inf = std::numeric_limits<double>::infinity();
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{}, {}, {}}); }), "0 hosts");
-  EXPECT_SAYS(refused<MappingError>([] {
-                topology_of_probe({{"a"}, {2, 2}, {}});
-              }),
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2, 2}, {}}); }),
               "1 hosts with 2");
-  EXPECT_SAYS(refused<MappingError>([] {
-                topology_of_probe({{"a"}, {2}, {{0, 2, 1, 1}}});
-              }),
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 2, 1, 1}}}); }),
               "2 slots");
-  EXPECT_SAYS(refused<MappingError>([] {
-                topology_of_probe({{"a"}, {2}, {{1, 1, 1, 1}}});
-              }),
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{1, 1, 1, 1}}}); }),
               "slots 1 and 1");
-  EXPECT_SAYS(refused<MappingError>([] {
-                topology_of_probe({{"a"}, {2}, {{0, 1, 0, 1}}});
-              }),
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 1, 0, 1}}}); }),
               "above 0");
-  EXPECT_SAYS(refused<MappingError>([&] {
-                topology_of_probe({{"a"}, {2}, {{0, 1, 1, inf}}});
-              }),
+  EXPECT_SAYS(refused<MappingError>([&] { topology_of_probe({{"a"}, {2}, {{0, 1, 1, inf}}}); }),
               "finite");
-  EXPECT_SAYS(refused<MappingError>([] {
-                topology_of_probe({{"a"}, {2}, {}, {1, 1}});
-              }),
+  EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {}, {1, 1}}); }),
               "2 shares");
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a", "a"}, {1, 1}, {}}); }), "twice");
 }

@@ -457,12 +457,10 @@ TEST_P(Networks, FullyShardedResidual) {
 // On the layouts of the U-Net, for the same reason; and without redistribution.
 void compare_unets(const char* name, int layout, How how) {
   how.output = kOfUNet;
-  compare(
-      name, [] { return UNet(); }, kLayouts[layout], how);
+  compare(name, [] { return UNet(); }, kLayouts[layout], how);
   how.moves = Policy::error;
   how.again = true;
-  compare(
-      name, [] { return UNet(); }, kEven[layout], how);
+  compare(name, [] { return UNet(); }, kEven[layout], how);
 }
 TEST_P(Networks, UNetCheckpointed) {
   compare_unets("U-Net, checkpointed", GetParam(), {.checkpointed = true});

@@ -42,7 +42,7 @@ class Descriptor {
 
 RandomAccessFile::RandomAccessFile(const std::string& path) : path_(path), file_(-1) {
   Descriptor file(path);
-  struct stat status {};
+  struct stat status{};
   if (fstat(file.number, &status) != 0 || !S_ISREG(status.st_mode))
     throw FileError(concat("'", path, "' is no regular file"));
   size_ = static_cast<std::uint64_t>(status.st_size);

@@ -104,7 +104,7 @@ SignalScope::SignalScope() {
   sigset_t watched;
   sigemptyset(&watched);
   for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) {
-    struct sigaction now {};
+    struct sigaction now{};
     if (sigaction(signal, nullptr, &now) != 0 || now.sa_handler != SIG_IGN)
       sigaddset(&watched, signal);
   }
@@ -112,10 +112,10 @@ SignalScope::SignalScope() {
   sigset_t blocked = watched;
   // A limit on the size of files makes a write fail, and does not end this process.
   sigaddset(&blocked, SIGXFSZ);
-  struct sigaction ignore {};
+  struct sigaction ignore{};
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &pipe_action_);
-  struct sigaction usual {};
+  struct sigaction usual{};
   usual.sa_handler = SIG_DFL;
   sigaction(SIGCHLD, &usual, &child_action_);
   sigprocmask(SIG_BLOCK, &blocked, &mask_);

@@ -63,9 +63,7 @@ void meet_after_failures(const MeshContext& context) {
   using Position = std::array<std::uint64_t, 2>;  // stream and seed
   for (const auto& [stream, seed] :
        agree::all<Position>(context.mesh.all(), "random numbers after a failure",
-                            [&] {
-                              return Position{furthest.first, furthest.second};
-                            },
+                            [&] { return Position{furthest.first, furthest.second}; },
                             {.name = "random numbers after a failure"}))
     furthest = std::max(furthest, std::pair(stream, seed));
   const std::lock_guard lock(state.mutex);

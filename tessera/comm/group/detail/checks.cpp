@@ -289,9 +289,9 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
     numbers_.push_back(group_.next_message(m.peer, sends));
     const auto& t = m.tensor;
     const std::string kind = !problem.empty() ? std::string("a tensor")
-                             : t.defined()    ? concat(c10::toString(t.scalar_type()), t.sizes(),
-                                                       " on ", c10::DeviceTypeName(t.device().type()))
-                                              : show(t);
+                             : t.defined() ? concat(c10::toString(t.scalar_type()), t.sizes(),
+                                                    " on ", c10::DeviceTypeName(t.device().type()))
+                                           : show(t);
     const std::string same = concat("message ", numbers_.back(), ": ", kind,
                                     call.name().empty() ? "" : concat(" '", call.name(), "'"));
     const Card card = make_card(

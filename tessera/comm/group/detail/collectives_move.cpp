@@ -74,9 +74,7 @@ void launch_broadcast(RequestState& call, const at::Tensor& given, int root) {
         check_rank(call, "root", root);
         check_overlap(call, given, {});
       },
-      [&] {
-        return Signature{concat(kind_of(given), ' ', given.sizes(), ", root ", root), {}};
-      });
+      [&] { return Signature{concat(kind_of(given), ' ', given.sizes(), ", root ", root), {}}; });
   const at::Tensor tensor = in_memory(given);
   call.set_card(move_card(tensor, root));
   call.count_bytes(is_root ? bytes_of(tensor) : 0);
@@ -99,9 +97,7 @@ void launch_all_gather(RequestState& call, const at::Tensor& output, const at::T
         check_sizes(call, output, given, sizes);
         check_overlap(call, output, given);
       },
-      [&] {
-        return Signature{parts_text(given, sizes), {}};
-      });
+      [&] { return Signature{parts_text(given, sizes), {}}; });
   const at::Tensor input = in_memory(given);
   call.set_card(move_card(input, -1, sizes));
   call.count_bytes(bytes_of(input));
@@ -192,9 +188,7 @@ void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::
         else if (is_root)
           check_overlap(call, whole, part_given);
       },
-      [&] {
-        return Signature{concat(parts_text(part_given, sizes), ", root ", root), {}};
-      });
+      [&] { return Signature{concat(parts_text(part_given, sizes), ", root ", root), {}}; });
   const at::Tensor part = in_memory(part_given),
                    whole = is_root ? in_memory(whole_given) : at::Tensor();
   call.set_card(move_card(part, root, sizes));
@@ -329,8 +323,7 @@ void launch_exchange(RequestState& call, const std::vector<Message>& messages) {
 }
 
 void launch_barrier(RequestState& call) {
-  begin(
-      call, [] {}, [] { return Signature{}; });
+  begin(call, [] {}, [] { return Signature{}; });
   call.set_card({});
   if (call.group().size() == 1) return;
   const auto device = call.group().has_endpoint(c10::DeviceType::CPU) ? c10::DeviceType::CPU

@@ -85,9 +85,7 @@ void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op
         check_reducible(call.operation(), tensor.scalar_type(), op.kind);
         check_overlap(call, tensor, {});
       },
-      [&] {
-        return Signature{text_of(tensor, op), {}};
-      });
+      [&] { return Signature{text_of(tensor, op), {}}; });
   call.set_card(reduce_card(tensor, op, -1));
   call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
   if (tensor.numel() == 0) return;
@@ -106,9 +104,7 @@ void launch_reduce(RequestState& call, const at::Tensor& given, int root, Reduce
         check_reducible(call.operation(), given.scalar_type(), op.kind);
         if (is_root) check_overlap(call, given, {});
       },
-      [&] {
-        return Signature{concat(text_of(given, op), ", root ", root), {}};
-      });
+      [&] { return Signature{concat(text_of(given, op), ", root ", root), {}}; });
   const at::Tensor tensor = in_memory(given);
   call.set_card(reduce_card(tensor, op, root));
   call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
@@ -182,9 +178,7 @@ void launch_scan(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
           refuse(call, "the number of summands differs between ranks; divide the sums");
         check_overlap(call, tensor, {});
       },
-      [&] {
-        return Signature{text_of(tensor, op), {}};
-      });
+      [&] { return Signature{text_of(tensor, op), {}}; });
   call.set_card(reduce_card(tensor, op, -1));
   call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
   if (tensor.numel() == 0) return;

@@ -28,7 +28,7 @@ struct Class {
 
 /// Divides the samples where the sorted values jump by more than the gap.
 std::vector<std::vector<int>> divided(std::vector<int> samples, const std::vector<LinkSample>& all,
-                                      double LinkSample::*value, double gap) {
+                                      double LinkSample::* value, double gap) {
   std::stable_sort(samples.begin(), samples.end(),
                    [&](int a, int b) { return all[a].*value < all[b].*value; });
   std::vector<std::vector<int>> parts;
