@@ -205,9 +205,7 @@ std::string detail::Patience::to_string() const {
 }
 
 EarlyStopping::EarlyStopping(std::string monitor, EarlyStoppingOptions options)
-    : patience_(std::move(monitor), options) {}
-
-void EarlyStopping::on_setup(Trainer&) { patience_.reset(); }
+    : PatientCallback({std::move(monitor), options}) {}
 
 void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || trainer.stage() != RunStage::train) return;
@@ -218,36 +216,18 @@ void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
     trainer.request_stop(patience_.to_string());
 }
 
-void EarlyStopping::save(Trainer&, CheckpointState& state, const std::string& prefix) {
-  patience_.save(state, prefix);
-}
-
-void EarlyStopping::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
-  patience_.load(state, prefix);
-}
-
 ReduceOnPlateau::ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options)
-    : factor_(factor), patience_(std::move(monitor), options) {
+    : PatientCallback({std::move(monitor), options}), factor_(factor) {
   if (!(factor > 0 && factor < 1))
     throw InvalidArgument(
         concat("ReduceOnPlateau: the factor is ", factor, ", not between 0 and 1"));
 }
-
-void ReduceOnPlateau::on_setup(Trainer&) { patience_.reset(); }
 
 void ReduceOnPlateau::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || trainer.stage() != RunStage::train) return;
   if (!patience_.waits(patience_.value(trainer, "ReduceOnPlateau"))) return;
   patience_.again();
   trainer.scale_learning_rate(factor_);
-}
-
-void ReduceOnPlateau::save(Trainer&, CheckpointState& state, const std::string& prefix) {
-  patience_.save(state, prefix);
-}
-
-void ReduceOnPlateau::loaded(Trainer&, const CheckpointState& state, const std::string& prefix) {
-  patience_.load(state, prefix);
 }
 
 // ---- what a user looks at ----

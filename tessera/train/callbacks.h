@@ -97,39 +97,44 @@ class Patience {
   std::int64_t waited_ = 0;
 };
 
+/// What waits for a metric: each fit() begins anew, unless it goes on from a checkpoint.
+class PatientCallback : public Callback {
+ public:
+  void on_setup(Trainer&) override { patience_.reset(); }
+  void save(Trainer&, CheckpointState& state, const std::string& prefix) override {
+    patience_.save(state, prefix);
+  }
+  void loaded(Trainer&, const CheckpointState& state, const std::string& prefix) override {
+    patience_.load(state, prefix);
+  }
+
+ protected:
+  explicit PatientCallback(Patience patience) : patience_(std::move(patience)) {}
+  Patience patience_;
+};
+
 }  // namespace detail
 
-/// Stops when a metric of validations no longer improves, or is not finite. Each fit() begins anew,
-/// unless it goes on from a checkpoint.
-class EarlyStopping : public Callback {
+/// Stops when a metric of validations no longer improves, or is not finite.
+class EarlyStopping : public detail::PatientCallback {
  public:
   /// Throws InvalidArgument for options out of range.
   explicit EarlyStopping(std::string monitor, EarlyStoppingOptions options = {});
   std::string name() const override { return "early_stopping"; }
-  void on_setup(Trainer& trainer) override;
   /// Throws InvalidArgument with the known names where there is no such metric.
   void on_validation_end(Trainer& trainer, bool complete) override;
-  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
-  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
-
- private:
-  detail::Patience patience_;
 };
 
 /// Multiplies all learning rates by `factor` when a metric of validations has not improved for
-/// `patience` of them. Each fit() begins anew, as with EarlyStopping.
-class ReduceOnPlateau : public Callback {
+/// `patience` of them.
+class ReduceOnPlateau : public detail::PatientCallback {
  public:
   ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options = {});
   std::string name() const override { return "reduce_on_plateau"; }
-  void on_setup(Trainer& trainer) override;
   void on_validation_end(Trainer& trainer, bool complete) override;
-  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
-  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
 
  private:
   double factor_;
-  detail::Patience patience_;
 };
 
 /// Logs the learning rates, "lr/0" or "lr/0.1" for the second group of the first optimizer, as
