@@ -3,6 +3,9 @@
 #include <ATen/autocast_mode.h>
 
 #include <cmath>
+#include <iterator>
+#include <optional>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/number.h"
@@ -10,38 +13,162 @@
 
 namespace tessera {
 
-std::string to_string(Precision precision) {
-  switch (precision) {
-    case Precision::as_is:
-      return "as_is";
-    case Precision::float32:
-      return "float32";
-    case Precision::float64:
-      return "float64";
-    case Precision::bfloat16_mixed:
-      return "bfloat16_mixed";
-    case Precision::float16_mixed:
-      return "float16_mixed";
+namespace {
+
+class Ours : public PrecisionPlugin {
+ public:
+  explicit Ours(Precision precision) : precision_(precision) {}
+  std::string name() const override { return to_string(precision_); }
+
+ private:
+  const Precision precision_;
+};
+
+class Converting final : public Ours {
+ public:
+  Converting(Precision precision, at::ScalarType real) : Ours(precision), real_(real) {}
+
+  void convert_modules(const NamedModules& modules, bool moves) override {
+    const at::NoGradGuard no_grad;
+    for (const NamedModule& m : modules) {
+      for (const auto& item : m.module->named_parameters()) {
+        const at::Tensor& p = item.value();
+        const auto wanted = converted(p);
+        if (wanted && !moves)
+          throw InvalidArgument(concat("precision ", name(), ", but '", m.name, ".", item.key(),
+                                       "' is ", p.scalar_type(),
+                                       ", and the strategy leaves modules as the user made them"));
+        if (wanted) p.set_data(p.to(*wanted));
+      }
+      if (!moves) continue;
+      for (const at::Tensor& buffer : m.module->buffers())
+        if (const auto wanted = converted(buffer)) buffer.set_data(buffer.to(*wanted));
+    }
   }
-  return "?";
+  at::Tensor convert_input(const at::Tensor& tensor) const override {
+    const auto wanted = converted(tensor);
+    return wanted ? tensor.to(*wanted) : tensor;
+  }
+
+ private:
+  // Absent where nothing is converted: integers, booleans, and what is of that width already. A
+  // complex tensor keeps both of its parts.
+  std::optional<at::ScalarType> converted(const at::Tensor& tensor) const {
+    if (!tensor.defined()) return {};
+    const at::ScalarType now = tensor.scalar_type();
+    const at::ScalarType wanted = at::isComplexType(now) ? at::toComplexType(real_) : real_;
+    if (now == wanted || !(at::isFloatingType(now) || at::isComplexType(now))) return {};
+    return wanted;
+  }
+
+  const at::ScalarType real_;
+};
+
+// While it lives, on this thread; what was set before comes back. The casts of parameters are made
+// anew each time, so that no two graphs share one.
+class Autocast : Pinned {
+ public:
+  Autocast(at::ScalarType dtype, c10::DeviceType device)
+      : device_(device),
+        on_before_(at::autocast::is_autocast_enabled(device)),
+        dtype_before_(at::autocast::get_autocast_dtype(device)) {
+    at::autocast::set_autocast_enabled(device_, true);
+    at::autocast::set_autocast_dtype(device_, dtype);
+    at::autocast::increment_nesting();
+  }
+  ~Autocast() {
+    at::autocast::decrement_nesting();
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_dtype(device_, dtype_before_);
+    at::autocast::set_autocast_enabled(device_, on_before_);
+  }
+
+ private:
+  const c10::DeviceType device_;
+  const bool on_before_;
+  const at::ScalarType dtype_before_;
+};
+
+class Mixed : public Ours {
+ public:
+  Mixed(Precision precision, at::ScalarType dtype) : Ours(precision), dtype_(dtype) {}
+  std::shared_ptr<void> forward_scope(c10::Device device) const override {
+    return std::make_shared<Autocast>(dtype_, device.type());
+  }
+
+ private:
+  const at::ScalarType dtype_;
+};
+
+class ScaledMixed final : public Mixed {
+ public:
+  explicit ScaledMixed(const LossScalerOptions& options)
+      : Mixed(Precision::float16_mixed, at::kHalf), scaler_(options) {}
+  double loss_scale() const override { return scaler_.scale(); }
+  bool skips_overflow() const override { return true; }
+  void update(bool overflow) override { scaler_.update(overflow); }
+  void add_state(CheckpointState& state, const std::string& prefix) override {
+    state.set(prefix + "scaler", scaler_.state());
+  }
+  void restore(const CheckpointState& state, const std::string& prefix) override {
+    if (state.has(prefix + "scaler")) scaler_.restore(state.get(prefix + "scaler"));
+  }
+
+ private:
+  LossScaler scaler_;
+};
+
+}  // namespace
+
+PrecisionPlugin::~PrecisionPlugin() = default;
+void PrecisionPlugin::convert_modules(const NamedModules&, bool) {}
+at::Tensor PrecisionPlugin::convert_input(const at::Tensor& tensor) const { return tensor; }
+std::shared_ptr<void> PrecisionPlugin::forward_scope(c10::Device) const { return nullptr; }
+double PrecisionPlugin::loss_scale() const { return 1; }
+bool PrecisionPlugin::skips_overflow() const { return false; }
+void PrecisionPlugin::update(bool) {}
+double PrecisionPlugin::clip(Strategy& strategy, const std::vector<at::Tensor>& parameters,
+                             const ClipOptions& options) {
+  return strategy.clip(parameters, options);
+}
+void PrecisionPlugin::step(torch::optim::Optimizer& optimizer, const LossClosure& closure) {
+  optimizer.step(closure);
+}
+void PrecisionPlugin::add_state(CheckpointState&, const std::string&) {}
+void PrecisionPlugin::restore(const CheckpointState&, const std::string&) {}
+
+std::string to_string(Precision precision) {
+  constexpr const char* kNames[] = {"as_is", "float32", "float64", "bfloat16_mixed",
+                                    "float16_mixed"};
+  const auto i = static_cast<std::size_t>(precision);
+  return i < std::size(kNames) ? kNames[i] : "?";
 }
 
-AutocastScope::AutocastScope(Precision precision, c10::Device device) : device_(device.type()) {
-  if (precision != Precision::bfloat16_mixed && precision != Precision::float16_mixed) return;
-  on_ = true;
-  before_ = at::autocast::is_autocast_enabled(device_);
-  dtype_before_ = at::autocast::get_autocast_dtype(device_);
-  at::autocast::set_autocast_enabled(device_, true);
-  at::autocast::set_autocast_dtype(
-      device_, precision == Precision::bfloat16_mixed ? at::kBFloat16 : at::kHalf);
-  at::autocast::increment_nesting();
+std::string to_string(const PrecisionChoice& choice) {
+  if (const auto* ours = std::get_if<Precision>(&choice)) return to_string(*ours);
+  const auto& own = std::get<std::shared_ptr<PrecisionPlugin>>(choice);
+  return own ? own->name() : "none";
 }
 
-AutocastScope::~AutocastScope() {
-  if (!on_) return;
-  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-  at::autocast::set_autocast_dtype(device_, dtype_before_);
-  at::autocast::set_autocast_enabled(device_, before_);
+std::shared_ptr<PrecisionPlugin> make_precision(const PrecisionChoice& choice,
+                                                const LossScalerOptions& scaler) {
+  if (const auto* own = std::get_if<std::shared_ptr<PrecisionPlugin>>(&choice)) {
+    if (!*own) throw InvalidArgument("SessionOptions::precision is a null pointer");
+    return *own;
+  }
+  switch (const Precision ours = std::get<Precision>(choice)) {
+    case Precision::float32:
+      return std::make_shared<Converting>(ours, at::kFloat);
+    case Precision::float64:
+      return std::make_shared<Converting>(ours, at::kDouble);
+    case Precision::bfloat16_mixed:
+      return std::make_shared<Mixed>(ours, at::kBFloat16);
+    case Precision::float16_mixed:
+      return std::make_shared<ScaledMixed>(scaler);
+    case Precision::as_is:
+      return std::make_shared<Ours>(ours);
+  }
+  throw InvalidArgument("SessionOptions::precision is none of Precision");
 }
 
 LossScaler::LossScaler(const LossScalerOptions& options)

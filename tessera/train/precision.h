@@ -1,14 +1,64 @@
 #pragma once
-// Precision: in which dtypes a task computes, and the scale of a loss in float16.
+// Precision: in which dtypes a task computes, what is cast, how its loss is scaled and how its
+// optimizers step. One of ours, or an object of the user's own:
+//
+//   struct Rounded : PrecisionPlugin {
+//     std::string name() const override { return "rounded"; }
+//     void step(torch::optim::Optimizer& optimizer, const LossClosure& closure) override { ... }
+//   };
+//   SessionOptions{.precision = Precision::bfloat16_mixed};
+//   SessionOptions{.precision = std::make_shared<Rounded>()};
 
 #include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
+#include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <variant>
+
+#include "tessera/train/strategy.h"
 
 namespace tessera {
 
+/// What a session asks of a precision, in the order of a run. What is not overridden is that of
+/// as_is. An object is for one session at a time, and keeps its state from one to the next.
+class PrecisionPlugin : Pinned {
+ public:
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+  virtual ~PrecisionPlugin();
+  /// In messages and configuration files. The trainer refuses ranks that have others
+  /// (MismatchError).
+  virtual std::string name() const = 0;
+  /// Converts parameters and buffers in place. Before Strategy::setup(), which may replace what
+  /// they hold. Unless it `moves` modules, the strategy leaves them as the user made them, and what
+  /// would have to be converted is an error.
+  virtual void convert_modules(const NamedModules& modules, bool moves);
+  /// A tensor of a batch, where the strategy moves modules.
+  virtual at::Tensor convert_input(const at::Tensor& tensor) const;
+  /// Around each forward, on this thread, until the result is destroyed.
+  virtual std::shared_ptr<void> forward_scope(c10::Device device) const;
+  /// Losses are multiplied by it before backward, and gradients divided when they are brought to
+  /// the mean, before they are clipped. The same on every rank.
+  virtual double loss_scale() const;
+  /// True: a gradient that is not finite on any rank leaves the step out on all.
+  virtual bool skips_overflow() const;
+  /// When the gradients of a step are final. `overflow`: it is left out; the same on every rank.
+  virtual void update(bool overflow);
+  /// Clips by the norm, and returns what it was. Collective.
+  virtual double clip(Strategy& strategy, const std::vector<at::Tensor>& parameters,
+                      const ClipOptions& options);
+  /// Steps one optimizer, by gradients that are final. With a `closure` it is one that calls the
+  /// loss again (Session::step_again()), which puts the parameters back where a search fails.
+  virtual void step(torch::optim::Optimizer& optimizer, const LossClosure& closure);
+  /// What a checkpoint keeps, numbers and tensors, under names that begin with `prefix`. Also
+  /// called before a load, which writes into the tensors.
+  virtual void add_state(CheckpointState& state, const std::string& prefix);
+  /// Goes on from what was loaded; what is not there stays as it is.
+  virtual void restore(const CheckpointState& state, const std::string& prefix);
+};
+
+/// Ours.
 enum class Precision : unsigned char {
   /// Nothing is converted.
   as_is,
@@ -21,21 +71,9 @@ enum class Precision : unsigned char {
   float16_mixed
 };
 std::string to_string(Precision precision);
-
-/// Autocast of a mixed precision while it lives, on this thread; what was set before comes back.
-class AutocastScope {
- public:
-  /// Does nothing for a precision that is not mixed.
-  AutocastScope(Precision precision, c10::Device device);
-  ~AutocastScope();
-  AutocastScope(const AutocastScope&) = delete;
-  AutocastScope& operator=(const AutocastScope&) = delete;
-
- private:
-  bool on_ = false, before_ = false;
-  c10::DeviceType device_;
-  c10::ScalarType dtype_before_ = c10::ScalarType::Undefined;
-};
+using PrecisionChoice = std::variant<Precision, std::shared_ptr<PrecisionPlugin>>;
+/// Its name; "none" for a null pointer.
+std::string to_string(const PrecisionChoice& choice);
 
 struct LossScalerOptions {
   double initial = 65536;
@@ -66,5 +104,10 @@ class LossScaler {
   double scale_;
   std::int64_t since_ = 0;
 };
+
+/// The object of a choice: the user's own, or a new one of ours. Throws InvalidArgument for a null
+/// pointer, and for options out of range where the loss is scaled.
+std::shared_ptr<PrecisionPlugin> make_precision(const PrecisionChoice& choice,
+                                                const LossScalerOptions& scaler = {});
 
 }  // namespace tessera

@@ -83,10 +83,12 @@ void RunSettings::add_to(S& settings) {
   settings.add("trainer.requeue", t.requeue, "Asks Slurm to queue the job again after SIGUSR1.");
   settings.add("trainer.clip_norm", t.session.clip.max_norm, "Of all gradients together.");
   settings.add("trainer.clip_value", t.session.clip_value, "Of each element of a gradient.");
-  std::vector<std::pair<std::string, Precision>> precisions;
+  std::vector<std::pair<std::string, PrecisionChoice>> precisions;
   for (const Precision p : {Precision::as_is, Precision::float32, Precision::float64,
                             Precision::bfloat16_mixed, Precision::float16_mixed})
     precisions.emplace_back(to_string(p), p);
+  if (t.session.precision.index() == 1)  // the program's own
+    precisions.emplace_back(to_string(t.session.precision), t.session.precision);
   settings.add_choice("trainer.precision", t.session.precision, precisions,
                       "Of parameters, or of forward alone.");
   settings.add_choice(

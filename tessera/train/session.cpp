@@ -88,10 +88,9 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
     if (m.name == "optimizer" || m.name == "train" || m.name == "loop" || m.name == "callback")
       throw InvalidArgument(concat("a module named '", m.name, "': the checkpoint uses that name"));
   }
-  if (options_.precision == Precision::float16_mixed)
-    scaler_ = std::make_unique<LossScaler>(options_.scaler);
+  precision_ = make_precision(options_.precision, options_.scaler);
   listen(options_.signals);
-  convert();
+  precision_->convert_modules(modules_, strategy_->abilities().moves_modules);
   if (from && !strategy_->abilities().restores_after_setup) restore_modules(*from);
   strategy_->setup(modules_);
   strategy_->session_ = this;
@@ -122,39 +121,9 @@ Session::~Session() {
   }
 }
 
-// Absent where nothing is converted: integers, booleans, and what is of that width already. A
-// complex tensor keeps both of its parts.
-std::optional<at::ScalarType> Session::converted(const at::Tensor& tensor) const {
-  const bool single = options_.precision == Precision::float32;
-  if (!tensor.defined() || (!single && options_.precision != Precision::float64)) return {};
-  const at::ScalarType now = tensor.scalar_type();
-  const at::ScalarType real = single ? at::kFloat : at::kDouble;
-  const at::ScalarType wanted = at::isComplexType(now) ? at::toComplexType(real) : real;
-  if (now == wanted || !(at::isFloatingType(now) || at::isComplexType(now))) return {};
-  return wanted;
-}
-
-void Session::convert() const {
-  const at::NoGradGuard no_grad;
-  const auto moves = strategy_->abilities().moves_modules;
-  for (const auto& item : all_->named_parameters()) {
-    at::Tensor p = item.value();
-    const auto wanted = converted(p);
-    if (wanted && !moves)
-      throw InvalidArgument(concat("precision ", to_string(options_.precision), ", but '",
-                                   item.key(), "' is ", p.scalar_type(),
-                                   ", and the strategy leaves modules as the user made them"));
-    if (wanted) p.set_data(p.to(*wanted));
-  }
-  if (!moves) return;
-  for (at::Tensor buffer : all_->buffers())
-    if (const auto wanted = converted(buffer)) buffer.set_data(buffer.to(*wanted));
-}
-
 void Session::convert(MicroBatch& batch) const {
   if (!strategy_->abilities().moves_modules) return;
-  for (at::Tensor& t : batch.tensors)
-    if (const auto wanted = converted(t)) t = t.to(*wanted);
+  for (at::Tensor& t : batch.tensors) t = precision_->convert_input(t);
 }
 
 std::size_t Session::add(std::shared_ptr<torch::optim::Optimizer> optimizer) {
@@ -173,16 +142,12 @@ void Session::train(bool on) {
   for (const NamedModule& m : modules_) m.module->train(on);
 }
 
-AutocastScope Session::autocast() const {
-  return AutocastScope(options_.precision, strategy_->root_device());
-}
-
 at::Tensor Session::micro_batch(const std::function<at::Tensor()>& forward, double weight,
                                 bool last) {
   strategy_->before_forward(last);
   at::Tensor loss;
   {
-    const AutocastScope scope = autocast();
+    const auto scope = forward_scope();
     loss = forward();
   }
   backward(loss, weight, last);
@@ -200,7 +165,7 @@ void Session::backward(const at::Tensor& loss, double weight, bool last) {
   at::Tensor weighed = weight_.weigh_in(loss, strategy_->loss_weight(weight), unit_);
   made_ = Made::backward;
   try {
-    if (scaler_) weighed = weighed * scaler_->scale();
+    if (const double scale = loss_scale(); scale != 1) weighed = weighed * scale;
     if (strategy_->abilities().owns_accumulation || last) {
       strategy_->backward(weighed);
       owed_ = !last || strategy_->abilities().owns_accumulation;
@@ -216,14 +181,7 @@ void Session::backward(const at::Tensor& loss, double weight, bool last) {
 }
 
 std::shared_ptr<void> Session::forward_scope() const {
-  struct Scope {
-    Scope(Precision precision, c10::Device device) : autocast(precision, device) {}
-    ~Scope() { at::autocast::clear_cache(); }
-    AutocastScope autocast;
-  };
-  const Precision p = options_.precision;
-  if (p != Precision::bfloat16_mixed && p != Precision::float16_mixed) return nullptr;
-  return std::make_shared<Scope>(p, strategy_->root_device());
+  return precision_->forward_scope(strategy_->root_device());
 }
 
 TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bool last) {
@@ -235,7 +193,7 @@ TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bo
   try {
     const auto scope = reduces ? nullptr : strategy_->no_sync();
     const NoAutocast plain(strategy_->root_device().type());
-    const TotalLoss total = run(unit_ / (scaler_ ? scaler_->scale() : 1.0));
+    const TotalLoss total = run(unit_ / loss_scale());
     owed_ = !last || strategy_->abilities().owns_accumulation;
     // Every rank knows the sum, and those that share a loss count once.
     weight_.count(total.loss, total.weight * strategy_->loss_sharing() / strategy_->size());
@@ -269,9 +227,9 @@ StepResult Session::step(const std::vector<std::size_t>& which,
     ++steps_;
     if (result.stepped) {
       if (which.empty()) {
-        for (const auto& optimizer : optimizers_) optimizer->step();
+        for (const auto& optimizer : optimizers_) precision_->step(*optimizer, nullptr);
       } else {
-        for (const std::size_t i : which) optimizers_[i]->step();
+        for (const std::size_t i : which) precision_->step(*optimizers_[i], nullptr);
       }
     }
   } catch (...) {
@@ -291,10 +249,10 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
   if (!evaluate) throw InvalidArgument("step_again: there is no function");
   if (optimizer >= optimizers_.size())
     throw InvalidArgument(concat("optimizer ", optimizer, " of ", optimizers_.size()));
-  if (scaler_)
-    throw NotAvailable(
-        "step_again() with float16: a search along the loss cannot leave out an overflow; choose "
-        "bfloat16 or float32");
+  if (precision_->skips_overflow())
+    throw NotAvailable(concat(
+        "step_again() with the precision ", precision_->name(),
+        ": a search along the loss cannot leave out an overflow; choose bfloat16 or float32"));
   if (!strategy_->by_hand().empty())
     throw NotAvailable(
         "step_again() with parameters that are sharded by hand: the optimizer would take its "
@@ -325,7 +283,7 @@ StepResult Session::step_again(const std::function<void()>& evaluate, std::size_
     return at::scalar_tensor(one.loss, at::kDouble);
   };
   try {
-    optimizers_[optimizer]->step(closure);
+    precision_->step(*optimizers_[optimizer], closure);
     clear_gradients();
   } catch (const LeftOut&) {
     undo();
@@ -347,7 +305,8 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
 
   const StepWeight::Sums mine = weight_.take();
   own_loss_ = mine.loss;
-  double sums[kStepSums] = {mine.weight, mine.loss, scaler_ && overflowed() ? 1.0 : 0.0};
+  double sums[kStepSums] = {mine.weight, mine.loss,
+                            precision_->skips_overflow() && overflowed() ? 1.0 : 0.0};
   sums[kSave] = save_ ? 1.0 : 0.0;
   save_ = false;
   add_vote(wanted(), sums);
@@ -366,13 +325,13 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
   if (result.stepped) {
-    scale_gradients(own, result.weight * (scaler_ ? scaler_->scale() : 1.0), multiples);
+    scale_gradients(own, result.weight * loss_scale(), multiples);
     if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
-      result.norm = strategy_->clip(own, options_.clip);
+      result.norm = precision_->clip(*strategy_, own, options_.clip);
   }
   // Of what the ranks have added up alone: they may have other parameters.
   unit_ = result.weight;
-  if (scaler_) scaler_->update(!result.stepped);
+  precision_->update(!result.stepped);
   const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
   if (result.stepped && measured && !std::isfinite(result.norm)) {
     if (options_.non_finite == NonFinite::error)
@@ -404,8 +363,6 @@ Stop Session::vote() {
   add_up(*strategy_, votes, kStepSums);
   return stop_of(votes);
 }
-
-double Session::loss_scale() const { return scaler_ ? scaler_->scale() : 1; }
 
 void together(Strategy& strategy, const std::function<void()>& body) {
   try {

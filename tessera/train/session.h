@@ -59,7 +59,7 @@ class NonFiniteGradient : public Error {
 };
 
 struct SessionOptions {
-  Precision precision = Precision::as_is;
+  PrecisionChoice precision = Precision::as_is;
   LossScalerOptions scaler = {};
   /// By norm. With the default no norm is taken.
   ClipOptions clip = {};
@@ -96,10 +96,10 @@ struct TotalLoss {
 
 class Session {
  public:
-  /// Converts the modules (numbers with a fraction alone) and calls strategy.setup(). Throws
-  /// InvalidArgument for a strategy that is in use (require_free()), and for parameters of another
-  /// dtype than the precision asks for where the strategy does not move modules; names "optimizer"
-  /// and "train" are taken. `from`: the checkpoint that load() will be given; needed
+  /// Has the precision convert the modules (ours: numbers with a fraction alone) and calls
+  /// strategy.setup(). Throws InvalidArgument for a strategy that is in use (require_free()), and
+  /// for parameters of another dtype than the precision asks for where the strategy does not move
+  /// modules; names "optimizer" and "train" are taken. `from`: the checkpoint that load() will be given; needed
   /// where Abilities::restores_after_setup is false, and then collective over the reader's group.
   Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
           const SessionOptions& options = {}, const CheckpointReader* from = nullptr);
@@ -131,11 +131,11 @@ class Session {
   /// the loss, detached. Throws what forward throws.
   at::Tensor micro_batch(const std::function<at::Tensor()>& forward, double weight,
                          bool last = true);
-  /// Floating-point tensors of a batch to float32 or float64, complex ones to the same width, if
-  /// the precision is one of them and the strategy moves modules.
+  /// Tensors of a batch as the precision converts them (to float32 or float64, complex ones to the
+  /// same width), if the strategy moves modules.
   void convert(MicroBatch& batch) const;
-  /// The two halves of micro_batch(), for manual optimisation.
-  AutocastScope autocast() const;
+  /// The two halves of micro_batch(), for manual optimisation: forward in a forward_scope(), then
+  /// this outside of it.
   void backward(const at::Tensor& loss, double weight, bool last = true);
   /// In place of them where something else runs forward and backward (a Pipeline): `run` is given a
   /// divisor, adds the gradients of the sum of weight * loss over all samples of all ranks, divided
@@ -151,8 +151,7 @@ class Session {
   /// `run` is called outside autocast, in which backward has no place: its forwards enter
   /// forward_scope(). Throws InvalidArgument in a step that has micro-batches of the other kind.
   TotalLoss add_gradients(const std::function<TotalLoss(double divisor)>& run, bool last = true);
-  /// Autocast, if the precision asks for it, until the result is destroyed; else null. The casts of
-  /// parameters are made anew each time, so that no two graphs share one.
+  /// What the precision puts around a forward (autocast), until the result is destroyed; or null.
   std::shared_ptr<void> forward_scope() const;
   /// How often add_gradients() has been called.
   std::int64_t added_gradients() const { return additions_; }
@@ -200,7 +199,7 @@ class Session {
 
   // ---- state ----
 
-  /// Modules, optimizers, scaler, counters, and the random state of every rank: to be saved by a
+  /// Modules, optimizers, precision, counters, and the random state of every rank: to be saved by a
   /// Checkpointer after adding to it. Tensors are shared, not copied.
   CheckpointState state();
   /// What state() has, from a checkpoint of any number of ranks. `extra`: more to load, or nullptr.
@@ -217,15 +216,13 @@ class Session {
                         const std::string& prefix = "train.");
   /// Optimizer steps so far, those left out included.
   std::int64_t steps() const { return steps_; }
-  double loss_scale() const;
+  double loss_scale() const { return precision_->loss_scale(); }
 
  private:
   /// Reduces what is owed, adds up over the ranks, and brings these gradients to the mean.
   StepResult finish_gradients(const std::vector<at::Tensor>& own);
   /// By parameter: by what the sum of the ranks' gradients was multiplied.
   using Multiples = std::unordered_map<const c10::TensorImpl*, double>;
-  void convert() const;
-  std::optional<at::ScalarType> converted(const at::Tensor& tensor) const;
   void restore_modules(const CheckpointReader& saved);
   /// Throws InvalidArgument if another session has set the strategy up since.
   void require_own() const;
@@ -260,7 +257,7 @@ class Session {
   /// Losses are divided by it, and gradients multiplied: about the weight of a step, so that hardly
   /// anything is left to multiply. That of the last step; the same on every rank.
   double unit_ = 1;
-  std::unique_ptr<LossScaler> scaler_;
+  std::shared_ptr<PrecisionPlugin> precision_;
   std::unique_ptr<StopSignals> signals_;
   Stop requested_ = Stop::none;
   bool save_ = false, agreed_save_ = false;

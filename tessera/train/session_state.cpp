@@ -101,6 +101,7 @@ void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
   CheckpointState state;
   if (extra) state = *extra;
   if (!restored_) state.add("", *all_, shards);
+  precision_->add_state(state, "train.");
   saved.load(state, {.allow_extra = true});
   restored_ = false;
   for (const auto& commit : commits) commit();
@@ -111,7 +112,7 @@ void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
 void Session::add_counters(CheckpointState& state, const std::string& prefix) const {
   state.set_integer(prefix + "steps", steps_);
   state.set_real(prefix + "unit", unit_);
-  if (scaler_) state.set(prefix + "scaler", scaler_->state());
+  precision_->add_state(state, prefix);
   state.set_of_rank(prefix + "random", detail::random_bytes(strategy_->root_device()));
   if (const DistributedManager* manager = strategy_->manager()) {
     const RandomState random = random_state(*manager);
@@ -124,7 +125,7 @@ void Session::restore_counters(const CheckpointState& state, int saved_ranks,
                                const std::string& prefix) {
   steps_ = state.get_integer(prefix + "steps");
   if (state.has(prefix + "unit")) unit_ = state.get_real(prefix + "unit");
-  if (scaler_ && state.has(prefix + "scaler")) scaler_->restore(state.get(prefix + "scaler"));
+  precision_->restore(state, prefix);
   // Where the first rank alone saved, the others keep theirs.
   if (state.has_of_rank(prefix + "random") && strategy_->rank() < saved_ranks)
     detail::set_random_bytes(state.get_of_rank(prefix + "random"), strategy_->root_device());

@@ -66,7 +66,7 @@ class Step {
   /// The last micro-batch of its optimizer step.
   bool last() const { return last_; }
   Strategy& strategy() const { return session_.strategy(); }
-  /// For manual optimisation: autocast(), backward(), step().
+  /// For manual optimisation: forward_scope(), backward(), step().
   Session& session() const { return session_; }
   /// Reports a metric, by default the mean over this batch's samples. Not collective, unless
   /// `value` is a sharded tensor.

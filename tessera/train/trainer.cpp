@@ -329,7 +329,7 @@ void Trainer::train_micro_batch(MicroBatch& batch, bool last) {
     at::Tensor loss;
     const std::int64_t added = session_->added_gradients();
     {
-      const AutocastScope scope = session_->autocast();
+      const auto scope = session_->forward_scope();
       loss = task_->training_step(batch, step);
     }
     if (loss.defined() || session_->added_gradients() == added) {

@@ -86,7 +86,7 @@ bool Trainer::evaluate(AgreedBatches& batches, RunStage stage, Metrics& metrics,
     strategy().place(*batch);
     session_->convert(*batch);
     Step step(*session_, metrics, stage, step_, epoch_, weight, true);
-    const AutocastScope scope = session_->autocast();
+    const auto scope = session_->forward_scope();
     call(*batch, step);
   }
   session_->share_buffers();

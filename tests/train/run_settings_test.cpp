@@ -94,4 +94,21 @@ TEST(RunSettings, WhatCannotBeMadeIsRefused) {
   });
 }
 
+TEST(RunSettings, APrecisionOfTheProgramsOwnIsAChoice) {
+  struct Mine : PrecisionPlugin {
+    std::string name() const override { return "mine"; }
+  };
+  const auto mine = std::make_shared<Mine>();
+  for (const auto& [name, chosen] : std::vector<std::pair<std::string, PrecisionChoice>>{
+           {"float64", Precision::float64}, {"mine", mine}}) {
+    RunSettings run = quiet();
+    run.trainer.session.precision = mine;
+    Settings settings;
+    run.add_to(settings);
+    EXPECT_NE(settings.resolved().find("precision: mine"), std::string::npos);
+    settings.set("trainer.precision=" + name);
+    EXPECT_EQ(run.trainer.session.precision, chosen);
+  }
+}
+
 }  // namespace tessera::test
