@@ -22,6 +22,7 @@
 #include "tessera/data/sources/hdf5_source.h"
 #include "tessera/data/sources/netcdf_source.h"
 #include "tessera/data/sources/safetensors_source.h"
+#include "tessera/data/sources/zarr_source.h"
 #include "tessera/data/sources/source_dataset.h"
 #include "tessera/data/stream_loader.h"
 
@@ -288,7 +289,8 @@ SourcePtr open_source(const std::string& kind, const std::string& path) {
   if (kind == "hdf5") return c10::make_intrusive<PySource>(std::make_shared<Hdf5Source>(path));
   if (kind == "safetensors")
     return c10::make_intrusive<PySource>(std::make_shared<SafetensorsSource>(path));
-  throw InvalidArgument(concat("no kind of source '", kind, "': netcdf, hdf5, safetensors"));
+  if (kind == "zarr") return c10::make_intrusive<PySource>(std::make_shared<ZarrSource>(path));
+  throw InvalidArgument(concat("no kind of source '", kind, "': netcdf, hdf5, zarr, safetensors"));
 }
 
 /// (variable, start, count, stride, decode) each.

@@ -150,6 +150,7 @@ from tessera._sources import (
     Source,
     SourceDataset,
     SourceField,
+    ZarrSource,
 )
 from tessera._library import ops
 from tessera._parallel import (
@@ -391,6 +392,7 @@ __all__ = [
     "WaitTime",
     "WeightedOrder",
     "WorldSizeMismatch",
+    "ZarrSource",
     "add_mesh",
     "bags_from_local",
     "check",

@@ -10,7 +10,7 @@ from tessera._library import ops
 
 
 class Source:
-    """Named arrays in a file, read by hyperslab, so that a rank reads its own shard and nothing else. `kind`: "netcdf", "hdf5" or "safetensors".
+    """Named arrays in a file, read by hyperslab, so that a rank reads its own shard and nothing else. `kind`: "netcdf", "hdf5", "zarr" or "safetensors".
 
     Raises FileError for a file that cannot be opened, NotAvailable for a kind that this build lacks.
 
@@ -66,6 +66,15 @@ def Hdf5Source(path):
     ...     return ts.Hdf5Source("run.h5").read("fields/density", start=[step], count=[1])
     """
     return Source("hdf5", path)
+
+
+def ZarrSource(path):
+    """The numeric arrays of a Zarr group, or one array, of formats 2 and 3. Raises FileError; a read raises NotAvailable for compressors but zlib and gzip.
+
+    >>> def temperature(hour):                           # of a folder that there is
+    ...     return ts.ZarrSource("era5.zarr").read("t2m", start=[hour], count=[1])
+    """
+    return Source("zarr", path)
 
 
 def SafetensorsSource(path):

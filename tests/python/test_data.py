@@ -327,12 +327,65 @@ def test_streams_of_different_lengths(workers):
     assert on_ranks(3, body) == [True] * 3
 
 
-def archives_of_the_page(folder, mesh):
+def test_zarr_written_by_its_package(tmp_path):
+    """Each rank reads its rows, uneven and across chunks, of what the package zarr has written; what we refuse the package reads, for the page's loader."""
+    zarr, codecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
+    field = torch.randn(9, 7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    written = {
+        "plain": {"zarr_format": 2, "compressors": None},
+        "zlib": {"zarr_format": 2, "compressors": codecs.Zlib(3), "order": "F", "dtype": ">f4"},
+        "separated": {"zarr_format": 2, "compressors": codecs.GZip(3), "chunk_key_encoding": {"name": "v2", "separator": "/"}},
+        "third": {"zarr_format": 3, "compressors": None},
+        "gzip": {"zarr_format": 3, "compressors": zarr.codecs.GzipCodec(), "dimension_names": ["time", "y", "x"]},
+        "blosc": {"zarr_format": 2, "compressors": codecs.Blosc()},
+        "zstd": {"zarr_format": 3},
+    }
+    for name, options in written.items():
+        group = zarr.open_group(tmp_path / f"{name}.zarr", mode="w", zarr_format=options.pop("zarr_format"))
+        array = group.create_array("sub/u", shape=field.shape, chunks=(4, 3, 2), **{"dtype": "f8", **options})
+        array[:] = field.numpy()
+        array.attrs["units"] = "m"
+
+    def body(rank, ranks):
+        mesh, cuts = ts.Mesh({"data": 1, "domain": ranks}), [0, 7] if ranks == 1 else [0, 3, 3, 6, 7][: ranks] + [7]
+        begin, end = cuts[rank], cuts[rank + 1]
+        got = {}
+        for name in written:
+            source = ts.ZarrSource(tmp_path / f"{name}.zarr")
+            assert source.variables == ["sub/u"] and source.shape("sub/u") == (9, 7, 5)
+            assert source.dims("sub/u") == (("time", "y", "x") if name == "gzip" else ("dim0", "dim1", "dim2"))
+            if name in ("blosc", "zstd"):
+                with pytest.raises(ts.NotAvailable, match=f"'{name}', which ZarrSource cannot read.*package zarr"):
+                    source.read("sub/u")
+                loader = of_the_page("loading_zarr", zarr=zarr, path=tmp_path / f"{name}.zarr/sub/u", rows=slice(begin, end), mesh=mesh)
+            else:
+                data = ts.SourceDataset(source, [ts.SourceField("sub/u", (0, begin), (9, end - begin))])
+                loader = ts.Loader(data, ts.FixedOrder(9, 4, seed=2), mesh, ["data"], workers=2)
+            got[name] = [loader.next().tensors[0] for _ in range(3)]
+        return got
+
+    whole = alone_of(field)
+    for ranks in range(1, 5):
+        every = on_ranks(ranks, lambda rank: body(rank, ranks))
+        for name in written:
+            for step, expected in enumerate(whole):
+                assert torch.equal(torch.cat([got[name][step] for got in every], 1).float(), expected.float()), (name, ranks, step)
+
+
+def alone_of(field):
+    def body(rank):
+        loader = ts.Loader(ts.TensorDataset(field), ts.FixedOrder(9, 4, seed=2), ts.Mesh({"data": 1}), ["data"])
+        return [loader.next().tensors[0] for _ in range(3)]
+
+    return on_ranks(1, body)[0]
+
+
+def of_the_page(block, **names):
     """A loader as docs/loading.md has it."""
     page = (pathlib.Path(__file__).resolve().parent.parent.parent / "docs/loading.md").read_text()
-    (block,) = re.findall(r"^<!-- python: loading_tar -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    names = {"ts": ts, "torch": torch, "tarfile": tarfile, "folder": folder, "mesh": mesh}
-    exec(compile(block, "loading.md", "exec"), names)
+    (code,) = re.findall(rf"^<!-- python: {block} -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names |= {"ts": ts, "torch": torch}
+    exec(compile(code, "loading.md", "exec"), names)
     return names["loader"]
 
 
@@ -350,7 +403,7 @@ def test_shards_of_archives(tmp_path):
 
     def steps(ranks, saved="", save_at=-1):
         def body(rank):
-            loader = archives_of_the_page(tmp_path, ts.Mesh({"data": ranks}))
+            loader = of_the_page("loading_tar", tarfile=tarfile, folder=tmp_path, mesh=ts.Mesh({"data": ranks}))
             checkpoints = ts.Checkpointer(tmp_path / "runs")
             if saved:
                 checkpoints.load(saved, {"loader": loader})

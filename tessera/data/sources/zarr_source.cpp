@@ -1,0 +1,210 @@
+#include "tessera/data/sources/zarr_source.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#ifdef TESSERA_HAS_ZLIB
+#include <zlib.h>
+#endif
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <numeric>
+
+#include "tessera/base/internal/file.h"
+#include "tessera/base/internal/name.h"
+#include "tessera/base/text.h"
+#include "tessera/data/sources/detail/cf_values.h"
+#include "tessera/data/sources/detail/zarr_array.h"
+#include "tessera/files/read_file.h"
+
+namespace tessera {
+
+namespace {
+
+using detail::ZarrArray;
+
+// Into all of `out`; false for what is damaged, or of another size.
+bool inflate_all([[maybe_unused]] std::string& packed, [[maybe_unused]] const at::Tensor& out,
+                 [[maybe_unused]] const ZarrArray& array) {
+#ifdef TESSERA_HAS_ZLIB
+  z_stream stream{};
+  stream.next_in = reinterpret_cast<Bytef*>(packed.data());
+  stream.avail_in = static_cast<uInt>(packed.size());
+  stream.next_out = static_cast<Bytef*>(out.mutable_data_ptr());
+  stream.avail_out = static_cast<uInt>(out.nbytes());
+  // 32: whether it is zlib's or gzip's header is for the library to see.
+  if (inflateInit2(&stream, 15 + 32) != Z_OK) return false;
+  const int status = inflate(&stream, Z_FINISH);
+  inflateEnd(&stream);
+  return status == Z_STREAM_END && stream.avail_out == 0 && stream.avail_in == 0;
+#else
+  throw NotAvailable(concat("this Tessera was built without zlib, and the chunks of ", array.folder,
+                            " are compressed by ", array.compressor,
+                            ": install zlib (Debian: zlib1g-dev) and configure again"));
+#endif
+}
+
+void require_known(const ZarrArray& array) {
+  const bool known =
+      array.compressor.empty() || array.compressor == "zlib" || array.compressor == "gzip";
+  if (known && array.refused.empty()) return;
+  throw NotAvailable(concat("the chunks of ", array.folder, " have ",
+                            known ? array.refused : concat("compressor '", array.compressor, "'"),
+                            ", which ZarrSource cannot read: write the array with zlib, gzip or no "
+                            "compressor, or read it in Python by the package zarr"));
+}
+
+// The chunk in the dtype that the variable has in memory.
+at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& place) {
+  const std::string path = array.chunk_path(place);
+  if (!std::filesystem::exists(path)) {
+    if (!array.fill)
+      throw FileError(concat(path, ": this chunk is not there, and the array has no fill value"));
+    return at::full(array.chunk, *array.fill, array.info.stored);
+  }
+  const std::vector<std::int64_t> shape =
+      array.column_major ? std::vector<std::int64_t>(array.chunk.rbegin(), array.chunk.rend())
+                         : array.chunk;
+  at::Tensor values = at::empty(shape, array.file_type);
+  const ReadFile file(path);
+  bool complete = file.size() == values.nbytes();
+  if (array.compressor.empty()) {
+    if (complete) file.read(values.mutable_data_ptr(), values.nbytes(), 0);
+  } else {
+    std::string packed(file.size(), '\0');
+    file.read(packed.data(), packed.size(), 0);
+    complete = inflate_all(packed, values, array);
+  }
+  if (!complete)
+    throw FileError(concat(path, ": this chunk of ", file.size(), " bytes is damaged or cut off; ",
+                           values.nbytes(), " bytes were to come",
+                           array.compressor.empty() ? "" : concat(" out of ", array.compressor)));
+  if (array.big_endian && values.element_size() > 1)
+    values =
+        at::from_blob(values.mutable_data_ptr(), {values.numel(), values.element_size()}, at::kByte)
+            .flip(1)
+            .view(array.file_type)
+            .view(shape);
+  if (array.column_major) {
+    std::vector<std::int64_t> reversed(shape.size());
+    std::iota(reversed.rbegin(), reversed.rend(), 0);
+    values = values.permute(reversed);
+  }
+  values = values.to(array.info.stored);
+  if (array.file_type == at::kUInt64 && values.lt(0).any().item<bool>())
+    throw FileError(concat(path, ": unsigned values above 2^63 - 1 cannot be held"));
+  return values;
+}
+
+}  // namespace
+
+struct ZarrSource::Arrays {
+  Arrays(std::string given, std::int64_t keep)
+      : path(std::move(given)), all(detail::zarr_arrays(path)), keep(keep) {}
+
+  const ZarrArray& array(const std::string& name) const {
+    std::vector<std::string> known;
+    for (const ZarrArray& a : all) {
+      if (a.info.name == name) return a;
+      known.push_back(printable(a.info.name));
+    }
+    throw VariableError(concat(path, " has no numeric array ", name, "; it has ", list(known)));
+  }
+
+  // Two threads may read a chunk at the same time; one of them is kept.
+  at::Tensor chunk(const ZarrArray& array, const std::vector<std::int64_t>& place) {
+    const std::pair key{&array, place};
+    {
+      const std::lock_guard lock(mutex);
+      if (const auto found = kept.find(key); found != kept.end()) {
+        found->second.used = ++now;
+        return found->second.values;
+      }
+    }
+    const at::Tensor values = chunk_of(array, place);
+    const auto bytes = static_cast<std::int64_t>(values.nbytes());
+    const std::lock_guard lock(mutex);
+    if (bytes > keep || !kept.try_emplace(key, Kept{values, ++now}).second) return values;
+    for (held += bytes; held > keep;) {
+      const auto oldest = std::min_element(
+          kept.begin(), kept.end(), [](auto& a, auto& b) { return a.second.used < b.second.used; });
+      held -= static_cast<std::int64_t>(oldest->second.values.nbytes());
+      kept.erase(oldest);
+    }
+    return values;
+  }
+
+  struct Kept {
+    at::Tensor values;
+    std::uint64_t used;
+  };
+  const std::string path;
+  const std::vector<ZarrArray> all;
+  const std::int64_t keep;
+  std::mutex mutex;
+  std::map<std::pair<const ZarrArray*, std::vector<std::int64_t>>, Kept> kept;
+  std::int64_t held = 0;
+  std::uint64_t now = 0;
+};
+
+ZarrSource::ZarrSource(const std::string& path, std::int64_t keep)
+    : arrays_(std::make_unique<Arrays>(path, keep)) {}
+ZarrSource::~ZarrSource() = default;
+
+std::string ZarrSource::name() const { return arrays_->path; }
+
+std::vector<std::string> ZarrSource::variables() const {
+  std::vector<std::string> names;
+  for (const ZarrArray& a : arrays_->all) names.push_back(a.info.name);
+  return names;
+}
+
+const VariableInfo& ZarrSource::info(const std::string& variable) const {
+  return arrays_->array(variable).info;
+}
+
+const std::vector<std::int64_t>& ZarrSource::chunk_shape(const std::string& variable) const {
+  return arrays_->array(variable).chunk;
+}
+
+at::Tensor ZarrSource::read_box(const VariableInfo& about, const Hyperslab& slab,
+                                const ReadOptions& options) const {
+  const ZarrArray& array = arrays_->array(about.name);
+  require_known(array);
+  const std::size_t dims = array.chunk.size();
+  at::Tensor stored = at::empty(slab.count, about.stored);
+  // Of each dim the box' indices [begin, end) that lie in the chunk at `place`, which counts on like
+  // the digits of a number.
+  std::vector<std::int64_t> begin(dims, 0), place(dims), end(dims);
+  const auto enter = [&](std::size_t d) {
+    place[d] = (slab.start[d] + begin[d] * slab.stride[d]) / array.chunk[d];
+    const std::int64_t last = (place[d] + 1) * array.chunk[d] - 1;
+    end[d] = std::min(slab.count[d], (last - slab.start[d]) / slab.stride[d] + 1);
+  };
+  for (std::size_t d = 0; d < dims; ++d) enter(d);
+  for (bool more = true; more;) {
+    at::Tensor from = arrays_->chunk(array, place), to = stored;
+    for (std::size_t i = 0; i < dims; ++i) {
+      const auto d = static_cast<std::int64_t>(i);
+      const std::int64_t first =
+          slab.start[i] + begin[i] * slab.stride[i] - place[i] * array.chunk[i];
+      const std::int64_t count = end[i] - begin[i];
+      from = from.slice(d, first, first + (count - 1) * slab.stride[i] + 1, slab.stride[i]);
+      to = to.narrow(d, begin[i], count);
+    }
+    to.copy_(from);
+    more = false;
+    for (std::size_t d = dims; d-- > 0 && !more;) {
+      more = end[d] < slab.count[d];
+      begin[d] = more ? end[d] : 0;
+      enter(d);
+    }
+  }
+  if (!options.decode) return stored.to(options.dtype);
+  return detail::cf_values(stored, about, array.missing, options, name());
+}
+
+}  // namespace tessera

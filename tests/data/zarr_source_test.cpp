@@ -1,0 +1,332 @@
+// ZarrSource against plain indexing of the numbers that were written, in both formats. (What the
+// package zarr writes is read in tests/python/test_data.py.)
+
+#include "tessera/data/sources/zarr_source.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#ifdef TESSERA_HAS_ZLIB
+#include <zlib.h>
+#endif
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "../support/folder.h"
+#include "tessera/base/text.h"
+#include "tessera/data/loader.h"
+#include "tessera/data/sources/source_dataset.h"
+#include "tessera/partition/partition.h"
+
+namespace tessera {
+namespace {
+
+using testing::Folder;
+using testing::thrown;
+using Sizes = std::vector<std::int64_t>;
+
+void write(const std::string& path, const std::string& bytes) {
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path());
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+struct Layout {
+  int format = 2;
+  Sizes chunk = {};
+  std::string type = "<f8", compressor = {}, separator = ".";
+  bool column_major = false;
+  std::string fill = "0", attributes = "{}";
+  /// Chunks of fill alone are not written.
+  bool sparse = false;
+};
+
+std::string packed(const std::string& bytes, const std::string& compressor) {
+  if (compressor.empty()) return bytes;
+#ifdef TESSERA_HAS_ZLIB
+  z_stream stream{};
+  if (deflateInit2(&stream, 5, Z_DEFLATED, compressor == "gzip" ? 31 : 15, 8, 0) != Z_OK)
+    throw Error("deflateInit2");
+  std::string from = bytes, out(deflateBound(&stream, bytes.size()), '\0');
+  stream.next_in = reinterpret_cast<Bytef*>(from.data());
+  stream.avail_in = static_cast<uInt>(from.size());
+  stream.next_out = reinterpret_cast<Bytef*>(out.data());
+  stream.avail_out = static_cast<uInt>(out.size());
+  deflate(&stream, Z_FINISH);
+  out.resize(stream.total_out);
+  deflateEnd(&stream);
+  return out;
+#else
+  throw Error("no zlib");
+#endif
+}
+
+std::string bytes_of(at::Tensor chunk, const Layout& as) {
+  const std::map<std::string, at::ScalarType> types{
+      {"f2", at::kHalf},   {"f4", at::kFloat},  {"f8", at::kDouble}, {"i1", at::kChar},
+      {"i2", at::kShort},  {"i4", at::kInt},    {"i8", at::kLong},   {"u1", at::kByte},
+      {"u2", at::kUInt16}, {"u4", at::kUInt32}, {"u8", at::kLong},   {"b1", at::kBool}};
+  Sizes order;
+  for (std::int64_t d = chunk.dim(); d-- > 0;) order.push_back(d);
+  if (as.column_major) chunk = chunk.permute(order);
+  chunk = chunk.to(types.at(as.type.substr(1))).contiguous();
+  std::string bytes(static_cast<const char*>(chunk.const_data_ptr()), chunk.nbytes());
+  if (const auto n = chunk.element_size(); as.type[0] == '>')
+    for (auto i = bytes.begin(); i != bytes.end(); i += static_cast<std::ptrdiff_t>(n))
+      std::reverse(i, i + static_cast<std::ptrdiff_t>(n));
+  return packed(bytes, as.compressor);
+}
+
+std::string metadata(const Sizes& shape, const Layout& as) {
+  if (as.format == 2)
+    return concat(R"({"zarr_format": 2, "shape": )", list(shape), R"(, "chunks": )", list(as.chunk),
+                  R"(, "dtype": ")", as.type, R"(", "order": ")", as.column_major ? "F" : "C",
+                  R"(", "fill_value": )", as.fill, R"(, "dimension_separator": ")", as.separator,
+                  R"(", "filters": null)", R"(, "compressor": )",
+                  as.compressor.empty() ? "null" : concat(R"({"id": ")", as.compressor, "\"}"),
+                  "}");
+  const std::map<char, std::string> kinds{{'f', "float"}, {'i', "int"}, {'u', "uint"}};
+  const std::string type =
+      as.type[1] == 'b' ? "bool" : concat(kinds.at(as.type[1]), 8 * (as.type[2] - '0'));
+  return concat(R"({"zarr_format": 3, "node_type": "array", "shape": )", list(shape),
+                R"(, "data_type": ")", type,
+                R"(", "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": )",
+                list(as.chunk), R"(}}, "chunk_key_encoding": {"name": "default", )",
+                R"("configuration": {"separator": ")", as.separator, R"("}}, "fill_value": )",
+                as.fill, R"(, "codecs": [{"name": "bytes", "configuration": {"endian": ")",
+                as.type[0] == '>' ? "big" : "little", "\"}}",
+                as.compressor.empty() ? "" : concat(R"(, {"name": ")", as.compressor, "\"}"),
+                "], \"attributes\": ", as.attributes, "}");
+}
+
+// An array of a group, as the specifications say.
+void write_array(const std::string& folder, const std::string& name, const at::Tensor& data,
+                 const Layout& as) {
+  const std::string root = concat(folder, "/", name);
+  write(folder + (as.format == 2 ? "/.zgroup" : "/zarr.json"),
+        as.format == 2 ? R"({"zarr_format": 2})" : R"({"zarr_format": 3, "node_type": "group"})");
+  write(root + (as.format == 2 ? "/.zarray" : "/zarr.json"), metadata(data.sizes().vec(), as));
+  if (as.format == 2) write(root + "/.zattrs", as.attributes);
+  Sizes place(as.chunk.size(), 0);
+  const auto key = [&] {
+    std::string key = as.format == 3 ? "c" : "";
+    for (const std::int64_t i : place) key += concat(key.empty() ? "" : as.separator, i);
+    return concat(root, "/", key.empty() ? "0" : key);
+  };
+  for (bool more = data.numel() > 0; more;) {
+    at::Tensor chunk = at::full(as.chunk, std::stod(as.fill), data.options()), box = data;
+    at::Tensor part = chunk;
+    for (std::size_t i = 0; i < place.size(); ++i) {
+      const auto d = static_cast<std::int64_t>(i);
+      box = box.slice(d, place[i] * as.chunk[i], (place[i] + 1) * as.chunk[i]);
+      part = part.narrow(d, 0, box.size(d));
+    }
+    part.copy_(box);
+    if (!as.sparse || !chunk.eq(std::stod(as.fill)).all().item<bool>())
+      write(key(), bytes_of(chunk, as));
+    more = false;
+    for (std::size_t d = place.size(); d-- > 0 && !more;) {
+      more = (place[d] + 1) * as.chunk[d] < data.size(static_cast<std::int64_t>(d));
+      place[d] = more ? place[d] + 1 : 0;
+    }
+  }
+}
+
+TEST(ZarrSource, DrawnArraysEqualPlainIndexing) {
+  std::mt19937_64 random(5);
+  const auto upto = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n + 1));
+  };
+  std::vector<std::string> compressors{""};
+#ifdef TESSERA_HAS_ZLIB
+  compressors.insert(compressors.end(), {"gzip", "zlib"});
+#endif
+  torch::manual_seed(5);
+  int sparse = 0;
+  for (const std::string type : {"<f2", "<f4", ">f4", "<f8", ">f8", "|i1", "<i2", ">i2", "<i4",
+                                 "<i8", ">i8", "|u1", "<u2", ">u4", "<u8", "|b1"})
+    for (int n = 0; n < 24; ++n) {
+      Layout as{.format = n % 2 + 2, .type = type};
+      Sizes shape;
+      for (std::int64_t d = upto(4); d > 0; --d) {
+        shape.push_back(1 + upto(8));
+        as.chunk.push_back(1 + upto(4));
+      }
+      as.compressor =
+          compressors[random() % (as.format == 3 ? std::min<std::size_t>(compressors.size(), 2)
+                                                 : compressors.size())];
+      as.separator = upto(1) == 0 ? "." : "/";
+      as.column_major = as.format == 2 && upto(2) == 0;
+      as.sparse = upto(1) == 0;
+      at::Tensor data = torch::randint(0, type == "|b1" ? 2 : 100, shape, at::kDouble);
+      if (as.sparse && !shape.empty()) data.narrow(0, 0, (shape[0] + 1) / 2).zero_();
+      const Folder folder;
+      write_array(folder / "x.zarr", "group/u", data, as);
+      if (as.format == 3) write(folder / "x.zarr/group/zarr.json", R"({"node_type": "group"})");
+      if (as.format == 2) write(folder / "x.zarr/group/.zgroup", "{}");
+      // Of a kept size below one chunk, of some chunks and of all.
+      const ZarrSource source(folder / "x.zarr", n % 3 == 0 ? 0 : n % 3 == 1 ? 200 : 64 << 20);
+      EXPECT_EQ(source.variables(), (std::vector<std::string>{"group/u"}));
+      EXPECT_EQ(source.info("group/u").shape, shape);
+      EXPECT_EQ(source.chunk_shape("group/u"), as.chunk);
+      for (int slabs = 0; slabs < 12; ++slabs) {
+        Hyperslab slab;
+        at::Tensor expected = data;
+        for (std::size_t i = 0; i < shape.size(); ++i) {
+          const auto d = static_cast<std::int64_t>(i);
+          const std::int64_t start = upto(shape[i]), stride = 1 + upto(6);
+          const std::int64_t most = start < shape[i] ? (shape[i] - 1 - start) / stride + 1 : 0;
+          slab.start.push_back(start);
+          slab.count.push_back(upto(most));
+          slab.stride.push_back(stride);
+          expected = expected.slice(d, start, std::nullopt, stride).narrow(d, 0, slab.count[i]);
+        }
+        const at::Tensor got = source.read("group/u", slab, {.dtype = at::kDouble});
+        ASSERT_TRUE(got.equal(expected)) << metadata(shape, as) << " at " << list(slab.start)
+                                         << list(slab.count) << list(slab.stride);
+      }
+      sparse += as.sparse;
+    }
+  EXPECT_GT(sparse, 50);
+}
+
+// Rows of every sample over ranks, uneven and not along the chunks, some without any.
+TEST(ZarrSource, RanksReadTheirRows) {
+  const Folder folder;
+  torch::manual_seed(3);
+  const at::Tensor data = torch::randn({9, 7, 5}, at::kDouble);
+  write_array(folder.path(), "u", data, {.chunk = {4, 3, 2}});
+  for (const Sizes& sizes : {Sizes{7}, Sizes{3, 4}, Sizes{5, 0, 2}, Sizes{1, 1, 4, 1}}) {
+    const Mesh mesh({{"domain", static_cast<int>(sizes.size())}});
+    auto order =
+        std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 9, .seed = 2}, BatchSchedule(4));
+    std::vector<std::vector<at::Tensor>> parts(3);
+    std::int64_t begin = 0;
+    for (std::size_t rank = 0; rank < sizes.size(); begin += sizes[rank++]) {
+      auto source = std::make_shared<ZarrSource>(folder.path());
+      auto rows = std::make_shared<SourceDataset>(
+          source,
+          std::vector<SourceField>{
+              {"u", {.start = {0, begin}, .count = {9, sizes[rank]}}, {.dtype = at::kDouble}}});
+      Loader loader({rows}, order, batch_mapping(mesh, {}), static_cast<int>(rank), {.workers = 2});
+      for (auto& step : parts) step.push_back(loader.next().tensors[0]);
+    }
+    auto whole = std::make_shared<TensorDataset>(std::vector<at::Tensor>{data});
+    Loader one({whole}, order, batch_mapping(Mesh({{"domain", 1}}), {}), 0);
+    for (const auto& step : parts) EXPECT_TRUE(at::cat(step, 1).equal(one.next().tensors[0]));
+  }
+}
+
+TEST(ZarrSource, ThreadsReadAtOnce) {
+  const Folder folder;
+  const at::Tensor data = torch::arange(40 * 6, at::kDouble).view({40, 6});
+  write_array(folder.path(), "u", data, {.chunk = {3, 4}});
+  const ZarrSource source(folder.path(), 600);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&, t] {
+      for (std::int64_t i = 0; i < 200; ++i)
+        EXPECT_TRUE(source.read("u", {{(7 * i + t) % 40}, {1}}, {.dtype = at::kDouble})[0].equal(
+            data[(7 * i + t) % 40]));
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(ZarrSource, NamesAttributesAndDecodes) {
+  const Folder folder;
+  const at::Tensor stored = torch::tensor({-5, 0, 7, -999}, at::kDouble);
+  const std::string scaled = R"("scale_factor": 0.5, "units": "m", "valid_range": [-10, 10])";
+  const auto attributes = [&](const std::string& more) { return concat("{", scaled, more, "}"); };
+  const std::string dims = R"(, "_ARRAY_DIMENSIONS": ["time"])";
+  write_array(folder.path(), "bare", stored,
+              {.chunk = {3}, .type = "<i2", .fill = "7", .attributes = attributes("")});
+  write_array(folder.path(), "named", stored,
+              {.chunk = {3}, .type = "<i2", .fill = "7", .attributes = attributes(dims)});
+  write_array(
+      folder.path(), "marked", stored,
+      {.chunk = {3}, .type = "<i2", .attributes = attributes(dims + R"(, "_FillValue": -5)")});
+  const ZarrSource source(folder.path());
+  EXPECT_EQ(source.variables(), (std::vector<std::string>{"bare", "marked", "named"}));
+  EXPECT_EQ(source.info("bare").dims[0], "dim0");
+  EXPECT_EQ(source.info("named").dims[0], "time");
+  EXPECT_EQ(source.text("named", "units"), "m");
+  EXPECT_EQ(source.number("named", "scale_factor"), 0.5);
+  const double nan = std::nan("");
+  const auto expect = [&](const std::string& name, const std::vector<double>& values) {
+    EXPECT_TRUE(at::allclose(source.read(name, {}, {.dtype = at::kDouble}),
+                             torch::tensor(values, at::kDouble), 0, 0, /*equal_nan=*/true))
+        << name;
+  };
+  expect("bare", {-2.5, 0, 3.5, nan});
+  expect("named", {-2.5, 0, nan, nan});
+  expect("marked", {nan, 0, 3.5, nan});
+  EXPECT_TRUE(source.read("named", {}, {.dtype = at::kDouble, .decode = false}).equal(stored));
+  // An array alone has its folder's name.
+  EXPECT_EQ(ZarrSource(folder / "named").variables(), (std::vector<std::string>{"named"}));
+}
+
+TEST(ZarrSource, WhatCannotBeReadIsNamed) {
+  const Folder folder;
+  const at::Tensor data = torch::arange(8, at::kDouble);
+  const Layout second{.chunk = {3}}, third{.format = 3, .chunk = {3}, .separator = "/"};
+  // An array whose metadata has `to` in the place of `from`.
+  const auto altered = [&](const Layout& as, const std::string& from, const std::string& to) {
+    std::filesystem::remove_all(folder / "x");
+    write_array(folder / "x", "u", data, as);
+    std::string text = metadata({8}, as);
+    EXPECT_NE(text.find(from), std::string::npos);
+    write(folder / (as.format == 2 ? "x/u/.zarray" : "x/u/zarr.json"),
+          text.replace(text.find(from), from.size(), to));
+    return folder / "x";
+  };
+  const auto read = [](const std::string& path) { ZarrSource(path).read("u"); };
+  const auto has = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  const auto unknown = [&](const Layout& as, const std::string& from, const std::string& to) {
+    const std::string path = altered(as, from, to);
+    EXPECT_EQ(ZarrSource(path).info("u").shape, Sizes{8});
+    return thrown<NotAvailable>([&] { read(path); });
+  };
+  const auto broken = [&](const Layout& as, const std::string& from, const std::string& to) {
+    const std::string path = altered(as, from, to);
+    return thrown<FileError>([&] { read(path); });
+  };
+  has(unknown(second, R"("compressor": null)", R"("compressor": {"id": "blosc", "cname": "lz4"})"),
+      "compressor 'blosc', which ZarrSource cannot read: write the array with zlib, gzip or no "
+      "compressor, or read it in Python by the package zarr");
+  has(unknown(second, R"("filters": null)", R"("filters": [{"id": "delta"}])"), "filter 'delta'");
+  has(unknown(third, R"("codecs": [)", R"("codecs": [{"name": "sharding_indexed"}, )"),
+      "codec 'sharding_indexed'");
+  has(unknown(third, R"("name": "regular")", R"("name": "uneven")"), "chunk grid 'uneven'");
+  has(broken(third, R"("fill_value": 0)", R"("fill_value": "0x7fc0")"), "a fill value '0x7fc0'");
+  has(broken(second, "[3]", "[3, 2]"), "chunks of [3, 2] and a shape of [8]");
+  has(broken(second, "[3]", "[0]"), "a size of 0");
+  has(broken(second, "}", ""), "x/u/.zarray: ");
+  // Chunks that are cut off, or gone where nothing stands for them.
+  const std::string path = altered(second, R"("fill_value": 0)", R"("fill_value": null)");
+  std::filesystem::resize_file(path + "/u/1", 20);
+  std::filesystem::remove(path + "/u/2");
+  const ZarrSource source(path);
+  const auto reads = [&](std::int64_t at) { return source.read("u", {{at}, {2}}); };
+  EXPECT_EQ(reads(0)[1].item<double>(), 1);
+  has(thrown<FileError>([&] { reads(2); }), "x/u/1: this chunk of 20 bytes is damaged or cut off");
+  has(thrown<FileError>([&] { reads(6); }), "x/u/2: this chunk is not there, and the array has no");
+  has(thrown<RangeError>([&] { reads(7); }), "8 indices");
+  has(thrown<VariableError>([&] { source.info("v"); }), "it has [u]");
+  has(thrown<FileError>([&] { read(folder / "nothing"); }), "is no Zarr group or array");
+  // Values that no tensor of signed numbers holds.
+  write_array(folder / "n", "u", torch::full({4}, -1, at::kDouble), {.chunk = {3}, .type = "<u8"});
+  has(thrown<FileError>([&] { read(folder / "n"); }), "2^63 - 1");
+#ifdef TESSERA_HAS_ZLIB
+  write_array(folder / "z", "u", data, {.chunk = {3}, .compressor = "zlib"});
+  std::filesystem::resize_file(folder / "z/u/0", 12);
+  has(thrown<FileError>([&] { read(folder / "z"); }), "out of zlib");
+#else
+  has(unknown(second, R"("compressor": null)", R"("compressor": {"id": "zlib"})"), "zlib1g-dev");
+#endif
+}
+
+}  // namespace
+}  // namespace tessera
