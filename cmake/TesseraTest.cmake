@@ -1,13 +1,14 @@
 # What runs a test program: the test reads as skipped where GoogleTest skipped a case and the program ended well. scripts/skipped prints the reasons.
 set(TESSERA_RUN_TEST bash "${PROJECT_SOURCE_DIR}/tests/run")
 
-# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [SHARDS n] [ALONE] [GLOO 2] [SHM 3] [MPI 3])
+# tessera_test(NAME SOURCES a.cpp ... [TORCH] [LINK target ...] [RANKS 1 2 4] [TIMEOUT seconds] [LABELS ...] [SHARDS n] [ALONE] [GLOO 2] [SHM 3] [MPI 3] [CASES filter])
 # A GoogleTest program. Without RANKS it runs once; with RANKS it runs once for each number, every rank a process of its own under the project's launcher,
 # which kills and reports a rank that hangs. The folder's name is a label, so that `ctest -L comm` runs the tests of a room. The sources of a program are
 # compiled in batches (tessera_unity), so that their names are unique in the program, or each by itself with ALONE. SHARDS runs the cases in that many
-# processes side by side, for programs that mostly wait. GLOO, SHM, MPI: the cases again over so many ranks that are processes (tessera_process_tests).
+# processes side by side, for programs that mostly wait. GLOO, SHM, MPI: the cases again over so many ranks that are processes (tessera_process_tests); with
+# CASES those alone that GoogleTest's filter says.
 function(tessera_test name)
-  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT;SHARDS" "SOURCES;LINK;RANKS;LABELS;GLOO;SHM;MPI" ${ARGN})
+  cmake_parse_arguments(TEST "TORCH;ALONE" "TIMEOUT;SHARDS;CASES" "SOURCES;LINK;RANKS;LABELS;GLOO;SHM;MPI" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 120)
   endif()
@@ -18,7 +19,11 @@ function(tessera_test name)
   list(APPEND TEST_LABELS ${folder})
   if(TEST_GLOO OR TEST_SHM OR TEST_MPI)
     list(APPEND TEST_SOURCES "${PROJECT_SOURCE_DIR}/tests/support/ranks_main.cpp")
-    tessera_process_tests(${name} GLOO ${TEST_GLOO} SHM ${TEST_SHM} MPI ${TEST_MPI})
+    set(filter "")
+    if(TEST_CASES)
+      set(filter ARGUMENTS --gtest_filter=${TEST_CASES})
+    endif()
+    tessera_process_tests(${name} GLOO ${TEST_GLOO} SHM ${TEST_SHM} MPI ${TEST_MPI} ${filter})
   endif()
   add_executable(test_${name} ${TEST_SOURCES})
   if(NOT TEST_ALONE)
