@@ -22,8 +22,8 @@
 #include "tessera/data/sources/hdf5_source.h"
 #include "tessera/data/sources/netcdf_source.h"
 #include "tessera/data/sources/safetensors_source.h"
-#include "tessera/data/sources/zarr_source.h"
 #include "tessera/data/sources/source_dataset.h"
+#include "tessera/data/sources/zarr_source.h"
 #include "tessera/data/stream_loader.h"
 
 namespace tessera::python {

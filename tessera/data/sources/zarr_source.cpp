@@ -176,8 +176,8 @@ at::Tensor ZarrSource::read_box(const VariableInfo& about, const Hyperslab& slab
   require_known(array);
   const std::size_t dims = array.chunk.size();
   at::Tensor stored = at::empty(slab.count, about.stored);
-  // Of each dim the box' indices [begin, end) that lie in the chunk at `place`, which counts on like
-  // the digits of a number.
+  // Of each dim the box' indices [begin, end) that lie in the chunk at `place`, which counts on
+  // like the digits of a number.
   std::vector<std::int64_t> begin(dims, 0), place(dims), end(dims);
   const auto enter = [&](std::size_t d) {
     place[d] = (slab.start[d] + begin[d] * slab.stride[d]) / array.chunk[d];

@@ -14,10 +14,10 @@ namespace tessera {
 /// 64-bit values above 2^63 - 1 throw FileError. Dims have the names of `dimension_names`, or of
 /// the attribute _ARRAY_DIMENSIONS, else dim0, dim1, ...
 ///
-/// Chunks are stored as they are, or compressed by zlib or gzip, in either byte order and, in format
-/// 2, either order of elements. What else there may be (blosc, zstd, filters, transposed or sharded
-/// chunks, checksums) is refused by its name at a read. A chunk that is not there holds the array's
-/// fill value, as the format says.
+/// Chunks are stored as they are, or compressed by zlib or gzip, in either byte order and, in
+/// format 2, either order of elements. What else there may be (blosc, zstd, filters, transposed or
+/// sharded chunks, checksums) is refused by its name at a read. A chunk that is not there holds the
+/// array's fill value, as the format says.
 ///
 /// Values are decoded by the CF conventions as NetcdfSource does it, with the attribute _FillValue;
 /// in format 2, where an array has _ARRAY_DIMENSIONS, its fill value is that, as xarray writes it.
@@ -43,8 +43,8 @@ class ZarrSource : public Source {
   const std::vector<std::int64_t>& chunk_shape(const std::string& variable) const;
 
  protected:
-  /// Throws FileError, naming its file, for a chunk that is damaged or cut off, or that is not there
-  /// where the array has no fill value; NotAvailable for what is refused.
+  /// Throws FileError, naming its file, for a chunk that is damaged or cut off, or that is not
+  /// there where the array has no fill value; NotAvailable for what is refused.
   at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
                       const ReadOptions& options) const override;
 
