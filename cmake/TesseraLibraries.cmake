@@ -1,5 +1,5 @@
 # The rooms as the libraries that users link:
-#   Tessera::base     the torch-free rooms (C++ standard library only)
+#   Tessera::base     the torch-free rooms (C++ standard library only, and METIS where it is found)
 #   Tessera::config   files and machines into the structs of the torch-free rooms (JSON, YAML, Slurm, hwloc)
 #   Tessera::tessera  everything that needs libtorch and nothing else
 #   Tessera::data     sources of data: libtorch, and netCDF where it is found
@@ -50,6 +50,7 @@ endfunction()
 
 tessera_library(tessera_base_library ROOMS ${TESSERA_BASE_ROOMS})
 set_target_properties(tessera_base_library PROPERTIES OUTPUT_NAME tessera_base EXPORT_NAME base)
+target_link_libraries(tessera_base_library PRIVATE $<TARGET_NAME_IF_EXISTS:tessera_metis>)
 add_library(Tessera::base ALIAS tessera_base_library)
 
 if(TARGET tessera_config)

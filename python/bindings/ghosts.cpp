@@ -22,6 +22,7 @@
 #include "tessera/ops/ghosts/owned_rows.h"
 #include "tessera/ops/ghosts/rebalance.h"
 #include "tessera/partition/curve.h"
+#include "tessera/partition/metis.h"
 
 namespace tessera::python {
 
@@ -187,6 +188,21 @@ at::Tensor along_curve(const at::Tensor& places, std::int64_t parts, const at::T
   return as_tensor({owner.begin(), owner.end()});
 }
 
+// The same.
+at::Tensor by_metis(std::int64_t nodes, const at::Tensor& edges, std::int64_t parts,
+                    const at::Tensor& weights) {
+  if (edges.dim() != 2 || edges.size(0) != 2)
+    throw InvalidArgument(concat("edges of shape ", edges.sizes(), "; give 2 x edges"));
+  const at::Tensor all = edges.to(at::kCPU, at::kLong).contiguous();
+  const at::Tensor costs = weights.to(at::kCPU, at::kDouble).contiguous();
+  const auto count = static_cast<std::size_t>(all.size(1));
+  const auto* from = all.const_data_ptr<std::int64_t>();
+  const auto owner = partition_by_metis(
+      nodes, std::span(from, count), std::span(from + count, count), static_cast<int>(parts),
+      std::span(costs.const_data_ptr<double>(), static_cast<std::size_t>(costs.numel())));
+  return as_tensor({owner.begin(), owner.end()});
+}
+
 std::vector<std::tuple<std::int64_t, std::int64_t>> peers_of(
     const std::vector<GhostRows::Peer>& peers) {
   std::vector<std::tuple<std::int64_t, std::int64_t>> all;
@@ -284,6 +300,7 @@ void register_ghosts(Library& library) {
   library.def("edges_within", near_of);
   library.def("nearest_edges", nearest_of);
   library.def("partition_along_curve", along_curve);
+  library.def("partition_by_metis", by_metis);
   library.def("ghosts_of", [](const at::Tensor& owned, const at::Tensor& ids) {
     return as_tensor(ghosts_of(GivenIds(owned, "owned_ids"), GivenIds(ids, "ids")));
   });

@@ -114,6 +114,7 @@ from tessera._ghost import (
     ghosts_of,
     nearest_edges,
     partition_along_curve,
+    partition_by_metis,
     rebalance,
 )
 from tessera._functional import functional
@@ -455,6 +456,7 @@ __all__ = [
     "parse_hosts",
     "parse_topology",
     "partition_along_curve",
+    "partition_by_metis",
     "process_groups_of",
     "rand",
     "randn",

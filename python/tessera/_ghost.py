@@ -390,6 +390,16 @@ def partition_along_curve(places, parts, weights=None):
     return ops.partition_along_curve(places, parts, torch.as_tensor([] if weights is None else weights, dtype=torch.float64))
 
 
+def partition_by_metis(nodes, edges, parts, weights=None):
+    """The part of each of `nodes` nodes, 0 .. parts - 1, by METIS: few of the `edges` (2 x edges, numbers of nodes) between parts, and parts of equally many, or equally heavy, nodes.
+    Communicates nothing: call it on one rank and broadcast, or on all where they are alike. Raises InvalidArgument for what is no graph, NotAvailable in a build without METIS.
+
+    >>> def owners(nodes, edges):                        # of a build with METIS
+    ...     return ts.partition_by_metis(nodes, edges, ts.world().size)
+    """
+    return ops.partition_by_metis(nodes, torch.as_tensor(edges), parts, torch.as_tensor([] if weights is None else weights, dtype=torch.float64))
+
+
 def ghosts_of(owned_ids, ids):
     """The distinct `ids` that are not among `owned_ids`, in the order in which they come first: what a rank needs. Communicates nothing.
 

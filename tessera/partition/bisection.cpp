@@ -118,9 +118,7 @@ PartitionQuality quality_of(std::span<const int> owner, int parts,
                             std::span<const std::int64_t> source,
                             std::span<const std::int64_t> target) {
   if (parts < 1) throw InvalidArgument(concat(parts, " parts; give at least 1"));
-  if (source.size() != target.size())
-    throw InvalidArgument(
-        concat(source.size(), " sources of edges and ", target.size(), " targets"));
+  detail::check_edges(static_cast<std::int64_t>(owner.size()), source, target);
   const auto n = static_cast<std::size_t>(parts);
   PartitionQuality quality{static_cast<std::int64_t>(owner.size()),
                            static_cast<std::int64_t>(source.size()),
@@ -136,9 +134,6 @@ PartitionQuality quality_of(std::span<const int> owner, int parts,
   // The sources that each part needs of others, part by part.
   std::vector<std::vector<std::int64_t>> needed(n);
   for (std::size_t e = 0; e < source.size(); ++e) {
-    for (const std::int64_t node : {source[e], target[e]})
-      if (node < 0 || node >= quality.nodes)
-        throw InvalidArgument(concat("edge ", e, " names node ", node, " of ", quality.nodes));
     const auto from = owner[static_cast<std::size_t>(source[e])];
     const auto to = owner[static_cast<std::size_t>(target[e])];
     if (from == to) continue;

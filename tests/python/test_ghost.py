@@ -354,3 +354,18 @@ def test_bad_input_is_told_to_every_rank():
         return ts.ghost_exchange(plan, torch.tensor([rank])).tolist()
 
     assert ts.run_threads(2, body, timeout=100) == [[0, 1], [1, 0]]
+
+
+def test_metis_divides_a_graph():
+    n = torch.arange(63)
+    edges = torch.cat([torch.stack([n, n + 1]), torch.stack([n + 1, n])], 1)
+    try:
+        owner = ts.partition_by_metis(64, edges, 4)
+    except ts.NotAvailable as absent:
+        assert "libmetis-dev" in str(absent)
+        return
+    assert owner.bincount().tolist() == pytest.approx([16] * 4, abs=2) and int((owner[edges[0]] != owner[edges[1]]).sum()) <= 8
+    with pytest.raises(ts.InvalidArgument, match="edge 0 names node 0 of 0"):
+        ts.partition_by_metis(0, edges, 4)
+    with pytest.raises(ts.InvalidArgument, match="2 x edges"):
+        ts.partition_by_metis(64, n, 4)
