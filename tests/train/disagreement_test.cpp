@@ -51,17 +51,17 @@ TEST(Hostile, ACheckpointOfSomethingElseIsRefusedBeforeAnythingChanges) {
   };
   const auto refused = [&](const std::function<std::shared_ptr<Custom>()>& make,
                            const std::string& what) {
-    expect_all_told(on_ranks(2,
-                             [&](DistributedManager& manager) {
-                               const auto task = make();
-                               const auto before = task->values();
-                               try {
-                                 fit(manager, *task);
-                               } catch (...) {
-                                 expect_equal(task->values(), before, what);
-                                 throw;
-                               }
-                             }),
+    expect_all_told(outcomes_on(2,
+                                [&](DistributedManager& manager) {
+                                  const auto task = make();
+                                  const auto before = task->values();
+                                  try {
+                                    fit(manager, *task);
+                                  } catch (...) {
+                                    expect_equal(task->values(), before, what);
+                                    throw;
+                                  }
+                                }),
                     what);
   };
   refused([&] { return std::make_shared<Custom>(smaller(), 1, 2); }, "another model");
@@ -118,7 +118,7 @@ TEST(Hostile, AnotherAccumulationOnResumeUsesEachBatchOnce) {
 TEST(Hostile, OptionsThatDifferBetweenRanksAreTold) {
   const auto fit = [](const std::function<void(TrainerOptions&, int rank)>& change,
                       bool validates) {
-    return on_ranks(3, [&](DistributedManager& manager) {
+    return outcomes_on(3, [&](DistributedManager& manager) {
       Regression task;
       auto options = with(std::make_shared<DDPStrategy>(manager), 2);
       change(options, manager.rank());
@@ -162,7 +162,7 @@ TEST(Hostile, FoldersAndResumingThatDifferBetweenRanksAreRefused) {
   for (const bool early : {false, true}) {
     const Folder folder;
     const auto fit = [&](const std::function<void(TrainerCheckpoints&, int rank)>& change) {
-      return on_ranks(3, [&](DistributedManager& manager) {
+      return outcomes_on(3, [&](DistributedManager& manager) {
         std::shared_ptr<Strategy> strategy;
         if (early)
           strategy = std::make_shared<Early>(manager);

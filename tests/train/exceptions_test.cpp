@@ -22,8 +22,9 @@ TEST(OnException, TheLastWholeStateIsSavedAndTheRunGoesOn) {
     for (const std::string where :
          {"forward", "backward", "before", "validation", "epoch", "after", "save"}) {
       const Folder folder;
-      expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, folder.path(), where); }),
-                      "a grenade in " + where);
+      expect_all_told(
+          outcomes_on(ranks, [&](DistributedManager& m) { run(m, folder.path(), where); }),
+          "a grenade in " + where);
       on_threads(ranks, [&](DistributedManager& manager) {
         const auto names = Checkpointer(manager, folder.path()).names();
         const bool third = where == "validation" || where == "epoch";
@@ -77,7 +78,7 @@ TEST(Hostile, ThrowingInSaveOrLoadOnOneRankIsToldAndTheCheckpointBeforeStays) {
   };
   on_threads(2, [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", "", 0); });
   // While the save of the step before may still be in flight.
-  expect_all_told(on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), "save", 4); }),
+  expect_all_told(outcomes_on(2, [&](DistributedManager& m) { run(m, folder.path(), "save", 4); }),
                   "a grenade in save");
   std::int64_t at = 0;
   on_threads(1, [&](DistributedManager& manager) {
@@ -86,7 +87,7 @@ TEST(Hostile, ThrowingInSaveOrLoadOnOneRankIsToldAndTheCheckpointBeforeStays) {
     at = std::stoll(latest->substr(5));
   });
   EXPECT_GE(at, 2);
-  expect_all_told(on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), "load", at); }),
+  expect_all_told(outcomes_on(2, [&](DistributedManager& m) { run(m, folder.path(), "load", at); }),
                   "a grenade in load");
   on_threads(2, [&](DistributedManager& m) {
     expect_equal(run(m, folder.path(), "", 0), expected[m.rank()], "gone on");
@@ -110,7 +111,7 @@ TEST(Hostile, InterruptedAnywhereWithSavesInFlight) {
     for (const std::string where : {"forward", "after"}) {
       const Folder folder;
       expect_all_told(
-          on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), where, step); }),
+          outcomes_on(2, [&](DistributedManager& m) { run(m, folder.path(), where, step); }),
           "a grenade in " + where);
       on_threads(2, [&](DistributedManager& m) {
         // Never more is lost than what was saved by the save before the one in flight.
@@ -147,7 +148,7 @@ TEST(Hostile, AFullDiskInTheBackgroundIsTheNextCallsErrorAndNothingIsLost) {
     return run_with(manager, options, "", 0);
   };
   on_threads(2, [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", false); });
-  expect_all_told(on_ranks(2, [&](DistributedManager& m) { run(m, folder.path(), true); }),
+  expect_all_told(outcomes_on(2, [&](DistributedManager& m) { run(m, folder.path(), true); }),
                   "No space left on device");
   on_threads(2, [&](DistributedManager& m) {
     EXPECT_EQ(Checkpointer(m, folder.path()).latest(), "step-2");
@@ -167,12 +168,12 @@ TEST(Hostile, AReductionThatThrowsOnOneRankEndsAll) {
    private:
     int calls_ = 0;
   };
-  expect_all_told(on_ranks(3,
-                           [](DistributedManager& manager) {
-                             Regression task;
-                             Trainer(with(std::make_shared<Breaks>(manager), 1))
-                                 .fit(task, ragged_batches(manager.rank(), 5));
-                           }),
+  expect_all_told(outcomes_on(3,
+                              [](DistributedManager& manager) {
+                                Regression task;
+                                Trainer(with(std::make_shared<Breaks>(manager), 1))
+                                    .fit(task, ragged_batches(manager.rank(), 5));
+                              }),
                   "the wire is cut");
 }
 
@@ -198,7 +199,7 @@ TEST(OnException, WhatCallbacksSaveIsCopied) {
       run_with(manager, options, where, 4);
       return counting->batches;
     };
-    expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, "backward"); }),
+    expect_all_told(outcomes_on(ranks, [&](DistributedManager& m) { run(m, "backward"); }),
                     "a grenade in backward");
     on_threads(ranks, [&](DistributedManager& manager) {
       EXPECT_EQ(Checkpointer(manager, folder.path()).latest(), "step-4");
@@ -244,7 +245,7 @@ TEST(OnException, WhatIsThrownNeedsNotBeAStdException) {
     const Folder none, folder;
     on_threads(ranks,
                [&](DistributedManager& m) { expected[m.rank()] = run(m, none / "full", false); });
-    expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, folder.path(), true); }),
+    expect_all_told(outcomes_on(ranks, [&](DistributedManager& m) { run(m, folder.path(), true); }),
                     "no std::exception");
     for (const std::string& what : heard)
       EXPECT_NE(what.find("no std::exception"), std::string::npos) << what;
@@ -303,7 +304,7 @@ TEST(OnException, EvaluationsReportWhateverIsThrown) {
         throw;
       }
     };
-    const Outcomes all = on_ranks(2, evaluate);
+    const Outcomes all = outcomes_on(2, evaluate);
     EXPECT_EQ(all.said[1], "no std::exception") << stage;
     EXPECT_NE(all.said[0].find("no std::exception"), std::string::npos) << stage << all.said[0];
     EXPECT_NE(heard[1].find("no std::exception"), std::string::npos) << stage << heard[1];

@@ -130,7 +130,7 @@ TEST(Gradients, AParameterOfNoModuleIsRefusedWhereNothingReducesIt) {
     at::Tensor own = torch::ones({}, at::TensorOptions(at::kDouble).requires_grad(true));
   };
   for (const bool group : {false, true}) {
-    const Outcomes all = on_ranks(2, [&](DistributedManager& manager) {
+    const Outcomes all = outcomes_on(2, [&](DistributedManager& manager) {
       Extra task;
       std::shared_ptr<Strategy> strategy;
       if (group)

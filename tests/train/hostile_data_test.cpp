@@ -21,24 +21,25 @@ TEST(Hostile, WithoutBatchesAnEpochIsAnErrorNotALoop) {
   };
   for (const UnevenData policy :
        {UnevenData::error, UnevenData::drop, UnevenData::pad, UnevenData::weight_zero})
-    expect_all_told(on_ranks(2, [&](DistributedManager& m) { fit(m, 0, policy); }), "has no batch");
+    expect_all_told(outcomes_on(2, [&](DistributedManager& m) { fit(m, 0, policy); }),
+                    "has no batch");
   // One rank has none.
   const auto one = [&](UnevenData policy) {
-    return on_ranks(2, [&](DistributedManager& m) { fit(m, m.rank() == 1 ? 0 : 3, policy, 5); });
+    return outcomes_on(2, [&](DistributedManager& m) { fit(m, m.rank() == 1 ? 0 : 3, policy, 5); });
   };
   expect_all_told(one(UnevenData::drop), "has no batch");
   expect_all_told(one(UnevenData::error), "different numbers of batches");
   for (const UnevenData policy : {UnevenData::pad, UnevenData::weight_zero})
     for (const std::string& said : one(policy).said) EXPECT_EQ(said, "");
   // Batches without rows, on all ranks at once: there is nothing to divide by.
-  expect_all_told(on_ranks(2,
-                           [](DistributedManager& manager) {
-                             Regression task;
-                             const auto none = make_batch(
-                                 {at::zeros({0, 3}, at::kDouble), at::zeros({0, 2}, at::kDouble)});
-                             Trainer(with(std::make_shared<DDPStrategy>(manager), 1))
-                                 .fit(task, batches_of(std::vector<MicroBatch>{none}));
-                           }),
+  expect_all_told(outcomes_on(2,
+                              [](DistributedManager& manager) {
+                                Regression task;
+                                const auto none = make_batch({at::zeros({0, 3}, at::kDouble),
+                                                              at::zeros({0, 2}, at::kDouble)});
+                                Trainer(with(std::make_shared<DDPStrategy>(manager), 1))
+                                    .fit(task, batches_of(std::vector<MicroBatch>{none}));
+                              }),
                   "not all zero");
 }
 
@@ -84,7 +85,7 @@ TEST(Hostile, UnevenDataUnderEveryPolicyWithAccumulationAndValidation) {
     });
   }
   const auto refuse = [](std::int64_t train, std::int64_t validate) {
-    return on_ranks(2, [=](DistributedManager& manager) {
+    return outcomes_on(2, [=](DistributedManager& manager) {
       Regression task;
       auto options = with(std::make_shared<DDPStrategy>(manager), 2);
       options.uneven = options.uneven_validation = UnevenData::error;
@@ -130,27 +131,27 @@ TEST(Hostile, GradientsThatAreNotFiniteThrowOrAreLeftOut) {
     EXPECT_EQ(at::isfinite(task.net->parameters()[0]).all().item<bool>(), what == NonFinite::skip);
   };
   for (const int ranks : {1, 3})
-    expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { run(m, NonFinite::error); }),
+    expect_all_told(outcomes_on(ranks, [&](DistributedManager& m) { run(m, NonFinite::error); }),
                     "are not finite");
   on_threads(2, [&](DistributedManager& m) {
     run(m, NonFinite::skip);
     run(m, NonFinite::step);
   });
   // A loss that is never finite: the scale of float16 shrinks to its end, on all ranks alike.
-  expect_all_told(on_ranks(2,
-                           [](DistributedManager& manager) {
-                             class Never : public Regression {
-                              public:
-                               at::Tensor training_step(const MicroBatch& b, Step& s) override {
-                                 return Regression::training_step(b, s) * INFINITY;
-                               }
-                             } task;
-                             auto options = with(std::make_shared<DDPStrategy>(manager), 1);
-                             options.max_epochs = 20;
-                             options.session.precision = Precision::float16_mixed;
-                             options.session.scaler = {.initial = 4, .smallest = 0.5};
-                             Trainer(options).fit(task, ragged_batches(manager.rank(), 4));
-                           }),
+  expect_all_told(outcomes_on(2,
+                              [](DistributedManager& manager) {
+                                class Never : public Regression {
+                                 public:
+                                  at::Tensor training_step(const MicroBatch& b, Step& s) override {
+                                    return Regression::training_step(b, s) * INFINITY;
+                                  }
+                                } task;
+                                auto options = with(std::make_shared<DDPStrategy>(manager), 1);
+                                options.max_epochs = 20;
+                                options.session.precision = Precision::float16_mixed;
+                                options.session.scaler = {.initial = 4, .smallest = 0.5};
+                                Trainer(options).fit(task, ragged_batches(manager.rank(), 4));
+                              }),
                   "the loss itself is not finite");
 }
 

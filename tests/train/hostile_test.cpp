@@ -228,8 +228,9 @@ void damage(const Plan& plan, const std::string& folder, Draws& draw) {
   const std::string file = draw.of(files), text = contents(file);
   ASSERT_FALSE(text.empty()) << file;
   put(file, text.substr(0, static_cast<std::size_t>(draw.below(static_cast<int>(text.size())))));
-  expect_all_told(on_ranks(plan.ranks, [&](DistributedManager& m) { live(plan, m, folder, {}); }),
-                  names.back());
+  expect_all_told(
+      outcomes_on(plan.ranks, [&](DistributedManager& m) { live(plan, m, folder, {}); }),
+      names.back());
   std::filesystem::remove_all(latest);
 }
 
@@ -259,7 +260,7 @@ TEST(HostileTraining, WhateverHappensTheRunBecomesWhatItWouldHaveBeen) {
       const End end = draw_end(draw, plan);
       story += concat("; ", end.where, " of rank ", end.rank, " at step ", end.step);
       // It may come to its end, where nothing passes there.
-      on_ranks(plan.ranks, [&](DistributedManager& m) { live(plan, m, rough.path(), end); });
+      outcomes_on(plan.ranks, [&](DistributedManager& m) { live(plan, m, rough.path(), end); });
       if (draw.chance(50)) look(rough.path());
       if (draw.chance(30)) damage(plan, rough.path(), draw);
     }

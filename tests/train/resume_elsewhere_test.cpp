@@ -24,7 +24,7 @@ TEST(ResumedElsewhere, InterruptedInEveryStepOverRanksAndStrategies) {
     ReadLog reads;
     std::int64_t from = 0;
     std::mutex mutex;
-    const Outcomes told = on_ranks(place.ranks, [&](DistributedManager& manager) {
+    const Outcomes told = outcomes_on(place.ranks, [&](DistributedManager& manager) {
       struct Begin : Callback {
         std::string name() const override { return "begin"; }
         void on_fit_start(Trainer& trainer) override { note(trainer.step()); }

@@ -259,8 +259,8 @@ TEST(Runs, ADamagedCheckpointIsToldAndNoOtherTakesItsPlace) {
             .validate(task, ragged_batches(manager.rank(), 1));
       };
       for (const std::string what : {"step-4", "TrainerCheckpoints::from"}) {
-        expect_all_told(on_ranks(ranks, [&](DistributedManager& m) { fit(m, ""); }), what);
-        expect_all_told(on_ranks(ranks, validate), what);
+        expect_all_told(outcomes_on(ranks, [&](DistributedManager& m) { fit(m, ""); }), what);
+        expect_all_told(outcomes_on(ranks, validate), what);
       }
       if (kept < 2) continue;
       on_threads(ranks, [&](DistributedManager& m) { EXPECT_EQ(fit(m, "step-2"), 4); });

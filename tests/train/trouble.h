@@ -51,7 +51,7 @@ struct Outcomes {
   double seconds = 0;
 };
 
-inline Outcomes on_ranks(int ranks, const std::function<void(DistributedManager&)>& body) {
+inline Outcomes outcomes_on(int ranks, const std::function<void(DistributedManager&)>& body) {
   Outcomes all{std::vector<std::string>(static_cast<std::size_t>(ranks)), 0};
   const auto began = SteadyClock::now();
   try {
