@@ -76,8 +76,14 @@ def run(notebook, timeout=120):
     import nbformat
 
     with tempfile.TemporaryDirectory() as folder:  # of its sockets: a port could be read by others
-        kernel = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-        return nbclient.NotebookClient(nbformat.reads(json.dumps(notebook), as_version=4), timeout=timeout, km=kernel).execute()
+
+        class Kernel(jupyter_client.AsyncKernelManager):
+            def __init__(self, **given):
+                super().__init__(transport="ipc", ip=f"{folder}/kernel", **given)
+
+        # By its class, not an object: a kernel that was given is not ended.
+        client = nbclient.NotebookClient(nbformat.reads(json.dumps(notebook), as_version=4), timeout=timeout, kernel_name="python3", kernel_manager_class=Kernel)
+        return client.execute()
 
 
 def write(folder, pages, finish=lambda notebook: notebook):
