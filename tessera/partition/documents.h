@@ -24,7 +24,7 @@ std::vector<std::int64_t> document_bounds(std::span<const std::int64_t> lengths,
 struct DocumentCutOptions {
   /// A token attends to those before it in its document and to itself; else to all of its document.
   bool causal = false;
-  /// What a token costs besides, where a pair of a query and a key costs 1. Of a transformer's layer
+  /// What a token costs besides, where a pair of query and key costs 1. Of a transformer's layer
   /// of `width` channels with an inner width of 4 * width: 6 * width, for its products do 24 *
   /// width^2 operations a token, and 4 * width a pair.
   double token_cost = 0;

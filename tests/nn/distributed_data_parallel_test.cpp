@@ -364,8 +364,8 @@ TEST(DistributedDataParallel, BesideShardedTensors) {
   for (const int ranks : {1, 2, 3}) on_ranks(ranks, beside_sharded_tensors);
 }
 
-// A wrapper that one rank keeps, for its log, when all go on with another one. The last case: groups
-// may have ended afterwards.
+// A wrapper that one rank keeps, for its log, when all go on with another one. The last case:
+// groups may have ended afterwards.
 void keep_an_old_wrapper(DistributedManager& manager) {
   const int ranks = manager.world_size();
   torch::nn::Linear net(3, 2);

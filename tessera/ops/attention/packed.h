@@ -34,8 +34,8 @@ struct PackedAttentionOptions {
 /// nothing, give zeros and get no gradient. Twice differentiable where the tokens are cut.
 ///
 /// Sharded tensors: rows, heads (of grouped queries whole groups) and tokens over any axes with any
-/// sizes. k and v are laid out as q where they differ. Keys and values travel from the rank that has
-/// them to those whose queries see them, and no others; nothing as large as tokens x tokens is held.
+/// sizes. k and v are laid out as q where they differ. Keys and values travel from the rank that
+/// has them to those whose queries see them, no others; nothing of tokens x tokens is held.
 ///
 /// Throws InvalidArgument on every rank: shapes, types or lengths that do not fit each other, a
 /// probability outside [0, 1]; ImplicitRedistributionError by the policy.
