@@ -1,5 +1,6 @@
 #include "tessera/data/sources/detail/cf_values.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
