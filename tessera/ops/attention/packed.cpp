@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/ops/attention/detail/ring.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -45,6 +46,13 @@ void check_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   if (!(options.dropout >= 0 && options.dropout <= 1))
     throw InvalidArgument(
         concat("packed_attention with a dropout of ", options.dropout, "; give 0 to 1"));
+}
+
+std::string described(const DocumentLengths& lengths, const PackedAttentionOptions& options) {
+  std::string text = concat("causal ", options.causal, ", scale ", options.scale.value_or(0),
+                            ", grouped ", options.grouped, ", dropout ", options.dropout);
+  for (const auto& of_row : lengths) text += concat("\n", list(of_row));
+  return text;
 }
 
 // Row by row and document by document.
@@ -92,6 +100,13 @@ at::Tensor packed_attention(const at::Tensor& query, const at::Tensor& key, cons
     return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
   };
   const at::Tensor q = cast(query), k = cast(key), v = cast(value);
+  // What goes where follows from them; what is refused below is then refused on every rank.
+  for (const at::Tensor* t : {&q, &k, &v}) {
+    if (!t->defined() || !is_sharded(*t)) continue;
+    agree::same(spec(*t).mesh().all(), "the documents of packed_attention",
+                described(lengths, options));
+    break;
+  }
   check_packed(q, k, v, lengths.size(), options);
   Documents documents;
   for (const auto& of_row : lengths) documents.push_back(document_bounds(of_row, q.size(-2)));

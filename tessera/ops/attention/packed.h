@@ -37,8 +37,8 @@ struct PackedAttentionOptions {
 /// sizes. k and v are laid out as q where they differ. Keys and values travel from the rank that
 /// has them to those whose queries see them, no others; nothing of tokens x tokens is held.
 ///
-/// Throws InvalidArgument on every rank: shapes, types or lengths that do not fit each other, a
-/// probability outside [0, 1]; ImplicitRedistributionError by the policy.
+/// Throws on every rank InvalidArgument for shapes, types or lengths that do not fit each other, a
+/// probability outside [0, 1]; MismatchError; ImplicitRedistributionError by the policy.
 at::Tensor packed_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const DocumentLengths& lengths,
                             const PackedAttentionOptions& options = {});
