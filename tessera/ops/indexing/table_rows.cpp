@@ -7,7 +7,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_unique2.h>
 #include <ATen/ops/bincount.h>
-#include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/searchsorted.h>
@@ -313,8 +312,9 @@ bool embedding(Stack* stack) {
   dims.push_back(&where.dim(1));
   const ShardSpec made =
       make_spec(context_of(where), shape, with_columns(where, ids.placements(), n), dims);
+  // Backward of libtorch's embedding() takes four times as long as index_select()'s.
   at::Tensor result =
-      from_local(at::embedding(found.rows, found.place.view(ids.local_shape())), made);
+      from_local(found.rows.index_select(0, found.place).view(made.local_shape()), made);
   if (auto out = with_columns(where, wanted, n); out != made.placements())
     result = redistribute(result, out);
   torch::jit::drop(*stack, 5);
