@@ -132,6 +132,13 @@ int main(int argc, char** argv) {
           const std::string held = memory + " from Python";
           if (report.wants(held)) compare_memory(report, held, from_python, memory);
         }
+        // A model that is made on no rank whole.
+        const std::string made = "construction", held = made + " memory";
+        if (report.wants(made)) {
+          Side ours(commands.ours, made), theirs(commands.theirs, made);
+          compare(report, made, ours, theirs, "Python's meta device", kBackendLimit, kFewPairs);
+        }
+        if (report.wants(held)) compare_memory(report, held, commands, held);
         const std::string unit = "a unit of four small layers";
         if (report.wants(unit)) compare_units(report, unit, commands, "units", kUnitMicroseconds);
         if (report.wants(unit + " from Python"))

@@ -14,6 +14,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/manager.h"
+#include "tessera/nn/deferred.h"
 #include "tessera/nn/fully_shard.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -139,6 +140,22 @@ void report_bytes(const tessera::DistributedManager& manager, const char* what,
       given["reduce_scatter"] - static_cast<std::int64_t>(ratio * static_cast<double>(mine)));
 }
 
+// A step makes the model "wide" on no rank, shards it, and fills the shards.
+void serve_construction(const tessera::DistributedManager& manager, const Peak& peak) {
+  const auto mesh = manager.mesh({{"data", manager.world_size()}});
+  torch::nn::Sequential net = nullptr;
+  const auto step = [&] {
+    net = nullptr;
+    net = tessera::deferred([] {
+      torch::nn::Sequential made;
+      for (int i = 0; i < 6; ++i) made->push_back(Block(256));
+      return made;
+    });
+    tessera::fully_shard(*net, mesh);
+  };
+  serve(step, [&] { return static_cast<double>(bytes_of(*net)); }, peak);
+}
+
 int run(const std::string& backend, const std::string& name) {
   at::set_num_threads(1);
   if (name == "bytes") {
@@ -156,6 +173,12 @@ int run(const std::string& backend, const std::string& name) {
   tessera::ManagerOptions options;
   options.backend = name.starts_with("units shm") ? "shm" : backend;
   auto manager = tessera::DistributedManager::initialize(options);
+  Peak peak;
+  if (name.ends_with(" memory")) peak = {bench_counter_restart, bench_counter_bytes};
+  if (name.starts_with("construction")) {
+    serve_construction(manager, peak);
+    return 0;
+  }
   Model model(name);
   at::Tensor data = pattern(model.shape, manager.rank()),
              target = pattern(model.shape, manager.rank() + 0.5);
@@ -173,8 +196,6 @@ int run(const std::string& backend, const std::string& name) {
     loss.backward();
     optimizer.step();
   };
-  Peak peak;
-  if (model.counted) peak = {bench_counter_restart, bench_counter_bytes};
   serve(step, [&] { return loss.item<double>(); }, peak);
   return 0;
 }

@@ -56,12 +56,34 @@ def start(backend):
     return ts.rank()
 
 
+def serve_construction(counter):
+    """A step makes the model "wide" on the meta device, shards it, and fills the shards."""
+    made = []
+
+    def step():
+        made.clear()
+        with torch.device("meta"):
+            net = torch.nn.Sequential(*(Block(256) for _ in range(6)))
+        shard_theirs(net)
+        net.to_empty(device="cpu")
+        for module in net.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        made.append(net)
+        return net
+
+    serve(step, lambda net: sum(p.numel() * p.element_size() for p in net.parameters()), counter)
+
+
 def main():
     torch.set_num_threads(1)
     path, backend, name = sys.argv[1:]
     counted, plain, ours = name.endswith(" memory"), name.endswith(" plain"), backend == "ours"
     counter = Counter(path) if counted else None
     rank = start(backend)
+    if name.startswith("construction"):
+        serve_construction(counter)
+        return dist.destroy_process_group()
     net, shape = make(name, 1 if counted else 4, counted)
     fill(net)
     data, target = pattern(shape, rank), pattern(shape, rank + 0.5)
