@@ -30,7 +30,7 @@ inline void add_device(CLI::App& app, std::string& name) {
 inline c10::Device device_of(const std::string& name, int ranks) {
   if (name == "cpu") return c10::kCPU;
   if (!torch::cuda::is_available()) throw NotAvailable("libtorch sees no GPU");
-  const int gpus = static_cast<int>(torch::cuda::device_count());
+  const int gpus = cuda_device_count();
   if (ranks > 1) {
     if (const auto why = nccl_unavailable(); !why.empty()) throw NotAvailable(why);
     int major = 0, minor = 0;
