@@ -6,7 +6,6 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <numeric>
 #include <optional>
 
@@ -21,8 +20,7 @@
 
 namespace {
 
-using tessera::bench::Report;
-using Clock = std::chrono::steady_clock;
+using tessera::bench::Report, tessera::bench::seconds_of;
 
 constexpr int kNeighbors = 10, kFeatures = 32;
 
@@ -42,17 +40,6 @@ struct Layer {
     return torch::autograd::grad({y.square().mean()}, {x, weight});
   }
 };
-
-// Seconds of one call. `of`: ranks that wait for each other; the slowest counts.
-double sample(const tessera::Group& of, const std::function<void()>& call) {
-  of.barrier();
-  const auto start = Clock::now();
-  call();
-  const at::Tensor slowest =
-      at::full({1}, std::chrono::duration<double>(Clock::now() - start).count(), at::kDouble);
-  of.all_reduce(slowest, tessera::ReduceOp::max);
-  return slowest.item<double>();
-}
 
 // The whole graph, the same on both ranks: nodes in the order of their owners.
 struct Graph {
@@ -126,10 +113,10 @@ int run(const Options& o) {
       }
       report.time(name,
                   tessera::bench::alternate(
-                      31, [&] { return sample(world, [&] { of(); }); },
+                      31, [&] { return seconds_of(world, 1, [&] { of(); }); },
                       // The whole graph on one rank; the other has nothing to do.
                       [&] {
-                        return sample(world, [&] {
+                        return seconds_of(world, 1, [&] {
                           if (manager.rank() == 0 || &of == &single) plain();
                         });
                       }),

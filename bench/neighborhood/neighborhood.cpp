@@ -6,7 +6,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <iterator>
 #include <optional>
@@ -24,7 +23,6 @@
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Order = tessera::HaloPolicy::Order;
 
 constexpr double kNone = 1000;
@@ -78,15 +76,10 @@ int run(const Options& o) {
     const at::Tensor q = field(), k = field(), v = field(), g = field().detach();
     const auto sample = [&](Order order, int repeats) {
       tessera::set_halo_policy(manager, {.order = order});
-      world.barrier();
-      const auto start = Clock::now();
-      for (int i = 0; i < repeats; ++i)
+      return tessera::bench::seconds_of(world, repeats, [&] {
         torch::autograd::grad({tessera::neighborhood_attention_2d(q, k, v, {7, 7})}, {q, k, v},
                               {g});
-      const at::Tensor slowest = at::full(
-          {1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
-      world.all_reduce(slowest, tessera::ReduceOp::max);
-      return slowest.item<double>();
+      });
     };
     for (int i = 0; i < 2; ++i) {
       for (const Order order : {Order::assemble, Order::interior_first, Order::automatic})

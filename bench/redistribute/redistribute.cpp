@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdio>
 #include <functional>
 #include <optional>
@@ -24,7 +23,6 @@
 namespace {
 
 using namespace tessera;
-using Clock = std::chrono::steady_clock;
 
 constexpr int kPairs = 31;
 constexpr double kSampleSeconds = 5e-3, kCaseSeconds = 1.2;
@@ -97,16 +95,6 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
   };
 }
 
-double sample(const Group& group, const std::function<void()>& call, int repeats) {
-  group.barrier();
-  const auto start = Clock::now();
-  for (int i = 0; i < repeats; ++i) call();
-  const at::Tensor slowest = at::full(
-      {1}, std::chrono::duration<double>(Clock::now() - start).count() / repeats, at::kDouble);
-  group.all_reduce(slowest, ReduceOp::max);
-  return slowest.item<double>();
-}
-
 int run(const std::string& asked, const std::string& out, const std::string& only) {
   torch::set_num_threads(1);
   ManagerOptions options;
@@ -141,13 +129,14 @@ int run(const std::string& asked, const std::string& out, const std::string& onl
           {name, "bytes", bytes, "B", "fewest", fewest, bytes / fewest, {}, 1.0, bytes <= fewest});
       const auto ours = [&] { redistribute(c.input, c.to); };
       const auto bare = [&] { c.by_hand(); };
-      const double once = std::max(sample(group, bare, 3), sample(group, ours, 3));
+      const double once =
+          std::max(bench::seconds_of(group, 3, bare), bench::seconds_of(group, 3, ours));
       const int repeats = std::clamp(static_cast<int>(kSampleSeconds / once), 1, 200);
       const int count =
           std::clamp(static_cast<int>(kCaseSeconds / (2 * once * repeats)), kPairs, 201);
       const auto pairs = bench::alternate(
-          count, [&] { return sample(group, ours, repeats); },
-          [&] { return sample(group, bare, repeats); });
+          count, [&] { return bench::seconds_of(group, repeats, ours); },
+          [&] { return bench::seconds_of(group, repeats, bare); });
       std::vector<double> reference;
       for (const auto& pair : pairs) reference.push_back(pair.second);
       // Below 1 MiB what counts is the overhead of a call: 30 us.

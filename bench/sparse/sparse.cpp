@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <optional>
 
 #include "backend.h"
@@ -21,8 +20,7 @@
 namespace {
 
 using tessera::concat, tessera::Shard;
-using tessera::bench::Report;
-using Clock = std::chrono::steady_clock;
+using tessera::bench::Report, tessera::bench::seconds_of;
 
 constexpr std::int64_t kRows = 1'000'000, kColumns = 64;
 constexpr double kTableLimit = 1.1, kExpertsLimit = 1.05;
@@ -30,17 +28,6 @@ constexpr double kTableLimit = 1.1, kExpertsLimit = 1.05;
 struct Options {
   std::string backend = "gloo", out, only;
 };
-
-// Seconds of one call of both ranks; the slower counts.
-double sample(const tessera::Group& of, const std::function<void()>& call) {
-  of.barrier();
-  const auto start = Clock::now();
-  call();
-  const at::Tensor slowest =
-      at::full({1}, std::chrono::duration<double>(Clock::now() - start).count(), at::kDouble);
-  of.all_reduce(slowest, tessera::ReduceOp::max);
-  return slowest.item<double>();
-}
 
 void measure(Report& report, const tessera::Group& world, const std::string& name,
              const std::function<void()>& ours, const std::function<void()>& theirs,
@@ -52,7 +39,8 @@ void measure(Report& report, const tessera::Group& world, const std::string& nam
   }
   report.time(name,
               tessera::bench::alternate(
-                  31, [&] { return sample(world, ours); }, [&] { return sample(world, theirs); }),
+                  31, [&] { return seconds_of(world, 1, ours); },
+                  [&] { return seconds_of(world, 1, theirs); }),
               reference, limit);
 }
 
