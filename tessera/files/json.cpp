@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
+#include <cmath>
 #include <limits>
 #include <unordered_set>
 
@@ -253,6 +255,18 @@ double Json::real() const {
   if (!value)
     throw InvalidArgument(concat("a number that a double holds is expected, it is ", text_));
   return *value;
+}
+
+std::optional<std::int64_t> Json::integer() const {
+  need(Kind::number);
+  std::int64_t value = 0;
+  const char* const end = text_.data() + text_.size();
+  if (const auto [at, error] = std::from_chars(text_.data(), end, value);
+      error == std::errc() && at == end)
+    return value;
+  const auto wide = parse_real(text_);
+  if (!wide || std::abs(*wide) >= 0x1p53 || *wide != std::trunc(*wide)) return std::nullopt;
+  return static_cast<std::int64_t>(*wide);
 }
 
 std::int64_t Json::index() const {

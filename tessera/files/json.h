@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -34,6 +35,9 @@ class Json {
   std::uint64_t number() const;
   /// Any number that a double holds.
   double real() const;
+  /// A whole number from -2^63 to 2^63 - 1, also as "3.0" or "1e3" where a double is exact; nullopt
+  /// for other numbers.
+  std::optional<std::int64_t> integer() const;
   /// As number(), below 2^63.
   std::int64_t index() const;
   const std::string& string() const;

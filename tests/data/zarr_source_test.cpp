@@ -328,5 +328,138 @@ TEST(ZarrSource, WhatCannotBeReadIsNamed) {
 #endif
 }
 
+// An array of format 2 or 3 with the text `from` of its metadata replaced, and what it reads.
+struct Altered {
+  Folder folder;
+  Altered(const at::Tensor& data, const Layout& as, const std::string& from = {},
+          const std::string& to = {}) {
+    write_array(folder.path(), "u", data, as);
+    std::string text = metadata(data.sizes().vec(), as);
+    if (const auto at = text.find(from); !from.empty()) {
+      EXPECT_NE(at, std::string::npos) << from;
+      text.replace(at, from.size(), to);
+    }
+    write(folder / (as.format == 2 ? "u/.zarray" : "u/zarr.json"), text);
+  }
+  at::Tensor read(const ReadOptions& options = {.dtype = at::kDouble}) const {
+    return ZarrSource(folder.path()).read("u", {}, options);
+  }
+};
+
+TEST(ZarrSource, MarksOfMissingValuesAreExact) {
+  const double nan = std::nan("");
+  const auto expect = [&](const Altered& array, const std::vector<double>& values) {
+    const at::Tensor got = array.read();
+    EXPECT_TRUE(at::allclose(got, torch::tensor(values, at::kDouble), 0, 0, true)) << got;
+  };
+  const at::Tensor data = torch::tensor({-9999.0, 0.0, 3.0}, at::kDouble);
+  const Layout third{.format = 3, .chunk = {3}, .type = "<f4", .separator = "/"};
+  // As xarray writes them: a double in base64, and words that JSON has not.
+  Layout as = third;
+  as.attributes = R"({"_FillValue": "AAAAAICHw8A="})";
+  expect({data, as}, {nan, 0, 3});
+  as.attributes = R"({"_FillValue": NaN, "a": "NaN \" NaN"})";
+  expect({torch::tensor({nan, 0.0, 3.0}, at::kDouble), as}, {nan, 0, 3});
+  as.attributes = R"({"missing_value": NaN, "valid_max": Infinity})";
+  expect({data, as}, {-9999, 0, 3});
+  for (const char* other : {R"("nothing")", "[1, 2]", R"("AAAA")"}) {
+    as.attributes = concat(R"({"_FillValue": )", other, "}");
+    const Altered array(data, as);
+    EXPECT_THROW(array.read(), VariableError) << other;
+    EXPECT_TRUE(array.read({.dtype = at::kDouble, .decode = false}).equal(data));
+  }
+  // Of integers: one that no double has, and ones that they cannot be.
+  const std::int64_t last = -9223372036854775806;
+  const at::Tensor wide = torch::tensor({last, last - 1, std::int64_t{3}}, at::kLong);
+  Altered longs({wide, {.chunk = {3}, .type = "<i8"}});
+  write(longs.folder / "u/.zattrs", concat(R"({"_FillValue": )", last, "}"));
+  const at::Tensor of_longs = longs.read({.dtype = at::kLong, .missing = 7});
+  EXPECT_TRUE(of_longs.equal(torch::tensor({std::int64_t{7}, last - 1, std::int64_t{3}})));
+  for (const char* none : {"1e20", "0.5", "300"})
+    expect({torch::tensor({0.0, 44.0, 3.0}, at::kDouble),
+            {.chunk = {3}, .type = "|i1", .attributes = concat(R"({"_FillValue": )", none, "}")}},
+           {0, 44, 3});
+  // As netCDF's: unsigned numbers in a signed type are not decoded.
+  const Altered bytes(data.clamp(-5, 5),
+                      {.chunk = {3}, .type = "|i1", .attributes = R"({"_Unsigned": "true"})"});
+  EXPECT_THROW(bytes.read(), VariableError);
+  // An integer holds no NaN.
+  const Altered nans(torch::tensor({nan, 1.0}, at::kDouble), {.chunk = {2}});
+  EXPECT_THROW(nans.read({.dtype = at::kInt}), VariableError);
+}
+
+TEST(ZarrSource, FillValuesAreExact) {
+  const at::Tensor one = torch::zeros({3}, at::kDouble);
+  const Layout of_longs{.chunk = {3}, .type = "<i8", .sparse = true};
+  const Altered low(one, of_longs, R"("fill_value": 0)", R"("fill_value": -9223372036854775806)");
+  EXPECT_EQ(low.read({.dtype = at::kLong})[1].item<std::int64_t>(), -9223372036854775806);
+  const Altered high(one, {.chunk = {3}, .type = "<u8", .sparse = true}, R"("fill_value": 0)",
+                     R"("fill_value": 18446744073709551614)");
+  EXPECT_THROW(high.read(), FileError);
+  EXPECT_THROW(
+      Altered(one, {.chunk = {3}, .type = "|i1"}, R"("fill_value": 0)", R"("fill_value": 300)")
+          .read(),
+      FileError);
+  const Layout third{.format = 3, .chunk = {3}, .type = "<f4", .separator = "/", .sparse = true};
+  const Altered bits(one, third, R"("fill_value": 0)", R"("fill_value": "0x40490000")");
+  EXPECT_EQ(bits.read()[2].item<double>(), 3.140625);
+  // A chunk that is not there takes no memory, whatever its size.
+  const Altered large(one, third, R"("chunk_shape": [3])", R"("chunk_shape": [68719476736])");
+  EXPECT_TRUE(large.read().equal(one));
+  EXPECT_THROW(
+      Altered(one, third, R"("chunk_shape": [3])", R"("chunk_shape": [9223372036854775807])")
+          .read(),
+      FileError);
+  // A byte of a bool may be any.
+  Altered flags(torch::tensor({1.0, 0.0}, at::kDouble), {.chunk = {2}, .type = "|b1"});
+  write(flags.folder / "u/0", std::string("\x02\x00", 2));
+  EXPECT_TRUE(flags.read().equal(torch::tensor({1.0, 0.0}, at::kDouble)));
+}
+
+// What would read as an array of fill values.
+TEST(ZarrSource, ChunksThatCannotBeFoundAreNoFillValues) {
+  const at::Tensor data = torch::arange(8, at::kDouble);
+  const Layout second{.chunk = {3}}, third{.format = 3, .chunk = {3}, .separator = "/"};
+  EXPECT_THROW(Altered(data, third, R"("name": "default")", R"("name": "suffixed")").read(),
+               NotAvailable);
+  EXPECT_THROW(Altered(data, third, R"("fill_value")",
+                       R"("storage_transformers": [{"name": "x"}], "fill_value")")
+                   .read(),
+               NotAvailable);
+  EXPECT_THROW(Altered(data, third, R"("separator": "/")", R"("separator": "/../x/")").read(),
+               FileError);
+  EXPECT_THROW(Altered(data, third, R"("zarr_format": 3)", R"("zarr_format": 4)").read(),
+               FileError);
+  const Altered gone(data, second);
+  const ZarrSource source(gone.folder.path());
+  EXPECT_EQ(source.read("u", {{1}, {1}}).item<double>(), 1);
+  std::filesystem::rename(gone.folder / "u", gone.folder / "elsewhere");
+  EXPECT_THROW(source.read("u", {{4}, {1}}), FileError);
+  const Altered dangling(data, second);
+  std::filesystem::remove(dangling.folder / "u/1");
+  std::filesystem::create_symlink("nowhere", dangling.folder / "u/1");
+  EXPECT_THROW(dangling.read(), FileError);
+}
+
+// Arrays that are not numbers, and a loop of links, beside one that is.
+TEST(ZarrSource, OddNeighboursAreLeftOut) {
+  const Altered good(torch::arange(3, at::kDouble), {.format = 3, .chunk = {3}});
+  for (const char* type : {"bytes", "string", "float8_e4m3", "complex64", "r16"}) {
+    const Altered odd(torch::arange(3, at::kDouble), {.format = 3, .chunk = {3}},
+                      R"("data_type": "float64")", concat(R"("data_type": ")", type, '"'));
+    std::filesystem::copy(odd.folder / "u", good.folder / type,
+                          std::filesystem::copy_options::recursive);
+  }
+  std::filesystem::create_symlink("loop", good.folder / "loop");
+  const Altered empty(torch::zeros({0}, at::kDouble), {.format = 3, .chunk = {1}},
+                      R"("chunk_shape": [1])", R"("chunk_shape": [0])");
+  std::filesystem::copy(empty.folder / "u", good.folder / "none",
+                        std::filesystem::copy_options::recursive);
+  const ZarrSource source(good.folder.path());
+  EXPECT_EQ(source.variables(), (std::vector<std::string>{"none", "u"}));
+  EXPECT_EQ(source.read("none").numel(), 0);
+  EXPECT_EQ(source.read("u", {{2}, {1}}).item<double>(), 2);
+}
+
 }  // namespace
 }  // namespace tessera

@@ -31,12 +31,6 @@ at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& sl
   const detail::NetcdfVariable& variable = file_->variable(about.name);
   const at::Tensor stored = file_->read(variable, slab);
   if (!options.decode) return stored.to(options.dtype);
-  if (const auto mark = about.attributes.find("_Unsigned");
-      mark != about.attributes.end() && mark->second == Attribute("true"))
-    throw VariableError(concat(about.name, " in ", name(),
-                               " holds unsigned numbers in a signed type (_Unsigned), which is not "
-                               "decoded here: read it with "
-                               "ReadOptions::decode = false and convert"));
   return detail::cf_values(stored, about, variable.fill, options, name());
 }
 

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
+#include <list>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -30,6 +32,11 @@ using detail::ZarrArray;
 bool inflate_all([[maybe_unused]] std::string& packed, [[maybe_unused]] const at::Tensor& out,
                  [[maybe_unused]] const ZarrArray& array) {
 #ifdef TESSERA_HAS_ZLIB
+  constexpr std::size_t kMost = std::numeric_limits<uInt>::max();
+  if (packed.size() > kMost || out.nbytes() > kMost)
+    throw NotAvailable(concat("the chunks of ", array.folder,
+                              " are compressed and larger than 4 GiB, which ZarrSource cannot "
+                              "read: write the array with smaller chunks"));
   z_stream stream{};
   stream.next_in = reinterpret_cast<Bytef*>(packed.data());
   stream.avail_in = static_cast<uInt>(packed.size());
@@ -57,18 +64,40 @@ void require_known(const ZarrArray& array) {
                             "compressor, or read it in Python by the package zarr"));
 }
 
-// The chunk in the dtype that the variable has in memory.
+// Whether a chunk was written. Throws FileError where that cannot be told: the array itself may be
+// gone, as with its disk.
+bool is_there(const ZarrArray& array, const std::string& path) {
+  namespace fs = std::filesystem;
+  const auto type = [](const std::string& of) {
+    std::error_code error;
+    const fs::file_status status = fs::symlink_status(of, error);
+    if (error && status.type() != fs::file_type::not_found)
+      throw FileError(concat(of, ": ", error.message()));
+    return status.type();
+  };
+  if (type(path) != fs::file_type::not_found) return true;
+  if (type(array.folder + "/zarr.json") == fs::file_type::not_found &&
+      type(array.folder + "/.zarray") == fs::file_type::not_found)
+    throw FileError(concat(path, ": the array of this chunk is not there any more"));
+  return false;
+}
+
+// The chunk in the dtype that the variable has in memory; one number for all of one that is not
+// there.
 at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& place) {
   const std::string path = array.chunk_path(place);
-  if (!std::filesystem::exists(path)) {
+  if (!is_there(array, path)) {
     if (!array.fill)
-      throw FileError(concat(path, ": this chunk is not there, and the array has no fill value"));
-    return at::full(array.chunk, *array.fill, array.info.stored);
+      throw FileError(concat(path,
+                             ": this chunk is not there, and the array has no fill value, or one "
+                             "above 2^63 - 1"));
+    return at::full({}, *array.fill, array.info.stored).expand(array.chunk);
   }
   const std::vector<std::int64_t> shape =
       array.column_major ? std::vector<std::int64_t>(array.chunk.rbegin(), array.chunk.rend())
                          : array.chunk;
-  at::Tensor values = at::empty(shape, array.file_type);
+  // A byte of a bool may be any number.
+  at::Tensor values = at::empty(shape, array.file_type == at::kBool ? at::kByte : array.file_type);
   const ReadFile file(path);
   bool complete = file.size() == values.nbytes();
   if (array.compressor.empty()) {
@@ -93,7 +122,7 @@ at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& pla
     std::iota(reversed.rbegin(), reversed.rend(), 0);
     values = values.permute(reversed);
   }
-  values = values.to(array.info.stored);
+  values = array.file_type == at::kBool ? values.ne(0) : values.to(array.info.stored);
   if (array.file_type == at::kUInt64 && values.lt(0).any().item<bool>())
     throw FileError(concat(path, ": unsigned values above 2^63 - 1 cannot be held"));
   return values;
@@ -116,38 +145,45 @@ struct ZarrSource::Arrays {
 
   // Two threads may read a chunk at the same time; one of them is kept.
   at::Tensor chunk(const ZarrArray& array, const std::vector<std::int64_t>& place) {
-    const std::pair key{&array, place};
+    const Key key{&array, place};
     {
       const std::lock_guard lock(mutex);
       if (const auto found = kept.find(key); found != kept.end()) {
-        found->second.used = ++now;
+        order.splice(order.end(), order, found->second.last);
         return found->second.values;
       }
     }
     const at::Tensor values = chunk_of(array, place);
-    const auto bytes = static_cast<std::int64_t>(values.nbytes());
+    const std::int64_t bytes = held_by(values);
     const std::lock_guard lock(mutex);
-    if (bytes > keep || !kept.try_emplace(key, Kept{values, ++now}).second) return values;
-    for (held += bytes; held > keep;) {
-      const auto oldest = std::min_element(
-          kept.begin(), kept.end(), [](auto& a, auto& b) { return a.second.used < b.second.used; });
-      held -= static_cast<std::int64_t>(oldest->second.values.nbytes());
+    if (bytes > keep || kept.contains(key)) return values;
+    order.push_back(key);
+    kept.emplace(key, Kept{values, std::prev(order.end())});
+    for (held += bytes; held > keep; order.pop_front()) {
+      const auto oldest = kept.find(order.front());
+      held -= held_by(oldest->second.values);
       kept.erase(oldest);
     }
     return values;
   }
 
+  using Key = std::pair<const ZarrArray*, std::vector<std::int64_t>>;
+  // The oldest first.
+  std::list<Key> order;
   struct Kept {
     at::Tensor values;
-    std::uint64_t used;
+    std::list<Key>::iterator last;
   };
+  // With what a small one needs around it.
+  static std::int64_t held_by(const at::Tensor& values) {
+    return static_cast<std::int64_t>(values.storage().nbytes()) + 512;
+  }
   const std::string path;
   const std::vector<ZarrArray> all;
   const std::int64_t keep;
   std::mutex mutex;
-  std::map<std::pair<const ZarrArray*, std::vector<std::int64_t>>, Kept> kept;
+  std::map<Key, Kept> kept;
   std::int64_t held = 0;
-  std::uint64_t now = 0;
 };
 
 ZarrSource::ZarrSource(const std::string& path, std::int64_t keep)
@@ -204,6 +240,9 @@ at::Tensor ZarrSource::read_box(const VariableInfo& about, const Hyperslab& slab
     }
   }
   if (!options.decode) return stored.to(options.dtype);
+  if (!array.unmarked.empty())
+    throw VariableError(concat(about.name, " in ", name(), ": ", array.unmarked,
+                               ": read it with ReadOptions::decode = false"));
   return detail::cf_values(stored, about, array.missing, options, name());
 }
 

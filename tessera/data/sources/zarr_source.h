@@ -19,8 +19,8 @@ namespace tessera {
 /// sharded chunks, checksums) is refused by its name at a read. A chunk that is not there holds the
 /// array's fill value, as the format says.
 ///
-/// Values are decoded by the CF conventions as NetcdfSource does it, with the attribute _FillValue;
-/// in format 2, where an array has _ARRAY_DIMENSIONS, its fill value is that, as xarray writes it.
+/// Values are decoded by the CF conventions as NetcdfSource does it, with the attribute _FillValue
+/// (a number, its name, or a double in base64 as xarray writes it; else VariableError); in format 2, where an array has _ARRAY_DIMENSIONS, its fill value is that, as xarray writes it.
 ///
 /// Each chunk that a box touches is read once, and the last ones used are kept, so that samples of
 /// one chunk are decompressed once. Reads of several threads overlap. Without zlib in this build

@@ -71,7 +71,16 @@ bool holds(at::ScalarType dtype, double value) {
 at::Tensor cf_values(const at::Tensor& stored, const VariableInfo& about,
                      const std::optional<at::Scalar>& fill, const ReadOptions& options,
                      const std::string& source) {
-  const at::Tensor mask = missing_mask(stored, about, fill);
+  if (const auto mark = about.attributes.find("_Unsigned");
+      mark != about.attributes.end() && mark->second == Attribute("true"))
+    throw VariableError(concat(about.name, " in ", source,
+                               " holds unsigned numbers in a signed type (_Unsigned), which is not "
+                               "decoded here: read it with "
+                               "ReadOptions::decode = false and convert"));
+  at::Tensor mask = missing_mask(stored, about, fill);
+  // An integer holds no NaN, marked or not.
+  if (!at::isFloatingType(options.dtype) && at::isFloatingType(stored.scalar_type()))
+    mask |= stored.isnan();
   const bool some_missing = mask.any().item<bool>();
   if (some_missing && (std::isnan(options.missing) ? !at::isFloatingType(options.dtype)
                                                    : !holds(options.dtype, options.missing)))

@@ -1,6 +1,8 @@
 #include "tessera/data/sources/detail/zarr_array.h"
 
 #include <algorithm>
+#include <bit>
+#include <charconv>
 #include <cmath>
 #include <filesystem>
 #include <limits>
@@ -52,28 +54,114 @@ at::ScalarType holding(at::ScalarType file_type) {
   }
 }
 
+// The words that JSON has not, as text.
+std::optional<double> special(const std::string& text) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (text == "NaN") return std::nan("");
+  if (text == "Infinity") return kInfinity;
+  if (text == "-Infinity") return -kInfinity;
+  return std::nullopt;
+}
+
+// A floating-point number by its bits, "0x7fc00000".
+std::optional<at::Scalar> of_bits(const std::string& text, at::ScalarType type) {
+  std::uint64_t bits = 0;
+  const char* const end = text.data() + text.size();
+  if (!text.starts_with("0x") || text.size() != 2 + 2 * c10::elementSize(type)) return std::nullopt;
+  if (const auto [at, error] = std::from_chars(text.data() + 2, end, bits, 16);
+      error != std::errc() || at != end)
+    return std::nullopt;
+  if (type == at::kDouble) return at::Scalar(std::bit_cast<double>(bits));
+  if (type == at::kFloat) return at::Scalar(std::bit_cast<float>(static_cast<std::uint32_t>(bits)));
+  return at::Scalar(c10::Half(static_cast<std::uint16_t>(bits), c10::Half::from_bits()));
+}
+
+bool fits(std::int64_t value, at::ScalarType type) {
+  const auto within = [&](std::int64_t low, std::int64_t high) {
+    return low <= value && value <= high;
+  };
+  switch (type) {
+    case at::kChar:
+      return within(-128, 127);
+    case at::kByte:
+      return within(0, 255);
+    case at::kShort:
+      return within(-32768, 32767);
+    case at::kUInt16:
+      return within(0, 65535);
+    case at::kInt:
+      return within(std::numeric_limits<int>::min(), std::numeric_limits<int>::max());
+    case at::kUInt32:
+      return within(0, 4294967295);
+    case at::kUInt64:
+      return value >= 0;
+    default:
+      return true;
+  }
+}
+
+// A fill value; absent: there is none, or none that 63 bits hold.
 std::optional<at::Scalar> scalar_of(const Json& value, at::ScalarType type) {
   if (value.is(Kind::null)) return std::nullopt;
   if (value.is(Kind::boolean)) return at::Scalar(value.boolean());
   if (value.is(Kind::string)) {
-    const std::string& text = value.string();
-    constexpr double kInfinity = std::numeric_limits<double>::infinity();
-    if (text == "NaN") return at::Scalar(std::nan(""));
-    if (text == "Infinity") return at::Scalar(kInfinity);
-    if (text == "-Infinity") return at::Scalar(-kInfinity);
-    throw InvalidArgument(concat("a fill value '", text, "'"));
+    if (const auto word = special(value.string()); word && at::isFloatingType(type))
+      return at::Scalar(*word);
+    if (const auto bits = at::isFloatingType(type) ? of_bits(value.string(), type) : std::nullopt)
+      return bits;
+    throw InvalidArgument(concat("a fill value '", value.string(), "'"));
   }
   if (at::isFloatingType(type)) return at::Scalar(value.real());
-  if (value.real() < 0) return at::Scalar(static_cast<std::int64_t>(value.real()));
-  return at::Scalar(static_cast<std::int64_t>(value.number()));
+  if (type == at::kUInt64 && value.real() >= 0x1p63) return std::nullopt;
+  const auto number = value.integer();
+  if (!number || !fits(*number, type))
+    throw InvalidArgument(concat("a fill value that is none of ", type));
+  return at::Scalar(*number);
 }
 
-std::vector<std::int64_t> sizes_of(const Json& value, std::int64_t least) {
-  std::vector<std::int64_t> sizes;
-  for (const Json& n : value.items()) {
-    sizes.push_back(n.index());
-    if (sizes.back() < least) throw InvalidArgument(concat("a size of ", sizes.back()));
+// A double in base64, as xarray writes _FillValue into arrays of format 3.
+std::optional<double> of_base64(const std::string& text) {
+  constexpr std::string_view kDigits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  if (text.size() != 12 || text.back() != '=') return std::nullopt;
+  std::uint64_t low = 0;
+  unsigned int held = 0, have = 0, taken = 0;
+  for (const char c : text.substr(0, 11)) {
+    const auto digit = kDigits.find(c);
+    if (digit == std::string_view::npos) return std::nullopt;
+    held = held << 6 | static_cast<unsigned int>(digit);
+    for (have += 6; have >= 8 && taken < 8; ++taken) {
+      have -= 8;
+      low |= static_cast<std::uint64_t>(held >> have & 0xff) << 8 * taken;
+    }
   }
+  return taken == 8 ? std::optional(std::bit_cast<double>(low)) : std::nullopt;
+}
+
+// What the attribute _FillValue marks as missing. A number that the array cannot hold marks none.
+void read_mark(ZarrArray& array, const Json& attributes) {
+  const Json* own = attributes.find("_FillValue");
+  if (!own) return;
+  array.missing.reset();
+  const bool real = at::isFloatingType(array.file_type);
+  if (own->is(Kind::number) && real) {
+    array.missing = own->real();
+  } else if (own->is(Kind::number)) {
+    if (const auto mark = own->integer(); mark && fits(*mark, array.file_type))
+      array.missing = *mark;
+  } else {
+    auto number = own->is(Kind::string) ? special(own->string()) : std::nullopt;
+    if (own->is(Kind::string) && !number) number = of_base64(own->string());
+    if (number && real)
+      array.missing = *number;
+    else
+      array.unmarked = "its attribute _FillValue is no number";
+  }
+}
+
+std::vector<std::int64_t> sizes_of(const Json& value) {
+  std::vector<std::int64_t> sizes;
+  for (const Json& n : value.items()) sizes.push_back(n.index());
   return sizes;
 }
 
@@ -82,7 +170,10 @@ std::map<std::string, Attribute> attributes_of(const Json& all) {
   std::map<std::string, Attribute> attributes;
   for (const auto& [name, value] : all.members()) {
     if (value.is(Kind::string)) {
-      attributes[name] = value.string();
+      if (const auto word = special(value.string()))
+        attributes[name] = std::vector{*word};
+      else
+        attributes[name] = value.string();
     } else if (value.is(Kind::number)) {
       attributes[name] = std::vector{value.real()};
     } else if (value.is(Kind::array) &&
@@ -108,6 +199,22 @@ void refuse(ZarrArray& array, const std::string& what) {
   array.refused += concat(array.refused.empty() ? "" : ", ", what);
 }
 
+void use_separator(ZarrArray& array, const std::string& separator) {
+  if (separator != "." && separator != "/")
+    throw InvalidArgument(concat("a separator '", separator, "' in names of chunks"));
+  array.separator = separator;
+}
+
+// What a name of format 3 says, "float64"; nullopt for text, bytes, complex and others.
+std::optional<at::ScalarType> type_named(const std::string& name) {
+  if (name == "bool") return at::kBool;
+  for (const auto& [kind, word] : {std::pair{'f', "float"}, {'i', "int"}, {'u', "uint"}}) {
+    for (const std::uint64_t bytes : {1, 2, 4, 8})
+      if (name == concat(word, 8 * bytes)) return type_of(kind, bytes);
+  }
+  return std::nullopt;
+}
+
 bool second_format(const Json& about, const Json& attributes, ZarrArray& array) {
   // "<f8"; other kinds are a list, of a structure.
   if (!about.at("dtype").is(Kind::string)) return false;
@@ -118,12 +225,12 @@ bool second_format(const Json& about, const Json& attributes, ZarrArray& array) 
   if (!type) return false;
   array.file_type = *type;
   array.big_endian = dtype[0] == '>';
-  array.info.shape = sizes_of(about.at("shape"), 0);
-  array.chunk = sizes_of(about.at("chunks"), 1);
+  array.info.shape = sizes_of(about.at("shape"));
+  array.chunk = sizes_of(about.at("chunks"));
   array.column_major = about.at("order").string() == "F";
   array.fill = scalar_of(about.at("fill_value"), *type);
-  array.separator =
-      about.find("dimension_separator") ? about.at("dimension_separator").string() : ".";
+  use_separator(array,
+                about.find("dimension_separator") ? about.at("dimension_separator").string() : ".");
   if (const Json& compressor = about.at("compressor"); !compressor.is(Kind::null))
     array.compressor = compressor.at("id").string();
   if (const Json* filters = about.find("filters"); filters && filters->is(Kind::array))
@@ -137,27 +244,29 @@ bool second_format(const Json& about, const Json& attributes, ZarrArray& array) 
 
 bool third_format(const Json& about, ZarrArray& array) {
   if (!about.at("data_type").is(Kind::string)) return false;
-  const std::string& name = about.at("data_type").string();  // "float64", "uint8", "bool"
-  const auto digits = name.find_first_of("0123456789");
-  const std::uint64_t bits =
-      digits == std::string::npos ? 8 : Json::parse(name.substr(digits)).number();
-  const auto type = name.starts_with("complex") ? std::nullopt : type_of(name[0], bits / 8);
+  const auto type = type_named(about.at("data_type").string());
   if (!type) return false;
   array.file_type = *type;
-  array.info.shape = sizes_of(about.at("shape"), 0);
-  array.chunk = sizes_of(about.at("chunk_grid").at("configuration").at("chunk_shape"), 1);
+  array.info.shape = sizes_of(about.at("shape"));
+  array.chunk = sizes_of(about.at("chunk_grid").at("configuration").at("chunk_shape"));
   if (const std::string& grid = about.at("chunk_grid").at("name").string(); grid != "regular")
     refuse(array, concat("chunk grid '", grid, "'"));
   array.fill = scalar_of(about.at("fill_value"), *type);
   const Json& key = about.at("chunk_key_encoding");
   const bool second = key.at("name").string() == "v2";
+  if (!second && key.at("name").string() != "default")
+    refuse(array, concat("chunk key encoding '", key.at("name").string(), "'"));
+  if (const Json* further = about.find("storage_transformers");
+      further && !further->items().empty())
+    refuse(array, "storage transformers");
   const Json* with = key.find("configuration");
   const Json* separator = with ? with->find("separator") : nullptr;
-  array.separator = separator ? separator->string() : second ? "." : "/";
+  use_separator(array, separator ? separator->string() : second ? "." : "/");
   if (!second) array.prefix = concat("c", array.info.shape.empty() ? "" : array.separator);
   for (const Json& codec : about.at("codecs").items()) {
-    const std::string& id = codec.at("name").string();
-    const Json* how = codec.find("configuration");
+    const bool brief = codec.is(Kind::string);  // without a configuration
+    const std::string& id = brief ? codec.string() : codec.at("name").string();
+    const Json* how = brief ? nullptr : codec.find("configuration");
     if (id == "bytes")
       array.big_endian = how && how->find("endian") && how->at("endian").string() == "big";
     else if (array.compressor.empty() && (id == "gzip" || id == "zstd" || id == "blosc"))
@@ -169,15 +278,59 @@ bool third_format(const Json& about, ZarrArray& array) {
   return true;
 }
 
+// Python writes NaN and Infinity as bare words, which JSON has not: as text.
+std::string with_quoted_words(const std::string& text) {
+  std::string out;
+  bool quoted = false;
+  for (std::size_t i = 0; i < text.size();) {
+    std::string_view word;
+    for (const std::string_view w : {"-Infinity", "Infinity", "NaN"})
+      if (!quoted && word.empty() && text.compare(i, w.size(), w) == 0) word = w;
+    if (!word.empty()) {
+      out += concat('"', word, '"');
+      i += word.size();
+      continue;
+    }
+    if (quoted && text[i] == '\\' && i + 1 < text.size())
+      out += text[i++];
+    else if (text[i] == '"')
+      quoted = !quoted;
+    out += text[i++];
+  }
+  return out;
+}
+
 std::optional<Json> json_of(const fs::path& file) {
-  if (!fs::is_regular_file(file)) return std::nullopt;
+  std::error_code none;
+  if (!fs::is_regular_file(file, none)) return std::nullopt;
   const ReadFile source(file.string());
   std::string text(source.size(), '\0');
   source.read(text.data(), text.size(), 0);
   try {
-    return Json::parse(text);
+    return Json::parse(with_quoted_words(text));
   } catch (const InvalidArgument& e) {
     throw FileError(concat(file.string(), ": ", e.what()));
+  }
+}
+
+void require_format(const Json& about, std::uint64_t format) {
+  if (about.at("zarr_format").number() != format)
+    throw InvalidArgument(concat("format ", about.at("zarr_format").number(), " where format ",
+                                 format, " is expected"));
+}
+
+// Bytes of a chunk must be a number that a tensor can have.
+void check_chunk(ZarrArray& array) {
+  if (array.chunk.size() != array.info.shape.size())
+    throw InvalidArgument(
+        concat("chunks of ", list(array.chunk), " and a shape of ", list(array.info.shape)));
+  auto left = std::numeric_limits<std::int64_t>::max() / 8;
+  for (std::size_t d = 0; d < array.chunk.size(); ++d) {
+    if (array.chunk[d] == 0 && array.info.shape[d] == 0) array.chunk[d] = 1;
+    if (array.chunk[d] < 1 || array.chunk[d] > left)
+      throw InvalidArgument(
+          concat("a size of ", array.chunk[d], " in chunks of ", list(array.chunk)));
+    left /= array.chunk[d];
   }
 }
 
@@ -189,33 +342,31 @@ std::optional<ZarrArray> array_in(const fs::path& folder, const std::string& nam
     if (const auto third = json_of(folder / "zarr.json")) {
       known = true;
       if (third->at("node_type").string() != "array") return std::nullopt;
-      if (const Json* own = third->find("attributes")) array.info.attributes = attributes_of(*own);
+      require_format(*third, 3);
+      const Json* own = third->find("attributes");
+      if (own) array.info.attributes = attributes_of(*own);
       read = third_format(*third, array);
+      if (read && own) read_mark(array, *own);
     } else if (const auto second = json_of(folder / ".zarray")) {
       known = true;
       const auto own = json_of(folder / ".zattrs");
       const Json attributes = own ? *own : Json::parse("{}");
+      require_format(*second, 2);
       array.info.attributes = attributes_of(attributes);
       read = second_format(*second, attributes, array);
+      if (read) read_mark(array, attributes);
     } else {
-      known = known || fs::is_regular_file(folder / ".zgroup");
+      std::error_code none;
+      known = known || fs::is_regular_file(folder / ".zgroup", none);
       return std::nullopt;
     }
     if (!read) return std::nullopt;
-    if (array.chunk.size() != array.info.shape.size())
-      throw InvalidArgument(
-          concat("chunks of ", list(array.chunk), " and a shape of ", list(array.info.shape)));
+    check_chunk(array);
   } catch (const InvalidArgument& e) {
     throw FileError(concat("the metadata of the Zarr array in ", folder.string(),
                            " cannot be understood: ", e.what()));
   }
   array.info.stored = holding(array.file_type);
-  if (const auto own = array.info.attributes.find("_FillValue"); own != array.info.attributes.end())
-    if (const auto* number = std::get_if<std::vector<double>>(&own->second);
-        number && number->size() == 1)
-      array.missing = at::isFloatingType(array.file_type)
-                          ? at::Scalar(number->front())
-                          : at::Scalar(static_cast<std::int64_t>(number->front()));
   return array;
 }
 
@@ -244,7 +395,8 @@ std::vector<ZarrArray> zarr_arrays(const std::string& folder) {
                            "and .zarray"));
   for (auto it = fs::recursive_directory_iterator(root); it != fs::recursive_directory_iterator();
        ++it) {
-    if (!it->is_directory()) continue;
+    std::error_code none;
+    if (!it->is_directory(none)) continue;
     bool array_or_group = false;
     auto array =
         array_in(it->path(), fs::relative(it->path(), root).generic_string(), array_or_group);

@@ -27,6 +27,8 @@ struct ZarrArray {
   std::optional<at::Scalar> fill = {};
   /// The stored number of an element without a value, by the CF conventions.
   std::optional<at::Scalar> missing = {};
+  /// Why `missing` cannot be told, so that values are not decoded; empty: it can.
+  std::string unmarked = {};
   /// Empty: chunks are not compressed.
   std::string compressor = {};
   /// Why chunks cannot be read: what is done to them that is not known here; empty: nothing.
