@@ -85,13 +85,16 @@ DocumentCut cut_documents(const DocumentLengths& rows, int parts,
   std::int64_t tokens = options.tokens;
   if (tokens == 0) {
     for (const auto& lengths : rows)
-      tokens = std::max(tokens, std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}));
+      tokens = std::max(tokens, document_bounds(lengths, std::int64_t{1} << 62).back());
   }
   const std::int64_t most = options.most_tokens > 0 ? options.most_tokens : tokens;
   if (most < ceil_div(tokens, parts))
     throw InvalidArgument(concat(parts, " parts of at most ", most, " tokens do not hold a row of ",
                                  tokens, "; allow ", ceil_div(tokens, parts)));
   const std::vector<double> sum = costs_of(rows, tokens, options);
+  if (!std::isfinite(sum.back()))
+    throw InvalidArgument(concat("cut_documents with a token cost of ", options.token_cost,
+                                 ": the cost of all ", tokens, " tokens is no finite number"));
   const auto fits = [&](const std::vector<std::int64_t>& sizes, double limit) {
     return sizes.back() <= most && dearest(sum, sizes) <= limit;
   };

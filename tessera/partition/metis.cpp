@@ -1,17 +1,42 @@
 #include "tessera/partition/metis.h"
 
 #include <metis.h>
+#include <signal.h>
 
 #include <cmath>
 #include <limits>
 #include <mutex>
 #include <numeric>
 
+#include "tessera/base/pinned.h"
 #include "tessera/partition/detail/points.h"
 
 namespace tessera {
 
 namespace {
+
+// METIS takes SIGTERM and SIGABRT while it works, and gives them back in another form, which holds
+// for one signal. They come back as they were; this thread gets a SIGTERM of meanwhile then.
+class KeptSignals : Pinned {
+ public:
+  KeptSignals() {
+    sigset_t held;
+    sigemptyset(&held);
+    sigaddset(&held, SIGTERM);
+    pthread_sigmask(SIG_BLOCK, &held, &mask_);
+    sigaction(SIGTERM, nullptr, &terminate_);
+    sigaction(SIGABRT, nullptr, &abort_);
+  }
+  ~KeptSignals() {
+    sigaction(SIGTERM, &terminate_, nullptr);
+    sigaction(SIGABRT, &abort_, nullptr);
+    pthread_sigmask(SIG_SETMASK, &mask_, nullptr);
+  }
+
+ private:
+  sigset_t mask_;
+  struct sigaction terminate_, abort_;
+};
 
 // A graph as METIS has it: of each node its neighbours, each once, and in how many directions.
 struct MetisGraph {
@@ -71,6 +96,7 @@ std::vector<int> partition_by_metis(std::int64_t nodes, std::span<const std::int
     // Its random numbers are the process'.
     static std::mutex library;
     const std::lock_guard lock(library);
+    const KeptSignals kept;
     const int status = METIS_PartGraphKway(
         &count, &constraints, graph.begin.data(), graph.neighbor.data(),
         costs.empty() ? nullptr : costs.data(), nullptr, graph.directions.data(), &wanted, nullptr,

@@ -17,6 +17,8 @@ namespace tessera {
 /// cost of each node; none: 1 each. Parts may be empty where there are few nodes. The same graph
 /// gives the same parts with the same METIS on the same system: where ranks are not alike, let one
 /// partition, and broadcast. Not collective; one call at a time works in a process, others wait.
+/// METIS takes SIGTERM while it works: handlers are as before when it is done, and until then a
+/// process with other threads that get the signal may end by it.
 ///
 /// Throws NotAvailable in a build without METIS, and InvalidArgument for parts below 1, edges that
 /// name other nodes, numbers of sources and targets that differ, weights as bisect_points(), and

@@ -453,6 +453,12 @@ TEST(PackedAttention, DocumentsThatRanksDoNotShareAreTold) {
     EXPECT_THROW(packed_attention(x, x, x, {{6 - mine, 2 + mine}}), MismatchError);
     EXPECT_THROW(packed_attention(x, x, x, {{8 + mine}}), MismatchError);
     EXPECT_THROW(packed_attention(x, x, x, {{8}}, {.causal = mine == 1}), MismatchError);
+    EXPECT_THROW(packed_attention(x, x, x, {{8}}, {.scale = mine ? 0.125 : 0.12500001}),
+                 MismatchError);
+    Shape many(40, 0);  // more than a message shows
+    many[38] = 6 - mine;
+    many[39] = 2 + mine;
+    EXPECT_THROW(packed_attention(x, x, x, {many}), MismatchError);
     EXPECT_EQ(packed_attention(x, x, x, {{6, 2}}).sizes(), x.sizes());
   });
 }
@@ -480,6 +486,7 @@ TEST(PackedAttention, RefusesWhatDoesNotFit) {
     refuse(t, t.select(0, 0), t, {{6}}, {}, "give q, k and v of [rows");
     refuse(t, t, t.to(at::kDouble), {{6}}, {}, "give one floating-point type");
     refuse(t, t.narrow(1, 0, 1), t.narrow(1, 0, 1), {{6}}, {}, "if grouped");
+    refuse(t.narrow(1, 0, 0), t, t, {{6}}, {.grouped = true}, "if grouped");
     refuse(t, t, t.narrow(2, 0, 5), {{5}}, {}, "they differ in v's channels at most");
   };
   all(x);

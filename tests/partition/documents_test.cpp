@@ -140,6 +140,8 @@ TEST(DocumentCuts, OfNothingAndRefused) {
   EXPECT_THROW(cut_documents({{5}}, 2, {.tokens = -4}), InvalidArgument);
   EXPECT_THROW(cut_documents({{5}}, 2, {.most_tokens = 2}), InvalidArgument);
   EXPECT_THROW(cut_documents({{5}}, 2, {.token_cost = std::nan("")}), InvalidArgument);
+  EXPECT_THROW(cut_documents({Sizes(4096, 1)}, 2, {.token_cost = 1e306}), InvalidArgument);
+  EXPECT_THROW(cut_documents({{std::numeric_limits<std::int64_t>::max(), 1}}, 2), InvalidArgument);
 }
 
 }  // namespace

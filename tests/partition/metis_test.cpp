@@ -1,6 +1,7 @@
 #include "tessera/partition/metis.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <numeric>
@@ -104,9 +105,29 @@ TEST(MetisTest, OwnersAreParts) {
     const auto owner = partition_by_metis(nodes, source, target, parts, weights);
     ASSERT_EQ(owner.size(), static_cast<std::size_t>(nodes));
     EXPECT_EQ(quality_of(owner, parts, source, target).nodes, nodes);  // refuses other owners
-    if (parts >= nodes)
-      for (std::int64_t i = 0; i < nodes; ++i) EXPECT_EQ(owner[static_cast<std::size_t>(i)], i);
+    for (std::int64_t i = 0; parts >= nodes && i < nodes; ++i)
+      EXPECT_EQ(owner[static_cast<std::size_t>(i)], i);
   }
+}
+
+TEST(MetisTest, SignalsAreHandledAsBefore) {
+  struct sigaction mine{};
+  mine.sa_handler = [](int) {};
+  mine.sa_flags = SA_RESTART;
+  struct sigaction before{}, after{};
+  sigaction(SIGTERM, &mine, &before);
+  std::vector<std::int64_t> source, target;
+  for (std::int64_t i = 0; i + 1 < 50; ++i) {
+    source.push_back(i);
+    target.push_back(i + 1);
+  }
+  partition_by_metis(50, source, target, 3);
+  sigaction(SIGTERM, &before, &after);
+  EXPECT_EQ(after.sa_handler, mine.sa_handler);
+  EXPECT_EQ(after.sa_flags & (SA_RESTART | SA_RESETHAND | SA_NODEFER), SA_RESTART);
+  sigset_t held;
+  pthread_sigmask(SIG_BLOCK, nullptr, &held);
+  EXPECT_FALSE(sigismember(&held, SIGTERM));
 }
 
 TEST(MetisTest, RefusesWhatIsNoGraph) {

@@ -30,8 +30,8 @@ void check_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    " and ", t->toString(), " on ", t->device().str(),
                                    "; give one floating-point type on one device"));
   }
-  const bool heads = k.size(-3) == q.size(-3) ||
-                     (options.grouped && k.size(-3) > 0 && q.size(-3) % k.size(-3) == 0);
+  const bool heads = k.size(-3) == q.size(-3) || (options.grouped && k.size(-3) > 0 &&
+                                                  q.size(-3) > 0 && q.size(-3) % k.size(-3) == 0);
   if (!heads || (q.dim() == 4 && q.size(0) != k.size(0)) || q.size(-2) != k.size(-2) ||
       q.size(-1) != k.size(-1) || q.size(-1) < 1 ||
       k.sizes().slice(0, k.dim() - 1) != v.sizes().slice(0, k.dim() - 1))
@@ -49,10 +49,22 @@ void check_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 }
 
 std::string described(const DocumentLengths& lengths, const PackedAttentionOptions& options) {
-  std::string text = concat("causal ", options.causal, ", scale ", options.scale.value_or(0),
-                            ", grouped ", options.grouped, ", dropout ", options.dropout);
-  for (const auto& of_row : lengths) text += concat("\n", list(of_row));
+  std::string text = concat(std::hexfloat, "causal ", options.causal, ", scale ");
+  text += options.scale ? concat(std::hexfloat, *options.scale) : "by channels";
+  text += concat(std::hexfloat, ", grouped ", options.grouped, ", dropout ", options.dropout);
+  // All of them: a difference in any is another mask.
+  for (const auto& of_row : lengths) text += concat("\n", list(of_row, of_row.size()));
   return text;
+}
+
+// The ranks that compute with the same rows: those with others need not wait for them.
+Group sharing_rows(const at::Tensor& t) {
+  const ShardSpec of = spec(t);
+  std::vector<int> axes;
+  for (int a = 0; a < of.mesh().mesh().dims(); ++a)
+    if (t.dim() != 4 || !of.placements()[static_cast<std::size_t>(a)].is_shard(0))
+      axes.push_back(a);
+  return of.mesh().group(axes);
 }
 
 // Row by row and document by document.
@@ -74,13 +86,14 @@ at::Tensor by_documents(const at::Tensor& q, const at::Tensor& k, const at::Tens
           options.dropout, options.causal, options.scale, options.grouped));
     }
     // Zeros, whatever the padding holds, with the history of the others.
-    const at::Tensor padding = part(q, bounds.back(), q.size(-2)).sum({-1}, true);
-    auto shape = padding.sizes().vec();
-    shape.back() = v.size(-1);
-    if (padding.numel() > 0 || parts.empty())
+    if (bounds.back() < q.size(-2) || parts.empty()) {
+      const at::Tensor padding = part(q, bounds.back(), q.size(-2)).narrow(-1, 0, 1);
+      auto shape = padding.sizes().vec();
+      shape.back() = v.size(-1);
       parts.push_back(
           padding.masked_fill(at::ones_like(padding, padding.options().dtype(at::kBool)), 0)
               .expand(shape));
+    }
     rows.push_back(at::cat(parts, -2));
   }
   return documents.size() == 1 ? rows[0] : at::cat(rows, 0);
@@ -103,8 +116,7 @@ at::Tensor packed_attention(const at::Tensor& query, const at::Tensor& key, cons
   // What goes where follows from them; what is refused below is then refused on every rank.
   for (const at::Tensor* t : {&q, &k, &v}) {
     if (!t->defined() || !is_sharded(*t)) continue;
-    agree::same(spec(*t).mesh().all(), "the documents of packed_attention",
-                described(lengths, options));
+    agree::same(sharing_rows(*t), "the documents of packed_attention", described(lengths, options));
     break;
   }
   check_packed(q, k, v, lengths.size(), options);

@@ -31,6 +31,7 @@
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/failure.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -79,18 +80,22 @@ using Tensors = std::vector<at::Tensor>;
 template <class Body, class After>
 void compute(const Round& round, const Tensors& held, const Tensors& sums, const Interval& keys,
              const Body& body, const After& after) {
-  const auto blocks = round.blocks(keys);
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    const Block& block = blocks[i];
-    const auto of_block = [&](const Tensors& all) {
-      Tensors part;
-      for (const at::Tensor& t : all)
-        part.push_back(of_run(t, {block.keys.begin - keys.begin, block.keys.size(),
-                                  block.keys.begin, block.run.row}));
-      return part;
-    };
-    body(of_block(held), block.keys, block.run, of_block(sums));
-    after(static_cast<std::int64_t>(i) + 1, static_cast<std::int64_t>(blocks.size()));
+  try {
+    const auto blocks = round.blocks(keys);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      const Block& block = blocks[i];
+      const auto of_block = [&](const Tensors& all) {
+        Tensors part;
+        for (const at::Tensor& t : all)
+          part.push_back(of_run(t, {block.keys.begin - keys.begin, block.keys.size(),
+                                    block.keys.begin, block.run.row}));
+        return part;
+      };
+      body(of_block(held), block.keys, block.run, of_block(sums));
+      after(static_cast<std::int64_t>(i) + 1, static_cast<std::int64_t>(blocks.size()));
+    }
+  } catch (...) {  // while messages wait here, so that the other ranks do not
+    rethrow_to_all("attention over ranks", *context_of(round.ring.query));
   }
 }
 

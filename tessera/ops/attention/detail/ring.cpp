@@ -226,7 +226,7 @@ bool shapes_fit(const Shape& q, const Shape& k, const Shape& v, bool grouped) {
   const std::size_t n = q.size();
   if (k.size() != n || v.size() != n) return false;
   for (std::size_t d = 0; d + 2 < n; ++d) {
-    const bool heads = grouped && d + 3 == n && k[d] > 0 && q[d] % k[d] == 0;
+    const bool heads = grouped && d + 3 == n && k[d] > 0 && q[d] > 0 && q[d] % k[d] == 0;
     if (k[d] != v[d] || (k[d] != q[d] && !heads)) return false;
   }
   return k[n - 2] == v[n - 2] && q[n - 1] == k[n - 1];

@@ -121,25 +121,24 @@ bool in_unit(const LabelProblem& p, const TensorInfo& t, int axis) {
 
 // Whether a choice would compute with shards of a parameter whose unit is gathered over this axis,
 // though no data are sharded like them: what comes of it would move instead of the parameter.
-// Arithmetic among tensors of the parameter's own shape (an optimizer's) takes the shards.
+// Arithmetic among tensors of the parameter's own dims (an optimizer's) takes the shards.
 bool leaves_unit(const LabelProblem& p, const Choice& c, int axis) {
   if (c.kind != Choice::Kind::label) return false;
   const auto& tensors = p.call.tensors();
-  bool data = false;
-  const TensorInfo* of_unit = nullptr;
+  std::optional<std::size_t> of_unit;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const Placement to = required(p, c, static_cast<int>(i));
     const bool cut = to.is_shard() && tensors[i].spec.placements()[axis] == to;
     if (cut && in_unit(p, tensors[i], axis))
-      of_unit = &tensors[i];
+      of_unit = of_unit && p.inputs[*of_unit].size() >= p.inputs[i].size() ? of_unit : i;
     else if (cut && !tensors[i].parameter)
       return false;
     if (tensors[i].written) return false;
   }
-  for (const TensorInfo& t : tensors)
-    data |=
-        of_unit && !t.parameter && t.spec.numel() != 1 && t.spec.shape() != of_unit->spec.shape();
-  return data;
+  for (std::size_t i = 0; of_unit && i < tensors.size(); ++i)
+    if (!tensors[i].parameter && tensors[i].spec.numel() != 1 && p.inputs[i] != p.inputs[*of_unit])
+      return true;
+  return false;
 }
 
 // Whether a parameter would be gathered over this axis so that another input can stay a summand:
