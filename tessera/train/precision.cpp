@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <optional>
@@ -137,11 +138,12 @@ void PrecisionPlugin::step(torch::optim::Optimizer& optimizer, const LossClosure
 void PrecisionPlugin::add_state(CheckpointState&, const std::string&) {}
 void PrecisionPlugin::restore(const CheckpointState&, const std::string&) {}
 
+constexpr const char* kPrecisionNames[] = {"as_is", "float32", "float64", "bfloat16_mixed",
+                                           "float16_mixed"};
+
 std::string to_string(Precision precision) {
-  constexpr const char* kNames[] = {"as_is", "float32", "float64", "bfloat16_mixed",
-                                    "float16_mixed"};
   const auto i = static_cast<std::size_t>(precision);
-  return i < std::size(kNames) ? kNames[i] : "?";
+  return i < std::size(kPrecisionNames) ? kPrecisionNames[i] : "?";
 }
 
 std::string to_string(const PrecisionChoice& choice) {
@@ -154,6 +156,11 @@ std::shared_ptr<PrecisionPlugin> make_precision(const PrecisionChoice& choice,
                                                 const LossScalerOptions& scaler) {
   if (const auto* own = std::get_if<std::shared_ptr<PrecisionPlugin>>(&choice)) {
     if (!*own) throw InvalidArgument("SessionOptions::precision is a null pointer");
+    if (std::find(std::begin(kPrecisionNames), std::end(kPrecisionNames), (*own)->name()) !=
+        std::end(kPrecisionNames))
+      throw InvalidArgument(concat("a precision of one's own with the name '", (*own)->name(),
+                                   "', which is one of ours: a configuration file, and the ranks, "
+                                   "could not tell them apart; give it another"));
     return *own;
   }
   switch (const Precision ours = std::get<Precision>(choice)) {

@@ -22,7 +22,8 @@
 namespace tessera {
 
 /// What a session asks of a precision, in the order of a run. What is not overridden is that of
-/// as_is. An object is for one session at a time, and keeps its state from one to the next.
+/// as_is. An object is for one session at a time (a second one throws InvalidArgument), and keeps
+/// its state from one to the next.
 class PrecisionPlugin : Pinned {
  public:
   using LossClosure = torch::optim::Optimizer::LossClosure;
@@ -39,7 +40,7 @@ class PrecisionPlugin : Pinned {
   /// Around each forward, on this thread, until the result is destroyed.
   virtual std::shared_ptr<void> forward_scope(c10::Device device) const;
   /// Losses are multiplied by it before backward, and gradients divided when they are brought to
-  /// the mean, before they are clipped. The same on every rank.
+  /// the mean, before they are clipped. The same on every rank, finite and above 0.
   virtual double loss_scale() const;
   /// True: a gradient that is not finite on any rank leaves the step out on all.
   virtual bool skips_overflow() const;
@@ -54,8 +55,12 @@ class PrecisionPlugin : Pinned {
   /// What a checkpoint keeps, numbers and tensors, under names that begin with `prefix`. Also
   /// called before a load, which writes into the tensors.
   virtual void add_state(CheckpointState& state, const std::string& prefix);
-  /// Goes on from what was loaded; what is not there stays as it is.
+  /// Goes on from what was loaded. A number may be absent from a checkpoint; a tensor may not.
   virtual void restore(const CheckpointState& state, const std::string& prefix);
+
+ private:
+  friend class Session;
+  const Session* session_ = nullptr;
 };
 
 /// Ours.
@@ -106,7 +111,7 @@ class LossScaler {
 };
 
 /// The object of a choice: the user's own, or a new one of ours. Throws InvalidArgument for a null
-/// pointer, and for options out of range where the loss is scaled.
+/// pointer, one that has the name of one of ours, and for options out of range where the loss is scaled.
 std::shared_ptr<PrecisionPlugin> make_precision(const PrecisionChoice& choice,
                                                 const LossScalerOptions& scaler = {});
 

@@ -89,11 +89,16 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
       throw InvalidArgument(concat("a module named '", m.name, "': the checkpoint uses that name"));
   }
   precision_ = make_precision(options_.precision, options_.scaler);
+  if (precision_->session_ && !precision_->session_->resting_)
+    throw InvalidArgument(concat("the precision '", precision_->name(),
+                                 "' is in use by another session: end that one first, or give this "
+                                 "one an object of its own"));
   listen(options_.signals);
   precision_->convert_modules(modules_, strategy_->abilities().moves_modules);
   if (from && !strategy_->abilities().restores_after_setup) restore_modules(*from);
   strategy_->setup(modules_);
   strategy_->session_ = this;
+  precision_->session_ = this;
 }
 
 void Session::require_free(const Strategy& strategy) {
@@ -109,9 +114,14 @@ void Session::require_own() const {
     throw InvalidArgument(concat("the strategy '", strategy_->name(),
                                  "' has been set up by another session since: this one trains no "
                                  "longer"));
+  if (precision_->session_ != this)
+    throw InvalidArgument(concat("the precision '", precision_->name(),
+                                 "' has been taken by another session since: this one trains no "
+                                 "longer"));
 }
 
 Session::~Session() {
+  if (precision_->session_ == this) precision_->session_ = nullptr;
   try {
     if (strategy_->session_ == this) {
       strategy_->session_ = nullptr;
@@ -362,6 +372,14 @@ Stop Session::vote() {
   add_vote(wanted(), votes);
   add_up(*strategy_, votes, kStepSums);
   return stop_of(votes);
+}
+
+double Session::loss_scale() const {
+  const double scale = precision_->loss_scale();
+  if (!std::isfinite(scale) || scale <= 0)
+    throw InvalidArgument(concat("the precision '", precision_->name(), "' has a loss scale of ",
+                                 scale, ": give a finite one above 0"));
+  return scale;
 }
 
 void together(Strategy& strategy, const std::function<void()>& body) {

@@ -217,7 +217,7 @@ class Session {
                         const std::string& prefix = "train.");
   /// Optimizer steps so far, those left out included.
   std::int64_t steps() const { return steps_; }
-  double loss_scale() const { return precision_->loss_scale(); }
+  double loss_scale() const;
 
  private:
   /// Reduces what is owed, adds up over the ranks, and brings these gradients to the mean.

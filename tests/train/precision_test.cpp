@@ -223,6 +223,31 @@ TEST(Precision, MasterWeightsOfTheUsersOwnAreSaved) {
       << said;
 }
 
+TEST(Precision, ServesOneSessionAndScalesByANumber) {
+  struct Scaled : PrecisionPlugin {
+    std::string name() const override { return "scaled"; }
+    double loss_scale() const override { return scale; }
+    double scale = 2;
+  };
+  const auto shared = std::make_shared<Scaled>();
+  const auto session_of = [&] {
+    return std::make_unique<Session>(std::make_shared<SingleDevice>(),
+                                     NamedModules{{"net", torch::nn::Linear(2, 1).ptr()}},
+                                     SessionOptions{.precision = shared});
+  };
+  auto first = session_of();
+  const std::string said = thrown<InvalidArgument>([&] { session_of(); });
+  EXPECT_NE(said.find("the precision 'scaled' is in use"), std::string::npos) << said;
+  EXPECT_EQ(first->loss_scale(), 2);
+  for (const double wrong : {0.0, -1.0, std::nan(""), double{INFINITY}}) {
+    shared->scale = wrong;
+    EXPECT_THROW(first->loss_scale(), InvalidArgument);
+  }
+  first.reset();
+  shared->scale = 4;
+  EXPECT_EQ(session_of()->loss_scale(), 4);
+}
+
 TEST(Precision, IsChosenByNameOrObject) {
   const auto mine = std::make_shared<StochasticRounding>();
   for (const auto& [chosen, name] : std::vector<std::pair<PrecisionChoice, std::string>>{
@@ -240,6 +265,11 @@ TEST(Precision, IsChosenByNameOrObject) {
   EXPECT_EQ(to_string(none), "none");
   EXPECT_NE(thrown<InvalidArgument>([&] { trained(nullptr, none, 0.1, 1); }).find("null pointer"),
             std::string::npos);
+  // A name of ours would be read back as ours.
+  struct Named : PrecisionPlugin {
+    std::string name() const override { return "bfloat16_mixed"; }
+  };
+  EXPECT_THROW(make_precision(std::make_shared<Named>()), InvalidArgument);
   // Ranks that choose differently are told.
   on_threads(2, [&](DistributedManager& manager) {
     PrecisionChoice chosen = Precision::as_is;
