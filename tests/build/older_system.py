@@ -66,7 +66,7 @@ int main(int count, char**) {
   std::cout << std::move(out).str() << std::endl;
 }
 """
-NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7,)}
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 
 
 def demanded(file):

@@ -49,7 +49,8 @@ def main():
     known = set()
     for file in (source / "CMakeLists.txt", *(source / "cmake").glob("*.cmake")):
         known |= set(re.findall(r"(?:option|set)\((TESSERA_\w+)", file.read_text()))
-    known |= {f"TESSERA_{part}_INCLUDE" for part in ("NETCDF", "HDF5")} | {"TESSERA_TORCH"}  # of tessera_part() and TesseraTorch.cmake
+    parts = {part.upper() for file in (source / "tessera").glob("*/CMakeLists.txt") for part in re.findall(r"tessera_part\(\s*(\w+)", file.read_text())}
+    known |= {f"TESSERA_{part}_INCLUDE" for part in parts} | {"TESSERA_TORCH"}  # of TesseraTorch.cmake
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         archive = folder / "sources.tar.gz"
@@ -71,6 +72,9 @@ def main():
         said, arguments = spack(texts["spack/package.py"], mpi=True, fortran=False, fields=fields)
         assert ("version", (version,), {"sha256": total}) in said, said
         assert "-DTESSERA_TORCH=/torch/lib/python/torch" in arguments and ("-DTESSERA_HDF5_INCLUDE=False" in arguments) != fields, arguments
+        given = {"NETCDF", "HDF5", "ZLIB", "HWLOC"} if fields else {"HWLOC"}
+        off = {part for part in parts if f"-DTESSERA_{part}_INCLUDE=False" in arguments}
+        assert off == parts - given, f"a library of the system's is looked at, or one that is there is not: {off} of {parts}"
         assert not {re.match(r"-D(\w+)", word)[1] for word in arguments} - known, arguments
 
 

@@ -399,7 +399,7 @@ void keep_an_old_wrapper(DistributedManager& manager) {
 }
 
 TEST(DistributedDataParallel, AnOldWrapperOfOneRankIsAnErrorOnEveryRank) {
-  for (int ranks = 2; ranks <= 3; ++ranks)
+  for (int ranks = 1; ranks <= 3; ++ranks)
     on_ranks(ranks, [](DistributedManager& manager) { keep_an_old_wrapper(manager); });
 }
 

@@ -137,6 +137,25 @@ TEST(FullyShardReplicated, GathersWhatLayersOfNoSampleNeed) {
   }
 }
 
+// Data of the parameter's own shape, which is no arithmetic of parameters.
+TEST(FullyShardReplicated, GathersForSquareDataToo) {
+  on_threads(3, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
+    const auto mesh = manager.mesh({{"data", 3}});
+    Linear net(LinearOptions(6, 6).bias(false)), expected(LinearOptions(6, 6).bias(false));
+    for (Linear* each : {&net, &expected}) {
+      (*each)->to(at::kDouble);
+      fill(**each, 3);
+    }
+    fully_shard(*net, mesh);
+    const at::Tensor x = randn({6, 6}, at::kDouble);
+    const at::Tensor same = distribute_tensor(x, mesh, {Replicate()});
+    const at::Tensor y = net->forward(same) + same.matmul(net->weight);
+    EXPECT_TRUE(spec(y).placements()[0].is_replicate()) << spec(y);
+    EXPECT_LT(difference(y, expected->forward(x) + x.matmul(expected->weight)), 1e-12);
+  });
+}
+
 TEST(FullyShardReplicated, ArithmeticOfParametersStaysInShards) {
   on_threads(3, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});

@@ -41,6 +41,12 @@ inline int& bodies_run() {
   return n;
 }
 
+/// What a case may have changed of a job and the next one expects as it was: of a room above comm.
+inline std::function<void(DistributedManager&)>& before_each() {
+  static std::function<void(DistributedManager&)> one;
+  return one;
+}
+
 /// Runs `body` on each of `ranks` ranks. As processes: on this one, if the job has as many and
 /// `options` name no back end; else nothing. A rank that cannot go on as the others do ends there,
 /// which the others are told.
@@ -55,8 +61,12 @@ inline void on_ranks(int ranks, const std::function<void(DistributedManager&)>& 
   const auto& job = process();
   if (!job) return run_threads(ranks, seeded, options);
   const bool any = options.backend.empty() || options.backend == "threads";
-  if (ranks != job->world_size() || !any) return;
+  if (ranks != job->world_size() || !any) {
+    std::cout << concat("  not for ", job->world_size(), " ranks: a case of ", ranks, "\n");
+    return;
+  }
   ++bodies_run();
+  if (before_each()) before_each()(*job);
   job->set_check_level(options.check_level);
   try {
     seeded(*job);

@@ -14,9 +14,14 @@
 #include "../support/ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/device_mesh.h"
+#include "tessera/tensor/policy.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::test {
+
+// Cases over processes share a job: each begins with its policies as they are by default.
+inline const bool kPoliciesAnew =
+    (before_each() = [](DistributedManager& job) { set_policies(job, {}); }, true);
 
 inline at::Tensor randn(at::IntArrayRef shape, at::ScalarType type = at::kFloat) {
   return at::randn(shape, generator(), type);
