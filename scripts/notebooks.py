@@ -6,10 +6,11 @@ usage: notebooks.py FOLDER          (from the root of the checkout; cells have t
 On a page `<!-- shows -->` stands before the block of what the cell above it prints, `<!-- draws -->` where a notebook has a picture or a table in its place.
 """
 
+import argparse
 import json
+import os
 import pathlib
 import re
-import sys
 import tempfile
 from dataclasses import dataclass
 
@@ -83,7 +84,8 @@ def run(notebook, timeout=120):
 
         # By its class, not an object: a kernel that was given is not ended.
         client = nbclient.NotebookClient(nbformat.reads(json.dumps(notebook), as_version=4), timeout=timeout, kernel_name="python3", kernel_manager_class=Kernel)
-        return client.execute()
+        # Nothing is written into the home of who runs it.
+        return client.execute(env={**os.environ, "IPYTHONDIR": folder})
 
 
 def write(folder, pages, finish=lambda notebook: notebook):
@@ -98,5 +100,9 @@ def write(folder, pages, finish=lambda notebook: notebook):
 
 
 if __name__ == "__main__":
-    for path in write(pathlib.Path(sys.argv[1]), sorted(TUTORIALS.glob("*.md")), run if "--run" in sys.argv else lambda notebook: notebook):
+    parser = argparse.ArgumentParser(description="The tutorials that have Python as notebooks.")
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--run", action="store_true", help="with what their cells print")
+    given = parser.parse_args()
+    for path in write(given.folder, sorted(TUTORIALS.glob("*.md")), run if given.run else lambda notebook: notebook):
         print(path)

@@ -44,6 +44,7 @@ class Tessera(CMakePackage):
     depends_on("mpi", when="+mpi")
     depends_on("netcdf-c~mpi", when="+fields")
     depends_on("hdf5~mpi", when="+fields")
+    depends_on("zlib-api", when="+fields")
 
     def cmake_args(self):
         platlib = self.spec["python"].package.platlib
@@ -53,10 +54,10 @@ class Tessera(CMakePackage):
             args.append(self.define("TESSERA_" + part, False))
         args.append(self.define_from_variant("TESSERA_MPI", "mpi"))
         args.append(self.define_from_variant("TESSERA_FORTRAN", "fortran"))
-        if self.spec.satisfies("~fields"):
-            # One of the system's is not looked at either.
-            for part in ("NETCDF", "HDF5"):
-                args.append(self.define("TESSERA_" + part + "_INCLUDE", False))
+        # One of the system's is not looked at either.
+        without = ["METIS"] if self.spec.satisfies("+fields") else ["METIS", "NETCDF", "HDF5", "ZLIB"]
+        for part in without:
+            args.append(self.define("TESSERA_" + part + "_INCLUDE", False))
         return args
 
     @run_after("install")
