@@ -44,8 +44,8 @@ struct LoadOptions {
   /// are larger than the memory of the host; after an error tensors hold what had been read so far.
   /// The same on all ranks, as `verify` is.
   bool all_or_nothing = true;
-  /// With all_or_nothing, tensors that would be read twice wait in memory of their own as well, as
-  /// long as a rank needs no more than so many bytes for them: they are read once. For file systems
+  /// Tensors that all_or_nothing would read twice wait in memory of their own as well, as long as a
+  /// rank needs no more than so many bytes for them: they are read once. It is for file systems
   /// whose second read is not from the page cache. What fits can no longer be half loaded.
   std::uint64_t staging_bytes = 0;
   /// Threads that read and verify on each rank, a tensor at a time; 0: the rank's share of the
@@ -80,7 +80,7 @@ class CheckpointReader {
   /// The checkpoint `name` in `folder`. The manifest is read by the first rank alone.
   CheckpointReader(const Group& group, const std::string& folder, const std::string& name)
       : CheckpointReader(group, local_folder(folder), name) {}
-  /// At any other place; each rank gives an object of its own for the same one.
+  /// The checkpoint is at any other place; each rank gives an object of its own for the same one.
   CheckpointReader(const Group& group, const std::shared_ptr<CheckpointIO>& io,
                    const std::string& name);
   /// A safetensors file of any program, or a folder of such with the index of Hugging Face's tools
@@ -124,7 +124,7 @@ class CheckpointReader {
   std::string value(const std::string& name) const;
   std::int64_t integer(const std::string& name) const;
   double real(const std::string& name) const;
-  /// Of all ranks that saved it, by rank; nothing for those that had none.
+  /// All ranks' values that were saved, by rank; nothing for those that had none.
   std::map<int, std::string> values_of_ranks(const std::string& name) const;
 
   /// Compares every checksum; each rank reads its share of the bytes.

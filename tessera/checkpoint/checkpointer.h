@@ -47,8 +47,8 @@ class CheckpointDamaged : public FileError {
 };
 
 struct CheckpointOptions {
-  /// After a save, all but so many of the latest checkpoints in the folder are removed, whoever
-  /// saved them; 0: none is. Damaged ones and those of protect() stay, and do not count.
+  /// A save removes all but so many of the latest checkpoints in the folder, whoever saved them; 0:
+  /// none is. Damaged ones and those of protect() stay, and do not count.
   int keep_last = 0;
   /// What a save does while an earlier one is still being written.
   enum class Busy : unsigned char { wait, refuse };
@@ -64,7 +64,7 @@ struct CheckpointOptions {
   bool remove_incomplete = true;
   /// How long the ranks wait for the slowest one to have written.
   std::chrono::milliseconds timeout{std::chrono::hours(1)};
-  /// Of a local folder that is given by its path. Replaced by tests.
+  /// Calls on a local folder that is given by its path go through these. Tests replace them.
   std::shared_ptr<FileOperations> operations = FileOperations::system();
 };
 
@@ -76,12 +76,12 @@ struct CheckpointOptions {
 /// error says so.
 class Checkpointer {
  public:
-  /// Over all ranks of the job, or over these (global ranks, of which this is one). Makes the
-  /// folder, as the first rank spells it; the other ranks may spell it otherwise. Throws
-  /// MismatchError if the ranks' options differ.
+  /// The ranks are all of the job, or these (global ranks, of which this is one). Makes the folder,
+  /// as the first rank spells it; the other ranks may spell it otherwise. Throws MismatchError if
+  /// the ranks' options differ.
   Checkpointer(const DistributedManager& manager, const std::string& folder,
                const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
-  /// At any other place; each rank gives an object of its own for the same one.
+  /// The folder is at any other place; each rank gives an object of its own for the same one.
   Checkpointer(const DistributedManager& manager, std::shared_ptr<CheckpointIO> io,
                const CheckpointOptions& options = {}, const std::vector<int>& ranks = {});
   /// Waits until this rank has written; an error that was never asked for is lost. Where ranks
@@ -90,7 +90,7 @@ class Checkpointer {
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  /// As this rank spells it; of another place CheckpointIO::where(""). Not collective.
+  /// This rank spells it so; another place gives CheckpointIO::where(""). Not collective.
   std::string folder() const;
   /// Where it saves; a reader takes it. Not collective.
   const std::shared_ptr<CheckpointIO>& io() const;

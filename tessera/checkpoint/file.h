@@ -44,7 +44,7 @@ void save(const at::Tensor& tensor, const std::string& path);
 /// Parameters and buffers, plain or sharded.
 void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path);
 
-/// Into a folder of files of at most `max_bytes` bytes of data, or of one tensor, with the index
+/// Writes a folder of files of at most `max_bytes` bytes of data, or of one tensor, with the index
 /// that Hugging Face's tools write and read (model.safetensors.index.json), which comes last.
 /// Tensors as above; the folder is made if it is absent.
 void save_folder(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& folder,
@@ -63,11 +63,11 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
 /// The only tensor of a file, sharded by `spec`. Throws InvalidArgument if there are more, or its
 /// shape is another one.
 at::Tensor load(const std::string& path, const ShardSpec& spec);
-/// Into the parameters and buffers that are there, wherever they lie; dtypes are converted. Throws
+/// Fills the parameters and buffers, wherever they lie; dtypes are converted. Throws
 /// InvalidArgument, before anything is changed, with the names that are missing, left over or of
 /// another shape.
 void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path);
-/// As above, into these tensors.
+/// These tensors are filled, in the same way.
 void load_into(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path);
 
 }  // namespace tessera

@@ -18,7 +18,7 @@
 namespace tessera {
 
 struct SavedLayout {
-  /// Of the mesh that saved it, outermost first.
+  /// The axes are those of the mesh that saved it, outermost first.
   std::vector<Axis> axes;
   /// One an axis; never Partial: what is saved has been reduced.
   std::vector<Placement> placements;
@@ -27,8 +27,8 @@ struct SavedLayout {
 };
 
 SavedLayout saved_layout(const ShardSpec& spec);
-/// As JSON: {"axes":[["data",2]],"placements":[0],"sizes":{"0":[3,1]}}; a placement is the dim that
-/// is sharded, or null.
+/// Returns JSON: {"axes":[["data",2]],"placements":[0],"sizes":{"0":[3,1]}}; a placement is the dim
+/// that is sharded, or null.
 std::string to_json(const SavedLayout& layout);
 /// Throws InvalidArgument for anything else.
 SavedLayout layout_from_json(const Json& json);

@@ -25,12 +25,12 @@ namespace tessera {
 /// A plain tensor that is this rank's shard of a larger one, made by hand. Ranks that hold the same
 /// box are replicas; otherwise the boxes of all ranks are disjoint and make up the shape.
 struct HandShard {
-  /// Of the global tensor.
+  /// The shape is the global tensor's.
   std::vector<std::int64_t> shape;
   /// Global index of the shard's first element.
   std::vector<std::int64_t> offset;
 };
-/// By the full name of a parameter or buffer, within its module.
+/// The key is the full name of a parameter or buffer, within its module.
 using HandShards = std::map<std::string, HandShard>;
 
 class CheckpointState {

@@ -11,7 +11,7 @@
 namespace tessera {
 
 struct ChartLine {
-  /// In the legend; empty: not there.
+  /// The legend shows it; empty: not there.
   std::string name;
   std::string colour;
   std::vector<double> x, y;
@@ -29,7 +29,7 @@ struct Chart {
   bool from_zero = false;
 };
 
-/// At most about `count` round numbers that cover [low, high].
+/// Returns at most about `count` round numbers that cover [low, high].
 std::vector<double> round_ticks(double low, double high, int count);
 
 /// The chart with its legend; empty if no line has a point. Points that are not finite are left

@@ -38,7 +38,7 @@ class Json {
   /// A whole number from -2^63 to 2^63 - 1, also as "3.0" or "1e3" where a double is exact; nullopt
   /// for other numbers.
   std::optional<std::int64_t> integer() const;
-  /// As number(), below 2^63.
+  /// Returns number(), which must be below 2^63.
   std::int64_t index() const;
   const std::string& string() const;
   const std::vector<Json>& items() const;

@@ -67,7 +67,7 @@ std::string make_nonce();
 /// A file that is open for writing, closed on destruction.
 class OpenFile {
  public:
-  /// As FileOperations::open().
+  /// Opens the file with FileOperations::open().
   OpenFile(std::shared_ptr<FileOperations> operations, const std::string& path,
            bool existing = false);
   /// Closes the file unless close() has; errors are dropped.
@@ -105,7 +105,6 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   const std::string& path() const { return path_; }
-  const std::string& temporary_path() const { return file_.path(); }
   std::uint64_t size() const { return size_; }
   /// Appends to the file.
   void write(const void* data, std::size_t bytes);

@@ -9,7 +9,7 @@ struct Page {
   std::string title;
   /// CSS beside that of all pages: text, cards (.card, .two), tables, charts and their legends.
   std::string style;
-  /// From its heading (`h1`) on.
+  /// The body begins with its heading (`h1`).
   std::string body;
   /// The page is dark where its reader prefers that; its own style must use the colours of the
   /// common one: var(--text), var(--faint), var(--card), var(--edge).

@@ -106,20 +106,20 @@ ParameterPlacement experts_on(const DeviceMesh& mesh, const std::string& axis = 
 
 struct ExpertsOptions {
   std::int64_t experts = 0;
-  /// Of a token, and inside of an expert.
+  /// A token has `features` numbers, an expert `hidden` inside.
   std::int64_t features = 0, hidden = 0;
-  /// As in RoutingOptions.
+  /// These mean what they do in RoutingOptions.
   std::int64_t chosen = 1;
   double capacity = 0;
   bool normalized = false;
   std::string axis = "expert";
-  /// Between the two products of an expert, on plain tensors; default: gelu. What it throws on one
-  /// rank alone the others are told.
+  /// It is called between the two products of an expert, on plain tensors; default: gelu. What it
+  /// throws on one rank alone the others are told.
   std::function<at::Tensor(const at::Tensor&)> activation = {};
 };
 
 struct ExpertsOutput {
-  /// Of the shape of the input, and where that lies.
+  /// It has the shape of the input, and lies where that does.
   at::Tensor value;
   /// Routing::balance().
   at::Tensor balance;

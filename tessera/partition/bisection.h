@@ -35,7 +35,7 @@ struct PartitionQuality {
   std::int64_t nodes = 0, edges = 0;
   /// Edges between nodes of different owners.
   std::int64_t cut = 0;
-  /// Per part: nodes, ghosts, and the parts from which ghosts come.
+  /// Each part has so many nodes, ghosts, and parts from which ghosts come.
   std::vector<std::int64_t> sizes, ghosts, peers;
   /// The ghosts of all parts: rows that are sent in one exchange.
   std::int64_t ghost_rows() const;

@@ -111,7 +111,7 @@ struct PipelineOptions {
   /// the others (tensor, domain) ranks share the samples and the loss. Axes over which inputs and
   /// targets are sharded tensors are such others: the loss is one of all their ranks.
   std::optional<std::vector<std::string>> sample_axes = std::nullopt;
-  /// Of stages whose parameters are fully sharded, how many a rank has gathered at a time; 0: all.
+  /// A rank has so many of its fully sharded stages gathered at a time; 0: all.
   int gathered_at_once = 0;
   /// The outputs of the last stage are kept in training, too.
   bool keep_outputs = false;
@@ -148,7 +148,7 @@ struct PipelineResult {
   double loss = 0;
   /// The sum of all weights.
   double weight = 0;
-  /// On the rank of the last stage, where they are kept: its outputs, joined along dim 0; undefined
+  /// The rank of the last stage has its outputs, where they are kept, joined along dim 0; undefined
   /// where the micro-batches' shapes do not allow it, and for sharded tensors.
   std::vector<at::Tensor> outputs = {};
   /// The same of each micro-batch.

@@ -17,11 +17,11 @@ struct MakespanBound {
   double work = 0;
 };
 
-/// For each rank: its compute, in one machine that may be interrupted, where no action begins
-/// before the stages before it have passed a micro-batch on (its head) and each is followed by the
-/// gradients that the stages before must still compute (its tail). The best order of such a machine
-/// is known (the longest tail of what is ready, Jackson 1955; as a bound for job shops, Carlier
-/// 1982), and no rank ends before it.
+/// The bound takes each rank's compute, in one machine that may be interrupted, where no action
+/// begins before the stages before it have passed a micro-batch on (its head) and each is followed
+/// by the gradients that the stages before must still compute (its tail). The best order of such a
+/// machine is known (the longest tail of what is ready, Jackson 1955; as a bound for job shops,
+/// Carlier 1982), and no rank ends before it.
 ///
 /// It holds for every placement. The largest of the ranks' lowest stages is at least p - 1, so it
 /// is at least the work of that rank and the p - 1 forwards before it: with equal stages, (p - 1) F

@@ -51,9 +51,9 @@ struct PipelineCosts {
   void check(int stage_count, int micro_batches) const;
 
   double size(int micro_batch) const { return sizes.empty() ? 1.0 : sizes[micro_batch]; }
-  /// Of a compute action; 0 for others.
+  /// A compute action takes so long; 0 for others.
   double time(const PipelineAction& action) const;
-  /// Of an activation or gradient from a stage to another beside it, on these ranks.
+  /// An activation or gradient goes from a stage to another beside it, on these ranks.
   double travel(int from, int to, const std::vector<int>& placement) const;
   /// What the action adds to its rank's memory when it starts, and when it has ended (not
   /// positive).

@@ -23,7 +23,7 @@ namespace tessera {
 /// receive stands before work that it would hold up. Throws InvalidArgument where there are
 /// messages already.
 PipelineSchedule insert_messages(const PipelineSchedule& schedule, const PipelineCosts& costs);
-/// With times of 1 for each action.
+/// Each action takes a time of 1.
 PipelineSchedule insert_messages(const PipelineSchedule& schedule);
 
 /// Adds gathers and releases of the stages that are `sharded` (one value for each). A rank has the

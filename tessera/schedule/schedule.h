@@ -21,7 +21,7 @@ namespace tessera {
 
 /// Stages are numbered in the order in which a micro-batch passes them; several may be on one rank.
 struct PipelineSchedule {
-  /// For people: titles and messages.
+  /// Titles and messages show it to people.
   std::string name;
   /// placement[stage] is the rank that holds the stage.
   std::vector<int> placement;
@@ -47,7 +47,7 @@ std::vector<int> v_placement(int ranks, int chunks = 2);
 /// is no stage, a negative rank, or a rank below the largest that holds none.
 int ranks_of(const std::vector<int>& placement);
 
-/// With whom a send or receive is, and the tag that both ends give it. Tags are unique within a
+/// A send or receive has a peer, and a tag that both ends give it. Tags are unique within a
 /// step.
 struct PipelineMessage {
   /// The rank of the other end.

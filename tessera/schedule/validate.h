@@ -28,7 +28,7 @@ enum class ScheduleFaultKind : unsigned char {
   duplicate,
   /// An action that never comes, or one without what belongs to it.
   missing,
-  /// Before what it needs, on one rank.
+  /// An action stands before what it needs, on one rank.
   order,
   /// A send or receive without its other end, or between stages of one rank.
   message,
@@ -48,7 +48,7 @@ struct ScheduleFault {
   ScheduleFaultKind kind;
   /// -1 where it is nobody's in particular.
   int rank = -1;
-  /// In the rank's list; -1 where the action is missing.
+  /// It counts in the rank's list; -1 where the action is missing.
   int position = -1;
   std::optional<PipelineAction> action = std::nullopt;
   std::string why;

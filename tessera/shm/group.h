@@ -82,13 +82,13 @@ struct Options {
 /// no intermediate copy. It is part of the group's shared memory, of size Options::arena_bytes.
 class Arena {
  public:
-  /// For shm::Group alone. `keep` owns the memory.
+  /// Only shm::Group makes one. `keep` owns the memory.
   Arena(std::shared_ptr<const void> keep, std::byte* begin, std::size_t bytes);
 
   /// Allocates at least this many bytes, aligned to 64; from any thread. Returns null if no free
   /// block is large enough.
   std::byte* try_allocate(std::size_t bytes);
-  /// As try_allocate(). Throws ArenaFull instead of returning null.
+  /// Does what try_allocate() does, but throws ArenaFull instead of returning null.
   std::byte* allocate(std::size_t bytes);
   /// Frees what allocate() returned, or null. Throws InvalidArgument for any other address.
   void deallocate(std::byte* data);
@@ -119,7 +119,7 @@ class ArenaFull : public Error {
 struct Call {
   /// Time limit; 0: the group's own.
   std::chrono::milliseconds timeout{0};
-  /// For a collective: a number for what else must be the same on all ranks. Ranks that give
+  /// A collective takes a number for what else must be the same on all ranks. Ranks that give
   /// different numbers get a MismatchError instead of data (of which one pair in 65536 escapes).
   std::uint64_t sign = 0;
 };
@@ -141,7 +141,7 @@ class [[nodiscard]] Request {
   /// Blocks until complete, at most for the call's own limit.
   void wait();
   void wait(std::chrono::milliseconds limit);
-  /// For a complete receive from any rank: the rank it came from; -1 for other calls.
+  /// A complete receive from any rank has the rank it came from; other calls -1.
   int source() const { return source_; }
 
  private:
@@ -183,14 +183,14 @@ class Calls {
   /// otherwise.
   Result all_reduce(const void* input, void* output, std::size_t count, Element element,
                     Reduction reduction, Call call = {}) const;
-  /// As all_reduce(); `output` is written on `root` alone and may be null elsewhere.
+  /// This is all_reduce() whose `output` is written on `root` alone and may be null elsewhere.
   Result reduce(const void* input, void* output, std::size_t count, Element element,
                 Reduction reduction, int root, Call call = {}) const;
   /// Concatenates the ranks' `input`. Sizes are bytes, one number per rank, the same on all ranks.
   /// `input` may be this rank's range of `output`.
   Result all_gather(const void* input, void* output, const std::vector<std::size_t>& sizes,
                     Call call = {}) const;
-  /// As all_gather(); `output` is used on `root` alone.
+  /// This is all_gather() whose `output` is used on `root` alone.
   Result gather(const void* input, void* output, const std::vector<std::size_t>& sizes, int root,
                 Call call = {}) const;
   /// Distributes the ranges of `root`'s `input`, which is used there alone.
@@ -200,7 +200,7 @@ class Calls {
   /// this rank's.
   Result reduce_scatter(const void* input, void* output, const std::vector<std::size_t>& counts,
                         Element element, Reduction reduction, Call call = {}) const;
-  /// As above, with equal sizes for all ranks.
+  /// All ranks have equal sizes.
   Result all_gather(const void* input, void* output, std::size_t bytes_each, Call call = {}) const;
   Result reduce_scatter(const void* input, void* output, std::size_t count_each, Element element,
                         Reduction reduction, Call call = {}) const;
@@ -232,7 +232,7 @@ class Group : public Calls<void> {
   /// Makes the group of `size` processes of this host. Collective: each calls it with its own rank,
   /// the same options, and a directory that all reach. Throws SetupError on all ranks that came.
   static Group meet(int rank, int size, const Directory& directory, const Options& options);
-  /// As meet(), for ranks that are threads of this process: element r is rank r's.
+  /// The ranks are threads of this process: element r is rank r's.
   static std::vector<Group> threads(int size, const Options& options);
 
   /// The same calls, which return at once: `group.started().barrier()` is a Request.
@@ -241,12 +241,12 @@ class Group : public Calls<void> {
   /// Ends the calls of all ranks: pending and later calls of all ranks throw PeerLostError
   /// with this reason. From any thread, also while another waits.
   void abort(const std::string& reason);
-  /// As abort(), in this process alone: the other ranks are not told.
+  /// Aborts in this process alone: the other ranks are not told.
   void interrupt(const std::string& reason);
 
-  /// For a background thread that advances started calls: advances calls in progress, or sleeps
-  /// until there is something to do, at most `nap`. Also detects ranks that are gone and limits
-  /// that have passed. Returns false once no call is in progress.
+  /// A background thread calls it, which advances started calls: it advances calls in progress, or
+  /// sleeps until there is something to do, at most `nap`. Also detects ranks that are gone and
+  /// limits that have passed. Returns false once no call is in progress.
   bool drive(std::chrono::milliseconds nap);
   /// True if a call is in progress that no thread waits for.
   bool neglected();

@@ -61,12 +61,12 @@ bool reduces(Element element, Reduction::Kind kind);
 
 /// How data are written that another rank reads next.
 enum class Stores : unsigned char {
-  /// Through the cache.
+  /// Stores go through the cache.
   cached,
-  /// Through the cache; who alone reads them leaves their lines to itself, by a store to each, so
-  /// that the next write to them need not take them from two caches.
+  /// Stores go through the cache; who alone reads them leaves their lines to itself, by a store to
+  /// each, so that the next write to them need not take them from two caches.
   handed_over,
-  /// By stores that bypass the cache.
+  /// Stores bypass the cache.
   past_cache,
 };
 const char* to_string(Stores stores);

@@ -33,7 +33,7 @@ struct BlobMemory {
   std::vector<std::int64_t> allocated = {};
   /// Cells of the block before the local, in each dim. Empty: none.
   std::vector<std::int64_t> before = {};
-  /// In elements, for each dim, where the block is not as `order` and `allocated` say.
+  /// They count elements, for each dim, where the block is not as `order` and `allocated` say.
   std::vector<std::int64_t> strides = {};
 };
 

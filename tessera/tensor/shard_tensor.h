@@ -42,8 +42,8 @@ const std::vector<Placement>& placements(const at::Tensor& tensor);
 /// disagree.
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
                       const std::vector<Placement>& placements, const ShardSizes& sizes = {});
-/// As above, without any communication: the spec is complete, and the caller guarantees that dtype
-/// and requires_grad are the same on all ranks.
+/// Nothing is communicated: the spec is complete, and the caller guarantees that dtype and
+/// requires_grad are the same on all ranks.
 at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec);
 /// Makes a sharded tensor over the caller's memory, which holds the local row-major with the shape
 /// spec.local_shape(). `deleter` is called once, when no tensor needs the memory any more.

@@ -79,7 +79,7 @@ class AgreedBatches {
   /// An epoch from where the source stood when this was called first, so that each has the same
   /// batches. Collective.
   void rewind();
-  /// After restore() into the middle of an epoch. Collective.
+  /// Goes on after restore() into the middle of an epoch. Collective.
   void resume(std::uint64_t epoch, std::uint64_t index);
   /// Collective where the source does not know its length or ends together.
   std::optional<MicroBatch> next();
@@ -87,7 +87,7 @@ class AgreedBatches {
   bool known_end() const { return total_ && index_ >= *total_; }
   /// True if next() would give nothing, as far as sources know that. Collective.
   bool ended();
-  /// Of the next batch, within the epoch.
+  /// The next batch has this number within the epoch.
   std::uint64_t index() const { return index_; }
   BatchSource& source() { return *source_; }
 
@@ -107,7 +107,7 @@ class AgreedBatches {
   std::optional<std::uint64_t> total_;
   /// All ranks have the same number of batches, so that no rank lacks one.
   bool even_ = false;
-  /// For ranks that lack one.
+  /// A rank that lacks one gets it.
   std::optional<MicroBatch> last_;
 };
 

@@ -26,7 +26,7 @@ class Callback : Pinned {
 
   /// The modules are prepared, the optimizers made; nothing is loaded yet.
   virtual void on_setup(Trainer&) {}
-  /// After a checkpoint was loaded, if any.
+  /// A checkpoint was loaded by then, if any.
   virtual void on_fit_start(Trainer&) {}
   virtual void on_epoch_start(Trainer&) {}
   /// A micro-batch, before it is placed.
@@ -51,7 +51,7 @@ class Callback : Pinned {
   virtual void on_predict_end(Trainer&) {}
   /// The run is over, for whatever reason but an exception.
   virtual void on_fit_end(Trainer&) {}
-  /// On this rank, which may be the only one that knows: no collective calls. What it throws is
+  /// This rank may be the only one that knows: no collective calls. What it throws is
   /// dropped.
   virtual void on_exception(Trainer&, const std::exception&) {}
   /// New numbers for the log; on every rank that has them.

@@ -20,20 +20,20 @@ namespace tessera {
 enum class Better : unsigned char { smaller, larger };
 
 struct CheckpointCallbackOptions {
-  /// After so many optimizer steps, epochs, and so much time by any rank's clock; 0: not.
+  /// It saves after so many optimizer steps, epochs, and so much time by any rank's clock; 0: not.
   std::int64_t every_steps = 0, every_epochs = 0;
   std::chrono::milliseconds every{0};
-  /// Of these periodic ones the last so many are kept, and with them what a signal or an exception
+  /// The last so many of these periodic ones are kept, and with them what a signal or an exception
   /// has left and the run went on from; 0: all.
   int keep_last = 1;
-  /// Of each validation, if the metric ("val/loss") is among the `best` best ones, which are kept:
-  /// not beside CheckpointOptions::keep_last, which would remove them (InvalidArgument in fit()).
+  /// A validation is saved if its metric ("val/loss") is among the `best` best, which are kept: not
+  /// beside CheckpointOptions::keep_last, which would remove them (InvalidArgument in fit()).
   std::string monitor = {};
   int best = 1;
   Better better = Better::smaller;
-  /// At the end of the run.
+  /// It saves at the end of the run.
   bool at_end = true;
-  /// After an exception, of the last complete state (Trainer::save_on_exception).
+  /// It saves the last complete state after an exception (Trainer::save_on_exception).
   bool on_exception = false;
 };
 
@@ -155,7 +155,7 @@ class Timer : public Callback {
   void on_step_end(Trainer& trainer, const StepResult& result) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
   void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
-  /// Of this run and those before it.
+  /// The time is that of this run and those before it.
   std::chrono::milliseconds elapsed() const;
 
  private:
@@ -174,7 +174,7 @@ class Ema : public Callback {
   explicit Ema(std::function<double(std::int64_t step)> decay, bool validate_with_average = true);
   std::string name() const override { return "ema"; }
   void on_setup(Trainer& trainer) override;
-  /// From the values the parameters have then, unless a checkpoint had an average.
+  /// The average begins at the values the parameters have then, unless a checkpoint had one.
   void on_fit_start(Trainer& trainer) override;
   void on_step_end(Trainer& trainer, const StepResult& result) override;
   void on_validation_start(Trainer& trainer) override;
@@ -183,7 +183,7 @@ class Ema : public Callback {
   void on_exception(Trainer& trainer, const std::exception& e) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
   void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
-  /// By the parameters' names, the module's in front.
+  /// The keys are the names of the parameters, the module in front.
   const std::map<std::string, at::Tensor>& average() const { return average_; }
 
  private:

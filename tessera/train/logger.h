@@ -26,8 +26,8 @@ namespace tessera {
 class Logger : Pinned {
  public:
   virtual ~Logger();
-  /// Before the first log() of a training: it begins at this step, 0 or that of a checkpoint. Makes
-  /// the folder. Throws FileError.
+  /// A training that begins at this step, 0 or a checkpoint's, calls it before its first log().
+  /// Makes the folder. Throws FileError.
   virtual void start(std::int64_t step) = 0;
   /// The same for a run that evaluates after this step: what is in the log stays. The default calls
   /// start().

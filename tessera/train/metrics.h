@@ -20,7 +20,7 @@ class Metrics {
   enum class Kind : unsigned char {
     /// Weighted.
     mean,
-    /// Over ranks with other samples: those that share them (Strategy::sharing) count once.
+    /// Ranks with other samples add up: those that share them (Strategy::sharing) count once.
     sum,
     min,
     max
@@ -31,10 +31,10 @@ class Metrics {
   void add(const std::string& name, double value, Kind kind) { add(name, value, 1, kind); }
   /// All that another one has.
   void add(const Metrics& other);
-  /// Over all ranks, which may have other names: one that no rank has given a weight is left out.
-  /// The same bits on every rank. Collective: one all-gather. Throws MismatchError on every rank if
-  /// a name has two kinds. `not_a_number` gets the first name that is NaN, and by which ranks, or
-  /// stays empty.
+  /// Reduces over all ranks, which may have other names: one that no rank has given a weight is
+  /// left out. The same bits on every rank. Collective: one all-gather. Throws MismatchError on
+  /// every rank if a name has two kinds. `not_a_number` gets the first name that is NaN, and by
+  /// which ranks, or stays empty.
   std::map<std::string, double> reduce(Strategy& strategy,
                                        std::string* not_a_number = nullptr) const;
   /// The same of what all ranks have, by rank, without a message. `sharing`: Strategy::sharing().

@@ -46,7 +46,7 @@ class PipelineStrategy : public ManagedStrategy {
   Abilities abilities() const override;
   void setup(const NamedModules& modules) override;
   void teardown() override;
-  /// Over all stages, tied parameters once.
+  /// The norm is that of all stages, tied parameters once.
   double clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) override;
   /// All ranks know the loss of all samples.
   double loss_weight(double mine) override { return mine; }
@@ -55,7 +55,7 @@ class PipelineStrategy : public ManagedStrategy {
 
   const DeviceMesh& mesh() const { return mesh_; }
   const std::string& axis() const { return axis_; }
-  /// Of this rank's stages; absent on a mesh of the stages' axis alone.
+  /// This rank's stages have it; absent on a mesh of the stages' axis alone.
   const std::optional<DeviceMesh>& stages() const { return stages_; }
   /// The pipeline of this strategy's task, whose stages are prepared: call it after setup(), in
   /// Task::optimizers(). Collective, errors as of Pipeline. Without sample_axes in the options all

@@ -28,7 +28,7 @@ class PrecisionPlugin : Pinned {
  public:
   using LossClosure = torch::optim::Optimizer::LossClosure;
   virtual ~PrecisionPlugin();
-  /// In messages and configuration files. The trainer refuses ranks that have others
+  /// Messages and configuration files show it. The trainer refuses ranks that have others
   /// (MismatchError).
   virtual std::string name() const = 0;
   /// Converts parameters and buffers in place. Before Strategy::setup(), which may replace what
@@ -82,9 +82,9 @@ std::string to_string(const PrecisionChoice& choice);
 
 struct LossScalerOptions {
   double initial = 65536;
-  /// After `interval` steps in a row without an overflow.
+  /// The scale grows by it after `interval` steps in a row without an overflow.
   double growth = 2;
-  /// At an overflow.
+  /// An overflow multiplies the scale by it.
   double backoff = 0.5;
   int interval = 2000;
   /// Below this an overflow is not one of float16: an error.

@@ -43,7 +43,7 @@ class ProcessGroupStrategy : public Strategy {
   /// Aborts the group: the others' pending and later calls on it throw at once where its backend
   /// can (NCCL, Tessera's Gloo), and after the group's time limit where not (c10d's Gloo).
   void abort(const std::string& reason) noexcept override;
-  /// Of gradients that are the same on every rank.
+  /// The gradients are the same on every rank.
   double clip(const std::vector<at::Tensor>& parameters, const ClipOptions& options) override;
 
  private:

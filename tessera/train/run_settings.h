@@ -25,8 +25,8 @@ struct RunSettings {
   TrainerOptions trainer = {};
   /// A name of the registry, or "mesh".
   std::string strategy = "ddp";
-  /// Of the strategy "mesh": axes with sizes, by axis the dim of a batch's tensors that it shards,
-  /// and a tensor-parallel plan of patterns with "column", "column(8)", "row", "row(8)",
+  /// The strategy "mesh" has these: axes with sizes, by axis the dim of a batch's tensors that it
+  /// shards, and a tensor-parallel plan of patterns with "column", "column(8)", "row", "row(8)",
   /// "vocabulary" or "replicated", over one of the axes.
   std::vector<std::pair<std::string, int>> mesh = {}, batch = {};
   std::vector<std::pair<std::string, std::string>> plan = {};
@@ -36,7 +36,7 @@ struct RunSettings {
   /// Empty: nothing stops the run early.
   std::string stop_on = {};
   EarlyStoppingOptions stopping = {};
-  /// Of metrics.csv, metrics.jsonl and the folder tensorboard; empty: nothing is logged.
+  /// It gets metrics.csv, metrics.jsonl and the folder tensorboard; empty: nothing is logged.
   std::string log_folder = {};
   bool log_csv = true, log_json = false, log_tensorboard = false;
 

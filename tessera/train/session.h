@@ -61,7 +61,7 @@ class NonFiniteGradient : public Error {
 struct SessionOptions {
   PrecisionChoice precision = Precision::as_is;
   LossScalerOptions scaler = {};
-  /// By norm. With the default no norm is taken.
+  /// Gradients are clipped by norm. With the default no norm is taken.
   ClipOptions clip = {};
   /// Takes the norm of every step, even if nothing is clipped.
   bool measure_norm = false;
@@ -78,7 +78,7 @@ struct StepResult {
   double loss = 0;
   /// Sum of the weights over all ranks that have other samples.
   double weight = 0;
-  /// Before clipping; NaN where none was taken.
+  /// The norm is that before clipping; NaN where none was taken.
   double norm = std::numeric_limits<double>::quiet_NaN();
   /// False: a gradient overflowed on some rank (float16), or was not finite and
   /// SessionOptions::non_finite says to skip, and the step was left out.
@@ -138,7 +138,7 @@ class Session {
   /// The two halves of micro_batch(), for manual optimisation: forward in a forward_scope(), then
   /// this outside of it.
   void backward(const at::Tensor& loss, double weight, bool last = true);
-  /// In place of them where something else runs forward and backward (a Pipeline): `run` is given a
+  /// Stands for them where something else runs forward and backward (a Pipeline): `run` is given a
   /// divisor, adds the gradients of the sum of weight * loss over all samples of all ranks, divided
   /// by it, to the parameters, and returns the mean loss and the sum of weights, the same on every
   /// rank. What reduces gradients does so in `run`, but within no_sync() where more is to come.
@@ -222,7 +222,7 @@ class Session {
  private:
   /// Reduces what is owed, adds up over the ranks, and brings these gradients to the mean.
   StepResult finish_gradients(const std::vector<at::Tensor>& own);
-  /// By parameter: by what the sum of the ranks' gradients was multiplied.
+  /// A parameter's sum of the ranks' gradients was multiplied by it.
   using Multiples = std::unordered_map<const c10::TensorImpl*, double>;
   void restore_modules(const CheckpointReader& saved);
   /// Throws InvalidArgument if another session has set the strategy up since.
@@ -233,8 +233,8 @@ class Session {
   /// `reduced`: by the strategy, if nothing else does.
   double multiple_of(const at::Tensor& parameter, bool reduced) const;
   Multiples find_multiples();
-  /// To the mean, and clips by value. `weight`: of the step, times the scale of the loss. Without
-  /// `multiples` each is 1.
+  /// Scales to the mean, and clips by value. `weight`: of the step, times the scale of the loss.
+  /// Without `multiples` each is 1.
   void scale_gradients(const std::vector<at::Tensor>& parameters, double weight,
                        const std::optional<Multiples>& multiples) const;
   std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
@@ -248,7 +248,7 @@ class Session {
   /// The modules have a checkpoint's values since before setup().
   bool restored_ = false;
   std::vector<std::shared_ptr<torch::optim::Optimizer>> optimizers_;
-  /// As setup() left them; empty: to be asked for.
+  /// They are as setup() left them; empty: to be asked for.
   std::vector<at::Tensor> module_parameters_;
   /// Gradients that were there before the first backward are gone.
   bool clean_ = false;

@@ -29,7 +29,7 @@ class SingleDevice : public ManagedStrategy {
 struct ManualOptions {
   /// Where batches go; absent: nothing is moved.
   std::optional<c10::Device> device = {};
-  /// Of parameters that nothing reduces of which the library knows.
+  /// Parameters that nothing reduces of which the library knows have such gradients.
   Abilities::Gradients gradients = Abilities::Gradients::averaged;
   /// Plain parameters of which each rank holds another shard.
   std::vector<OwnedShard> by_hand = {};
@@ -42,8 +42,8 @@ struct ManualOptions {
   /// ranks' weights. Otherwise only those that share their samples compute the same one.
   bool shared_loss = false;
   bool saves_on_all_ranks = true;
-  /// For gradients of which the library knows nothing: called at the end of every step, after the
-  /// last backward, in place of reduce_gradients(); no_sync() is not used then.
+  /// It reduces gradients of which the library knows nothing: called at the end of every step,
+  /// after the last backward, in place of reduce_gradients(); no_sync() is not used then.
   std::function<void()> reduce_gradients = {};
 };
 

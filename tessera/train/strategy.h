@@ -39,7 +39,7 @@ namespace tessera {
 /// weight of this rank's mean unless the task says otherwise; none: a rank that has run out of data
 /// and takes part so that no other one waits.
 struct MicroBatch : TensorBatch {
-  /// Within the epoch, the same on every rank.
+  /// It counts within the epoch, the same on every rank.
   std::uint64_t index = 0;
 };
 
@@ -91,7 +91,7 @@ class Strategy : Pinned {
   virtual void barrier() = 0;
   virtual void broadcast(const at::Tensor& tensor, int root) = 0;
   virtual std::string broadcast(const std::string& bytes, int root) = 0;
-  /// In place; over all ranks, or over those of `group`.
+  /// Works in place, over all ranks, or over those of `group`.
   virtual void reduce(const at::Tensor& tensor, ReduceOp op,
                       const std::optional<Group>& group = {}) = 0;
   /// One text a rank, by rank.
@@ -118,7 +118,7 @@ class Strategy : Pinned {
   /// The weight of a loss, from what this rank gives for its own rows. Another one where ranks
   /// share a loss, which then has one weight. The default returns `mine`.
   virtual double loss_weight(double mine) { return mine; }
-  /// Before the forward of a training step whose backward is synchronised or not.
+  /// Comes before the forward of a training step whose backward is synchronised or not.
   virtual void before_forward(bool synchronised);
   /// The default calls backward on the loss.
   virtual void backward(const at::Tensor& loss);
@@ -165,11 +165,11 @@ class Strategy : Pinned {
   const Session* session_ = nullptr;
 };
 
-/// Over the ranks of a manager: all that Strategy asks for, by its world group or another one.
+/// It has the ranks of a manager: all that Strategy asks for, by its world group or another one.
 class ManagedStrategy : public Strategy {
  public:
   explicit ManagedStrategy(DistributedManager manager);
-  /// Over these ranks of it alone.
+  /// Its ranks are these of the manager's alone.
   ManagedStrategy(DistributedManager manager, Group ranks);
 
   int rank() const override;

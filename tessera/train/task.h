@@ -66,14 +66,14 @@ class Step {
   /// The last micro-batch of its optimizer step.
   bool last() const { return last_; }
   Strategy& strategy() const { return session_.strategy(); }
-  /// For manual optimisation: forward_scope(), backward(), step().
+  /// Manual optimisation calls it: forward_scope(), backward(), step().
   Session& session() const { return session_; }
   /// Reports a metric, by default the mean over this batch's samples. Not collective, unless
   /// `value` is a sharded tensor.
   void log(const std::string& name, double value, Metrics::Kind kind = Metrics::Kind::mean);
   void log(const std::string& name, const at::Tensor& value,
            Metrics::Kind kind = Metrics::Kind::mean);
-  /// With a weight of its own.
+  /// The value has a weight of its own.
   void log(const std::string& name, double value, double weight);
 
  private:

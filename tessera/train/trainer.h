@@ -42,7 +42,7 @@ struct Pace;
 }  // namespace detail
 
 struct TrainerCheckpoints {
-  /// On a file system that all ranks share; empty, without `io`: nothing is saved.
+  /// The folder is on a file system that all ranks share; empty, without `io`: nothing is saved.
   std::string folder = {};
   /// Another place than a folder, on each rank an object of its own (checkpoint_io.h).
   std::shared_ptr<CheckpointIO> io = {};
@@ -83,7 +83,7 @@ struct TrainerOptions {
   TrainerCheckpoints checkpoint = {};
   std::vector<std::shared_ptr<Callback>> callbacks = {};
   std::vector<std::shared_ptr<Logger>> loggers = {};
-  /// After SIGUSR1, when all is saved, the first rank asks Slurm to queue the job again
+  /// The first rank, when all is saved after SIGUSR1, asks Slurm to queue the job again
   /// (requeue_slurm_job).
   bool requeue = false;
   /// Numbers of the training go to the log after so many steps.
@@ -134,7 +134,7 @@ class Trainer {
   const TrainerOptions& options() const { return options_; }
   Strategy& strategy() const { return *options_.strategy; }
   bool first_rank() const { return strategy().rank() == 0; }
-  /// Of the task being run; throws Error where there is none.
+  /// The session is that of the task being run; throws Error where there is none.
   Session& session() const;
   Task& task() const { return *task_; }
   RunStage stage() const { return stage_; }
@@ -155,7 +155,7 @@ class Trainer {
   /// The same, if one rank alone knows (its clock): all save after the next step at which any
   /// asked.
   void request_save_of_all() { session().request_save(); }
-  /// From now on an exception that ends the run leaves a checkpoint of the last state that was
+  /// An exception that ends the run leaves from now on a checkpoint of the last state that was
   /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all
   /// ranks come there within a minute and were between the same two optimizer steps; the run that
   /// goes on begins with on_step_end() of that step if it had not ended on all. Costs a list of the
@@ -206,7 +206,7 @@ class Trainer {
   std::map<std::string, double> evaluate_alone(Task& task, std::shared_ptr<BatchSource> batches,
                                                RunStage stage);
   void prepare(Task& task);
-  /// Over all ranks, as "train/loss_epoch" is of "loss". Collective.
+  /// Reduces over all ranks, as "train/loss_epoch" is of "loss". Collective.
   std::map<std::string, double> reduced(const Metrics& metrics, const std::string& prefix,
                                         const std::string& suffix = "");
   std::map<std::string, double> named(const std::map<std::string, double>& values,
@@ -214,9 +214,9 @@ class Trainer {
                                       const std::string& suffix);
   // What a run says of itself (trainer_progress.cpp).
   void begin_progress();
-  /// As far as the epoch that begins says how many steps there will be.
+  /// Looks as far as the epoch that begins says how many steps there will be.
   void expect_steps();
-  /// Of a run that ends by itself. Collective.
+  /// The run ends by itself. Collective.
   void end_progress();
   void show_step(const StepResult& result);
   std::string shown_metrics() const;
@@ -246,15 +246,15 @@ class Trainer {
   const DistributedManager& manager();
   std::vector<int> ranks() const;
   std::string latest();
-  /// Of the checkpoint to go on from; nullptr: there is none.
+  /// Opens the checkpoint to go on from; nullptr: there is none.
   std::unique_ptr<CheckpointReader> resumed_from();
   /// One that only reads removes nothing.
   void make_checkpointer(bool writes);
   bool saves_on_all_ranks() const;
   bool limit_reached() const;
   void tell(const std::exception& e) noexcept;
-  /// In a handler: tells the callbacks, and ends the session. `saves`: the last whole state, if
-  /// that was asked for.
+  /// A handler calls it: it tells the callbacks, and ends the session. `saves`: the last whole
+  /// state, if that was asked for.
   void end_by_exception(bool saves) noexcept;
   template <class Call>
   void each(Call&& call) {
@@ -266,17 +266,17 @@ class Trainer {
   std::unique_ptr<Session> session_;
   std::vector<std::vector<double>> base_rates_;
   std::vector<LearningRateSchedule> schedules_;
-  /// For the checkpoints of a strategy of one rank that has no manager.
+  /// A strategy of one rank that has no manager needs it for its checkpoints.
   std::shared_ptr<Strategy> alone_;
   std::unique_ptr<Checkpointer> checkpointer_;
-  /// Of its warnings.
+  /// So many of its warnings were passed on.
   std::size_t passed_on_ = 0;
   std::unique_ptr<Progress> progress_;
   bool said_how_many_ = false;
   std::unique_ptr<detail::RunMeter> meter_;
   /// The checkpoint that the run goes on from; empty: it begins anew.
   std::string resumed_;
-  /// On the first rank: saves that have begun, and are not told to be committed yet.
+  /// The first rank has saves that have begun, and are not told to be committed yet.
   struct Saving {
     std::string name;
     std::uint64_t before = 0;

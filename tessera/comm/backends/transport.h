@@ -51,8 +51,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual void shutdown() {}
   /// False if messages to and from `peer` travel one by one, with tags that tell them apart.
   virtual bool batches([[maybe_unused]] int peer) const { return true; }
-  /// For a transport that lets only the thread that made a call continue it: calls `step` inside
-  /// all waits of this thread until it returns true or has expired. False: any thread may.
+  /// A transport that lets only the thread that made a call continue it calls `step` inside all
+  /// waits of this thread until it returns true or has expired. False: any thread may.
   virtual bool step_in_waits(const std::weak_ptr<const std::function<bool()>>&) { return false; }
   /// The same ranks, for code written on c10d.
   virtual c10::intrusive_ptr<c10d::Backend> backend();
@@ -62,7 +62,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
       : rank_(rank), size_(size), timeout_(timeout) {}
   std::size_t me() const { return static_cast<std::size_t>(rank_); }
   const int rank_, size_;
-  /// Of calls of c10d's that give none.
+  /// Calls of c10d's that give none have this limit.
   const std::chrono::milliseconds timeout_;
 };
 

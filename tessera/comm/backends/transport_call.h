@@ -24,7 +24,7 @@ struct Started {
   /// The work takes a single wait, since one that runs out breaks it; only wait() says that it is
   /// done, and it must be aborted with its group (Gloo's messages).
   bool at_one_go = false;
-  /// Of a message whose ends are compared if the wait lasts long.
+  /// A message whose ends are compared if the wait lasts long has one.
   std::optional<MessageCard> card = std::nullopt;
 };
 
@@ -50,7 +50,7 @@ struct TransportCall {
   /// Takes the place of `op` unless it is none.
   Bits bits = Bits::none;
   int root = -1;
-  /// Of exchange. The peer of a receive may be kAnyRank where there is a tag.
+  /// Exchange moves these. The peer of a receive may be kAnyRank where there is a tag.
   std::vector<Message> messages;
   int tag = kInOrder;
 
@@ -66,8 +66,8 @@ struct TransportCall {
   /// The number of the call in its group.
   std::uint64_t number = 0;
 
-  /// Of a call of c10d's: what Work::result() returns, and what is left to do before the work that
-  /// the transport leaves is complete.
+  /// A call of c10d's has these: what Work::result() returns, and what is left to do before the
+  /// work that the transport leaves is complete.
   c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<at::Tensor> results;
   std::function<void()> finish;

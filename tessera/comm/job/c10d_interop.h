@@ -36,9 +36,9 @@ struct C10dRanks {
   /// Where the ranks meet. Null: the group's own store. Its keys that begin with "tessera/" are
   /// written; it must outlive the call alone.
   c10::intrusive_ptr<c10d::Store> store = {};
-  /// Without a group. `size` 0: not given.
+  /// They are needed without a group. `size` 0: not given.
   int rank = 0, size = 0;
-  /// Of rank 0, where ranks are on several hosts: what it listens on. Empty: its host's name.
+  /// Rank 0 listens on it where ranks are on several hosts. Empty: its host's name.
   std::string address = {};
   /// Backends that ManagerOptions::backend, GroupOptions::backend and the axes of a configuration
   /// may name beside the library's.

@@ -98,7 +98,7 @@ class DistributedManager {
   /// first use, then reused. Throws InvalidArgument if this rank is not a member, if a rank is
   /// listed twice, or if one is not in the world.
   Group group(const std::vector<int>& ranks) const;
-  /// As above, with a backend or a time limit of its own: a group different from the one without
+  /// The group has a backend or a time limit of its own: it is different from the one without
   /// options, even over the same ranks.
   Group group(const std::vector<int>& ranks, const GroupOptions& options) const;
   DeviceMesh mesh(const Mesh& mesh) const;
@@ -136,13 +136,13 @@ class DistributedManager {
                              bool eager = false) const {
     create_process_groups(process_groups_of<Model>(sizes), eager);
   }
-  /// As above with a mapping: `ranks[i]` is at the i-th coordinate of config.mesh(world_size).
+  /// The tree is mapped: `ranks[i]` is at the i-th coordinate of config.mesh(world_size).
   void create_process_groups(const ProcessGroupConfig& config, const std::vector<int>& ranks,
                              bool eager = false) const;
-  /// As above, with ranks mapped to the machines for the given traffic (axes are the leaves'
-  /// names); see optimise_mapping(). Rank r runs on slot r of the topology, as launchers fill hosts
-  /// one after the other; without traffic the order of the ranks is kept. Returns the mapping that
-  /// it chose. Throws MappingError if slots and ranks differ in number.
+  /// The ranks are mapped to the machines for the given traffic (axes are the leaves' names); see
+  /// optimise_mapping(). Rank r runs on slot r of the topology, as launchers fill hosts one after
+  /// the other; without traffic the order of the ranks is kept. Returns the mapping that it chose.
+  /// Throws MappingError if slots and ranks differ in number.
   RankMapping create_process_groups(const ProcessGroupConfig& config, const Topology& topology,
                                     const std::vector<Traffic>& traffic = {},
                                     bool eager = false) const;

@@ -51,8 +51,8 @@ struct GroupInfo {
   /// of it. The sizes are exchanged first (one small call, which blocks).
   at::Tensor all_gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
   Pending<at::Tensor> start_all_gather(const at::Tensor& tensor, std::int64_t dim = 0) const;
-  /// As all_gather(), on one rank of the group alone; the others get an undefined tensor. Throws
-  /// InvalidArgument, as all_reduce() does, for a tensor that is part of a graph.
+  /// One rank of the group alone gets what all_gather() gives; the others get an undefined tensor.
+  /// Throws InvalidArgument, as all_reduce() does, for a tensor that is part of a graph.
   at::Tensor gather_to(int root, const at::Tensor& tensor, std::int64_t dim = 0) const;
   Pending<at::Tensor> start_gather_to(int root, const at::Tensor& tensor,
                                       std::int64_t dim = 0) const;

@@ -38,8 +38,8 @@ class ZarrSource : public Source {
   /// Paths of the arrays, sorted.
   std::vector<std::string> variables() const override;
   const VariableInfo& info(const std::string& variable) const override;
-  /// Of a chunk, one size a dim: what begins and ends at multiples of it reads no chunk that
-  /// another rank reads.
+  /// A chunk has this shape, one size a dim: what begins and ends at multiples of it reads no chunk
+  /// that another rank reads.
   const std::vector<std::int64_t>& chunk_shape(const std::string& variable) const;
 
  protected:

@@ -57,7 +57,7 @@ at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, cons
                                   const std::vector<Neighborhood>& dims,
                                   std::optional<double> scale = std::nullopt);
 
-/// As neighborhood_attention(), with lists of one number per dim; empty lists: dilation 1, not
+/// This is neighborhood_attention() with lists of one number per dim; empty lists: dilation 1, not
 /// causal. Also available as torch.ops.tessera.neighborhood_attention(q, k, v, kernel, dilation,
 /// causal, scale).
 at::Tensor neighborhood_attention_1d(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

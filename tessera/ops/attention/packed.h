@@ -19,7 +19,7 @@ namespace tessera {
 struct PackedAttentionOptions {
   /// A token attends to those before it in its document and to itself; else to all of its document.
   bool causal = false;
-  /// Of the scores; absent: 1 / sqrt(channels).
+  /// The scores are multiplied by it; absent: 1 / sqrt(channels).
   std::optional<double> scale = std::nullopt;
   /// Whether k and v may have fewer heads, each for as many consecutive heads of q.
   bool grouped = false;

@@ -59,7 +59,7 @@ struct GhostLayers {
 GhostLayers ghost_layers(const DeviceMesh& mesh, std::span<const std::int64_t> owned,
                          std::span<const std::int64_t> source, std::span<const std::int64_t> target,
                          int depth);
-/// Over this rank's group along some axes of the mesh, by their indices.
+/// The ranks are this rank's group along some axes of the mesh, by their indices.
 GhostLayers ghost_layers(const DeviceMesh& mesh, const std::vector<int>& axes,
                          std::span<const std::int64_t> owned, std::span<const std::int64_t> source,
                          std::span<const std::int64_t> target, int depth);
@@ -73,14 +73,14 @@ struct GhostPrices {
 /// What one pass of a network costs by an exchange for every `depth` layers.
 struct LayerCost {
   int depth = 1, exchanges = 0;
-  /// Of all ranks and exchanges.
+  /// They count all ranks and exchanges.
   std::int64_t rows_moved = 0, rows_twice = 0, edges_twice = 0;
-  /// Of the ranks whose messages, rows and edges cost most.
+  /// The ranks whose messages, rows and edges cost most take so long.
   double seconds = 0;
 };
 struct LayerCosts {
   int layers = 0, ranks = 0;
-  /// Of depths from 1 on.
+  /// They begin with depth 1.
   std::vector<LayerCost> depths;
   /// The depth that costs least; of equal ones the smallest.
   int cheapest() const;

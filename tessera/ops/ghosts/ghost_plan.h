@@ -43,14 +43,14 @@ struct GhostState;
 class GhostPlan {
  public:
   GhostPlan() = default;
-  /// Over all ranks of the mesh. `owned`: this rank's ids in the order of its rows; each id of the
-  /// array is owned by one rank, in any way, and a rank may own none. `needed`: the ids of its
+  /// The ranks are all of the mesh. `owned`: this rank's ids in the order of its rows; each id of
+  /// the array is owned by one rank, in any way, and a rank may own none. `needed`: the ids of its
   /// ghosts in the order in which they stand behind the owned rows; an id may be named more than
   /// once. Ids are at least 0 and need not be consecutive. The ids are not kept. Collective. Throws
   /// InvalidArgument on every rank, with ids and ranks, as plan_ghosts() does.
   GhostPlan(const DeviceMesh& mesh, std::span<const std::int64_t> owned,
             std::span<const std::int64_t> needed);
-  /// Over this rank's group along some axes of the mesh, by their indices.
+  /// The ranks are this rank's group along some axes of the mesh, by their indices.
   GhostPlan(const DeviceMesh& mesh, const std::vector<int>& axes,
             std::span<const std::int64_t> owned, std::span<const std::int64_t> needed);
 

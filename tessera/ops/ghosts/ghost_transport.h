@@ -45,7 +45,7 @@ struct GhostTransport {
 /// Exchanges throw InvalidArgument for rows of another dtype.
 GhostPlan plan_over(const GhostTransport& transport, const DeviceMesh& mesh,
                     std::span<const std::int64_t> owned, std::span<const std::int64_t> needed);
-/// Over this rank's group along some axes of the mesh, by their indices.
+/// The ranks are this rank's group along some axes of the mesh, by their indices.
 GhostPlan plan_over(const GhostTransport& transport, const DeviceMesh& mesh,
                     const std::vector<int>& axes, std::span<const std::int64_t> owned,
                     std::span<const std::int64_t> needed);

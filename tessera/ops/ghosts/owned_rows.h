@@ -26,12 +26,12 @@ namespace tessera {
 
 class OwnedRows {
  public:
-  /// Over all ranks of the mesh. `owned`: this rank's ids in the order of its rows, at least 0;
+  /// The ranks are all of the mesh. `owned`: this rank's ids in the order of its rows, at least 0;
   /// each id has one owner, and a rank may own none. Collective. Throws InvalidArgument on every
   /// rank, with ids and ranks, for an id that two ranks own or one names twice, and a negative one.
   OwnedRows(const DeviceMesh& mesh, std::span<const std::int64_t> owned);
-  /// Over this rank's group along some axes of the mesh, by their indices; along the others ranks
-  /// hold the same rows.
+  /// The ranks are this rank's group along some axes of the mesh, by their indices; along the
+  /// others ranks hold the same rows.
   OwnedRows(const DeviceMesh& mesh, std::vector<int> axes, std::span<const std::int64_t> owned);
 
   /// The ids of this rank's rows, in their order.

@@ -19,8 +19,8 @@
 namespace tessera {
 
 struct RebalanceOptions {
-  /// Along Hilbert's curve little moves where costs change little; parts by bisection are more
-  /// compact (curve.h, bisection.h).
+  /// Hilbert's curve moves little where costs change little; parts by bisection are more compact
+  /// (curve.h, bisection.h).
   enum class By : unsigned char { curve, bisection } by = By::curve;
   /// The rows stay where they are while the costliest rank is within this factor of the mean.
   double tolerance = 1.05;

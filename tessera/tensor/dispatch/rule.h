@@ -140,8 +140,8 @@ struct Plan {
   std::vector<std::pair<int, c10::IValue>> arguments;
   /// The local call; default: the operator itself.
   LocalFunction local;
-  /// For a view operator whose first tensor is gathered first: writes to the result are written
-  /// back to the base. `local` must return a view.
+  /// The view operator's first tensor is gathered first: writes to the result are written back to
+  /// the base. `local` must return a view.
   bool view_copied = false;
   /// Every input is planned Replicate on every axis: the results are those of the operator on the
   /// global values, the same on all ranks, of any shape.

@@ -57,9 +57,9 @@ std::ostream& operator<<(std::ostream& out, const Placement& placement);
 /// all-reduced where it is used; what of its gradient is Partial over the axis is all-reduced once,
 /// for all that use it.
 struct SequenceSharding {
-  /// Of the mesh; -1: the weight belongs to no plan, and nothing is said of the data.
+  /// It is the mesh's; -1: the weight belongs to no plan, and nothing is said of the data.
   int axis = -1;
-  /// Of the data, counted from the first; -1: they are replicated over the axis.
+  /// It is the data's, counted from the first; -1: they are replicated over the axis.
   int dim = 0;
 
   explicit operator bool() const { return axis >= 0; }

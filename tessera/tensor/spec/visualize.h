@@ -13,7 +13,7 @@ namespace tessera {
 /// Draws as text which rank holds which shard. Shows two dims: the first two that are sharded, or
 /// else the first two. A line below names the other dims that are sharded.
 std::string visualize_sharding(const ShardSpec& spec);
-/// As visualize_sharding(), as a self-contained SVG picture with the shards to scale.
+/// Draws visualize_sharding() as a self-contained SVG picture with the shards to scale.
 std::string visualize_sharding_svg(const ShardSpec& spec);
 
 }  // namespace tessera

@@ -90,9 +90,9 @@ class HostLinks {
   template <class Make>
   void far_step(HostCall& call, TransportCall step, const Make& make);
   void near_broadcast(HostCall& call, const at::Tensor& data, int place);
-  /// To the leader, in place there.
+  /// The leader gets the result, in place there.
   void near_reduce(HostCall& call, const at::Tensor& data);
-  /// To and from the rank at `place`; `whole` is used there alone.
+  /// The rank at `place` gets or gives `whole`, which is used there alone.
   void near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
                    const Counts& counts, int place);
   void near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,

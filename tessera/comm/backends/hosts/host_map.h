@@ -10,7 +10,7 @@ struct HostMap {
   /// Group ranks of each host, ascending; hosts in the order of their first ranks. The first rank
   /// of a host is its leader.
   std::vector<std::vector<int>> hosts;
-  /// Per group rank: its host, and its place among the ranks of that host.
+  /// Each group rank has its host, and its place among the ranks of that host.
   std::vector<int> host_of, place_of;
   /// True if the ranks of the hosts, one host after the other, are 0, 1, 2, ...
   bool in_order = true;

@@ -40,7 +40,7 @@ class HostsTransport final : public Transport {
   using Function = void (HostLinks::*)(HostCall&);
   /// Has the worker do a call that reduces, or moves nothing.
   void post(TransportCall& call, Function function);
-  /// As post(), of a call that moves bytes.
+  /// This is post() of a call that moves bytes.
   void move(TransportCall& call, Function function);
   void post(TransportCall& given, HostCall call, Function function);
 

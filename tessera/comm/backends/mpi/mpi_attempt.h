@@ -20,7 +20,7 @@ struct MpiAttempt {
 
 class Transport;
 
-/// As tessera::make_mpi_backend().
+/// This is what tessera::make_mpi_backend() calls.
 std::shared_ptr<Transport> make_mpi_transport(const MpiWorld& world, const std::vector<int>& ranks,
                                               const MpiBackendOptions& options,
                                               const MpiAttempt& attempt);

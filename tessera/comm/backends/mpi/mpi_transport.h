@@ -91,7 +91,7 @@ class MpiTransport final : public Transport {
     comm_->meet(call);
     move();
   }
-  /// As after_meeting(), of `count` items of `item` bytes from `begin` on, no more at once than
+  /// Does after_meeting() for `count` items of `item` bytes from `begin` on, no more at once than
   /// `piece`: `move(data, n)`.
   template <class Move>
   void in_pieces(MpiCall& call, char* begin, std::int64_t count, std::int64_t item,

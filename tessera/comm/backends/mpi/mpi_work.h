@@ -44,7 +44,7 @@ struct MpiCall {
   const char* name = "";
   c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<MPI_Request> requests;
-  /// For each request the bytes it must deliver, or -1; empty if no request is a receive.
+  /// Each request must deliver so many bytes, or -1; empty if no request is a receive.
   std::vector<std::int64_t> receives;
   /// One per request, if there are receives.
   std::vector<MPI_Status> statuses;
@@ -68,8 +68,8 @@ struct MpiCall {
   int source = -1;
   /// Set from the meeting of a blocking call until its last MPI call has returned.
   std::optional<BlockingPhase> phase;
-  /// For a collective: what the ranks must have in common, its hash, and the numbers that they
-  /// reduce in their meeting (the smallest of each over the ranks).
+  /// A collective has these: what the ranks must have in common, its hash, and the numbers that
+  /// they reduce in their meeting (the smallest of each over the ranks).
   CallCard card;
   std::uint64_t hash = 0;
   std::array<std::int64_t, 6> brought{}, met{};
@@ -119,9 +119,9 @@ class MpiComm final : public MpiQueue {
   MpiComm(const MpiComm&) = delete;
   MpiComm& operator=(const MpiComm&) = delete;
 
-  /// For the data of collectives, and messages with a tag that the program gave.
+  /// It carries the data of collectives, and messages with a tag that the program gave.
   MPI_Comm handle() const { return comm_; }
-  /// For meetings, and messages that the transport numbers.
+  /// It carries meetings, and messages that the transport numbers.
   MPI_Comm gate() const { return gate_; }
   const MpiTags& tags() const { return tags_; }
   int rank() const { return rank_; }
@@ -179,7 +179,7 @@ class MpiComm final : public MpiQueue {
   void drop_message(MPI_Comm comm, const MPI_Status& status);
   /// What this rank called, and the range of the ranks' sizes.
   std::string difference(const MpiCall& call, MismatchAt at) const;
-  /// As difference(), with the call of a rank that differs. Collective: all ranks call it and wait.
+  /// Adds to difference() the call of a rank that differs. Collective: all ranks call it and wait.
   std::string tell_difference(MpiCall& call);
   void sweep();
 

@@ -46,7 +46,7 @@ shm::Directory directory_at(const c10::intrusive_ptr<c10d::Store>& store);
 std::shared_ptr<detail::Transport> make_shm_transport(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       const ShmOptions& options);
-/// As above, for ranks that meet through something other than a store.
+/// The ranks meet through something other than a store.
 std::shared_ptr<detail::Transport> make_shm_transport(const shm::Directory& directory, int rank,
                                                       int size, const ShmOptions& options);
 

@@ -95,7 +95,7 @@ class ShmWork : public OwnWork {
 
   /// Whether the call is known to be complete, without testing it.
   bool over() const;
-  /// As isCompleted() and wait(), but leave the future alone, and throw nothing.
+  /// Does what isCompleted() and wait() do, but leaves the future alone, and throws nothing.
   bool advance();
   void finish(std::chrono::milliseconds timeout = kNoTimeout);
 

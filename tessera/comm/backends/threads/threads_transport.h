@@ -69,7 +69,7 @@ class ThreadsRoom {
 
   std::mutex& mutex() { return mutex_; }
   std::condition_variable& changed() { return changed_; }
-  /// With the mutex held: the global ranks that have left without entering the slot.
+  /// Names the global ranks that have left without entering the slot. The caller holds the mutex.
   std::vector<int> left_without(const ThreadsSlot& slot) const;
   bool has_left(int rank) const { return left_[rank]; }
   int global(int rank) const { return ranks_[rank]; }
