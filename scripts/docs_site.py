@@ -97,16 +97,15 @@ def write_reference(out, xml):
 
 
 def write_examples(out):
-    """A page for each, which begins with what the program says of itself."""
+    """A page for each, below the page that lists them."""
     pages = []
     for source in [*sorted(pathlib.Path("examples").glob("*.cpp")), *sorted(pathlib.Path("examples/python").glob("*.py"))]:
         language = "cpp" if source.suffix == ".cpp" else "python"
         pages.append(source.with_suffix(f".{source.suffix[1:]}.md"))
         (out / pages[-1]).parent.mkdir(parents=True, exist_ok=True)
         (out / pages[-1]).write_text(f"# {source.relative_to('examples')}\n\n```{language}\n{source.read_text().rstrip()}\n```\n")
-    lines = ["# Examples", "", "One file each, in the order in which to read them; each compares its result with one process.", ""]
-    lines += ["```{toctree}", ":maxdepth: 1", "", *(page.relative_to("examples").with_suffix("").as_posix() for page in pages), "```", ""]
-    (out / "examples/index.md").write_text("\n".join(lines))
+    with (out / "docs/examples.md").open("a") as page:
+        page.write("\n".join(["", "```{toctree}", ":hidden:", "", *(f"../{program.with_suffix('').as_posix()}" for program in pages), "```", ""]))
 
 
 def settle_links(out):
@@ -154,7 +153,6 @@ def main():
 
     groups = guides_of(pathlib.Path("docs/index.md"))
     groups["Start"].insert(0, "docs/index")
-    groups["Tutorials"].append("examples/index")
     groups["Operators"] = sorted(f"docs/operators/{page.stem}" for page in pathlib.Path("docs/operators").glob("*.md"))
     groups["Reference"] = [f"reference/{room}" for room in ROOMS]
     groups["Python reference"] = [f"reference/python/{module}" for module in modules]

@@ -28,7 +28,7 @@ loss: int = ts.run_threads(2, lambda rank: 0.5)[0]  # assignment
 def test_documented_programs_and_mistakes(tmp_path):
     """In one run, since most of its time is torch's own types."""
     files = programs(tmp_path)
-    assert len(files) >= 9 + len(PAGES) and all(file.stat().st_size > 500 for file in files)
+    assert len(files) >= 20 + len(PAGES) and all(file.stat().st_size > 500 for file in files)
     wrong = tmp_path / "wrong.py"
     wrong.write_text(WRONG)
     said = mypy(tmp_path, [*files, wrong]).splitlines()

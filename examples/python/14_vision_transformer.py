@@ -1,6 +1,6 @@
 """A vision transformer on images whose rows are sharded: class token, position embedding, attention over all tokens, shifted windows. Beside one process.
 
-    tessera run -n 3 -- python examples/python/vision_transformer.py         # 1 to 4 ranks
+    tessera run -n 3 -- python examples/python/14_vision_transformer.py         # 1 to 4 ranks
 """
 
 import copy
@@ -20,35 +20,29 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        z: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return x + z
+        y: torch.Tensor = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y
 
 
 class VisionTransformer(nn.Module):
     def __init__(self, height: int, width: int, dim: int = 8, patch: int = 4) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, dim, patch, stride=patch)
-        self.token = nn.Parameter(torch.randn(1, 1, dim))
+        self.patches, self.head = nn.Conv2d(3, dim, patch, stride=patch), nn.Linear(dim, 2)
+        self.token, self.everywhere, self.near = nn.Parameter(torch.randn(1, 1, dim)), Attention(dim), Attention(dim)
         self.positions = nn.Parameter(torch.randn(1, 1 + height * width // patch**2, dim))  # its shape follows the image
-        self.everywhere, self.near, self.head = Attention(dim), Attention(dim), nn.Linear(dim, 2)
 
     def windows(self, x: torch.Tensor, shift: int = 1, n: int = 2) -> torch.Tensor:
         """Attention in windows of n x n tokens, shifted: a roll sends rows to the next rank, the partition sends nothing."""
-        x = torch.roll(x, (-shift, -shift), (1, 2))
-        w = x.unflatten(2, (-1, n)).unflatten(1, (-1, n)).permute(1, 0, 3, 2, 4, 5)  # rows of windows first: what is sharded
-        y = self.near(w.flatten(0, 2).flatten(1, 2))
-        y = y.unflatten(1, (n, n)).unflatten(0, w.shape[:3]).permute(1, 0, 3, 2, 4, 5)
-        return torch.roll(y.flatten(3, 4).flatten(1, 2), (shift, shift), (1, 2))
+        w = torch.roll(x, (-shift, -shift), (1, 2)).unflatten(2, (-1, n)).unflatten(1, (-1, n)).permute(1, 0, 3, 2, 4, 5)  # rows of windows first: what is sharded
+        y = self.near(w.flatten(0, 2).flatten(1, 2)).unflatten(1, (n, n)).unflatten(0, w.shape[:3])
+        return torch.roll(y.permute(1, 0, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2), (shift, shift), (1, 2))
 
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.patches(image)
-        grid = x.shape[-2:]
-        x = x.flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        x = self.everywhere(x)
+        field = self.patches(image)
+        tokens = torch.cat([self.token.expand(len(field), -1, -1), field.flatten(2).transpose(1, 2)], 1)
+        x = self.everywhere(tokens + self.positions)
         # A slice of the class token stays with the rank that has it; x[:, 0] would send it to all ranks.
-        return self.head(x[:, :1].sum(1)), self.windows(x[:, 1:].unflatten(1, grid))
+        return self.head(x[:, :1].sum(1)), self.windows(x[:, 1:].unflatten(1, field.shape[-2:]))
 
 
 def main() -> None:
@@ -64,14 +58,12 @@ def main() -> None:
     sizes = {1: [1 + tokens[0]] + tokens[1:]}  # the class token is the first rank's
 
     net = ts.distribute_module(copy.deepcopy(alone), mesh, lambda name, t: ([ts.Shard(1)], sizes) if name == "positions" else None)
-    x = ts.distribute_tensor(images, mesh, [ts.Shard(2)], {2: rows})
     with ts.CommTrace() as trace:
-        label, field = net(x)
+        label, field = net(ts.distribute_tensor(images, mesh, [ts.Shard(2)], {2: rows}))
     expected = alone(images)
     (label.square().mean() + field.square().mean()).backward()
     (expected[0].square().mean() + expected[1].square().mean()).backward()
-    assert net.positions.grad is not None
-    assert ts.spec(field).placements == (ts.Shard(1),) and ts.spec(net.positions.grad).sizes == sizes
+    assert ts.spec(field).placements == (ts.Shard(1),) and net.positions.grad is not None and ts.spec(net.positions.grad).sizes == sizes
     assert torch.allclose(ts.full_tensor(label.detach()), expected[0], rtol=0, atol=1e-12)
     assert torch.allclose(ts.full_tensor(field.detach()), expected[1], rtol=0, atol=1e-12)
     for p, q in zip(net.parameters(), alone.parameters()):

@@ -1,7 +1,7 @@
 """Trains, stops, and goes on from its checkpoint on another number of ranks and another mesh, as if it had never stopped.
 
-tessera run -n 4 -- python examples/python/checkpoint.py runs/fit 6
-tessera run -n 3 -- python examples/python/checkpoint.py runs/fit 12
+tessera run -n 4 -- python examples/python/10_resume.py runs/fit 6
+tessera run -n 3 -- python examples/python/10_resume.py runs/fit 12
 """
 
 import sys
@@ -53,4 +53,4 @@ off = max((ts.full_tensor(p.detach()) - q).abs().max().item() for p, q in zip(ne
 assert off < 1e-10 and abs(loss - expected[-1]) < 1e-10, (off, loss, expected[-1])
 kept = checkpoints.names()  # a collective call: on all ranks
 if ts.rank() == 0:
-    print(f"checkpoint: steps {begin} to {until} on {ts.world_size()} ranks, kept {kept}: as on one process")
+    print(f"resume: steps {begin} to {until} on {ts.world_size()} ranks, kept {kept}: as on one process")

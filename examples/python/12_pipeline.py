@@ -1,6 +1,6 @@
 """A U-Net in four stages on any number of ranks: cut by name, its skips and sizes pass over stages. Beside one process.
 
-    tessera run -n 3 -- python examples/python/pipeline.py        # or torchrun --nproc-per-node 3
+    tessera run -n 3 -- python examples/python/12_pipeline.py        # or torchrun --nproc-per-node 3
 """
 
 import copy

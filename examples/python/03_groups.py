@@ -1,6 +1,6 @@
 """One tree, everything on it: fields sharded over `domain`, data parallelism over `data`, the loader on the same mesh. Beside one process.
 
-    tessera run -n 4 -- python examples/python/groups.py        # or torchrun --nproc-per-node 4
+    tessera run -n 4 -- python examples/python/03_groups.py        # or torchrun --nproc-per-node 4
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Model, pipeline and data groups from two numbers: layers over `mp`, stages over `pp`, replicas over `dp`. Beside one process.
 
-    tessera run -n 8 -- python examples/python/parallel_groups.py         # any number of ranks
+    tessera run -n 8 -- python examples/python/15_parallel_groups.py         # any number of ranks
 """
 
 import copy

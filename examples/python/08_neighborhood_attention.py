@@ -1,6 +1,6 @@
 """One rank holds a field; the others get their shards of it, attend to their neighbourhoods, and differentiate by a stencil. Beside one process.
 
-    tessera run -n 3 -- python examples/python/field.py         # any number of ranks
+    tessera run -n 3 -- python examples/python/08_neighborhood_attention.py         # any number of ranks
 """
 
 import copy
@@ -52,7 +52,7 @@ def main() -> None:
     padded = torch.cat([expected[:, :1], expected, expected[:, -1:]], 1).detach()
     assert torch.allclose(ts.full_tensor(slope), (padded[:, 2:] - padded[:, :-2]) / 2, rtol=0, atol=1e-12)
     if rank == 0:
-        print(f"field: rows {sizes}, as on one process", flush=True)
+        print(f"neighborhood_attention: rows {sizes}, as on one process", flush=True)
 
 
 main()

@@ -1,6 +1,6 @@
 """A model sharded over all ranks: layers by name over `tensor`, what that leaves over `data`, unit by unit. Beside one process.
 
-    tessera run -n 4 -- python examples/python/sharded_training.py        # or torchrun --nproc-per-node 4
+    tessera run -n 4 -- python examples/python/06_fully_sharded.py        # or torchrun --nproc-per-node 4
 """
 
 import copy
@@ -53,7 +53,7 @@ def main() -> None:
     assert abs(loss - expected) < 1e-12, (loss, expected)
     held = sum(ts.to_local(p.detach()).numel() for p in net.parameters())
     if ts.rank() == 0:
-        print(f"sharded_training: loss {loss:.6f} on {mesh.axes}, {held} of {sum(p.numel() for p in alone.parameters())} numbers here, as on one process", flush=True)
+        print(f"fully_sharded: loss {loss:.6f} on {mesh.axes}, {held} of {sum(p.numel() for p in alone.parameters())} numbers here, as on one process", flush=True)
 
 
 main()

@@ -1,6 +1,6 @@
 """A periodic cloud of points with a learned energy whose gradient are the forces; plain torch on points that ranks own. Beside one process.
 
-    tessera run -n 3 -- python examples/python/point_cloud.py         # any number of ranks
+    tessera run -n 3 -- python examples/python/21_point_cloud.py         # any number of ranks
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A graph network on nodes that a table of owners divides: the network's own code, one line changed. Beside one process.
 
-    tessera run -n 3 -- python examples/python/graph.py         # any number of ranks
+    tessera run -n 3 -- python examples/python/17_graph.py         # any number of ranks
 """
 
 from collections.abc import Callable
