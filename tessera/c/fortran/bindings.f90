@@ -106,18 +106,6 @@ module tessera_bindings
       type(c_ptr), intent(out) :: job
     end function
 
-    integer(c_int) function c_end(job) bind(c, name="tessera_end")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: job
-    end function
-
-    integer(c_int) function c_rank(job, rank, size) bind(c, name="tessera_rank")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: job
-      integer(c_int), intent(out), optional :: rank
-      integer(c_int), intent(out), optional :: size
-    end function
-
     integer(c_int) function c_set_threads(threads) bind(c, name="tessera_set_threads")
       import :: c_int
       integer(c_int), value :: threads
@@ -128,19 +116,13 @@ module tessera_bindings
       integer(c_int64_t), value :: seed
     end function
 
-    integer(c_int) function c_free(handle) bind(c, name="tessera_free")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: handle
-    end function
-
     integer(c_int) function c_mesh_create(job, axes, names, sizes, ranks, mesh) &
       bind(c, name="tessera_mesh_create")
       import :: c_int, c_ptr
       type(c_ptr), value :: job
       integer(c_int), value :: axes
       type(c_ptr), intent(in) :: names(*)
-      integer(c_int), intent(in), optional :: sizes(*)
-      integer(c_int), intent(in), optional :: ranks(*)
+      integer(c_int), intent(in), optional :: sizes(*), ranks(*)
       type(c_ptr), intent(out) :: mesh
     end function
 
@@ -157,26 +139,6 @@ module tessera_bindings
       type(c_ptr), intent(out) :: group
     end function
 
-    integer(c_int) function c_group_create(job, count, ranks, group) bind(c, name="tessera_group_create")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: job
-      integer(c_int), value :: count
-      integer(c_int), intent(in), optional :: ranks(*)
-      type(c_ptr), intent(out) :: group
-    end function
-
-    integer(c_int) function c_group_rank(group, rank, size) bind(c, name="tessera_group_rank")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: group
-      integer(c_int), intent(out), optional :: rank
-      integer(c_int), intent(out), optional :: size
-    end function
-
-    integer(c_int) function c_barrier(group) bind(c, name="tessera_barrier")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: group
-    end function
-
     integer(c_int) function c_fill_ghosts(field, edges) bind(c, name="tessera_fill_ghosts")
       import :: c_int, c_ptr
       type(c_ptr), value :: field
@@ -186,30 +148,14 @@ module tessera_bindings
     integer(c_int) function c_halo(field, before, after, edges, wide) bind(c, name="tessera_halo")
       import :: c_int, c_ptr, c_int64_t
       type(c_ptr), value :: field
-      integer(c_int64_t), intent(in), optional :: before(*)
-      integer(c_int64_t), intent(in), optional :: after(*)
+      integer(c_int64_t), intent(in), optional :: before(*), after(*)
       integer(c_int), intent(in), optional :: edges(*)
       type(c_ptr), intent(out) :: wide
     end function
 
-    integer(c_int) function c_clone(tensor, copy) bind(c, name="tessera_clone")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: tensor
-      type(c_ptr), intent(out) :: copy
-    end function
-
-    integer(c_int) function c_arrange(tensor, dims, from, arranged) bind(c, name="tessera_arrange")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: tensor
-      integer(c_int), value :: dims
-      integer(c_int), intent(in), optional :: from(*)
-      type(c_ptr), intent(out) :: arranged
-    end function
-
     integer(c_int) function c_copy(to, from) bind(c, name="tessera_copy")
       import :: c_int, c_ptr
-      type(c_ptr), value :: to
-      type(c_ptr), value :: from
+      type(c_ptr), value :: to, from
     end function
 
     integer(c_int) function c_value(tensor, value) bind(c, name="tessera_value")
@@ -225,25 +171,13 @@ module tessera_bindings
       integer(c_int64_t), intent(out), optional :: shape(*)
     end function
 
-    integer(c_int) function c_local(tensor, data, dtype, shape, strides, offset) bind(c, name="tessera_local")
+    integer(c_int) function c_local(tensor, data, dtype, shape, strides, offset) &
+      bind(c, name="tessera_local")
       import :: c_int, c_ptr, c_int64_t
       type(c_ptr), value :: tensor
       type(c_ptr), intent(out), optional :: data
       integer(c_int), intent(out), optional :: dtype
-      integer(c_int64_t), intent(out), optional :: shape(*)
-      integer(c_int64_t), intent(out), optional :: strides(*)
-      integer(c_int64_t), intent(out), optional :: offset(*)
-    end function
-
-    integer(c_int) function c_require_gradient(tensor) bind(c, name="tessera_require_gradient")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: tensor
-    end function
-
-    integer(c_int) function c_gradient(tensor, gradient) bind(c, name="tessera_gradient")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: tensor
-      type(c_ptr), intent(out) :: gradient
+      integer(c_int64_t), intent(out), optional :: shape(*), strides(*), offset(*)
     end function
 
     integer(c_int) function c_model_load(mesh, file, dtype, model) bind(c, name="tessera_model_load")
@@ -258,8 +192,7 @@ module tessera_bindings
       bind(c, name="tessera_model_create")
       import :: c_int, c_ptr, c_char
       type(c_ptr), value :: mesh
-      character(kind=c_char), intent(in), optional :: name(*)
-      character(kind=c_char), intent(in), optional :: options(*)
+      character(kind=c_char), intent(in), optional :: name(*), options(*)
       integer(c_int), value :: dtype
       type(c_ptr), intent(out) :: model
     end function
@@ -270,61 +203,24 @@ module tessera_bindings
       integer(c_int), value :: on
     end function
 
-    integer(c_int) function c_model_size(model, parameters) bind(c, name="tessera_model_size")
-      import :: c_int, c_ptr, c_int64_t
-      type(c_ptr), value :: model
-      integer(c_int64_t), intent(out), optional :: parameters
-    end function
-
-    integer(c_int) function c_forward(model, inputs, input, outputs, output) bind(c, name="tessera_forward")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: model
-      integer(c_int), value :: inputs
-      type(c_ptr), intent(in) :: input(*)
-      integer(c_int), value :: outputs
-      type(c_ptr), intent(out) :: output(*)
-    end function
-
-    integer(c_int) function c_predict(model, inputs, input, outputs, output) bind(c, name="tessera_predict")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: model
-      integer(c_int), value :: inputs
-      type(c_ptr), intent(in) :: input(*)
-      integer(c_int), value :: outputs
-      type(c_ptr), intent(out) :: output(*)
-    end function
-
     integer(c_int) function c_loss(kind, output, target, loss) bind(c, name="tessera_loss")
       import :: c_int, c_ptr, c_char
       character(kind=c_char), intent(in), optional :: kind(*)
-      type(c_ptr), value :: output
-      type(c_ptr), value :: target
+      type(c_ptr), value :: output, target
       type(c_ptr), intent(out) :: loss
     end function
 
     integer(c_int) function c_backward(tensor, gradient) bind(c, name="tessera_backward")
       import :: c_int, c_ptr
-      type(c_ptr), value :: tensor
-      type(c_ptr), value :: gradient
+      type(c_ptr), value :: tensor, gradient
     end function
 
     integer(c_int) function c_optimizer_create(model, kind, options, optimizer) &
       bind(c, name="tessera_optimizer_create")
       import :: c_int, c_ptr, c_char
       type(c_ptr), value :: model
-      character(kind=c_char), intent(in), optional :: kind(*)
-      character(kind=c_char), intent(in), optional :: options(*)
+      character(kind=c_char), intent(in), optional :: kind(*), options(*)
       type(c_ptr), intent(out) :: optimizer
-    end function
-
-    integer(c_int) function c_optimizer_zero(optimizer) bind(c, name="tessera_optimizer_zero")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: optimizer
-    end function
-
-    integer(c_int) function c_optimizer_step(optimizer) bind(c, name="tessera_optimizer_step")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: optimizer
     end function
 
     integer(c_int) function c_session_create(optimizer, options, session) &
@@ -338,8 +234,7 @@ module tessera_bindings
     integer(c_int) function c_session_backward(session, loss, weight, last) &
       bind(c, name="tessera_session_backward")
       import :: c_int, c_ptr, c_double
-      type(c_ptr), value :: session
-      type(c_ptr), value :: loss
+      type(c_ptr), value :: session, loss
       real(c_double), value :: weight
       integer(c_int), value :: last
     end function
@@ -350,23 +245,6 @@ module tessera_bindings
       type(tessera_step), intent(out) :: step
     end function
 
-    integer(c_int) function c_session_stop(session) bind(c, name="tessera_session_stop")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: session
-    end function
-
-    integer(c_int) function c_session_steps(session, steps) bind(c, name="tessera_session_steps")
-      import :: c_int, c_ptr, c_int64_t
-      type(c_ptr), value :: session
-      integer(c_int64_t), intent(out), optional :: steps
-    end function
-
-    integer(c_int) function c_state_create(job, state) bind(c, name="tessera_state_create")
-      import :: c_int, c_ptr
-      type(c_ptr), value :: job
-      type(c_ptr), intent(out) :: state
-    end function
-
     integer(c_int) function c_state_add(state, name, handle) bind(c, name="tessera_state_add")
       import :: c_int, c_ptr, c_char
       type(c_ptr), value :: state
@@ -374,7 +252,8 @@ module tessera_bindings
       type(c_ptr), value :: handle
     end function
 
-    integer(c_int) function c_state_set_integer(state, name, value) bind(c, name="tessera_state_set_integer")
+    integer(c_int) function c_state_set_integer(state, name, value) &
+      bind(c, name="tessera_state_set_integer")
       import :: c_int, c_ptr, c_char, c_int64_t
       type(c_ptr), value :: state
       character(kind=c_char), intent(in), optional :: name(*)
@@ -388,7 +267,8 @@ module tessera_bindings
       real(c_double), value :: value
     end function
 
-    integer(c_int) function c_state_get_integer(state, name, value) bind(c, name="tessera_state_get_integer")
+    integer(c_int) function c_state_get_integer(state, name, value) &
+      bind(c, name="tessera_state_get_integer")
       import :: c_int, c_ptr, c_char, c_int64_t
       type(c_ptr), value :: state
       character(kind=c_char), intent(in), optional :: name(*)
@@ -405,16 +285,14 @@ module tessera_bindings
     integer(c_int) function c_save(state, folder, name, keep_last) bind(c, name="tessera_save")
       import :: c_int, c_ptr, c_char
       type(c_ptr), value :: state
-      character(kind=c_char), intent(in), optional :: folder(*)
-      character(kind=c_char), intent(in), optional :: name(*)
+      character(kind=c_char), intent(in), optional :: folder(*), name(*)
       integer(c_int), value :: keep_last
     end function
 
     integer(c_int) function c_load(state, folder, name) bind(c, name="tessera_load")
       import :: c_int, c_ptr, c_char
       type(c_ptr), value :: state
-      character(kind=c_char), intent(in), optional :: folder(*)
-      character(kind=c_char), intent(in), optional :: name(*)
+      character(kind=c_char), intent(in), optional :: folder(*), name(*)
     end function
 
     integer(c_int) function c_latest(job, folder, room, name) bind(c, name="tessera_latest")
@@ -425,5 +303,68 @@ module tessera_bindings
       character(kind=c_char), intent(out) :: name(*)
     end function
   end interface
+
+  ! ---- those that are alike ----
+
+  abstract interface
+    integer(c_int) function on_handle(handle) bind(c)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: handle
+    end function
+
+    integer(c_int) function rank_of(of, rank, size) bind(c)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: of
+      integer(c_int), intent(out), optional :: rank, size
+    end function
+
+    integer(c_int) function from_integers(of, count, numbers, made) bind(c)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: of
+      integer(c_int), value :: count
+      integer(c_int), intent(in), optional :: numbers(*)
+      type(c_ptr), intent(out) :: made
+    end function
+
+    integer(c_int) function made_of(of, made) bind(c)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: of
+      type(c_ptr), intent(out) :: made
+    end function
+
+    integer(c_int) function count_of(of, count) bind(c)
+      import :: c_int, c_ptr, c_int64_t
+      type(c_ptr), value :: of
+      integer(c_int64_t), intent(out), optional :: count
+    end function
+
+    integer(c_int) function on_tensors(model, inputs, input, outputs, output) bind(c)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: model
+      integer(c_int), value :: inputs
+      type(c_ptr), intent(in) :: input(*)
+      integer(c_int), value :: outputs
+      type(c_ptr), intent(out) :: output(*)
+    end function
+  end interface
+
+  procedure(on_handle), bind(c, name="tessera_end") :: c_end
+  procedure(rank_of), bind(c, name="tessera_rank") :: c_rank
+  procedure(on_handle), bind(c, name="tessera_free") :: c_free
+  procedure(from_integers), bind(c, name="tessera_group_create") :: c_group_create
+  procedure(rank_of), bind(c, name="tessera_group_rank") :: c_group_rank
+  procedure(on_handle), bind(c, name="tessera_barrier") :: c_barrier
+  procedure(made_of), bind(c, name="tessera_clone") :: c_clone
+  procedure(from_integers), bind(c, name="tessera_arrange") :: c_arrange
+  procedure(on_handle), bind(c, name="tessera_require_gradient") :: c_require_gradient
+  procedure(made_of), bind(c, name="tessera_gradient") :: c_gradient
+  procedure(count_of), bind(c, name="tessera_model_size") :: c_model_size
+  procedure(on_tensors), bind(c, name="tessera_forward") :: c_forward
+  procedure(on_tensors), bind(c, name="tessera_predict") :: c_predict
+  procedure(on_handle), bind(c, name="tessera_optimizer_zero") :: c_optimizer_zero
+  procedure(on_handle), bind(c, name="tessera_optimizer_step") :: c_optimizer_step
+  procedure(on_handle), bind(c, name="tessera_session_stop") :: c_session_stop
+  procedure(count_of), bind(c, name="tessera_session_steps") :: c_session_steps
+  procedure(made_of), bind(c, name="tessera_state_create") :: c_state_create
 
 end module
