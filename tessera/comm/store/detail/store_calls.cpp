@@ -16,12 +16,14 @@ std::vector<std::string> texts(Reader& in) {
   return all;
 }
 
-std::string gone_answer(std::uint64_t call, int rank) {
+// What a rank says of its position, if it is there.
+std::string answer(std::uint64_t call, int rank, bool there = false, std::uint64_t begun = 0,
+                   std::string_view operation = {}) {
   return Writer(Frame::answer, call)
       .number(std::int32_t{rank})
-      .number(std::uint8_t{0})
-      .number(std::uint64_t{0})
-      .text("")
+      .number(std::uint8_t{there})
+      .number(begun)
+      .text(operation)
       .take();
 }
 
@@ -41,15 +43,19 @@ void StoreServer::tell_lost(int rank, const std::string& who) {
   for (auto& [number, question] : questions_) {
     if (question.open.erase(rank) == 0) continue;
     if (const auto client = clients_.find(question.fd); client != clients_.end())
-      send(*client->second, gone_answer(question.call, rank));
+      send(*client->second, answer(question.call, rank));
   }
   std::erase_if(forgetting_, [this](const auto& f) { return forgotten(f.first, f.second); });
 }
 
-bool StoreServer::settle(Waiter& waiter) {
-  while (waiter.known < waiter.keys.size() && values_.count(waiter.keys[waiter.known]))
-    ++waiter.known;
-  return waiter.known == waiter.keys.size();
+/// Answers if all keys are there, and else goes on to wait for the first that is not.
+void StoreServer::settle(const std::shared_ptr<Waiter>& waiter) {
+  Waiter& w = *waiter;
+  while (w.known < w.keys.size() && values_.contains(w.keys[w.known])) ++w.known;
+  if (w.known == w.keys.size())
+    answer_waiter(w);
+  else
+    waiting_[w.keys[w.known]].push_back(waiter);
 }
 
 void StoreServer::answer_waiter(const Waiter& waiter) {
@@ -70,12 +76,7 @@ void StoreServer::stored(const std::string& key) {
   if (at == waiting_.end()) return;
   const auto waiters = std::move(at->second);
   waiting_.erase(at);
-  for (const auto& waiter : waiters) {
-    if (settle(*waiter))
-      answer_waiter(*waiter);
-    else
-      waiting_[waiter->keys[waiter->known]].push_back(waiter);
-  }
+  for (const auto& waiter : waiters) settle(waiter);
 }
 
 void StoreServer::stop_waiting(int fd, const std::uint64_t* call) {
@@ -115,74 +116,63 @@ bool StoreServer::forgotten(const std::string& prefix, const Forgetting& entry) 
 /// Handles frames about keys; false for any other frame.
 bool StoreServer::serve_keys(Client& client, Reader& in) {
   Writer reply(Frame::reply, in.call);
+  std::vector<std::string> changed;
   switch (in.kind) {
-    case Frame::set: {
-      std::vector<std::string> keys;
+    case Frame::set:
       for (auto n = in.number<std::uint32_t>(); n > 0; --n) {
-        keys.emplace_back(in.text());
-        values_[keys.back()] = in.text();
+        changed.emplace_back(in.text());
+        values_[changed.back()] = in.text();
       }
-      send(client, reply.take());
-      for (const auto& key : keys) stored(key);
-      return true;
-    }
+      break;
     case Frame::get:
     case Frame::wait: {
-      auto waiter = std::make_shared<Waiter>(
-          Waiter{client.socket.fd(), in.call, in.kind == Frame::get, texts(in), 0});
-      if (settle(*waiter))
-        answer_waiter(*waiter);
-      else
-        waiting_[waiter->keys[waiter->known]].push_back(waiter);
+      settle(std::make_shared<Waiter>(
+          Waiter{client.socket.fd(), in.call, in.kind == Frame::get, texts(in), 0}));
       return true;
     }
     case Frame::add: {
-      const std::string key(in.text());
-      auto& value = values_[key];
+      changed.emplace_back(in.text());
+      auto& value = values_[changed.back()];
       std::int64_t sum = in.number<std::int64_t>();
       if (!value.empty()) sum += std::strtoll(value.c_str(), nullptr, 10);
       value = std::to_string(sum);
-      send(client, reply.number(sum).take());
-      stored(key);
-      return true;
+      reply.number(sum);
+      break;
     }
     case Frame::compare: {  // as c10d::Store::compareSet
-      const std::string key(in.text());
-      const std::string expected(in.text()), desired(in.text());
+      const std::string key(in.text()), expected(in.text()), desired(in.text());
       const auto at = values_.find(key);
       if (at == values_.end() ? expected.empty() : at->second == expected) {
         values_[key] = desired;
-        send(client, reply.text(desired).take());
-        stored(key);
-        return true;
+        changed = {key};
+        reply.text(desired);
+      } else {
+        reply.text(at == values_.end() ? expected : at->second);
       }
-      send(client, reply.text(at == values_.end() ? expected : at->second).take());
-      return true;
+      break;
     }
     case Frame::remove:
-      send(client,
-           reply.number(static_cast<std::int64_t>(values_.erase(std::string(in.text())))).take());
-      return true;
+      reply.number(static_cast<std::int64_t>(values_.erase(std::string(in.text()))));
+      break;
     case Frame::check: {
       const auto keys = texts(in);
-      const bool all = std::all_of(keys.begin(), keys.end(),
-                                   [this](const auto& key) { return values_.count(key) > 0; });
-      send(client, reply.number(std::int64_t{all}).take());
-      return true;
+      reply.number(std::int64_t{std::all_of(
+          keys.begin(), keys.end(), [this](const auto& key) { return values_.contains(key); })});
+      break;
     }
     case Frame::count:
-      send(client, reply.number(static_cast<std::int64_t>(values_.size())).take());
-      return true;
-    case Frame::append: {
-      const std::string key(in.text());
-      values_[key] += in.text();
-      send(client, reply.take());
-      stored(key);
-      return true;
-    }
+      reply.number(static_cast<std::int64_t>(values_.size()));
+      break;
+    case Frame::append:
+      changed.emplace_back(in.text());
+      values_[changed.back()] += in.text();
+      break;
     default:
       return false;
   }
+  send(client, reply.take());
+  for (const auto& key : changed) stored(key);
+  return true;
 }
 
 void StoreServer::serve(Client& client, Reader& in) {
@@ -225,7 +215,7 @@ void StoreServer::serve(Client& client, Reader& in) {
       for (const int member : in.numbers<std::vector<int>>()) {
         Client* other = of_rank(member);
         if (!other) {
-          send(client, gone_answer(in.call, member));
+          send(client, answer(in.call, member));
         } else if (question.open.insert(member).second) {
           send(*other, frame);
         }
@@ -238,12 +228,7 @@ void StoreServer::serve(Client& client, Reader& in) {
       const auto asker = clients_.find(at->second.fd);
       if (asker == clients_.end()) return;
       const auto begun = in.number<std::uint64_t>();
-      send(*asker->second, Writer(Frame::answer, at->second.call)
-                               .number(std::int32_t{client.rank})
-                               .number(std::uint8_t{1})
-                               .number(begun)
-                               .text(in.text())
-                               .take());
+      send(*asker->second, answer(at->second.call, client.rank, true, begun, in.text()));
       return;
     }
     default:

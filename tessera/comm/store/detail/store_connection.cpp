@@ -336,35 +336,33 @@ void StoreConnection::lose_store() {
 
 void StoreConnection::take(const std::string& frame) {
   Reader in(frame);
+  const auto of_call = [&](const auto& arrive) {
+    const std::lock_guard lock(mutex_);
+    if (const auto at = pending_.find(in.call); at != pending_.end()) arrive(*at->second);
+  };
   switch (in.kind) {
-    case Frame::reply: {
-      const std::lock_guard lock(mutex_);
-      if (const auto at = pending_.find(in.call); at != pending_.end()) {
-        at->second->reply = frame;
-        at->second->replied = true;
-      }
+    case Frame::reply:
+      of_call([&](auto& call) {
+        call.reply = frame;
+        call.replied = true;
+      });
       break;
-    }
     case Frame::answer: {
       RollEntry entry;
       entry.rank = in.number<std::int32_t>();
       entry.answer = in.number<std::uint8_t>() ? RollEntry::Answer::here : RollEntry::Answer::gone;
       entry.position.begun = in.number<std::uint64_t>();
       entry.position.operation = in.text();
-      const std::lock_guard lock(mutex_);
-      if (const auto at = pending_.find(in.call); at != pending_.end())
-        at->second->answers.push_back(std::move(entry));
+      of_call([&](auto& call) { call.answers.push_back(std::move(entry)); });
       break;
     }
     case Frame::question: {
       const std::string group(in.text());
-      std::optional<Position> position;
+      Position answer;  // of a rank that has not made the group: it has begun no call there
       {
         const std::lock_guard lock(listener_mutex_);
-        if (listener_.position) position = listener_.position(group);
+        if (listener_.position) answer = listener_.position(group).value_or(answer);
       }
-      // A rank that has not made the group has begun no call there.
-      const Position answer = position.value_or(Position{});
       try {
         send(Writer(Frame::position, in.call).number(answer.begun).text(answer.operation).take(),
              Clock::now() + std::chrono::seconds(1));
@@ -387,8 +385,7 @@ void StoreConnection::take(const std::string& frame) {
     case Frame::lost: {
       const int rank = in.number<std::int32_t>();
       const bool on_purpose = in.number<std::uint8_t>() != 0;
-      const std::string text(in.text());
-      return tell([=](const Listener& listener) {
+      return tell([rank, on_purpose, text = std::string(in.text())](const Listener& listener) {
         if (listener.lost) listener.lost(rank, on_purpose, text);
       });
     }

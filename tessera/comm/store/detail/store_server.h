@@ -103,7 +103,7 @@ class StoreServer {
   bool serve_keys(Client& client, Reader& in);
   void stored(const std::string& key);
   void answer_waiter(const Waiter& waiter);
-  bool settle(Waiter& waiter);
+  void settle(const std::shared_ptr<Waiter>& waiter);
   void stop_waiting(int fd, const std::uint64_t* call);
   void forget(Client& client, Reader& in);
   bool forgotten(const std::string& prefix, const Forgetting& entry);
