@@ -75,6 +75,26 @@ Tensor with_rows(const Tensor& x, std::int64_t rows) {
   return at::empty(shape, x.options().requires_grad(false));
 }
 
+// A copy that a collective changes in place.
+template <class Change>
+auto on_copy(const Change& change) {
+  return [change](const Tensor& t) {
+    auto y = t.clone(at::MemoryFormat::Contiguous);
+    change(y);
+    return y;
+  };
+}
+
+// A result of so many rows that a collective fills.
+template <class Fill>
+auto into_rows(std::int64_t rows, const Fill& fill) {
+  return [rows, fill](const Tensor& t) {
+    auto y = with_rows(t, rows);
+    fill(y, t);
+    return y;
+  };
+}
+
 std::int64_t rows_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
 
 std::int64_t equal_rows(const Group& group, const Tensor& x, const char* call) {
@@ -101,13 +121,7 @@ Tensor all_reduce(const Group& group, const Tensor& x, ReduceOp op, Cotangent co
   const double factor = weight(group, op, "all_reduce");
   const auto options = options_for(x);
   return apply(
-      x,
-      [=](const Tensor& t) {
-        auto y = t.clone(at::MemoryFormat::Contiguous);
-        group.all_reduce(y, op, options);
-        return y;
-      },
-      [=](const Tensor& g) {
+      x, on_copy([=](const Tensor& y) { group.all_reduce(y, op, options); }), [=](const Tensor& g) {
         return weighted(cotangent == Cotangent::summed ? all_reduce(group, g) : replicate(group, g),
                         factor);
       });
@@ -127,11 +141,8 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
   const bool scalar = x.dim() == 0;
   return apply(
       x,
-      [=](const Tensor& t) {
-        auto y = with_rows(t, detail::total_of(all));
-        group.all_gather(y, t, sizes, options);
-        return y;
-      },
+      into_rows(detail::total_of(all),
+                [=](const Tensor& y, const Tensor& t) { group.all_gather(y, t, sizes, options); }),
       [=](const Tensor& g) {
         auto d = cotangent == Cotangent::summed ? reduce_scatter(group, g, sizes)
                                                 : own_rows(group, g, all);
@@ -156,11 +167,8 @@ Tensor reduce_scatter(const Group& group, const Tensor& x, const Sizes& sizes, R
   const auto mine = sizes.empty() ? equal_rows(group, x, "reduce_scatter") : sizes.at(group.rank());
   return apply(
       x,
-      [=](const Tensor& t) {
-        auto y = with_rows(t, mine);
-        group.reduce_scatter(y, t, op, sizes, options);
-        return y;
-      },
+      into_rows(mine, [=](const Tensor& y,
+                          const Tensor& t) { group.reduce_scatter(y, t, op, sizes, options); }),
       [=](const Tensor& g) { return weighted(all_gather(group, g, sizes), factor); });
 }
 
@@ -168,59 +176,47 @@ Tensor all_to_all(const Group& group, const Tensor& x, const Sizes& output_sizes
                   const Sizes& input_sizes) {
   const auto options = options_for(x);
   const auto rows = output_sizes.empty() ? rows_of(x) : detail::total_of(output_sizes);
-  return apply(
-      x,
-      [=](const Tensor& t) {
-        auto y = with_rows(t, rows);
-        group.all_to_all(y, t, output_sizes, input_sizes, options);
-        return y;
-      },
-      [=](const Tensor& g) { return all_to_all(group, g, input_sizes, output_sizes); });
+  return apply(x,
+               into_rows(rows,
+                         [=](const Tensor& y, const Tensor& t) {
+                           group.all_to_all(y, t, output_sizes, input_sizes, options);
+                         }),
+               [=](const Tensor& g) { return all_to_all(group, g, input_sizes, output_sizes); });
 }
 
 Tensor broadcast(const Group& group, const Tensor& x, int root, Cotangent cotangent) {
   const auto options = options_for(x);
-  return apply(
-      x,
-      [=](const Tensor& t) {
-        auto y = t.clone(at::MemoryFormat::Contiguous);
-        group.broadcast(y, root, options);
-        return y;
-      },
-      [=](const Tensor& g) {
-        return cotangent == Cotangent::summed ? reduce(group, g, root) : at_root(group, g, root);
-      });
+  return apply(x, on_copy([=](const Tensor& y) { group.broadcast(y, root, options); }),
+               [=](const Tensor& g) {
+                 return cotangent == Cotangent::summed ? reduce(group, g, root)
+                                                       : at_root(group, g, root);
+               });
 }
 
 Tensor reduce(const Group& group, const Tensor& x, int root, ReduceOp op) {
   const double factor = weight(group, op, "reduce");
   const auto options = options_for(x);
-  return apply(
-      x,
-      [=](const Tensor& t) {
-        auto y = t.clone(at::MemoryFormat::Contiguous);
-        group.reduce(y, root, op, options);
-        if (group.rank() != root) y.zero_();
-        return y;
-      },
-      [=](const Tensor& g) { return weighted(broadcast(group, g, root), factor); });
+  return apply(x, on_copy([=](const Tensor& y) {
+                 group.reduce(y, root, op, options);
+                 if (group.rank() != root) y.zero_();
+               }),
+               [=](const Tensor& g) { return weighted(broadcast(group, g, root), factor); });
 }
 
 Tensor gather(const Group& group, const Tensor& x, int root, const Sizes& sizes) {
   const auto options = options_for(x);
   const Sizes all = sizes.empty() ? Sizes(group.size(), rows_of(x)) : sizes;
   const bool scalar = x.dim() == 0;
-  return apply(
-      x,
-      [=](const Tensor& t) {
-        auto y = with_rows(t, group.rank() == root ? detail::total_of(all) : 0);
-        group.gather(group.rank() == root ? y : Tensor(), t, root, sizes, options);
-        return y;
-      },
-      [=](const Tensor& g) {
-        auto d = scatter(group, g, root, all);
-        return scalar ? d.squeeze(0) : d;
-      });
+  return apply(x,
+               into_rows(group.rank() == root ? detail::total_of(all) : 0,
+                         [=](const Tensor& y, const Tensor& t) {
+                           group.gather(group.rank() == root ? y : Tensor(), t, root, sizes,
+                                        options);
+                         }),
+               [=](const Tensor& g) {
+                 auto d = scatter(group, g, root, all);
+                 return scalar ? d.squeeze(0) : d;
+               });
 }
 
 Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes) {
@@ -230,19 +226,18 @@ Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes
                                  "': ", sizes.size(), " sizes for ", group.size(), " ranks"));
   // The gradient of `x` on a rank other than the root has the shape given there: zeros.
   const auto shape = x.sizes().vec();
-  return apply(
-      x,
-      [=](const Tensor& t) {
-        auto y = with_rows(t, sizes[group.rank()]);
-        group.scatter(y, group.rank() == root ? t : Tensor(), root, sizes, options);
-        return y;
-      },
-      [=](const Tensor& g) {
-        auto whole = gather(group, g, root, sizes);
-        // Off the root `whole` has no elements: its sum keeps the call in the graph of a second
-        // derivative.
-        return group.rank() == root ? whole : at::zeros(shape, g.options()) + whole.sum();
-      });
+  return apply(x,
+               into_rows(sizes[group.rank()],
+                         [=](const Tensor& y, const Tensor& t) {
+                           group.scatter(y, group.rank() == root ? t : Tensor(), root, sizes,
+                                         options);
+                         }),
+               [=](const Tensor& g) {
+                 auto whole = gather(group, g, root, sizes);
+                 // Off the root `whole` has no elements: its sum keeps the call in the graph of a second
+                 // derivative.
+                 return group.rank() == root ? whole : at::zeros(shape, g.options()) + whole.sum();
+               });
 }
 
 Tensor send(const Group& group, const Tensor& x, int to) {

@@ -157,25 +157,21 @@ TESSERA_SHM_INLINE void plain_block(std::byte* out, const std::byte* const* sour
 
 // ---- values that are reduced in another type, or with factors ----
 
-template <class T>
-TESSERA_SHM_INLINE void load(T* to, const T* from, std::size_t count) {
-  std::memcpy(to, from, count * sizeof(T));
+template <class A, class T>
+TESSERA_SHM_INLINE void load(A* to, const T* from, std::size_t count) {
+  if constexpr (std::is_same_v<A, T>)
+    std::memcpy(to, from, count * sizeof(T));
+  else
+    for (std::size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
 }
-template <class T>
-TESSERA_SHM_INLINE void store(T* to, const T* from, std::size_t count) {
-  std::memcpy(to, from, count * sizeof(T));
-}
-TESSERA_SHM_INLINE void load(float* to, const Bfloat16* from, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
-}
-TESSERA_SHM_INLINE void store(Bfloat16* to, const float* from, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) to[i] = narrow_bfloat16(from[i]);
-}
-TESSERA_SHM_INLINE void load(float* to, const Half* from, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
-}
-TESSERA_SHM_INLINE void store(Half* to, const float* from, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) to[i] = narrow_half(from[i]);
+TESSERA_SHM_INLINE void narrow(Bfloat16& to, float from) { to = narrow_bfloat16(from); }
+TESSERA_SHM_INLINE void narrow(Half& to, float from) { to = narrow_half(from); }
+template <class A, class T>
+TESSERA_SHM_INLINE void store(T* to, const A* from, std::size_t count) {
+  if constexpr (std::is_same_v<A, T>)
+    std::memcpy(to, from, count * sizeof(T));
+  else
+    for (std::size_t i = 0; i < count; ++i) narrow(to[i], from[i]);
 }
 
 #if defined(__x86_64__)

@@ -204,69 +204,54 @@ void MpiTransport::reduce_scatter(TransportCall& given) {
       });
 }
 
-void MpiTransport::gather(TransportCall& given) {
-  const Counts &counts = given.counts, starts = begins_of(counts);
-  const int root = given.root;
-  const auto item = item_of(given.input);
-  char *from = begin_of(given.input), *to = begin_of(given.output);
-  run("gather", given, Kind::collective, mpi_card(given.input, given, counts), [&](MpiCall& call) {
-    call.bytes = total_of(counts) * item;
-    const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
-    if (!fits(total_of(counts))) {
-      after_meeting(call, [this, &call, counts, starts, from, to, item, root,
-                           dtype = given.input.scalar_type()] {
-        if (rank_ != root) return post_send(call, from, counts[me()], dtype, root);
-        for (int r = 0; r < size_; ++r) {
-          char* const place = to + starts[index(r)] * item;
-          if (r == root)
-            std::memcpy(place, from, static_cast<std::size_t>(counts[index(r)] * item));
-          else
-            post_receive(call, place, counts[index(r)], dtype, r);
-        }
-      });
-      return;
-    }
-    const int n = static_cast<int>(counts[me()]);
-    if (all_equal(counts)) {
-      after_meeting(call, [this, &call, from, to, n, type, root] {
-        issue(call, MPI_Gather, MPI_Igather, from, n, type, to, n, type, root, comm_->handle());
-      });
-      return;
-    }
-    after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root] {
-      issue(call, MPI_Gatherv, MPI_Igatherv, from, n, type, to, v.counts, v.starts, type, root,
-            comm_->handle());
-    });
-  });
-}
+void MpiTransport::gather(TransportCall& given) { rooted(given, true); }
 
-void MpiTransport::scatter(TransportCall& given) {
+void MpiTransport::scatter(TransportCall& given) { rooted(given, false); }
+
+void MpiTransport::rooted(TransportCall& given, bool gathers) {
   const Counts &counts = given.counts, starts = begins_of(counts);
+  const at::Tensor& part = gathers ? given.input : given.output;
   const int root = given.root;
-  const auto item = item_of(given.output);
+  const auto item = item_of(part);
   char *from = begin_of(given.input), *to = begin_of(given.output);
-  run("scatter", given, Kind::collective, mpi_card(given.output, given, counts),
+  run(gathers ? "gather" : "scatter", given, Kind::collective, mpi_card(part, given, counts),
       [&](MpiCall& call) {
         call.bytes = total_of(counts) * item;
-        const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
         if (!fits(total_of(counts))) {
-          after_meeting(call, [this, &call, counts, starts, from, to, item, root,
-                               dtype = given.output.scalar_type()] {
-            if (rank_ != root) return post_receive(call, to, counts[me()], dtype, root);
+          after_meeting(call, [this, &call, counts, starts, from, to, item, root, gathers,
+                               dtype = part.scalar_type()] {
+            if (rank_ != root)
+              return gathers ? post_send(call, from, counts[me()], dtype, root)
+                             : post_receive(call, to, counts[me()], dtype, root);
             for (int r = 0; r < size_; ++r) {
-              const char* place = from + starts[index(r)] * item;
+              const auto count = counts[index(r)];
+              char* const place = (gathers ? to : from) + starts[index(r)] * item;
               if (r == root)
-                std::memcpy(to, place, static_cast<std::size_t>(counts[index(r)] * item));
+                std::memcpy(gathers ? place : to, gathers ? from : place,
+                            static_cast<std::size_t>(count * item));
               else
-                post_send(call, place, counts[index(r)], dtype, r);
+                gathers ? post_receive(call, place, count, dtype, r)
+                        : post_send(call, place, count, dtype, r);
             }
           });
           return;
         }
-        after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to,
-                             n = static_cast<int>(counts[me()]), type, root] {
-          issue(call, MPI_Scatterv, MPI_Iscatterv, from, v.counts, v.starts, type, to, n, type,
-                root, comm_->handle());
+        const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
+        const int n = static_cast<int>(counts[me()]);
+        if (gathers && all_equal(counts)) {
+          after_meeting(call, [this, &call, from, to, n, type, root] {
+            issue(call, MPI_Gather, MPI_Igather, from, n, type, to, n, type, root, comm_->handle());
+          });
+          return;
+        }
+        after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root,
+                             gathers] {
+          if (gathers)
+            issue(call, MPI_Gatherv, MPI_Igatherv, from, n, type, to, v.counts, v.starts, type,
+                  root, comm_->handle());
+          else
+            issue(call, MPI_Scatterv, MPI_Iscatterv, from, v.counts, v.starts, type, to, n, type,
+                  root, comm_->handle());
         });
       });
 }

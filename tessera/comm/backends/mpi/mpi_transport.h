@@ -65,6 +65,8 @@ class MpiTransport final : public Transport {
   };
   /// All-reduce (root < 0) or reduce.
   void reduce_to(const char* name, TransportCall& given, int root);
+  /// Gather, or scatter.
+  void rooted(TransportCall& given, bool gathers);
   /// One or several messages of a collective, numbered by it.
   void post_send(MpiCall& call, const void* data, std::int64_t count, c10::ScalarType dtype,
                  int to);

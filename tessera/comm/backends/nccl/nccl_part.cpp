@@ -166,25 +166,9 @@ class NcclTransport final : public OfC10d {
     add(call, batch.end());
   }
 
-  void gather(TransportCall& call) override {
-    call.messages = {{Message::Kind::send, call.input, call.root}};
-    if (rank_ == call.root) {
-      const auto blocks = split_flat(call.output, call.counts);
-      for (int r = 0; r < size_; ++r)
-        call.messages.push_back({Message::Kind::receive, blocks[static_cast<std::size_t>(r)], r});
-    }
-    exchange(call);
-  }
+  void gather(TransportCall& call) override { rooted(call, call.output, call.input, true); }
 
-  void scatter(TransportCall& call) override {
-    call.messages = {{Message::Kind::receive, call.output, call.root}};
-    if (rank_ == call.root) {
-      const auto blocks = split_flat(call.input, call.counts);
-      for (int r = 0; r < size_; ++r)
-        call.messages.push_back({Message::Kind::send, blocks[static_cast<std::size_t>(r)], r});
-    }
-    exchange(call);
-  }
+  void scatter(TransportCall& call) override { rooted(call, call.input, call.output, false); }
 
   void all_to_all(TransportCall& call) override {
     OfC10d::all_to_all(call, call.output, call.counts, call.input, call.input_counts);
@@ -230,6 +214,17 @@ class NcclTransport final : public OfC10d {
   }
 
  private:
+  void rooted(TransportCall& call, const at::Tensor& whole, const at::Tensor& part, bool gathers) {
+    using Kind = Message::Kind;
+    call.messages = {{gathers ? Kind::send : Kind::receive, part, call.root}};
+    if (rank_ == call.root) {
+      const auto blocks = split_flat(whole, call.counts);
+      for (int r = 0; r < size_; ++r)
+        call.messages.push_back({gathers ? Kind::receive : Kind::send, blocks[r], r});
+    }
+    exchange(call);
+  }
+
   WorkPtr reduced(const at::Tensor& tensor, int root, ReduceOp op,
                   std::chrono::milliseconds timeout) {
     c10d::ReduceOptions how;

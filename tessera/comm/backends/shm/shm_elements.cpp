@@ -1,44 +1,33 @@
 #include "tessera/comm/backends/shm/shm_elements.h"
 
+#include <utility>
+
 #include "tessera/base/text.h"
 
 namespace tessera::detail {
 
 std::optional<shm::Element> element_of(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Bool:
-      return shm::Element::boolean;
-    case c10::ScalarType::Char:
-      return shm::Element::int8;
-    case c10::ScalarType::Byte:
-      return shm::Element::uint8;
-    case c10::ScalarType::Short:
-      return shm::Element::int16;
-    case c10::ScalarType::UInt16:
-      return shm::Element::uint16;
-    case c10::ScalarType::Int:
-      return shm::Element::int32;
-    case c10::ScalarType::UInt32:
-      return shm::Element::uint32;
-    case c10::ScalarType::Long:
-      return shm::Element::int64;
-    case c10::ScalarType::UInt64:
-      return shm::Element::uint64;
-    case c10::ScalarType::Half:
-      return shm::Element::half;
-    case c10::ScalarType::BFloat16:
-      return shm::Element::bfloat16;
-    case c10::ScalarType::Float:
-      return shm::Element::float32;
-    case c10::ScalarType::Double:
-      return shm::Element::float64;
-    case c10::ScalarType::ComplexFloat:
-      return shm::Element::complex64;
-    case c10::ScalarType::ComplexDouble:
-      return shm::Element::complex128;
-    default:
-      return std::nullopt;
-  }
+  using Type = c10::ScalarType;
+  using Element = shm::Element;
+  static constexpr std::pair<Type, Element> kElements[] = {
+      {Type::Bool, Element::boolean},
+      {Type::Char, Element::int8},
+      {Type::Byte, Element::uint8},
+      {Type::Short, Element::int16},
+      {Type::UInt16, Element::uint16},
+      {Type::Int, Element::int32},
+      {Type::UInt32, Element::uint32},
+      {Type::Long, Element::int64},
+      {Type::UInt64, Element::uint64},
+      {Type::Half, Element::half},
+      {Type::BFloat16, Element::bfloat16},
+      {Type::Float, Element::float32},
+      {Type::Double, Element::float64},
+      {Type::ComplexFloat, Element::complex64},
+      {Type::ComplexDouble, Element::complex128}};
+  for (const auto& [type, element] : kElements)
+    if (type == dtype) return element;
+  return std::nullopt;
 }
 
 shm::Reduction reduction_of(ReduceOp op) {

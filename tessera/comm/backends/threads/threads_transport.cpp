@@ -80,35 +80,16 @@ void move_all(const ThreadsSlot& slot) {
     for (int r = 0; r < n; ++r)
       if (r != first.root) move(slot, first.root, source, r, slot.calls[r].in[0]);
   } else if (operation == "all_reduce" || operation == "reduce") {
-    for (std::size_t i = 0; i < first.in.size(); ++i) {
-      Tensors parts;
-      for (int r = 0; r < n; ++r) {
-        if (slot.calls[r].in.size() != first.in.size()) mismatch(slot, 0, r);
-        require_same(slot, 0, first.in[i], r, slot.calls[r].in[i]);
-        parts.push_back(slot.calls[r].in[i].view({-1}));
-      }
-      const int root = std::max(first.root, 0);
-      reduce_in_order(parts[root], parts, first.op);
-      if (operation == "all_reduce")
-        for (int r = 0; r < n; ++r)
-          if (r != root) parts[r].copy_(parts[root]);
+    Tensors parts;
+    for (int r = 0; r < n; ++r) {
+      require_same(slot, 0, first.in[0], r, slot.calls[r].in[0]);
+      parts.push_back(slot.calls[r].in[0].view({-1}));
     }
-  } else if (operation == "all_gather" || operation == "gather") {
-    for (const bool check : {true, false})
-      for (int r = 0; r < n; ++r) {
-        if (first.root >= 0 && r != first.root) continue;
-        for (int from = 0; from < n; ++from) {
-          const auto &source = slot.calls[from].in[0], &target = slot.calls[r].out[from];
-          check ? require_same(slot, from, source, r, target) : move(slot, from, source, r, target);
-        }
-      }
-  } else if (operation == "scatter") {
-    for (const bool check : {true, false})
-      for (int r = 0; r < n; ++r) {
-        const auto &source = slot.calls[first.root].in[r], &target = slot.calls[r].out[0];
-        check ? require_same(slot, first.root, source, r, target)
-              : move(slot, first.root, source, r, target);
-      }
+    const int root = std::max(first.root, 0);
+    reduce_in_order(parts[root], parts, first.op);
+    if (operation == "all_reduce")
+      for (int r = 0; r < n; ++r)
+        if (r != root) parts[r].copy_(parts[root]);
   } else if (operation == "reduce_scatter") {
     for (int r = 0; r < n; ++r)
       for (int from = 0; from < n; ++from)
@@ -118,11 +99,14 @@ void move_all(const ThreadsSlot& slot) {
       for (int from = 0; from < n; ++from) parts.push_back(slot.calls[from].in[r].view({-1}));
       reduce_in_order(slot.calls[r].out[0].view({-1}), parts, first.op);
     }
-  } else if (operation == "all_to_all") {
+  } else {  // from each rank that has inputs to each that has outputs; a barrier has neither
     for (const bool check : {true, false})
       for (int r = 0; r < n; ++r)
         for (int from = 0; from < n; ++from) {
-          const auto &source = slot.calls[from].in[r], &target = slot.calls[r].out[from];
+          const auto &in = slot.calls[from].in, &out = slot.calls[r].out;
+          if (in.empty() || out.empty()) continue;
+          const auto &source = in[in.size() == 1 ? 0 : r],
+                     &target = out[out.size() == 1 ? 0 : from];
           check ? require_same(slot, from, source, r, target) : move(slot, from, source, r, target);
         }
   }

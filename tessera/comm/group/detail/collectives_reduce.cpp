@@ -75,20 +75,27 @@ void reduce_tensor(RequestState& call, const at::Tensor& tensor, ReduceOp op, in
     call.then([tensor, wire, recipe, n] { recipe.settle(tensor, wire, n); });
 }
 
-}  // namespace
-
-void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
+// A call whose result takes the place of each rank's summand; false: there is nothing to reduce.
+bool begin_in_place(RequestState& call, const at::Tensor& tensor, ReduceOp op, bool scans = false) {
   begin(
       call,
       [&] {
         check_target(call, "the tensor", tensor);
         check_reducible(call.operation(), tensor.scalar_type(), op.kind);
+        if (scans && op.kind == Kind::avg)
+          refuse(call, "the number of summands differs between ranks; divide the sums");
         check_overlap(call, tensor, {});
       },
       [&] { return Signature{text_of(tensor, op), {}}; });
   call.set_card(reduce_card(tensor, op, -1));
   call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
-  if (tensor.numel() == 0) return;
+  return tensor.numel() > 0;
+}
+
+}  // namespace
+
+void launch_all_reduce(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
+  if (!begin_in_place(call, tensor, op)) return;
   const Guard guard;
   if (call.group().size() == 1) return reduce_alone(tensor, op);
   reduce_tensor(call, tensor, op, -1, true);
@@ -169,19 +176,7 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
 }
 
 void launch_scan(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
-  begin(
-      call,
-      [&] {
-        check_target(call, "the tensor", tensor);
-        check_reducible(call.operation(), tensor.scalar_type(), op.kind);
-        if (op.kind == Kind::avg)
-          refuse(call, "the number of summands differs between ranks; divide the sums");
-        check_overlap(call, tensor, {});
-      },
-      [&] { return Signature{text_of(tensor, op), {}}; });
-  call.set_card(reduce_card(tensor, op, -1));
-  call.count_bytes(static_cast<std::int64_t>(tensor.nbytes()));
-  if (tensor.numel() == 0) return;
+  if (!begin_in_place(call, tensor, op, /*scans=*/true)) return;
   const Guard guard;
   const int n = call.group().size(), me = call.group().rank();
   if (n == 1) return reduce_alone(tensor, op);
