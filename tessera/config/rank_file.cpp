@@ -95,8 +95,7 @@ bool keeps_device_order(const Topology& topology, const std::vector<int>& slot_o
 
 std::vector<int> parse_rank_file(const std::string& text, const Topology& topology,
                                  const std::string& source) {
-  std::map<std::string, int> first, used;
-  std::map<std::string, int> devices;
+  std::map<std::string, int> first, used, devices;
   int slots = 0;
   for (const Host& host : topology.hosts) {
     first[host.name] = slots;

@@ -79,47 +79,54 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
   return found;
 }
 
+/// What is connected to what, by names.
+struct SwitchTree {
+  SwitchTree(const std::vector<ConfSwitch>& switches, const std::string& source) : found(switches) {
+    const auto fail = [&](int s, const auto&... why) {
+      return ConfigFileError(concat(source, ":", found[s].line, ": ", why...));
+    };
+    const int count = static_cast<int>(found.size());
+    for (int s = 0; s < count; ++s)
+      if (!index.emplace(found[s].name, s).second)
+        throw fail(s, "switch '", found[s].name, "' is defined twice");
+    for (int s = 0; s < count; ++s) {
+      for (const auto& child : found[s].switches) {
+        if (!index.contains(child)) throw fail(s, "switch '", child, "' is not defined");
+        if (!parent.emplace(child, s).second)
+          throw fail(s, "switch '", child, "' is connected to both '", found[parent[child]].name,
+                     "' and '", found[s].name, "'; switches form a tree here");
+      }
+      for (const auto& node : found[s].nodes)
+        if (!leaf_of.emplace(node, s).second)
+          throw fail(s, "node '", node, "' is connected to both '", found[leaf_of[node]].name,
+                     "' and '", found[s].name, "'");
+    }
+  }
+  int above(int s) const {
+    const auto at = parent.find(found[s].name);
+    return at == parent.end() ? -1 : at->second;
+  }
+  const std::vector<ConfSwitch>& found;
+  std::map<std::string, int> index, parent, leaf_of;
+};
+
 }  // namespace
 
 Topology with_slurm_switches(Topology topology, const std::string& conf, double latency,
                              double uplink_bandwidth, const std::string& source) {
   const auto found = parse_conf(conf, source);
-  std::map<std::string, int> index, parent, leaf_of;
-  for (int s = 0; s < static_cast<int>(found.size()); ++s)
-    if (!index.emplace(found[s].name, s).second)
-      throw ConfigFileError(
-          concat(source, ":", found[s].line, ": switch '", found[s].name, "' is defined twice"));
-  for (int s = 0; s < static_cast<int>(found.size()); ++s) {
-    for (const auto& child : found[s].switches) {
-      if (!index.contains(child))
-        throw ConfigFileError(
-            concat(source, ":", found[s].line, ": switch '", child, "' is not defined"));
-      if (!parent.emplace(child, s).second)
-        throw ConfigFileError(concat(source, ":", found[s].line, ": switch '", child,
-                                     "' is connected to both '", found[parent[child]].name,
-                                     "' and '", found[s].name, "'; switches form a tree here"));
-    }
-    for (const auto& node : found[s].nodes)
-      if (!leaf_of.emplace(node, s).second)
-        throw ConfigFileError(concat(source, ":", found[s].line, ": node '", node,
-                                     "' is connected to both '", found[leaf_of[node]].name,
-                                     "' and '", found[s].name, "'"));
-  }
-  const auto above = [&](int s) {
-    const auto at = parent.find(found[s].name);
-    return at == parent.end() ? -1 : at->second;
-  };
+  const SwitchTree tree(found, source);
   // Only the switches that the hosts need, and none above the lowest one that connects them all.
   std::map<int, int> hosts_below;
   std::vector<int> leaf;
   for (const Host& host : topology.hosts) {
-    const auto at = leaf_of.find(host.name);
-    if (at == leaf_of.end())
+    const auto at = tree.leaf_of.find(host.name);
+    if (at == tree.leaf_of.end())
       throw ConfigFileError(concat(source, ": host '", host.name,
                                    "' is connected to no switch; add it to the Nodes of one"));
     leaf.push_back(at->second);
     std::size_t steps = 0;
-    for (int s = at->second; s >= 0; s = above(s)) {
+    for (int s = at->second; s >= 0; s = tree.above(s)) {
       if (++steps > found.size())
         throw ConfigFileError(concat(source, ": switch '", found[s].name,
                                      "' is its own ancestor; switches form a tree"));
@@ -128,7 +135,7 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
   }
   const int all = static_cast<int>(topology.hosts.size());
   std::optional<int> root;
-  for (int s = leaf.front(); s >= 0 && !root; s = above(s))
+  for (int s = leaf.front(); s >= 0 && !root; s = tree.above(s))
     if (hosts_below[s] == all) root = s;
   if (!root)
     throw ConfigFileError(concat(source,
@@ -142,7 +149,7 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
         {found[s].name, to, to < 0 ? 0 : latency, to < 0 ? 0 : uplink_bandwidth});
     const int here = kept[s];
     for (const auto& child : found[s].switches)
-      if (hosts_below.contains(index[child])) keep(index[child], here);
+      if (const int below = tree.index.at(child); hosts_below.contains(below)) keep(below, here);
   };
   keep(*root, -1);
   for (std::size_t h = 0; h < topology.hosts.size(); ++h)

@@ -29,6 +29,27 @@ std::vector<double> round_ticks(double low, double high, int count) {
   }
 }
 
+namespace {
+
+// Without the points that are not finite, where the line has gaps.
+template <class X, class Y>
+void draw(TextStream& out, const ChartLine& line, const X& px, const Y& py) {
+  bool drawing = false;
+  for (std::size_t i = 0; i < line.x.size(); ++i) {
+    const bool is_point = std::isfinite(line.y[i]);
+    if (is_point && !drawing)
+      out << "<polyline fill=none stroke-linejoin=round stroke-linecap=round stroke='"
+          << line.colour << "' stroke-width=" << line.width << " opacity=" << line.opacity
+          << " points='";
+    if (!is_point && drawing) out << "' />";
+    if (is_point) out << px(line.x[i]) << ',' << py(line.y[i]) << ' ';
+    drawing = is_point;
+  }
+  if (drawing) out << "' />";
+}
+
+}  // namespace
+
 std::string chart_svg(const Chart& chart) {
   constexpr double right = 14, top = 10, bottom = 44;
   double x0 = std::numeric_limits<double>::max(), x1 = -x0, y0 = x0, y1 = -x0;
@@ -74,20 +95,7 @@ std::string chart_svg(const Chart& chart) {
       << '>' << markup_text(chart.x_label) << "</text>";
   out << "<text class=label text-anchor=middle transform='translate(13 " << top + h / 2
       << ") rotate(-90)'>" << markup_text(chart.y_label) << "</text>";
-  for (const ChartLine& line : chart.lines) {
-    bool drawing = false;
-    for (std::size_t i = 0; i < line.x.size(); ++i) {
-      const bool is_point = std::isfinite(line.y[i]);
-      if (is_point && !drawing)
-        out << "<polyline fill=none stroke-linejoin=round stroke-linecap=round stroke='"
-            << line.colour << "' stroke-width=" << line.width << " opacity=" << line.opacity
-            << " points='";
-      if (!is_point && drawing) out << "' />";
-      if (is_point) out << px(line.x[i]) << ',' << py(line.y[i]) << ' ';
-      drawing = is_point;
-    }
-    if (drawing) out << "' />";
-  }
+  for (const ChartLine& line : chart.lines) draw(out, line, px, py);
   out << "</svg><p class=legend>";
   for (const ChartLine& line : chart.lines)
     if (!line.name.empty())

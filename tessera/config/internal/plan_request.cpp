@@ -129,10 +129,14 @@ std::vector<int> parse_ranks(const std::string& text, const std::string& what) {
 PlanRequest read_plan_request(const std::string& path) {
   const Json document =
       detail::parse_document(detail::read_text(path), detail::format_of(path), path);
-  const auto beside = [&](const std::string& file) {
-    return (std::filesystem::path(path).parent_path() / file).string();
-  };
+  const auto folder = std::filesystem::path(path).parent_path();
+  const auto beside = [&](const std::string& file) { return (folder / file).string(); };
   Fields fields(document, path + ": ");
+  // A string names a file beside this one; anything else is what would be in it.
+  const auto beside_or_here = [&](const char* key, const Json& given, auto read, auto parse) {
+    return given.is_string() ? read(beside(given.get<std::string>()))
+                             : parse(given.dump(), FileFormat::json, fields.where(key));
+  };
   PlanRequest request;
   request.world = static_cast<int>(fields.integer("world", 1, INT_MAX).value_or(0));
   if (const Json* mesh = fields.raw("mesh")) request.mesh = read_axes(fields, "mesh", *mesh);
@@ -140,11 +144,8 @@ PlanRequest read_plan_request(const std::string& path) {
   if (const Json* sizes = fields.raw("sizes"))
     for (const Axis& axis : read_axes(fields, "sizes", *sizes))
       request.sizes[axis.name] = axis.size;
-  if (const Json* tree = fields.raw("tree")) {
-    request.tree = tree->is_string()
-                       ? read_group_config(beside(tree->get<std::string>()))
-                       : parse_group_config(tree->dump(), FileFormat::json, fields.where("tree"));
-  }
+  if (const Json* tree = fields.raw("tree"))
+    request.tree = beside_or_here("tree", *tree, read_group_config, parse_group_config);
   if (const Json* views = fields.raw("views")) {
     Fields by_name(*views, fields.where("views"));
     for (const auto& [name, axes] : views->items())
@@ -156,9 +157,7 @@ PlanRequest read_plan_request(const std::string& path) {
   if (const auto hosts = fields.text("hosts")) request.topology = parse_hosts(*hosts);
   if (const Json* topology = fields.raw("topology")) {
     if (request.topology) fields.fail("topology", "is given besides 'hosts'; give one of them");
-    request.topology = topology->is_string() ? read_topology(beside(topology->get<std::string>()))
-                                             : parse_topology(topology->dump(), FileFormat::json,
-                                                              fields.where("topology"));
+    request.topology = beside_or_here("topology", *topology, read_topology, parse_topology);
   }
   if (const auto conf = fields.text("slurm_topology")) {
     if (!request.topology)

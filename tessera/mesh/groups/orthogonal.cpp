@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
@@ -117,6 +118,28 @@ void require_orthogonal(const RankLists& a, const std::string& a_name, const Ran
     require_orthogonal(in_a[s], a_name, in_b[s], b_name, scopes[s], scope_name);
 }
 
+namespace {
+
+// Arrays by rank if the table is dense, by position (one look-up more) if it has wide gaps.
+struct RankSlots {
+  explicit RankSlots(const Mesh& m)
+      : mesh(m), highest(*std::max_element(m.ranks().begin(), m.ranks().end())) {}
+  int operator()(int rank) const { return dense ? rank : mesh.position(rank); }
+  const Mesh& mesh;
+  const int highest;
+  const bool dense = highest < 4LL * mesh.size() + 64;
+  const std::size_t count = dense ? highest + 1 : mesh.size();
+};
+
+std::vector<int> axes_of(unsigned set, int dims) {
+  std::vector<int> axes;
+  for (int i = 0; i < dims; ++i)
+    if (set >> i & 1) axes.push_back(i);
+  return axes;
+}
+
+}  // namespace
+
 MeshValidation validate(const Mesh& mesh) {
   MeshValidation result;
   if (mesh.dims() > 20)
@@ -124,25 +147,24 @@ MeshValidation validate(const Mesh& mesh) {
                                  " axes has too many sets of axes to check; the limit is 20 axes"));
   const int n = mesh.size();
   if (n == 0) return result;
-  // Arrays by rank if the table is dense, by position (one look-up more) if it has wide gaps.
-  const int highest = *std::max_element(mesh.ranks().begin(), mesh.ranks().end());
-  const bool dense = highest < 4LL * n + 64;
-  const auto index = [&](int rank) { return dense ? rank : mesh.position(rank); };
-  const std::size_t slots = dense ? highest + 1 : n;
-  std::vector<int> group_of(slots), b_seen(slots, -1);
+  const RankSlots index(mesh);
+  std::vector<int> group_of(index.count);
+  std::vector<unsigned> b_seen(index.count, ~0U);
   std::vector<std::int64_t> met(n, -1);
   const auto name = [&](const std::vector<int>& axes) {
     std::vector<std::string> names;
     for (int axis : axes) names.push_back(mesh.axes()[axis].name);
     return list(names);
   };
+  const auto twice = [&](int rank, const std::vector<int>& axes) {
+    return OrthogonalityError(
+        concat("rank ", rank, " is in two groups of axes ", name(axes), " of ", mesh), {rank});
+  };
   const unsigned all = (1u << mesh.dims()) - 1;
   std::int64_t stamp = 0;
   for (unsigned set = 0; set <= all; ++set) {
     if (set > (all ^ set)) continue;  // each pair of complements once
-    std::vector<int> axes;
-    for (int i = 0; i < mesh.dims(); ++i)
-      if (set >> i & 1) axes.push_back(i);
+    const auto axes = axes_of(set, mesh.dims());
     const auto rest = mesh.complement(axes);
     const auto a = mesh.groups(axes), b = mesh.groups(rest);
     result.axis_sets += set == (all ^ set) ? 1 : 2;
@@ -158,23 +180,15 @@ MeshValidation validate(const Mesh& mesh) {
     for (int i = 0; i < a.count(); ++i)
       for (int rank : a[i]) {
         int& owner = group_of[index(rank)];
-        if (owner >= 0)
-          throw OrthogonalityError(
-              concat("rank ", rank, " is in two groups of axes ", name(axes), " of ", mesh),
-              {rank});
+        if (owner >= 0) throw twice(rank, axes);
         owner = i;
       }
     // The same for the complement; and a group of it must not meet one group of a twice. With the
     // sizes above that makes it exactly once.
-    const int pass = static_cast<int>(set);
     for (int j = 0; j < b.count(); ++j, ++stamp)
       for (int rank : b[j]) {
         const auto at = index(rank);
-        if (b_seen[at] == pass)
-          throw OrthogonalityError(
-              concat("rank ", rank, " is in two groups of axes ", name(rest), " of ", mesh),
-              {rank});
-        b_seen[at] = pass;
+        if (std::exchange(b_seen[at], set) == set) throw twice(rank, rest);
         const int owner = group_of[at];
         if (met[owner] == stamp)
           throw OrthogonalityError(

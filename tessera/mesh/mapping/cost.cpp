@@ -206,6 +206,24 @@ double CostModel::drain(Scratch& scratch) const {
   return slowest;
 }
 
+namespace {
+
+/// The latencies of the two longest ways from one of these switches to the lowest one
+/// that holds the whole group of p.
+std::pair<double, double> two_longest_ways(const std::vector<Switch>& switches,
+                                           const std::vector<int>& from,
+                                           const std::vector<int>& below, int p) {
+  double longest = 0, second = 0;
+  for (int s : from) {
+    double up = 0;
+    for (int at = s; at >= 0 && below[at] < p; at = switches[at].parent) up += switches[at].latency;
+    second = std::max(second, up > longest ? std::exchange(longest, up) : up);
+  }
+  return {longest, second};
+}
+
+}  // namespace
+
 /// p - 1 rounds of pairwise exchange, with the loads of all rounds together: in each round every
 /// rank has another partner, so that they even out.
 double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
@@ -247,26 +265,18 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
         }
       }
     }
-    double way[2] = {0, 0};
     for (int s : touched) {
-      if (below[s] < p) {
-        scratch.up.add(s, part * below[s] * (p - below[s]));
-        scratch.down.add(s, part * below[s] * (p - below[s]));
-        double up = 0;  // latency from here to the lowest switch that holds the whole group
-        for (int at = s; at >= 0 && below[at] < p; at = switches[at].parent)
-          up += switches[at].latency;
-        if (up > way[0])
-          way[1] = std::exchange(way[0], up);
-        else
-          way[1] = std::max(way[1], up);
-      }
+      if (below[s] == p) continue;
+      scratch.up.add(s, part * below[s] * (p - below[s]));
+      scratch.down.add(s, part * below[s] * (p - below[s]));
     }
+    const auto [longest, second] = two_longest_ways(switches, touched, below, p);
     for (int s : touched) below[s] = 0;
     if (!touched.empty()) {
       const bool rails = topology_.cross_rail_latency > 0 &&
                          std::any_of(members.begin(), members.end(),
                                      [&](int m) { return rail_[m] != rail_[members[0]]; });
-      latency = std::max(latency, topology_.network.latency + way[0] + way[1] +
+      latency = std::max(latency, topology_.network.latency + longest + second +
                                       (rails ? topology_.cross_rail_latency : 0));
     }
     touched.clear();
@@ -277,12 +287,18 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
 
 namespace {
 
+using Choice = std::pair<double, const char*>;  // seconds, and the algorithm that takes them
+
+Choice best(std::initializer_list<Choice> choices) {
+  return *std::min_element(choices.begin(), choices.end(),
+                           [](const Choice& a, const Choice& b) { return a.first < b.first; });
+}
+
 /// The cheapest algorithm for a collective of n bytes among p members, and its seconds.
 /// `round(partner, bytes)`: the seconds of a round in which member i sends to partner(i), or, at
 /// -1, does not.
 template <class Round>
-std::pair<double, const char*> cheapest(Collective collective, double n, int p,
-                                        const Round& round) {
+Choice cheapest(Collective collective, double n, int p, const Round& round) {
   const auto ring_round = [&] {
     return round([&](int i) { return i + 1 == p ? 0 : i + 1; }, n / p);
   };
@@ -319,11 +335,6 @@ std::pair<double, const char*> cheapest(Collective collective, double n, int p,
           [&](int i) { return i % (2 * distance) == 0 && i + distance < p ? i + distance : -1; },
           scatter ? n * std::min(distance, p - distance) / p : n);
     return seconds;
-  };
-  using Choice = std::pair<double, const char*>;
-  const auto best = [](std::initializer_list<Choice> choices) {
-    return *std::min_element(choices.begin(), choices.end(),
-                             [](const Choice& a, const Choice& b) { return a.first < b.first; });
   };
   switch (collective) {
     case Collective::all_reduce: {

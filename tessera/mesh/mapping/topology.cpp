@@ -92,6 +92,50 @@ int Topology::rail_of(int host, int device) const {
   return hosts[host].rail.empty() ? 0 : hosts[host].rail[device];
 }
 
+namespace {
+
+void check_host(const Topology& topology, const Host& host) {
+  if (host.devices < 1)
+    throw MappingError(
+        concat("host '", host.name, "' has ", host.devices, " devices; it needs at least 1"));
+  const auto known_class = [&](int link) {
+    return link >= 0 && link < static_cast<int>(topology.device_links.size());
+  };
+  if (!known_class(host.link_class))
+    throw MappingError(concat("host '", host.name, "' has link class ", host.link_class,
+                              ", but there are ", topology.device_links.size()));
+  for (const DeviceLink& link : host.links)
+    if (link.a < 0 || link.b < 0 || link.a >= host.devices || link.b >= host.devices ||
+        link.a == link.b || !known_class(link.link_class))
+      throw MappingError(concat("host '", host.name, "' has a link between devices ", link.a,
+                                " and ", link.b, " of class ", link.link_class, ", but ",
+                                host.devices, " devices and ", topology.device_links.size(),
+                                " link classes"));
+  if (!host.rail.empty() && static_cast<int>(host.rail.size()) != host.devices)
+    throw MappingError(concat("host '", host.name, "' has ", host.devices, " devices, but ",
+                              host.rail.size(), " rails are given; give one per device"));
+  for (int rail : host.rail)
+    if (rail < 0 || rail > 4095)
+      throw MappingError(concat("host '", host.name, "' has a device on rail ", rail,
+                                "; rails are numbered 0 to 4095"));
+  if (host.network < -1 || host.network >= static_cast<int>(topology.switches.size()) ||
+      (host.network < 0 && !topology.switches.empty()))
+    throw MappingError(concat("host '", host.name, "' is connected to switch ", host.network,
+                              ", but there are ", topology.switches.size(), " switches"));
+}
+
+void check_switch(const Topology& topology, const Switch& sw) {
+  if (sw.parent < -1 || sw.parent >= static_cast<int>(topology.switches.size()))
+    throw MappingError(concat("switch '", sw.name, "' is connected to switch ", sw.parent,
+                              ", but there are ", topology.switches.size()));
+  if (!(sw.latency >= 0) || !(sw.uplink_bandwidth >= 0))
+    throw MappingError(concat("switch '", sw.name, "' has latency ", sw.latency,
+                              " and uplink bandwidth ", sw.uplink_bandwidth,
+                              "; both must be at least 0"));
+}
+
+}  // namespace
+
 void Topology::check() const {
   if (hosts.empty()) throw MappingError("a topology without hosts; give at least one");
   std::set<std::string> names;
@@ -100,34 +144,8 @@ void Topology::check() const {
     check_name("host", host.name);
     if (!names.insert(host.name).second)
       throw MappingError(concat("host '", host.name, "' is listed twice; give its devices once"));
-    if (host.devices < 1)
-      throw MappingError(
-          concat("host '", host.name, "' has ", host.devices, " devices; it needs at least 1"));
+    check_host(*this, host);
     slots += host.devices;
-    const auto known_class = [&](int link) {
-      return link >= 0 && link < static_cast<int>(device_links.size());
-    };
-    if (!known_class(host.link_class))
-      throw MappingError(concat("host '", host.name, "' has link class ", host.link_class,
-                                ", but there are ", device_links.size()));
-    for (const DeviceLink& link : host.links)
-      if (link.a < 0 || link.b < 0 || link.a >= host.devices || link.b >= host.devices ||
-          link.a == link.b || !known_class(link.link_class))
-        throw MappingError(concat("host '", host.name, "' has a link between devices ", link.a,
-                                  " and ", link.b, " of class ", link.link_class, ", but ",
-                                  host.devices, " devices and ", device_links.size(),
-                                  " link classes"));
-    if (!host.rail.empty() && static_cast<int>(host.rail.size()) != host.devices)
-      throw MappingError(concat("host '", host.name, "' has ", host.devices, " devices, but ",
-                                host.rail.size(), " rails are given; give one per device"));
-    for (int rail : host.rail)
-      if (rail < 0 || rail > 4095)
-        throw MappingError(concat("host '", host.name, "' has a device on rail ", rail,
-                                  "; rails are numbered 0 to 4095"));
-    if (host.network < -1 || host.network >= static_cast<int>(switches.size()) ||
-        (host.network < 0 && !switches.empty()))
-      throw MappingError(concat("host '", host.name, "' is connected to switch ", host.network,
-                                ", but there are ", switches.size(), " switches"));
   }
   if (slots > kMostRanks)
     throw MappingError(
@@ -143,13 +161,7 @@ void Topology::check() const {
     check_name("switch", sw.name);
     if (!switch_names.insert(sw.name).second)
       throw MappingError(concat("switch '", sw.name, "' is listed twice"));
-    if (sw.parent < -1 || sw.parent >= static_cast<int>(switches.size()))
-      throw MappingError(concat("switch '", sw.name, "' is connected to switch ", sw.parent,
-                                ", but there are ", switches.size()));
-    if (!(sw.latency >= 0) || !(sw.uplink_bandwidth >= 0))
-      throw MappingError(concat("switch '", sw.name, "' has latency ", sw.latency,
-                                " and uplink bandwidth ", sw.uplink_bandwidth,
-                                "; both must be at least 0"));
+    check_switch(*this, sw);
     if (sw.parent < 0) roots.push_back(sw.name);
   }
   check_tree(switches);

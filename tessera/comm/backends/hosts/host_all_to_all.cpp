@@ -93,14 +93,56 @@ void HostLinks::all_to_all(HostCall& call) {
   all_to_all_far(call, rows);
 }
 
+std::vector<std::size_t> HostLinks::far_ranks() const {
+  std::vector<std::size_t> far;
+  for (std::size_t host = 0; host < map_.hosts.size(); ++host)
+    if (host != index(host_))
+      for (const int rank : map_.hosts[host]) far.push_back(index(rank));
+  return far;
+}
+
+at::Tensor HostLinks::exchange_far(HostCall& call, const std::vector<Counts>& rows,
+                                   const at::Tensor& gathered, const Counts& sent,
+                                   const Counts& awaited) {
+  const auto n = index(map_.size()), hosts = map_.hosts.size();
+  Counts to(hosts, 0), from(hosts, 0);
+  const auto outgoing = scratch_bytes(gathered.numel());
+  auto read = begins_of(sent);
+  std::int64_t at_outgoing = 0;
+  for (std::size_t host = 0; host < hosts; ++host) {
+    if (host == index(host_)) continue;
+    for (std::size_t mate = 0; mate < rows.size(); ++mate) {
+      std::int64_t bytes = 0;
+      for (const int rank : map_.hosts[host]) {
+        bytes += rows[mate][index(rank)];
+        from[host] += rows[mate][n + index(rank)];
+      }
+      copy_range(outgoing, at_outgoing, gathered, read[mate], bytes);
+      read[mate] += bytes;
+      at_outgoing += bytes;
+      to[host] += bytes;
+    }
+  }
+  const auto incoming = scratch_bytes(total_of(from));
+  far_all_to_all(call, incoming, from, outgoing, to);
+  // By host and sender, then by receiver, as it came; by receiver first, as it is dealt.
+  const auto dealt = scratch_bytes(incoming.numel());
+  auto write = begins_of(awaited);
+  std::int64_t at_incoming = 0;
+  for (const auto sender : far_ranks())
+    for (std::size_t mate = 0; mate < rows.size(); ++mate) {
+      const auto bytes = rows[mate][n + sender];
+      copy_range(dealt, write[mate], incoming, at_incoming, bytes);
+      write[mate] += bytes;
+      at_incoming += bytes;
+    }
+  return dealt;
+}
+
 void HostLinks::all_to_all_far(HostCall& call, const std::vector<Counts>& rows) {
   const at::Tensor &output = call.output, &input = call.input;
   const Counts &output_counts = call.counts, &input_counts = call.input_counts;
-  const auto n = index(map_.size()), hosts = map_.hosts.size();
-  std::vector<std::size_t> far;  // the ranks of other hosts, in the order of the hosts
-  for (std::size_t host = 0; host < hosts; ++host)
-    if (host != index(host_))
-      for (const int rank : map_.hosts[host]) far.push_back(index(rank));
+  const auto far = far_ranks();
   const auto far_sum = [&](const Counts& row, std::size_t first) {
     std::int64_t sum = 0;
     for (const auto rank : far) sum += row[first + rank];
@@ -116,44 +158,12 @@ void HostLinks::all_to_all_far(HostCall& call, const std::vector<Counts>& rows) 
   Counts sent_by_mate, awaited_by_mate;
   for (const auto& row : rows) {
     sent_by_mate.push_back(far_sum(row, 0));
-    awaited_by_mate.push_back(far_sum(row, n));
+    awaited_by_mate.push_back(far_sum(row, index(map_.size())));
   }
   at::Tensor gathered, dealt;
   if (leads()) gathered = scratch_bytes(total_of(sent_by_mate));
   near_gather(call, gathered, packed, sent_by_mate, 0);
-  if (leads()) {
-    Counts to(hosts, 0), from(hosts, 0);
-    const auto outgoing = scratch_bytes(gathered.numel());
-    auto read = begins_of(sent_by_mate);
-    std::int64_t at_outgoing = 0;
-    for (std::size_t host = 0; host < hosts; ++host) {
-      if (host == index(host_)) continue;
-      for (std::size_t mate = 0; mate < rows.size(); ++mate) {
-        std::int64_t bytes = 0;
-        for (const int rank : map_.hosts[host]) {
-          bytes += rows[mate][index(rank)];
-          from[host] += rows[mate][n + index(rank)];
-        }
-        copy_range(outgoing, at_outgoing, gathered, read[mate], bytes);
-        read[mate] += bytes;
-        at_outgoing += bytes;
-        to[host] += bytes;
-      }
-    }
-    const auto incoming = scratch_bytes(total_of(from));
-    far_all_to_all(call, incoming, from, outgoing, to);
-    // By host and sender, then by receiver, as it came; by receiver first, as it is dealt.
-    dealt = scratch_bytes(incoming.numel());
-    auto write = begins_of(awaited_by_mate);
-    std::int64_t at_incoming = 0;
-    for (const auto sender : far)
-      for (std::size_t mate = 0; mate < rows.size(); ++mate) {
-        const auto bytes = rows[mate][n + sender];
-        copy_range(dealt, write[mate], incoming, at_incoming, bytes);
-        write[mate] += bytes;
-        at_incoming += bytes;
-      }
-  }
+  if (leads()) dealt = exchange_far(call, rows, gathered, sent_by_mate, awaited_by_mate);
   const auto mine = scratch_bytes(far_sum(output_counts, 0));
   near_scatter(call, mine, dealt, awaited_by_mate, 0);
   std::int64_t at_mine = 0;

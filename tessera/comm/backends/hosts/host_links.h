@@ -105,6 +105,12 @@ class HostLinks {
   /// Compares what this host's ranks wait for with what ranks of other hosts send them.
   void compare_far_counts(HostCall& call, const std::vector<Counts>& rows);
   void all_to_all_far(HostCall& call, const std::vector<Counts>& rows);
+  /// What other hosts send to this one, by receiver, for what all its ranks send to them
+  /// (`gathered`: by sender, so many bytes of each).
+  at::Tensor exchange_far(HostCall& call, const std::vector<Counts>& rows,
+                          const at::Tensor& gathered, const Counts& sent, const Counts& awaited);
+  /// The ranks of other hosts, in the order of the hosts.
+  std::vector<std::size_t> far_ranks() const;
 
   const HostMap map_;
   const int rank_, host_, place_;
