@@ -146,6 +146,30 @@ void go_round(const Round& round, Tensors held, Tensors* sums, const Body& body)
   }
 }
 
+// A run of the queries with one shard of the keys: what both ways round compute of it for the
+// derivative of RingGradient.
+struct Products {
+  // `rows`: the scaled queries, a, g, mean and level; `held`: k, v, b and c; `e` or none.
+  Products(const Round& round, const Tensors& rows, const at::Tensor& bias, const at::Tensor& e,
+           const Tensors& held, const Interval& keys, const Run& run)
+      : q(of_run(rows[0], run)),
+        a(of_run(rows[1], run)),
+        g(of_run(rows[2], run)),
+        mean(of_run(rows[3], run)),
+        k(repeated(held[0], round.ring.repeat)),
+        v(repeated(held[1], round.ring.repeat)),
+        b(repeated(held[2], round.ring.repeat)),
+        c(repeated(held[3], round.ring.repeat)),
+        p((round.scores(q, held[0], bias, keys, run) - of_run(rows[4], run)).exp()),
+        kept(round.kept(p, keys, run)),
+        dp(times(at::matmul(g, v.transpose(-2, -1)), kept)),
+        x(at::matmul(a, k.transpose(-2, -1)) + at::matmul(q, b.transpose(-2, -1))),
+        y(times(at::matmul(g, c.transpose(-2, -1)), kept)) {
+    if (e.defined()) x = x + of_columns(e, keys);
+  }
+  at::Tensor q, a, g, mean, k, v, b, c, p, kept, dp, x, y;
+};
+
 // The gradients of query, key, value and mask, as a function of these and of the result's gradient.
 // With P the softmax, M what dropout keeps (over the probability that it does), g the result's
 // gradient:  dP = M (g v^T),  dS = P (dP - mean),  mean = the sum of P dP over the keys.
@@ -201,6 +225,62 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
   //   w = x dP - x mean - dP sum(P x) + y   is that of P in all,
   //   z = P (w - sum(P w))                  that of the scores,
   //   u = M P (x - sum(P x))                that of g v^T.
+  static variable_list derivatives(const Ring& ring, const variable_list& saved,
+                                   const Tensors& gradients, bool masked) {
+    const at::NoGradGuard no_grad;
+    const LocalCallGuard guard;
+    const at::Tensor q = local_of(saved[0]),
+                     bias = saved[4].defined() ? local_of(saved[4]) : at::Tensor();
+    const Round round(ring, at::toOpMathType(q.scalar_type()));
+    const auto type = round.type;
+    const at::Tensor k = local_of(saved[1]).to(type), v = local_of(saved[2]).to(type);
+    const auto or_zeros = [&](const at::Tensor& t, const at::Tensor& like) {
+      return t.defined() ? local_of(t).to(type) : at::zeros(like.sizes(), like.options());
+    };
+    const at::Tensor own = q.to(type).mul(ring.scale),
+                     e = gradients[3].defined() ? local_of(gradients[3]).to(type) : at::Tensor();
+    const auto rows = round.dealt({own, or_zeros(gradients[0], own).mul(ring.scale),
+                                   local_of(saved[3]).to(type), saved[5], saved[6]});
+    const Tensors own_keys = {k, v, or_zeros(gradients[1], k), or_zeros(gradients[2], v)};
+    const at::Tensor& mean = rows[3];
+    // Sums over all keys of P x, P x dP and P y.
+    at::Tensor px = at::zeros_like(mean), pxd = at::zeros_like(mean), py = at::zeros_like(mean);
+    go_round(round, own_keys, nullptr,
+             [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
+               const Products s(round, rows, bias, e, held, keys, run);
+               of_run(px, run).add_((s.p * s.x).sum({-1}, true));
+               of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
+               of_run(py, run).add_((s.p * s.y).sum({-1}, true));
+             });
+    const at::Tensor pw = pxd - px * mean * 2 + py;
+    Tensors sums = {at::zeros_like(k), at::zeros_like(v)};
+    at::Tensor gq = at::zeros_like(rows[0]), gg = at::zeros_like(rows[2]), gb;
+    if (masked) gb = at::zeros(bias.sizes(), gq.options());
+    go_round(round, own_keys, &sums,
+             [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors& into) {
+               const Products s(round, rows, bias, e, held, keys, run);
+               const at::Tensor px_run = of_run(px, run);
+               const at::Tensor z =
+                   s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
+               const at::Tensor ds = s.p * (s.dp - s.mean), u = times(s.p * (s.x - px_run), s.kept);
+               of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring.scale);
+               of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
+               into[0].add_(summed(
+                   at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a),
+                   ring.repeat));
+               into[1].add_(summed(at::matmul(u.transpose(-2, -1), s.g), ring.repeat));
+               if (masked) add_to_columns(gb, z, keys);
+             });
+    const auto own_rows = round.returned({gq, gg});
+    variable_list result(9);
+    result[0] = given(own_rows[0], ring.query, q.scalar_type());
+    result[1] = given(sums[0], ring.key_gradient, saved[1].scalar_type());
+    result[2] = given(sums[1], ring.value_gradient, saved[2].scalar_type());
+    result[3] = given(own_rows[1], ring.out, saved[3].scalar_type());
+    if (masked) result[4] = given(gb, ring.mask_gradient, bias.scalar_type());
+    return result;
+  }
+
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto ring = carried<RingPtr>(ctx, "ring");
     const auto saved = ctx->get_saved_variables();
@@ -213,85 +293,8 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
     const at::Tensor of_dq = placed(0, ring->query), of_dk = placed(1, ring->key),
                      of_dv = placed(2, ring->value),
                      of_db = wants_mask ? placed(3, ring->mask) : at::Tensor();
-    variable_list result(9);
-    {
-      const at::NoGradGuard no_grad;
-      const LocalCallGuard guard;
-      const at::Tensor q = local_of(saved[0]),
-                       bias = saved[4].defined() ? local_of(saved[4]) : at::Tensor();
-      const Round round(*ring, at::toOpMathType(q.scalar_type()));
-      const auto type = round.type;
-      const auto repeat = ring->repeat;
-      const at::Tensor k = local_of(saved[1]).to(type), v = local_of(saved[2]).to(type);
-      const auto or_zeros = [&](const at::Tensor& t, const at::Tensor& like) {
-        return t.defined() ? local_of(t).to(type) : at::zeros(like.sizes(), like.options());
-      };
-      const at::Tensor own_scaled = q.to(type).mul(ring->scale);
-      const auto rows = round.dealt({own_scaled, or_zeros(of_dq, own_scaled).mul(ring->scale),
-                                     local_of(saved[3]).to(type), saved[5], saved[6]});
-      const at::Tensor &scaled = rows[0], &mean = rows[3];
-      const at::Tensor b = or_zeros(of_dk, k), c = or_zeros(of_dv, v),
-                       e = of_db.defined() ? local_of(of_db).to(type) : at::Tensor();
-      // A run of the queries with one shard of the keys: what both ways round compute of it.
-      struct Products {
-        at::Tensor q, a, g, mean, k, v, b, c, p, kept, dp, x, y;
-      };
-      const auto block = [&](const Tensors& held, const Interval& keys, const Run& run) {
-        Products s;
-        s.q = of_run(scaled, run);
-        s.a = of_run(rows[1], run);
-        s.g = of_run(rows[2], run);
-        s.mean = of_run(mean, run);
-        s.k = repeated(held[0], repeat);
-        s.v = repeated(held[1], repeat);
-        s.b = repeated(held[2], repeat);
-        s.c = repeated(held[3], repeat);
-        s.p = (round.scores(s.q, held[0], bias, keys, run) - of_run(rows[4], run)).exp();
-        s.kept = round.kept(s.p, keys, run);
-        s.dp = times(at::matmul(s.g, s.v.transpose(-2, -1)), s.kept);
-        s.x = at::matmul(s.a, s.k.transpose(-2, -1)) + at::matmul(s.q, s.b.transpose(-2, -1));
-        if (e.defined()) s.x = s.x + of_columns(e, keys);
-        s.y = times(at::matmul(s.g, s.c.transpose(-2, -1)), s.kept);
-        return s;
-      };
-      const std::vector<at::Tensor> own = {k, v, b, c};
-      // Sums over all keys of P x, P x dP and P y.
-      at::Tensor px = at::zeros_like(mean), pxd = at::zeros_like(mean), py = at::zeros_like(mean);
-      go_round(round, own, nullptr,
-               [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
-                 const Products s = block(held, keys, run);
-                 of_run(px, run).add_((s.p * s.x).sum({-1}, true));
-                 of_run(pxd, run).add_((s.p * s.x * s.dp).sum({-1}, true));
-                 of_run(py, run).add_((s.p * s.y).sum({-1}, true));
-               });
-      const at::Tensor pw = pxd - px * mean * 2 + py;
-      std::vector<at::Tensor> sums = {at::zeros_like(k), at::zeros_like(v)};
-      at::Tensor gq = at::zeros_like(scaled), gg = at::zeros_like(rows[2]), gb;
-      const bool masked = bias.defined() && ctx->needs_input_grad(4);
-      if (masked) gb = at::zeros(bias.sizes(), scaled.options());
-      go_round(round, own, &sums,
-               [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors& into) {
-                 const Products s = block(held, keys, run);
-                 const at::Tensor px_run = of_run(px, run);
-                 const at::Tensor z =
-                     s.p * (s.x * s.dp - s.x * s.mean - s.dp * px_run + s.y - of_run(pw, run));
-                 const at::Tensor ds = s.p * (s.dp - s.mean),
-                                  u = times(s.p * (s.x - px_run), s.kept);
-                 of_run(gq, run).add_((at::matmul(z, s.k) + at::matmul(ds, s.b)) * ring->scale);
-                 of_run(gg, run).add_(at::matmul(u, s.v) + at::matmul(times(s.p, s.kept), s.c));
-                 into[0].add_(summed(
-                     at::matmul(z.transpose(-2, -1), s.q) + at::matmul(ds.transpose(-2, -1), s.a),
-                     repeat));
-                 into[1].add_(summed(at::matmul(u.transpose(-2, -1), s.g), repeat));
-                 if (masked) add_to_columns(gb, z, keys);
-               });
-      const auto own_rows = round.returned({gq, gg});
-      result[0] = given(own_rows[0], ring->query, q.scalar_type());
-      result[1] = given(sums[0], ring->key_gradient, saved[1].scalar_type());
-      result[2] = given(sums[1], ring->value_gradient, saved[2].scalar_type());
-      result[3] = given(own_rows[1], ring->out, saved[3].scalar_type());
-      if (masked) result[4] = given(gb, ring->mask_gradient, bias.scalar_type());
-    }
+    const bool masked = saved[4].defined() && ctx->needs_input_grad(4);
+    variable_list result = derivatives(*ring, saved, {of_dq, of_dk, of_dv, of_db}, masked);
     if (!at::GradMode::is_enabled()) return result;
     for (at::Tensor& t : result) {
       if (t.defined())

@@ -251,28 +251,39 @@ Plan fake_quantize(const OpCall& call) {
 
 // Lists of tensors, each with its own placements: element j of every list is redistributed like
 // element j of the first.
+struct ListsOf {
+  ListsOf(const OpCall& call, int argument) {
+    for (const TensorInfo& t : call.tensors())
+      if (t.argument == argument) first.push_back(&t);
+  }
+  // The element of the first list that belongs to `t`, or null.
+  const TensorInfo* of(const TensorInfo& t) const {
+    return t.element >= 0 && t.element < static_cast<int>(first.size()) ? first[t.element]
+                                                                        : nullptr;
+  }
+  ShardSpec placed(const TensorInfo& t) const {
+    const TensorInfo* its = of(t);
+    return its && t.spec.shape() == its->spec.shape() ? without_partial(its->spec)
+                                                      : replicated(t.spec);
+  }
+  std::vector<const TensorInfo*> first;
+};
+
 Plan foreach (const OpCall& call) {
   Plan plan;
-  std::vector<const TensorInfo*> first;
-  for (const TensorInfo& t : call.tensors()) {  // the first argument may be a number
-    if (t.argument == call.tensor(0).argument) first.push_back(&t);
-  }
+  const ListsOf lists(call, call.tensor(0).argument);  // the first argument may be a number
   for (const TensorInfo& t : call.tensors()) {
-    const bool alike = t.element >= 0 && t.element < static_cast<int>(first.size()) &&
-                       t.spec.shape() == first[t.element]->spec.shape();
-    if (!alike) {
-      // The plan is made for results of the shapes of the first list.
-      if (t.element >= 0 && t.element < static_cast<int>(first.size()) &&
-          (t.spec.numel() != 1 || t.spec.dims() > first[t.element]->spec.dims()))
-        throw ShardingError(
-            concat(call.name(), " of elements of shapes ", list(first[t.element]->spec.shape()),
-                   " and ", list(t.spec.shape()), " has no rule: expand them to one shape first"));
-      plan.inputs.push_back(replicated(t.spec));
-    } else {
-      plan.inputs.push_back(without_partial(first[t.element]->spec));
-    }
+    // The plan is made for results of the shapes of the first list.
+    const TensorInfo* its = lists.of(t);
+    if (its && t.spec.shape() != its->spec.shape() &&
+        (t.spec.numel() != 1 || t.spec.dims() > its->spec.dims()))
+      throw ShardingError(concat(call.name(), " of elements of shapes ", list(its->spec.shape()),
+                                 " and ", list(t.spec.shape()),
+                                 " has no rule: expand them to one shape first"));
+    plan.inputs.push_back(lists.placed(t));
   }
-  for (const TensorInfo* t : first) plan.outputs.push_back({without_partial(t->spec), t->strides});
+  for (const TensorInfo* t : lists.first)
+    plan.outputs.push_back({without_partial(t->spec), t->strides});
   return plan;
 }
 
@@ -282,16 +293,9 @@ Plan foreach (const OpCall& call) {
 
 // Element j of every list has the spec of parameter j; steps, rates and scales are replicated.
 std::vector<std::optional<ShardSpec>> like_parameters(const OpCall& call) {
-  std::vector<const TensorInfo*> parameters;
-  for (const TensorInfo& t : call.tensors()) {
-    if (t.argument == 0) parameters.push_back(&t);
-  }
+  const ListsOf lists(call, 0);
   std::vector<std::optional<ShardSpec>> inputs;
-  for (const TensorInfo& t : call.tensors()) {
-    const bool alike = t.element >= 0 && t.element < static_cast<int>(parameters.size()) &&
-                       t.spec.shape() == parameters[t.element]->spec.shape();
-    inputs.emplace_back(alike ? without_partial(parameters[t.element]->spec) : replicated(t.spec));
-  }
+  for (const TensorInfo& t : call.tensors()) inputs.emplace_back(lists.placed(t));
   return inputs;
 }
 
@@ -340,39 +344,16 @@ const AtStart registered([] {
                   "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
                   "aten::fake_quantize_per_channel_affine_cachemask"},
                  fake_quantize);
-  register_rules({"aten::masked_fill",
-                  "aten::where",
-                  "aten::lerp",
-                  "aten::addcmul",
-                  "aten::addcdiv",
-                  "aten::clamp",
-                  "aten::leaky_relu",  // has no tag in libtorch 2.11
-                  "aten::threshold_backward",
-                  "aten::leaky_relu_backward",
-                  "aten::softplus_backward",
-                  "aten::elu_backward",
-                  "aten::hardtanh_backward",
-                  "aten::hardsigmoid_backward",
-                  "aten::hardswish_backward",
-                  "aten::silu_backward",
-                  "aten::gelu_backward",
-                  "aten::tanh_backward",
-                  "aten::sigmoid_backward",
-                  "aten::log_sigmoid_backward",
-                  "aten::softshrink_backward",
-                  "aten::hardshrink_backward",
-                  "aten::logit_backward",
-                  "aten::mish_backward",
-                  "aten::native_dropout_backward",
-                  "aten::_standard_gamma_grad",
-                  "aten::_dirichlet_grad",
-                  "aten::hardswish",
-                  "aten::_prelu_kernel",
-                  "aten::_prelu_kernel_backward",
-                  "aten::complex",
-                  "aten::polar",
-                  "aten::floor_divide"},
-                 pointwise);
+  // Some of these have no tag in libtorch 2.11.
+  for (const char* op : {"masked_fill", "where", "lerp", "addcmul", "addcdiv", "clamp",
+                         "leaky_relu", "_standard_gamma_grad", "_dirichlet_grad", "hardswish",
+                         "_prelu_kernel", "complex", "polar", "floor_divide"})
+    register_rule(std::string("aten::") + op, pointwise);
+  for (const char* op :
+       {"threshold", "leaky_relu", "softplus", "elu", "hardtanh", "hardsigmoid", "hardswish",
+        "silu", "gelu", "tanh", "sigmoid", "log_sigmoid", "softshrink", "hardshrink", "logit",
+        "mish", "native_dropout", "_prelu_kernel"})
+    register_rule(concat("aten::", op, "_backward"), pointwise);
   for (const char* op :
        {"add",       "sub",        "mul",   "div",  "addcmul", "addcdiv", "lerp",    "sqrt",
         "neg",       "abs",        "exp",   "log",  "pow",     "maximum", "minimum", "clamp_max",

@@ -14,25 +14,17 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// From local tensors to local tensors; Gather and its adjoint are each other's derivative.
-struct Gather : torch::autograd::Function<Gather> {
+// From local tensors to local tensors: the exchange, and the sum that is its adjoint; each is the
+// other's derivative.
+template <bool sums>
+struct HaloMap : torch::autograd::Function<HaloMap<sums>> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& local, const Halo& halo) {
     detail::carry(ctx, halo, "halo");
-    return halo.exchange(local);
+    return sums ? halo.sum(local) : halo.exchange(local);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     // Every rank takes part in the sum, also if its own result was not used.
-    return {detail::summed_halo(g[0], detail::carried<Halo>(ctx, "halo")), at::Tensor()};
-  }
-};
-
-struct SumBack : torch::autograd::Function<SumBack> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gradient, const Halo& halo) {
-    detail::carry(ctx, halo, "halo");
-    return halo.sum(gradient);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {detail::gathered_halo(g[0], detail::carried<Halo>(ctx, "halo")), at::Tensor()};
+    return {HaloMap<!sums>::apply(g[0], detail::carried<Halo>(ctx, "halo")), at::Tensor()};
   }
 };
 
@@ -42,10 +34,10 @@ using HaloCache = detail::ThreadCache<Halo, struct ByWidths>;
 }  // namespace
 
 at::Tensor detail::gathered_halo(const at::Tensor& local, const Halo& halo) {
-  return Gather::apply(local, halo);
+  return HaloMap<false>::apply(local, halo);
 }
 at::Tensor detail::summed_halo(const at::Tensor& gradient, const Halo& halo) {
-  return SumBack::apply(gradient, halo);
+  return HaloMap<true>::apply(gradient, halo);
 }
 
 Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions& options) {

@@ -210,9 +210,7 @@ Plan index_put(const OpCall& call) {
   p.inputs.push_back(of_values);
   Plan plan = solve(p);
   const ShardSpec& spec = *plan.inputs[0];
-  bool sharded = false;
-  for (const int d : a.dims) sharded |= spec.is_sharded(d);
-  if (!sharded) return plan;
+  if (std::ranges::none_of(a.dims, [&](int d) { return spec.is_sharded(d); })) return plan;
   Shape local = a.result;
   for (std::size_t i = 0; i < local.size(); ++i) {
     if (a.result_labels[i] < kIndex) local[i] = spec.local_shape()[a.result_labels[i]];

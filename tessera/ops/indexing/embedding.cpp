@@ -245,10 +245,8 @@ at::Tensor greatest(at::Tensor rows, const at::Tensor& bag, const at::Tensor& si
   return at::where(size.eq(0).unsqueeze(1), none, rows.gather(0, first));
 }
 
-Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
-                          const at::Tensor& given_offsets, bool scale_grad_by_freq,
-                          std::int64_t mode, bool sparse, const std::optional<at::Tensor>& weights,
-                          bool include_last, std::optional<std::int64_t> padding) {
+void check_bags(const at::Tensor& weight, const at::Tensor& given, const at::Tensor& given_offsets,
+                std::int64_t mode, const at::Tensor& weights) {
   TORCH_CHECK(given.dim() == 1 && given_offsets.dim() == 1 && weight.dim() == 2,
               "embedding_bag: weight, indices and offsets have ", weight.dim(), ", ", given.dim(),
               " and ", given_offsets.dim(), " dims, and need 2, 1 and 1");
@@ -261,10 +259,17 @@ Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
                                  c10::toString(given_offsets.scalar_type()),
                                  " offsets: give floating-point values, and int or long indices"));
   TORCH_CHECK(mode >= kSum && mode <= kMax, "embedding_bag: mode ", mode, " is none of 0 to 2");
+  TORCH_CHECK(!weights.defined() || mode == kSum, "embedding_bag: per_sample_weights are for sums");
+  TORCH_CHECK(!weights.defined() || weights.numel() == given.numel(), "embedding_bag: there are ",
+              weights.numel(), " per_sample_weights for ", given.numel(), " indices");
+}
+
+Four embedding_bag_padded(const at::Tensor& weight, const at::Tensor& given,
+                          const at::Tensor& given_offsets, bool scale_grad_by_freq,
+                          std::int64_t mode, bool sparse, const std::optional<at::Tensor>& weights,
+                          bool include_last, std::optional<std::int64_t> padding) {
   const bool weighted = weights && weights->defined();
-  TORCH_CHECK(!weighted || mode == kSum, "embedding_bag: per_sample_weights are for sums");
-  TORCH_CHECK(!weighted || weights->numel() == given.numel(), "embedding_bag: there are ",
-              weights->numel(), " per_sample_weights for ", given.numel(), " indices");
+  check_bags(weight, given, given_offsets, mode, weighted ? *weights : at::Tensor());
   const ShardMeta* meta = meta_of(weight)  ? meta_of(weight)
                           : meta_of(given) ? meta_of(given)
                                            : meta_of(given_offsets);

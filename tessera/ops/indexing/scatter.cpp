@@ -36,6 +36,18 @@ void require_elements(const OpCall& call, const TensorInfo& x, const TensorInfo&
         concat(call.name(), ": there are indices along dim ", d, ", which has size 0"));
 }
 
+// The plan of a result that is placed as `out`; if it `sums` along the index, what ranks write is
+// added up.
+Plan solve_written(LabelProblem& p, const Labels& out, const TensorInfo& x, bool sums) {
+  p.outputs = {out};
+  p.output_shapes = {x.spec.shape()};
+  if (sums) {
+    p.contract = {kIndex};
+    p.additive = {0};
+  }
+  return solve(p);
+}
+
 // index_add, index_copy, index_fill, index_reduce: complete slices along a dim.
 Plan slices(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
@@ -59,13 +71,7 @@ Plan slices(const OpCall& call, bool adds) {
       p.inputs.push_back(Labels(t.spec.dims(), &t == &index && sums ? kIndex : kUnsharded));
     }
   }
-  p.outputs = {all_labels(n)};
-  p.output_shapes = {x.spec.shape()};
-  if (sums) {
-    p.contract = {kIndex};
-    p.additive = {0};
-  }
-  Plan plan = solve(p);
+  Plan plan = solve_written(p, all_labels(n), x, sums);
   plan.local = [d, part = part_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
                 fills = call.find("source") == nullptr && call.argument("source") < 0,
@@ -119,13 +125,7 @@ Plan scatter(const OpCall& call, bool adds) {
     if (&t == &index || &t == src) own[d] = sums ? kIndex : kUnsharded;
     p.inputs.push_back(std::move(own));
   }
-  p.outputs = {labels};
-  p.output_shapes = {x.spec.shape()};
-  if (sums) {
-    p.contract = {kIndex};
-    p.additive = {0};
-  }
-  Plan plan = solve(p);
+  Plan plan = solve_written(p, labels, x, sums);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
                    const OperatorHandle& op, Stack a) {
@@ -149,9 +149,7 @@ Plan written_part(const OpCall& call) {
   for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims())
                                        : Labels(t.spec.dims(), kUnsharded));
-  p.outputs = {p.inputs[0]};
-  p.output_shapes = {call.tensor(0).spec.shape()};
-  return solve(p);
+  return solve_written(p, p.inputs[0], call.tensor(0), false);
 }
 
 const TensorInfo& given(const OpCall& call, const char* name) { return *call.find(name); }

@@ -328,17 +328,19 @@ Plan dropout(const OpCall& call) {
   return plan;
 }
 
-const AtStart registered([] {
-  const RuleOptions always{.for_replicated = true};
-  const auto by = [&](Plan (*plan)(const OpCall&, const Draw&)) {
-    return [always, plan](const char* op, const Draw& draw, const Check& check) {
-      const auto rule = [plan, draw, check](const OpCall& call) {
-        check(call);
-        return plan(call, draw);
-      };
-      register_rule(op, rule, always);
+const RuleOptions kAlways{.for_replicated = true};
+
+auto by(Plan (*plan)(const OpCall&, const Draw&)) {
+  return [plan](const char* op, const Draw& draw, const Check& check) {
+    const auto rule = [plan, draw, check](const OpCall& call) {
+      check(call);
+      return plan(call, draw);
     };
+    register_rule(op, rule, kAlways);
   };
+}
+
+const AtStart registered([] {
   const auto writes = by(in_place), makes = by(functional);
   const auto up_to = [](const Source& s, const Stack& a, at::ScalarType) {
     return integers(s, 0, a[1].toScalar().toDouble());
@@ -395,7 +397,7 @@ const AtStart registered([] {
       "aten::randn_like",
       [](const Source& s, const Stack&, at::ScalarType) { return s.doubles(normal); },
       require_floating);
-  register_rule("aten::native_dropout", dropout, always);
+  register_rule("aten::native_dropout", dropout, kAlways);
 });
 
 }  // namespace

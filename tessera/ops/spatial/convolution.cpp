@@ -69,11 +69,10 @@ struct Convolution {
                                            window.dilation * (window.kernel - 1) + more + 1
                                      : window.outputs(size, window.padding));
       // What plain libtorch refuses.
-      if (out_shape.back() < 1 || size < 1) {
+      if (out_shape.back() < 1 || size < 1)
         throw ShardingError(concat("convolution of an input of shape ", list(x.spec.shape()),
                                    " with a weight of shape ", list(w.spec.shape()),
                                    ": the window does not fit in dim ", i + 2));
-      }
     }
   }
 

@@ -265,6 +265,25 @@ Interval read_by(const std::vector<Tap>& taps, std::int64_t extent) {
   return need;
 }
 
+/// What the taps of each rank read, by spatial dim. Collective.
+Halo read_halo(const Placed& to, const std::vector<std::vector<Tap>>& taps, bool samples) {
+  Box box(taps.size());
+  for (std::size_t d = 0; d < taps.size(); ++d) {
+    const Interval need = read_by(taps[d], to.field.shape()[2 + d]);
+    // Nothing inside: any box, of which nothing is used.
+    box[d] = need.empty() && samples ? Interval{0, 1} : need;
+  }
+  const auto boxes =
+      agree::all<std::vector<Interval>>(context_of(to.field)->mesh.all(), "grid_sample",
+                                        [&] { return box; }, {.name = "needed_boxes"});
+  return Halo(to.field, std::vector<Edge>(to.field.dims(), Edge::zero), [&](int position) {
+    Box needed = to.out.sharding().box(position);
+    if (volume(needed) == 0) return Box(needed.size());
+    std::copy(boxes[position].begin(), boxes[position].end(), needed.begin() + 2);
+    return volume(needed) == 0 ? Box(needed.size()) : needed;
+  });
+}
+
 at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::int64_t mode,
                         std::int64_t padding, bool align) {
   const int n = static_cast<int>(input.dim()), inner = n - 2;
@@ -300,23 +319,10 @@ at::Tensor grid_sampler(const at::Tensor& input, const at::Tensor& given, std::i
   const Sampling sampling{static_cast<at::native::GridSamplerInterpolation>(mode),
                           static_cast<at::native::GridSamplerPadding>(padding), align, inner == 2};
   std::vector<std::vector<Tap>> taps;
-  Box box(inner);
-  for (int d = 0; d < inner; ++d) {
-    // The last number of a grid's row is the first spatial dim.
+  // The last number of a grid's row is the first spatial dim.
+  for (int d = 0; d < inner; ++d)
     taps.push_back(taps_of(grid.select(-1, inner - 1 - d), x.size(2 + d), sampling));
-    const Interval need = read_by(taps.back(), x.size(2 + d));
-    // Nothing inside: any box, of which nothing is used.
-    box[d] = need.empty() && grid.numel() > 0 ? Interval{0, 1} : need;
-  }
-  const auto boxes =
-      agree::all<std::vector<Interval>>(context_of(to.field)->mesh.all(), "grid_sample",
-                                        [&] { return box; }, {.name = "needed_boxes"});
-  const Halo halo(to.field, std::vector<Edge>(n, Edge::zero), [&](int position) {
-    Box needed = to.out.sharding().box(position);
-    for (int d = 0; d < inner; ++d)
-      needed[2 + d] = volume(needed) == 0 ? Interval{0, 0} : boxes[position][d];
-    return volume(needed) == 0 ? Box(n) : needed;
-  });
+  const Halo halo = read_halo(to, taps, grid.numel() > 0);
   const at::Tensor near = halo_exchange(field, halo, of_field);
   // Nearest neighbours do not change with the grid: its gradient is zero, and so are the second
   // derivatives, but they exist.

@@ -60,6 +60,27 @@ Interval common(const Interval& a, const Interval& b) {
   return both.empty() ? Interval{0, 0} : both;
 }
 
+at::Tensor put_together(const std::vector<Piece>& pieces, const std::vector<at::Tensor>& given,
+                        int d) {
+  std::vector<HaloValues> values(given.size());
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (pieces[i].halo) values[i] = pieces[i].halo.start_exchange(given[i]);
+  }
+  std::vector<at::Tensor> parts;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const Piece& p = pieces[i];
+    if (!p.halo) {
+      parts.push_back(given[i].narrow(d, p.slice.begin, p.slice.size()));
+      continue;
+    }
+    at::Tensor part = values[i].assemble(p.halo.needed());
+    Shape shape = given[i].sizes().vec();
+    shape[d] = p.slice.size();
+    parts.push_back(volume(p.halo.needed()) == 0 ? given[i].new_empty(shape) : part);
+  }
+  return at::cat(parts, d);
+}
+
 std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
   const TensorInfo* like = largest_sharded(call, n, d);
   if (!like) return std::nullopt;
@@ -106,24 +127,7 @@ std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
     begin += whole.end;
   }
   plan.local = [pieces, d](const OperatorHandle&, Stack a) {
-    const std::vector<at::Tensor> given = a[0].toTensorVector();
-    std::vector<HaloValues> values(given.size());
-    for (std::size_t i = 0; i < given.size(); ++i) {
-      if (pieces[i].halo) values[i] = pieces[i].halo.start_exchange(given[i]);
-    }
-    std::vector<at::Tensor> parts;
-    for (std::size_t i = 0; i < given.size(); ++i) {
-      const Piece& p = pieces[i];
-      if (!p.halo) {
-        parts.push_back(given[i].narrow(d, p.slice.begin, p.slice.size()));
-        continue;
-      }
-      at::Tensor part = values[i].assemble(p.halo.needed());
-      Shape shape = given[i].sizes().vec();
-      shape[d] = p.slice.size();
-      parts.push_back(volume(p.halo.needed()) == 0 ? given[i].new_empty(shape) : part);
-    }
-    return Stack{at::cat(parts, d)};
+    return Stack{put_together(pieces, a[0].toTensorVector(), d)};
   };
   return plan;
 }

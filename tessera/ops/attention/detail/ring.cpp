@@ -255,6 +255,37 @@ ShardSpec cut_as(const ShardSpec& spec, const ShardSpec& like) {
   return placed(context_of(spec), spec.shape(), placements, parts);
 }
 
+/// By axis. The sequence is sharded where that of queries, keys or values is, other dims where all
+/// have them, or whole groups of heads.
+struct Placed {
+  std::vector<Placement> query, key, key_gradient;
+};
+Placed place_all(const ShardSpec& q, const ShardSpec& k, const ShardSpec& v, bool groups) {
+  const int sequence = q.dims() - 2, axes = q.mesh_dims();
+  Placed to{std::vector<Placement>(axes), std::vector<Placement>(axes), {}};
+  to.key_gradient.resize(axes);
+  for (int a = 0; a < axes; ++a) {
+    if (k.placements()[a].is_shard(sequence) || v.placements()[a].is_shard(sequence)) {
+      to.query[a] = to.key[a] = Shard(sequence);
+    } else if (q.placements()[a].is_shard(sequence)) {
+      to.query[a] = Shard(sequence);
+    } else {
+      for (const ShardSpec* s : {&q, &k, &v}) {
+        const Placement p = s->placements()[a];
+        if (!p.is_shard() || p.dim >= sequence) continue;
+        const bool in_groups = groups && s == &q && p.dim == sequence - 1;
+        if (q.shape()[p.dim] != k.shape()[p.dim] && !in_groups) continue;
+        to.query[a] = to.key[a] = p;
+        break;
+      }
+    }
+    // Queries are sharded, but not keys: each rank has a summand.
+    const bool whole_keys = to.query[a].is_shard(sequence) && !to.key[a].is_shard();
+    to.key_gradient[a] = whole_keys ? Partial() : to.key[a];
+  }
+  return to;
+}
+
 }  // namespace
 
 std::shared_ptr<Ring> plan_ring(const ShardSpec& of_q, const ShardSpec& of_k, const ShardSpec& of_v,
@@ -275,27 +306,9 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& of_q, const ShardSpec& of_k, co
   if (call.grouped && n >= 3 && k.shape()[n - 3] > 0)
     ring->repeat = q.shape()[n - 3] / k.shape()[n - 3];
   const auto groups = groups_of(q, k, v, ring->repeat);
-  const int axes = q.mesh_dims();
-  std::vector<Placement> of_query(axes), of_key(axes);
-  std::vector<bool> whole_keys(axes, false);  // axes that shard queries, but not keys
-  for (int a = 0; a < axes; ++a) {
-    if (k.placements()[a].is_shard(sequence) || v.placements()[a].is_shard(sequence)) {
-      of_query[a] = of_key[a] = Shard(sequence);
-      ring->axes.push_back(a);
-    } else if (q.placements()[a].is_shard(sequence)) {
-      of_query[a] = Shard(sequence);
-      whole_keys[a] = true;
-    } else {
-      for (const ShardSpec* s : {&q, &k, &v}) {
-        const Placement p = s->placements()[a];
-        if (!p.is_shard() || p.dim >= sequence) continue;
-        const bool in_groups = groups && s == &q && p.dim == sequence - 1;
-        if (q.shape()[p.dim] != k.shape()[p.dim] && !in_groups) continue;
-        of_query[a] = of_key[a] = p;
-        break;
-      }
-    }
-  }
+  const auto [of_query, of_key, key_gradient] = place_all(q, k, v, groups.has_value());
+  for (int a = 0; a < q.mesh_dims(); ++a)
+    if (of_key[a].is_shard(sequence)) ring->axes.push_back(a);
   const auto& context = ring->context;
   std::vector<const DimSharding*> query_parts(n), key_parts(n);
   for (int d = 0; d < n; ++d) {
@@ -314,10 +327,6 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& of_q, const ShardSpec& of_k, co
   std::vector<const DimSharding*> out_parts;
   for (int d = 0; d < n; ++d) out_parts.push_back(&ring->query.dim(d));
   ring->out = placed(context, out, of_query, out_parts);
-  auto key_gradient = of_key;
-  for (int a = 0; a < axes; ++a) {
-    if (whole_keys[a]) key_gradient[a] = Partial();
-  }
   ring->key_gradient = ring->key.with_placements(key_gradient);
   ring->value_gradient = ring->value.with_placements(key_gradient);
   if (mask && !place_mask(*ring, mask, of_query)) return {};

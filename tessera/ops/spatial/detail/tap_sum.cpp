@@ -239,39 +239,31 @@ void multiply(const Runs& runs, const Sides<T>& s) {
   }
 }
 
-template <class Call>
-void in_type_of(const at::Tensor& t, const Call& call) {
-  if (t.scalar_type() == at::kFloat) {
-    call(float());
-  } else {
-    call(double());
-  }
-}
-
 }  // namespace
+
+template <class Call>
+void TapSum::with_sides(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
+                        std::int64_t groups, const Call& call) const {
+  if (pairs_ == 0) return;
+  if (a.scalar_type() == at::kFloat)
+    call(sides_of<float>(a, b, weight, groups, dim_, stride_));
+  else
+    call(sides_of<double>(a, b, weight, groups, dim_, stride_));
+}
 
 void TapSum::to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
                   std::int64_t groups) const {
-  if (pairs_ == 0) return;
-  in_type_of(a, [&](auto zero) {
-    add<true>(runs_, sides_of<decltype(zero)>(a, b, weight, groups, dim_, stride_));
-  });
+  with_sides(a, b, weight, groups, [&](const auto& sides) { add<true>(runs_, sides); });
 }
 
 void TapSum::to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight,
                   std::int64_t groups) const {
-  if (pairs_ == 0) return;
-  in_type_of(a, [&](auto zero) {
-    add<false>(runs_, sides_of<decltype(zero)>(a, b, weight, groups, dim_, stride_));
-  });
+  with_sides(a, b, weight, groups, [&](const auto& sides) { add<false>(runs_, sides); });
 }
 
 void TapSum::to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b,
                        std::int64_t groups) const {
-  if (pairs_ == 0) return;
-  in_type_of(a, [&](auto zero) {
-    multiply(runs_, sides_of<decltype(zero)>(a, b, weight, groups, dim_, stride_));
-  });
+  with_sides(a, b, weight, groups, [&](const auto& sides) { multiply(runs_, sides); });
 }
 
 }  // namespace tessera::detail

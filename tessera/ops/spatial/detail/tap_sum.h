@@ -45,6 +45,9 @@ class TapSum {
   struct Run {
     std::int64_t tap, a, b, count;  // o = a, a + 1, ... in its box, and i = b, b + stride, ...
   };
+  template <class Call>
+  void with_sides(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
+                  std::int64_t groups, const Call& call) const;
 
   std::array<std::vector<Run>, 3> runs_;  // by loop, the innermost last
   std::array<int, 3> dim_{-1, -1, -1};    // the spatial dim of each loop; -1: none
