@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "tessera/c/detail/arrays.h"
 
@@ -48,39 +49,23 @@ std::vector<std::int64_t> shape_of(const tessera_array& array) {
   return shape;
 }
 
+constexpr std::pair<tessera_dtype, at::ScalarType> kDtypes[] = {{TESSERA_FLOAT32, at::kFloat},
+                                                                {TESSERA_FLOAT64, at::kDouble},
+                                                                {TESSERA_INT32, at::kInt},
+                                                                {TESSERA_INT64, at::kLong}};
+
 }  // namespace
 
 at::ScalarType dtype_of(tessera_dtype dtype) {
-  switch (static_cast<int>(dtype)) {
-    case TESSERA_FLOAT32:
-      return at::kFloat;
-    case TESSERA_FLOAT64:
-      return at::kDouble;
-    case TESSERA_INT32:
-      return at::kInt;
-    case TESSERA_INT64:
-      return at::kLong;
-    default:
-      break;
-  }
+  for (const auto& [given, its] : kDtypes)
+    if (given == dtype) return its;
   refuse("dtype is ", static_cast<int>(dtype),
-         ": give TESSERA_FLOAT32, TESSERA_FLOAT64, "
-         "TESSERA_INT32 or TESSERA_INT64");
+         ": give TESSERA_FLOAT32, TESSERA_FLOAT64, TESSERA_INT32 or TESSERA_INT64");
 }
 
 tessera_dtype dtype_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return TESSERA_FLOAT32;
-    case at::kDouble:
-      return TESSERA_FLOAT64;
-    case at::kInt:
-      return TESSERA_INT32;
-    case at::kLong:
-      return TESSERA_INT64;
-    default:
-      break;
-  }
+  for (const auto& [its, given] : kDtypes)
+    if (given == dtype) return its;
   refuse("a tensor of ", toString(dtype), ", for which C has no tessera_dtype");
 }
 

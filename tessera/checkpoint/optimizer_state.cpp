@@ -78,110 +78,102 @@ void set_values(const Options& options, const Values& values) {
         option);
 }
 
+// From functions of the optimizer's own state and options.
+template <class State, class Settings, class Kept, class Given>
+OptimizerKind made_of(const char* name, Kept, Given,
+                      at::Tensor (*like)(const at::Tensor& parameter) = nullptr) {
+  return {name, fresh_state<State>,
+          [](OptimizerParamState& s) { return Kept()(static_cast<State&>(s)); },
+          [](OptimizerOptions& o) { return Given()(static_cast<Settings&>(o)); }, like};
+}
+
 template <class State, class Settings>
 OptimizerKind adam_like(const char* name) {
-  return {name, fresh_state<State>,
-          [](OptimizerParamState& s) {
-            auto& state = static_cast<State&>(s);
-            return Fields{{{"exp_avg", &state.exp_avg()},
-                           {"exp_avg_sq", &state.exp_avg_sq()},
-                           {"max_exp_avg_sq", &state.max_exp_avg_sq()}},
-                          &state.step()};
-          },
-          [](OptimizerOptions& o) {
-            auto& options = static_cast<Settings&>(o);
-            return Options{{"lr", &options.lr()},
-                           {"beta1", &std::get<0>(options.betas())},
-                           {"beta2", &std::get<1>(options.betas())},
-                           {"eps", &options.eps()},
-                           {"weight_decay", &options.weight_decay()},
-                           {"amsgrad", &options.amsgrad()}};
-          }};
+  return made_of<State, Settings>(
+      name,
+      [](State& s) {
+        return Fields{{{"exp_avg", &s.exp_avg()},
+                       {"exp_avg_sq", &s.exp_avg_sq()},
+                       {"max_exp_avg_sq", &s.max_exp_avg_sq()}},
+                      &s.step()};
+      },
+      [](Settings& o) {
+        return Options{{"lr", &o.lr()},
+                       {"beta1", &std::get<0>(o.betas())},
+                       {"beta2", &std::get<1>(o.betas())},
+                       {"eps", &o.eps()},
+                       {"weight_decay", &o.weight_decay()},
+                       {"amsgrad", &o.amsgrad()}};
+      });
 }
 
 OptimizerKind sgd_kind() {
-  using torch::optim::SGDOptions, torch::optim::SGDParamState;
-  return {"SGD", fresh_state<SGDParamState>,
-          [](OptimizerParamState& s) {
-            return Fields{{{"momentum_buffer", &static_cast<SGDParamState&>(s).momentum_buffer()}}};
-          },
-          [](OptimizerOptions& o) {
-            auto& options = static_cast<SGDOptions&>(o);
-            return Options{{"lr", &options.lr()},
-                           {"momentum", &options.momentum()},
-                           {"dampening", &options.dampening()},
-                           {"weight_decay", &options.weight_decay()},
-                           {"nesterov", &options.nesterov()}};
-          }};
+  return made_of<torch::optim::SGDParamState, torch::optim::SGDOptions>(
+      "SGD", [](auto& s) { return Fields{{{"momentum_buffer", &s.momentum_buffer()}}}; },
+      [](auto& o) {
+        return Options{{"lr", &o.lr()},
+                       {"momentum", &o.momentum()},
+                       {"dampening", &o.dampening()},
+                       {"weight_decay", &o.weight_decay()},
+                       {"nesterov", &o.nesterov()}};
+      });
 }
 
 OptimizerKind rmsprop_kind() {
-  using torch::optim::RMSpropOptions, torch::optim::RMSpropParamState;
-  return {"RMSprop", fresh_state<RMSpropParamState>,
-          [](OptimizerParamState& s) {
-            auto& state = static_cast<RMSpropParamState&>(s);
-            return Fields{{{"square_avg", &state.square_avg()},
-                           {"momentum_buffer", &state.momentum_buffer()},
-                           {"grad_avg", &state.grad_avg()}},
-                          &state.step()};
-          },
-          [](OptimizerOptions& o) {
-            auto& options = static_cast<RMSpropOptions&>(o);
-            return Options{{"lr", &options.lr()},
-                           {"alpha", &options.alpha()},
-                           {"eps", &options.eps()},
-                           {"weight_decay", &options.weight_decay()},
-                           {"momentum", &options.momentum()},
-                           {"centered", &options.centered()}};
-          }};
+  return made_of<torch::optim::RMSpropParamState, torch::optim::RMSpropOptions>(
+      "RMSprop",
+      [](auto& s) {
+        return Fields{{{"square_avg", &s.square_avg()},
+                       {"momentum_buffer", &s.momentum_buffer()},
+                       {"grad_avg", &s.grad_avg()}},
+                      &s.step()};
+      },
+      [](auto& o) {
+        return Options{{"lr", &o.lr()},
+                       {"alpha", &o.alpha()},
+                       {"eps", &o.eps()},
+                       {"weight_decay", &o.weight_decay()},
+                       {"momentum", &o.momentum()},
+                       {"centered", &o.centered()}};
+      });
 }
 
 OptimizerKind adagrad_kind() {
-  using torch::optim::AdagradOptions, torch::optim::AdagradParamState;
-  return {"Adagrad", fresh_state<AdagradParamState>,
-          [](OptimizerParamState& s) {
-            auto& state = static_cast<AdagradParamState&>(s);
-            return Fields{{{"sum", &state.sum()}}, &state.step()};
-          },
-          [](OptimizerOptions& o) {
-            auto& options = static_cast<AdagradOptions&>(o);
-            return Options{{"lr", &options.lr()},
-                           {"lr_decay", &options.lr_decay()},
-                           {"weight_decay", &options.weight_decay()},
-                           {"initial_accumulator_value", &options.initial_accumulator_value()},
-                           {"eps", &options.eps()}};
-          }};
+  return made_of<torch::optim::AdagradParamState, torch::optim::AdagradOptions>(
+      "Adagrad", [](auto& s) { return Fields{{{"sum", &s.sum()}}, &s.step()}; },
+      [](auto& o) {
+        return Options{{"lr", &o.lr()},
+                       {"lr_decay", &o.lr_decay()},
+                       {"weight_decay", &o.weight_decay()},
+                       {"initial_accumulator_value", &o.initial_accumulator_value()},
+                       {"eps", &o.eps()}};
+      });
 }
 
 OptimizerKind rowwise_adagrad_kind() {
-  return {"RowwiseAdagrad", fresh_state<RowwiseAdagradParamState>,
-          [](OptimizerParamState& s) {
-            return Fields{{{"sum", &static_cast<RowwiseAdagradParamState&>(s).sum()}}};
-          },
-          [](OptimizerOptions& o) {
-            auto& options = static_cast<RowwiseAdagradOptions&>(o);
-            return Options{{"lr", &options.lr()},
-                           {"initial_accumulator_value", &options.initial_accumulator_value()},
-                           {"eps", &options.eps()}};
-          },
-          [](const at::Tensor& table) { return detail::row_state(table); }};
+  return made_of<RowwiseAdagradParamState, RowwiseAdagradOptions>(
+      "RowwiseAdagrad", [](auto& s) { return Fields{{{"sum", &s.sum()}}}; },
+      [](auto& o) {
+        return Options{{"lr", &o.lr()},
+                       {"initial_accumulator_value", &o.initial_accumulator_value()},
+                       {"eps", &o.eps()}};
+      },
+      [](const at::Tensor& table) { return detail::row_state(table); });
 }
 
 OptimizerKind sparse_adam_kind() {
-  return {"SparseAdam", fresh_state<SparseAdamParamState>,
-          [](OptimizerParamState& s) {
-            auto& state = static_cast<SparseAdamParamState&>(s);
-            return Fields{{{"exp_avg", &state.exp_avg()}, {"exp_avg_sq", &state.exp_avg_sq()}},
-                          &state.step()};
-          },
-          [](OptimizerOptions& o) {
-            auto& options = static_cast<SparseAdamOptions&>(o);
-            return Options{{"lr", &options.lr()},
-                           {"beta1", &std::get<0>(options.betas())},
-                           {"beta2", &std::get<1>(options.betas())},
-                           {"eps", &options.eps()}};
-          },
-          detail::element_state};
+  return made_of<SparseAdamParamState, SparseAdamOptions>(
+      "SparseAdam",
+      [](auto& s) {
+        return Fields{{{"exp_avg", &s.exp_avg()}, {"exp_avg_sq", &s.exp_avg_sq()}}, &s.step()};
+      },
+      [](auto& o) {
+        return Options{{"lr", &o.lr()},
+                       {"beta1", &std::get<0>(o.betas())},
+                       {"beta2", &std::get<1>(o.betas())},
+                       {"eps", &o.eps()}};
+      },
+      detail::element_state);
 }
 
 OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
@@ -207,6 +199,12 @@ void add_tensor(CheckpointState& state, const std::string& name, const at::Tenso
     state.add(name, t);
   else
     state.add(name, t, shard->second);
+}
+
+// Reads what is in `state`, among other things: the model's tensors are in the same checkpoint.
+void load_among(const CheckpointReader& saved, CheckpointState& state, LoadOptions options) {
+  options.allow_extra = true;
+  saved.load(state, options);
 }
 
 // ---- LBFGS, whose state is one for all parameters ----
@@ -285,9 +283,7 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
         t.shape, parameters.at(0).parameter.options().dtype(t.dtype).requires_grad(false));
     state.add(t.name, fresh[field]);
   }
-  LoadOptions lenient = options;
-  lenient.allow_extra = true;
-  saved.load(state, lenient);
+  load_among(saved, state, options);
   auto values = lbfgs_options(LBFGSOptions());
   for (auto& [name, value] : values) value = state.get_real(prefix + "group0." + name);
   const std::string search = state.get(prefix + "group0.line_search");
@@ -328,6 +324,36 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
   };
 }
 
+// The options of each group of parameters; none where the groups are others, and may be.
+std::vector<Values> read_group_options(const CheckpointState& state, const std::string& prefix,
+                                       torch::optim::Optimizer& optimizer,
+                                       const OptimizerKind& kind, bool may_differ) {
+  auto& groups = optimizer.param_groups();
+  const auto count = static_cast<std::int64_t>(groups.size()),
+             there = state.get_integer(prefix + "groups");
+  std::vector<Values> all;
+  for (std::size_t g = 0; there == count && g < groups.size(); ++g) {
+    all.push_back(values_of(kind.options(groups[g].options())));
+    for (auto& [name, value] : all.back())
+      value = state.get_real(concat(prefix, "group", g, '.', name));
+  }
+  if (there != count && !may_differ)
+    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint has ", there,
+                                 " parameter groups, this one has ", count,
+                                 " (LoadOptions::allow_missing leaves their options as they are)"));
+  return all;
+}
+
+void require_kind(const CheckpointReader& saved, const std::string& prefix,
+                  const std::string& name) {
+  const auto known = saved.value_names();
+  if (std::find(known.begin(), known.end(), prefix + "kind") == known.end())
+    throw InvalidArgument(concat("the checkpoint has no optimizer '", prefix, "'"));
+  if (const std::string there = saved.value(prefix + "kind"); there != name)
+    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ", there,
+                                 ", this one is ", name));
+}
+
 }  // namespace
 
 void add_optimizer(CheckpointState& state, const std::string& prefix,
@@ -365,12 +391,7 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
                                      const LoadOptions& options) {
   const at::NoGradGuard no_grad;
   const std::string name = as_lbfgs(optimizer) ? "LBFGS" : kind_of(optimizer).name;
-  const auto known = saved.value_names();
-  if (std::find(known.begin(), known.end(), prefix + "kind") == known.end())
-    throw InvalidArgument(concat("the checkpoint has no optimizer '", prefix, "'"));
-  if (const std::string there = saved.value(prefix + "kind"); there != name)
-    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ", there,
-                                 ", this one is ", name));
+  require_kind(saved, prefix, name);
   if (!options.allow_missing) detail::check_parameter_names(saved, prefix, optimizer, module);
   const std::vector<Named> parameters = named_parameters_of(optimizer, module);
   if (as_lbfgs(optimizer)) return read_lbfgs(saved, prefix, optimizer, parameters, shards, options);
@@ -393,25 +414,9 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
       add_tensor(state, name, *t, parameters[i].name, shards);
     }
   }
-  LoadOptions lenient = options;
-  // The model's tensors are in the same checkpoint.
-  lenient.allow_extra = true;
-  saved.load(state, lenient);
-  const auto groups = static_cast<std::int64_t>(optimizer.param_groups().size());
-  const bool same_groups = state.get_integer(prefix + "groups") == groups;
-  if (!same_groups && !options.allow_missing)
-    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint has ",
-                                 state.get_integer(prefix + "groups"),
-                                 " parameter groups, this one has ", groups,
-                                 " (LoadOptions::allow_missing leaves their options as they are)"));
-  std::vector<Values> group_options;
-  if (same_groups)
-    for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-      Values values = values_of(kind.options(optimizer.param_groups()[g].options()));
-      for (auto& [name, value] : values)
-        value = state.get_real(concat(prefix, "group", g, '.', name));
-      group_options.push_back(std::move(values));
-    }
+  load_among(saved, state, options);
+  const std::vector<Values> group_options =
+      read_group_options(state, prefix, optimizer, kind, options.allow_missing);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::string step = prefix + parameters[i].name + ".step";
     if (steps[i] && state.has(step))

@@ -111,6 +111,43 @@ void shard_further(ParameterPlacement& where, const std::vector<std::int64_t>& s
   where.sizes[largest] = Partition::even(shape[largest], ranks).sizes();
 }
 
+// The first pattern that matches the parameter or its layer counts; a later one that does as well
+// is not unused.
+struct Patterns {
+  explicit Patterns(const LayerShardings& given) : layers(given) {
+    for (const auto& [pattern, sharding] : layers) unused.insert(pattern);
+  }
+  // The sharding, or null, and whether it names the parameter itself.
+  std::pair<const LayerSharding*, bool> find(const std::string& layer, const std::string& name) {
+    std::pair<const LayerSharding*, bool> found;
+    for (const auto& [pattern, sharding] : layers) {
+      const bool itself = detail::matches(name, pattern);
+      if (!itself && !detail::matches(layer, pattern)) continue;
+      unused.erase(pattern);
+      if (!found.first) found = {&sharding, itself};
+    }
+    return found;
+  }
+  const LayerShardings& layers;
+  std::set<std::string> unused;
+};
+
+// `again`: another name of the tensor of `p`. It is held once, and what either layer asks for
+// holds.
+void lie_in_one_way(TensorParallelPlan::Parameter& p, TensorParallelPlan::Parameter& again) {
+  const auto way_of = [](const TensorParallelPlan::Parameter& one) {
+    return one.how.empty() ? std::string("as no pattern of the plan says") : one.how;
+  };
+  if (p.placement.placements != again.placement.placements ||
+      p.placement.sizes != again.placement.sizes)
+    throw InvalidArgument(concat("tensor_parallel: ", again.name, " and ", p.name,
+                                 " are one tensor, and lie in two ways: ", way_of(again), " and ",
+                                 way_of(p), ". Give both layers one sharding"));
+  std::fill(again.elements.begin(), again.elements.end(), 0);
+  if (!again.placement.sequence) again.placement.sequence = p.placement.sequence;
+  p.placement.sequence = again.placement.sequence;
+}
+
 }  // namespace
 
 LayerSharding column(std::int64_t units) { return {Kind::column, units}; }
@@ -133,46 +170,9 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
     throw InvalidArgument(concat("tensor_parallel: ", options.axis,
                                  " is the axis of the plan and its sharded_axis: give two axes"));
   const Planner planner{axis, layout.dims(), layout.size(axis), sequence_dim_};
-  std::set<std::string> unused;
-  for (const auto& [pattern, sharding] : layers) unused.insert(pattern);
-  // The first pattern that matches the parameter or its layer counts; a later one that does as well
-  // is not unused.
-  struct Found {
-    const LayerSharding* sharding = nullptr;
-    bool itself = false;
-  };
-  const auto find = [&](const std::string& layer, const std::string& name) {
-    Found found;
-    for (const auto& [pattern, sharding] : layers) {
-      const bool itself = detail::matches(name, pattern);
-      if (!itself && !detail::matches(layer, pattern)) continue;
-      unused.erase(pattern);
-      if (!found.sharding) found = {&sharding, itself};
-    }
-    return found;
-  };
-  // One tensor may be a parameter of two layers, and lies in one way.
+  Patterns patterns(layers);
+  // One tensor may be a parameter of two layers.
   std::unordered_map<const void*, std::size_t> known;
-  const auto way_of = [](const Parameter& p) {
-    return p.how.empty() ? std::string("as no pattern of the plan says") : p.how;
-  };
-  const auto add = [&](Parameter p, const at::Tensor& t) {
-    const auto [at, fresh] = known.emplace(t.unsafeGetTensorImpl(), parameters_.size());
-    Parameter* before = fresh ? nullptr : &parameters_[at->second];
-    if (before && !(before->placement.placements == p.placement.placements &&
-                    before->placement.sizes == p.placement.sizes))
-      throw InvalidArgument(concat("tensor_parallel: ", p.name, " and ", before->name,
-                                   " are one tensor, and lie in two ways: ", way_of(p), " and ",
-                                   way_of(*before), ". Give both layers one sharding"));
-    for (int r = 0; r < planner.ranks; ++r) p.elements.push_back(elements_on(p, axis, r));
-    if (before) {
-      // it is held once, and what either layer asks for holds
-      std::fill(p.elements.begin(), p.elements.end(), 0);
-      if (!p.placement.sequence) p.placement.sequence = before->placement.sequence;
-      before->placement.sequence = p.placement.sequence;
-    }
-    parameters_.push_back(std::move(p));
-  };
   std::vector<std::string> seen;
   const std::function<void(const std::string&, const torch::nn::Module&)> visit =
       [&](const std::string& layer, const torch::nn::Module& m) {
@@ -181,7 +181,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
         for (const auto& item : own_parameters) {
           const at::Tensor& t = item.value();
           const std::string name = within(layer, item.key());
-          const auto [sharding, itself] = find(layer, name);
+          const auto [sharding, itself] = patterns.find(layer, name);
           Parameter p{name, "", t.sizes().vec(), planner.whole(), {}};
           if (sharding) {
             p.placement = itself && sharding->kind == Kind::sharded
@@ -191,17 +191,20 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
           }
           if (further >= 0 && !p.placement.sizes.empty())
             shard_further(p.placement, p.shape, further, layout.size(further));
-          add(std::move(p), t);
+          for (int r = 0; r < planner.ranks; ++r) p.elements.push_back(elements_on(p, axis, r));
+          const auto [at, fresh] = known.emplace(t.unsafeGetTensorImpl(), parameters_.size());
+          if (!fresh) lie_in_one_way(parameters_[at->second], p);
+          parameters_.push_back(std::move(p));
         }
         for (const auto& child : m.named_children())
           visit(within(layer, child.key()), *child.value());
       };
   visit("", module);
-  if (!unused.empty())
+  if (!patterns.unused.empty())
     throw InvalidArgument(
         concat("tensor_parallel: no layer with parameters, and no parameter, has "
                "a name like ",
-               list(unused), "; there are ", list(seen), " and their parameters"));
+               list(patterns.unused), "; there are ", list(seen), " and their parameters"));
 }
 
 ModuleRule TensorParallelPlan::rule() const {

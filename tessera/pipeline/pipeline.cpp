@@ -142,6 +142,52 @@ std::string traits(const std::vector<int>& mine,
   return text;
 }
 
+// What this rank alone may find wrong is told to all before any of them goes on.
+void agree_on_schedule(const detail::PipelinePlan& plan,
+                       const std::vector<std::shared_ptr<PipelineStage>>& stages) {
+  const PipelineSchedule& schedule = plan.training;
+  const Group all = plan.mesh.all();
+  std::string text;
+  std::exception_ptr own;
+  try {
+    agree::all(all, "pipeline", [&] {
+      try {
+        check(schedule);
+        text = agreed_text(plan, schedule);
+        if (const int ranks = plan.group().size(); schedule.ranks() != ranks)
+          throw InvalidArgument(concat("the schedule is for ", schedule.ranks(),
+                                       " ranks, and axis '", plan.axis, "' of the mesh has ", ranks,
+                                       ": make one for as many ranks"));
+      } catch (const Error& e) {  // its faults stay with this rank
+        own = std::current_exception();
+        throw InvalidArgument(e.what());
+      }
+    });
+  } catch (const InvalidArgument&) {
+    if (own) std::rethrow_exception(own);
+    throw;
+  }
+  agree::same(all, "the pipeline's schedule and options", text);
+  agree::all(all, "pipeline", [&] {
+    const std::string problem = own_problem(plan, stages);
+    if (!problem.empty()) throw InvalidArgument(problem);
+  });
+}
+
+// Of a schedule that has messages, which is taken as it is.
+void require_gathers(const detail::PipelinePlan& plan) {
+  std::string refused;
+  if (plan.options.gathered_at_once != 0)
+    refused = "gathered_at_once is for schedules of compute alone, and this one has messages";
+  for (int s = 0; s < plan.count(); ++s) {
+    const auto& row = plan.training.actions[plan.training.placement[s]];
+    const PipelineAction gather{ActionKind::gather, s, -1};
+    if (plan.sharded[s] && std::find(row.begin(), row.end(), gather) == row.end())
+      refused = concat("stage ", s, " is fully sharded, and the schedule never gathers it");
+  }
+  if (!refused.empty()) throw InvalidArgument("pipeline: " + refused);
+}
+
 }  // namespace
 
 Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule schedule,
@@ -154,32 +200,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   plan.loss = std::move(loss);
   plan.options = std::move(options);
   plan.training = schedule;
-  // What this rank alone may find wrong is told to all before any of them goes on.
-  std::string text;
-  std::exception_ptr own;
-  try {
-    agree::all(mesh.all(), "pipeline", [&] {
-      try {
-        check(schedule);
-        text = agreed_text(plan, schedule);
-        if (schedule.ranks() != group.size())
-          throw InvalidArgument(concat("the schedule is for ", schedule.ranks(),
-                                       " ranks, and axis '", plan.axis, "' of the mesh has ",
-                                       group.size(), ": make one for as many ranks"));
-      } catch (const Error& e) {  // its faults stay with this rank
-        own = std::current_exception();
-        throw InvalidArgument(e.what());
-      }
-    });
-  } catch (const InvalidArgument&) {
-    if (own) std::rethrow_exception(own);
-    throw;
-  }
-  agree::same(mesh.all(), "the pipeline's schedule and options", text);
-  agree::all(mesh.all(), "pipeline", [&] {
-    const std::string problem = own_problem(plan, stages);
-    if (!problem.empty()) throw InvalidArgument(problem);
-  });
+  agree_on_schedule(plan, stages);
 
   const std::vector<int> mine = schedule.stages_of(plan.rank);
   std::vector<bool> recompute(plan.count()), sharded(plan.count());
@@ -203,16 +224,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
 
   plan.sharded = sharded;
   const bool lowered = has_any(schedule, [](ActionKind kind) { return !is_compute(kind); });
-  std::string refused;
-  if (lowered && plan.options.gathered_at_once != 0)
-    refused = "gathered_at_once is for schedules of compute alone, and this one has messages";
-  for (int s = 0; lowered && s < plan.count(); ++s) {
-    const auto& row = schedule.actions[schedule.placement[s]];
-    const PipelineAction gather{ActionKind::gather, s, -1};
-    if (sharded[s] && std::find(row.begin(), row.end(), gather) == row.end())
-      refused = concat("stage ", s, " is fully sharded, and the schedule never gathers it");
-  }
-  if (!refused.empty()) throw InvalidArgument("pipeline: " + refused);
+  if (lowered) require_gathers(plan);
   PipelineSchedule forwards = schedule;
   for (auto& row : forwards.actions)
     std::erase_if(row, [](const PipelineAction& a) { return !is_compute(a.kind); });

@@ -53,6 +53,11 @@ struct RunSettings {
   /// `trainer` with strategy, callbacks and loggers. `resolved`: written beside the checkpoints.
   TrainerOptions make(const DistributedManager& manager, const std::string& resolved = {},
                       const StrategyRegistry& registry = StrategyRegistry::builtin()) const;
+
+ private:
+  /// Adds the keys of checkpoints and of what stops a run early.
+  template <class S>
+  void add_saves_to(S& settings);
 };
 
 template <class S>
@@ -96,10 +101,25 @@ void RunSettings::add_to(S& settings) {
       std::vector<std::pair<std::string, NonFinite>>{
           {"error", NonFinite::error}, {"skip", NonFinite::skip}, {"step", NonFinite::step}},
       "What a step with infinite or NaN gradients does.");
-  settings.add("checkpoint.folder", t.checkpoint.folder, "Empty: nothing is saved.");
-  settings.add("checkpoint.resume", t.checkpoint.resume, "Goes on from the latest one.");
-  settings.add("checkpoint.from", t.checkpoint.from, "Goes on from this one.");
-  settings.add("checkpoint.background", t.checkpoint.background, "Saves beside training.");
+  add_saves_to(settings);
+  settings.add("log.folder", log_folder, "Empty: nothing is logged.");
+  settings.add("log.every_steps", t.log_every_steps, "Steps between two entries.");
+  settings.add("log.csv", log_csv, "`metrics.csv`.");
+  settings.add("log.json", log_json, "`metrics.jsonl`.");
+  settings.add("log.tensorboard", log_tensorboard, "A folder `tensorboard`.");
+  settings.add("progress.show", t.progress.show, "A bar, or a line a minute.");
+  settings.add("progress.unit", t.progress.unit, "What weights count: `tokens`.");
+  settings.add("progress.log", t.progress.log, "Pace, memory and waiting go to the log.");
+  settings.add("progress.peak_flop", t.progress.peak_flop, "FLOP/s of a rank's device at most.");
+}
+
+template <class S>
+void RunSettings::add_saves_to(S& settings) {
+  TrainerCheckpoints& checkpoint = trainer.checkpoint;
+  settings.add("checkpoint.folder", checkpoint.folder, "Empty: nothing is saved.");
+  settings.add("checkpoint.resume", checkpoint.resume, "Goes on from the latest one.");
+  settings.add("checkpoint.from", checkpoint.from, "Goes on from this one.");
+  settings.add("checkpoint.background", checkpoint.background, "Saves beside training.");
   settings.add("checkpoint.every_steps", saves.every_steps, "0: not.");
   settings.add("checkpoint.every_epochs", saves.every_epochs, "0: not.");
   settings.add("checkpoint.every", saves.every, "A time; 0: not.");
@@ -115,15 +135,6 @@ void RunSettings::add_to(S& settings) {
   settings.add("early_stopping.patience", stopping.patience, "Validations without improvement.");
   settings.add("early_stopping.least", stopping.least, "Less is no improvement.");
   settings.add_choice("early_stopping.better", stopping.better, better, "What is better.");
-  settings.add("log.folder", log_folder, "Empty: nothing is logged.");
-  settings.add("log.every_steps", t.log_every_steps, "Steps between two entries.");
-  settings.add("log.csv", log_csv, "`metrics.csv`.");
-  settings.add("log.json", log_json, "`metrics.jsonl`.");
-  settings.add("log.tensorboard", log_tensorboard, "A folder `tensorboard`.");
-  settings.add("progress.show", t.progress.show, "A bar, or a line a minute.");
-  settings.add("progress.unit", t.progress.unit, "What weights count: `tokens`.");
-  settings.add("progress.log", t.progress.log, "Pace, memory and waiting go to the log.");
-  settings.add("progress.peak_flop", t.progress.peak_flop, "FLOP/s of a rank's device at most.");
 }
 
 }  // namespace tessera

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -103,6 +105,21 @@ variable_list execute(const edge_list& roots, const variable_list& gradients, bo
                                               captured);
 }
 
+// Nodes that lead to an entry and elsewhere, so that both halves compute with them, once each; none
+// if one of them computes all its gradients at once.
+std::optional<std::vector<Node*>> nodes_of_both(const Reaching& reaches, const edge_list& entries) {
+  std::vector<Node*> shared;
+  for (const auto& [node, in_first_half] : reaches.nodes()) {
+    const auto is_it = [&, here = node](const Edge& e) { return e.function.get() == here; };
+    if (!in_first_half || std::ranges::any_of(entries, is_it)) continue;
+    const auto leads_elsewhere = [&](const Edge& e) { return e.is_valid() && !reaches(e); };
+    if (!std::ranges::any_of(std::as_const(*node).next_edges(), leads_elsewhere)) continue;
+    if (!splits(*node)) return std::nullopt;
+    shared.push_back(node);
+  }
+  return shared;
+}
+
 }  // namespace
 
 std::vector<at::Tensor> StageGraph::enter(const std::vector<at::Tensor>& values,
@@ -150,20 +167,9 @@ std::vector<at::Tensor> StageGraph::backward(const std::vector<at::Tensor>& grad
 
 std::vector<at::Tensor> StageGraph::input_gradients(const std::vector<at::Tensor>& gradients) {
   const Reaching reaches(roots_, entries_);
-  // Nodes of both halves, once each.
-  std::vector<Node*> shared;
-  for (const auto& [node, in_first_half] : reaches.nodes()) {
-    if (!in_first_half) continue;
-    bool entry = false;
-    for (const Edge& e : entries_) entry = entry || e.function.get() == node;
-    if (entry) continue;
-    bool leads_elsewhere = false;
-    for (const Edge& edge : std::as_const(*node).next_edges())
-      leads_elsewhere = leads_elsewhere || (edge.is_valid() && !reaches(edge));
-    if (!leads_elsewhere) continue;
-    if (!splits(*node)) return backward(gradients);
-    shared.push_back(node);
-  }
+  const auto both_halves = nodes_of_both(reaches, entries_);
+  if (!both_halves) return backward(gradients);
+  const std::vector<Node*>& shared = *both_halves;
 
   edge_list roots, captured;
   variable_list given;

@@ -368,9 +368,8 @@ void StepRun::backward(int s, int k, bool split) {
 
   // Of the stage's own outputs: those for the next one, and the skips that begin here.
   std::vector<at::Tensor> given, passing;
-  if (s + 1 == plan_.count()) {
-    given = f.gradients;
-  } else {
+  if (s + 1 == plan_.count()) given = f.gradients;
+  if (s + 1 < plan_.count()) {
     const std::size_t own = f.outgoing_spec.size() - static_cast<std::size_t>(skips_after(s));
     f.gradients.resize(f.outgoing_spec.size());
     given.assign(f.gradients.begin(), f.gradients.begin() + static_cast<std::ptrdiff_t>(own));

@@ -77,27 +77,11 @@ std::optional<at::Scalar> of_bits(const std::string& text, at::ScalarType type) 
 }
 
 bool fits(std::int64_t value, at::ScalarType type) {
-  const auto within = [&](std::int64_t low, std::int64_t high) {
-    return low <= value && value <= high;
-  };
-  switch (type) {
-    case at::kChar:
-      return within(-128, 127);
-    case at::kByte:
-      return within(0, 255);
-    case at::kShort:
-      return within(-32768, 32767);
-    case at::kUInt16:
-      return within(0, 65535);
-    case at::kInt:
-      return within(std::numeric_limits<int>::min(), std::numeric_limits<int>::max());
-    case at::kUInt32:
-      return within(0, 4294967295);
-    case at::kUInt64:
-      return value >= 0;
-    default:
-      return true;
-  }
+  if (!at::isIntegralType(type, false) || type == at::kLong) return true;
+  if (type == at::kUInt64) return value >= 0;
+  const bool is_signed = at::isSignedType(type);
+  const auto bits = 8 * static_cast<int>(c10::elementSize(type)) - (is_signed ? 1 : 0);
+  return value >= (is_signed ? -(std::int64_t{1} << bits) : 0) && value < std::int64_t{1} << bits;
 }
 
 // A fill value; absent: there is none, or none that 63 bits hold.

@@ -95,6 +95,18 @@ void check_implicit_moves(const std::string& op, const std::vector<ImplicitMove>
 
 namespace {
 
+ReadyPlan make_plan_and_key(const OpInfo& info, at::ArrayRef<c10::IValue> arguments,
+                            const Scan& scan, bool numbers, Key& key) {
+  bool asked_for_numbers = false;
+  ReadyPlan plan = make_plan(info, arguments, scan, asked_for_numbers);
+  if (asked_for_numbers && !numbers) {
+    PlanCache::of_thread().of(info).numbers = true;  // plans found so far do not depend on them
+    key.clear();
+    make_key(info, arguments.data(), true, key);
+  }
+  return plan;
+}
+
 void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size();
   const WithoutHostLock released;
@@ -107,7 +119,7 @@ void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
     ~Depth() { --depth; }
   } in(cache.depth);
 
-  bool numbers = cache.of(info).numbers;
+  const bool numbers = cache.of(info).numbers;
   Key key;
   Scan scan = make_key(info, arguments, numbers, key);
   if (!scan.first)
@@ -133,14 +145,8 @@ void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
   }
   auto found = cache.of(info).plans.find(key);
   if (found == cache.of(info).plans.end()) {
-    bool asked_for_numbers = false;
     ReadyPlan plan =
-        make_plan(info, at::ArrayRef<c10::IValue>(arguments, n), scan, asked_for_numbers);
-    if (asked_for_numbers && !numbers) {
-      cache.of(info).numbers = true;  // plans found so far do not depend on them
-      key.clear();
-      make_key(info, arguments, true, key);
-    }
+        make_plan_and_key(info, at::ArrayRef<c10::IValue>(arguments, n), scan, numbers, key);
     if (plan.once) {
       ShardedCall(info, plan, stack, scan).run();
       return;

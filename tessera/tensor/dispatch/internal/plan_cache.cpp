@@ -74,44 +74,45 @@ void add_number_of(const at::Tensor& t, Key& key) {
   key.append(bits.begin(), bits.end());
 }
 
+void add_tensor(const OpInfo& info, const c10::IValue& v, bool numbers, Key& key, Scan& scan) {
+  if (!v.isTensor()) {
+    key.push_back(kNone);
+    return;
+  }
+  const auto& t = v.toTensor();
+  if (!t.defined()) {
+    key.push_back(kUndefined);
+    return;
+  }
+  const ShardMeta* meta = meta_of(t);
+  if (!meta) {
+    scan.plain |= !t.unsafeGetTensorImpl()->is_wrapped_number();
+    key.push_back(kWrapped);
+    key.push_back(static_cast<std::uint64_t>(t.scalar_type()));
+    if (numbers && t.unsafeGetTensorImpl()->is_wrapped_number()) add_number_of(t, key);
+    return;
+  }
+  key.push_back(reinterpret_cast<std::uintptr_t>(meta->layout.get()));
+  const SpecData& spec = *meta->layout->spec.data();
+  if (!scan.first) {
+    scan.first = meta;
+  } else if (scan.first->layout->spec.data()->context != spec.context) {
+    throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(),
+                               " and ", meta->spec(),
+                               ". Redistribute one of them onto the other's mesh."));
+  }
+  scan.replicated &= spec.replicated;
+}
+
 }  // namespace
 
 Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Key& key) {
   Scan scan;
-  const auto add_tensor = [&](const c10::IValue& v) {
-    if (!v.isTensor()) {
-      key.push_back(kNone);
-      return;
-    }
-    const auto& t = v.toTensor();
-    if (!t.defined()) {
-      key.push_back(kUndefined);
-      return;
-    }
-    const ShardMeta* meta = meta_of(t);
-    if (!meta) {
-      scan.plain |= !t.unsafeGetTensorImpl()->is_wrapped_number();
-      key.push_back(kWrapped);
-      key.push_back(static_cast<std::uint64_t>(t.scalar_type()));
-      if (numbers && t.unsafeGetTensorImpl()->is_wrapped_number()) add_number_of(t, key);
-      return;
-    }
-    key.push_back(reinterpret_cast<std::uintptr_t>(meta->layout.get()));
-    const SpecData& spec = *meta->layout->spec.data();
-    if (!scan.first) {
-      scan.first = meta;
-    } else if (scan.first->layout->spec.data()->context != spec.context) {
-      throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(),
-                                 " and ", meta->spec(),
-                                 ". Redistribute one of them onto the other's mesh."));
-    }
-    scan.replicated &= spec.replicated;
-  };
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
     const c10::IValue& v = arguments[i];
     switch (info.kinds[i]) {
       case OpInfo::Kind::tensor:
-        add_tensor(v);
+        add_tensor(info, v, numbers, key, scan);
         break;
       case OpInfo::Kind::tensor_list:
       case OpInfo::Kind::optional_tensor_list:
@@ -119,7 +120,7 @@ Scan make_key(const OpInfo& info, const c10::IValue* arguments, bool numbers, Ke
           const auto list = v.toListRef();
           key.push_back(kList);
           key.push_back(list.size());
-          for (const c10::IValue& element : list) add_tensor(element);
+          for (const c10::IValue& element : list) add_tensor(info, element, numbers, key, scan);
         } else {
           key.push_back(kNone);
         }

@@ -343,6 +343,29 @@ void reduce_ended(RedistributionPlan& plan, const MeshContext& context, const Ax
   }
 }
 
+// A shard, or a part of what is reduced, that becomes a summand stays where it is: `target` is
+// sharded further in the meantime. These axes leave `made`.
+void keep_as_summands(RedistributionPlan& plan, const MeshContext& context, const ShardSpec& to,
+                      const Axes& ended, const ShardedDims& now, ShardedDims& target, Axes& made) {
+  const auto& mesh = context.sizes;
+  std::vector<Axes> extra(target.dims.size());
+  // then ranks that would clear what they receive get a shard each instead
+  const bool moves = !contained(target, now);
+  std::erase_if(made, [&](int a) {
+    const int d = now.sharded_by(a)        ? now.dim_of(a)
+                  : moves || has(ended, a) ? target.longest()
+                                           : -1;
+    if (d < 0) return false;
+    extra[d].push_back(a);
+    plan.pad = true;
+    plan.identity = to.placements()[a].op;
+    if (plan.identity == ReduceOp::Kind::avg) plan.scale *= mesh[a];
+    return true;
+  });
+  for (std::size_t d = 0; d < extra.size(); ++d)
+    target.dims[d] = refine(mesh, target.dims[d], now.shape[d], extra[d], now.dims[d]);
+}
+
 }  // namespace
 
 RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSpec& to) {
@@ -373,28 +396,8 @@ RedistributionPlan make_redistribution_plan(const ShardSpec& from, const ShardSp
     ended.clear();
   }
 
-  // A shard, or a part of what is reduced, that becomes a summand stays where it is: `target` is
-  // sharded further in the meantime.
-  Axes whole = made;  // become partial by clearing all but the first rank
-  if (one_op(to)) {
-    std::vector<Axes> extra(target.dims.size());
-    // then ranks that would clear what they receive get a shard each instead
-    const bool moves = !contained(target, now);
-    for (const int a : made) {
-      const int d = now.sharded_by(a)        ? now.dim_of(a)
-                    : moves || has(ended, a) ? target.longest()
-                                             : -1;
-      if (d < 0) continue;
-      extra[d].push_back(a);
-      std::erase(whole, a);
-      plan.pad = true;
-      plan.identity = to.placements()[a].op;
-      if (plan.identity == ReduceOp::Kind::avg) plan.scale *= mesh[a];
-    }
-    for (std::size_t d = 0; d < extra.size(); ++d)
-      target.dims[d] = refine(mesh, target.dims[d], from.shape()[d], extra[d], now.dims[d]);
-  }
-  for (const int a : whole) {
+  if (one_op(to)) keep_as_summands(plan, context, to, ended, now, target, made);
+  for (const int a : made) {  // become partial by clearing all but the first rank
     const auto kind = to.placements()[a].op;
     // else: the same value everywhere
     if (me[a] == 0 || (kind != ReduceOp::Kind::sum && kind != ReduceOp::Kind::product)) continue;
