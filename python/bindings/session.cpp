@@ -3,11 +3,9 @@
 
 #include <torch/library.h>
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -17,6 +15,7 @@
 #include "library.h"
 #include "mesh.h"
 #include "modules.h"
+#include "precision.h"
 #include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/nn/distributed_data_parallel.h"
@@ -155,57 +154,6 @@ class PythonStrategy final : public ManagedStrategy {
   std::optional<detail::DataParallelEngine> reduced_;
 };
 
-/// Steps the optimizer of a number, or makes the micro-batches of one evaluation for it. It returns
-/// 0, or 1 after it has kept what was raised.
-using PythonStep = int (*)(std::int64_t number);
-
-PythonStep python_step(std::int64_t address) {
-  return reinterpret_cast<PythonStep>(address);  // NOLINT(performance-no-int-to-ptr)
-}
-
-/// The parameters of an optimizer of Python's.
-class PythonOptimizer final : public torch::optim::Optimizer {
- public:
-  PythonOptimizer(PythonStep step, std::int64_t number)
-      : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
-                  std::make_unique<torch::optim::OptimizerOptions>()),
-        step_(step),
-        number_(number) {}
-  at::Tensor step(LossClosure closure) override {
-    closure_ = std::move(closure);
-    const bool failed = step_(number_) != 0;
-    closure_ = nullptr;
-    if (evaluation_) std::rethrow_exception(std::exchange(evaluation_, nullptr));
-    if (failed) throw Error(concat("the step of optimizer ", number_, " has failed"));
-    return {};
-  }
-  /// The loss where the search is now, for the closure that Python's step() calls. What ends the
-  /// search is kept: it comes back from Python as something else.
-  at::Tensor evaluate() {
-    if (!closure_) throw InvalidArgument("an evaluation outside of step_again()");
-    try {
-      return closure_();
-    } catch (const std::exception&) {
-      evaluation_ = std::current_exception();
-      throw;
-    } catch (...) {
-      evaluation_ = std::current_exception();
-      throw Error("this step is left out");
-    }
-  }
-  /// Those that it has now: groups may be added at any time.
-  void take(const Tensors& parameters) {
-    param_groups_.clear();
-    param_groups_.emplace_back(parameters);
-  }
-
- private:
-  PythonStep step_;
-  std::int64_t number_;
-  LossClosure closure_;
-  std::exception_ptr evaluation_;
-};
-
 SessionOptions session_options(const std::string& precision,
                                const std::vector<std::tuple<std::string, double>>& numbers,
                                bool measure_norm, const std::string& non_finite, bool signals) {
@@ -261,16 +209,21 @@ struct PySession : torch::CustomClassHolder {
   PySession(const GroupPtr& ranks, const Names& names, const std::vector<ModuleTreePtr>& trees,
             const std::string& device, const std::string& gradients, std::int64_t sharing,
             const Tensors& by_hand, const std::vector<GroupPtr>& owners,
-            const std::string& precision,
+            const std::string& precision, std::int64_t function, std::int64_t hooks,
             const std::vector<std::tuple<std::string, double>>& numbers, bool measure_norm,
             const std::string& non_finite, bool signals) {
     std::vector<OwnedShard> shards;
     for (std::size_t i = 0; i < by_hand.size(); ++i)
       shards.push_back({by_hand[i], owners.at(i)->group});
-    const auto options = session_options(precision, numbers, measure_norm, non_finite, signals);
+    auto options = session_options(precision, numbers, measure_norm, non_finite, signals);
     strategy = std::make_shared<PythonStrategy>(
         ranks->group, c10::Device(device), by_program(gradients),
         static_cast<int>(std::clamp<std::int64_t>(sharing, 0, INT32_MAX)), std::move(shards));
+    if (function != 0)
+      options.precision = std::make_shared<PythonPrecision>(
+          precision,
+          reinterpret_cast<PythonFunction>(function),  // NOLINT(performance-no-int-to-ptr)
+          hooks, strategy);
     session = std::make_unique<Session>(strategy, named(names, trees), options);
   }
   Session& open() {
@@ -324,7 +277,7 @@ void register_session(Library& library) {
   library.class_<PySession>("Session")
       .def(torch::init<const GroupPtr&, const Names&, const std::vector<ModuleTreePtr>&,
                        const std::string&, const std::string&, std::int64_t, const Tensors&,
-                       const std::vector<GroupPtr>&, const std::string&,
+                       const std::vector<GroupPtr>&, const std::string&, std::int64_t, std::int64_t,
                        const std::vector<std::tuple<std::string, double>>&, bool,
                        const std::string&, bool>())
       .def("add", [](const SessionPtr& self, std::int64_t step) { return self->add(step); })
@@ -349,6 +302,11 @@ void register_session(Library& library) {
            [](const SessionPtr& self, std::int64_t number) {
              return self->optimizers.at(static_cast<std::size_t>(number))->evaluate();
            })
+      .def(
+          "clip",
+          [](const SessionPtr& self, const Tensors& parameters, double max_norm, double norm_type) {
+            return self->open().strategy().clip(parameters, {max_norm, norm_type});
+          })
       .def("request_save", [](const SessionPtr& self) { self->open().request_save(); })
       .def("request_stop",
            [](const SessionPtr& self) { self->open().request_stop(Stop::requested); })

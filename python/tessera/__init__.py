@@ -192,6 +192,9 @@ from tessera._placement import (
     Shard,
     stay,
 )
+from tessera._precision import (
+    PrecisionPlugin,
+)
 from tessera._sharded_training import (
     LayerSharding,
     OffloadOptions,
@@ -334,6 +337,7 @@ __all__ = [
     "PipelineError",
     "PipelineResult",
     "Placement",
+    "PrecisionPlugin",
     "ProcessGroupConfig",
     "Progress",
     "RandomState",

@@ -5,6 +5,7 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tessera._errors import InvalidArgument, NotAvailable
 from tessera._groups import Group, world
@@ -12,6 +13,7 @@ from tessera._library import classes
 from tessera._mesh import Mesh
 from tessera._modules import module_tree
 from tessera._parallel import DistributedDataParallel
+from tessera._precision import PrecisionPlugin, Served
 from tessera._state import from_bytes
 
 _STEP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
@@ -106,7 +108,7 @@ class Session:
     `optimizers`: one, or a list, `ShardedOptimizer` too; made after the modules were sharded. `max_norm`, `norm_type`, `by_hand`: as of
     `clip_gradients`; `measure_norm`: the norm is taken even if nothing is clipped. `clip_value`: each element, before the norm. `non_finite`: what a step
     does where that norm is not finite: "error" (`NonFiniteGradient`), "skip" or "step". `precision`: torch.bfloat16 or torch.float16, for autocast; with
-    float16 the loss is scaled, by `scaler`: any of `initial`, `growth`, `backoff`, `interval`, `smallest`. `signals`: SIGTERM and SIGUSR1 are noted while
+    float16 the loss is scaled, by `scaler`: any of `initial`, `growth`, `backoff`, `interval`, `smallest`; or a `PrecisionPlugin` of one's own. `signals`: SIGTERM and SIGUSR1 are noted while
     the session lives. `sharing`: how many ranks compute one plain loss together, as those along an axis of tensor parallelism do; a sharded loss says so itself.
 
     `group`: the ranks that train together, a `Group` or a `Mesh`; default all. Others have no part in it and are not waited for, so that two halves of a job train
@@ -134,16 +136,19 @@ class Session:
         by_hand=(),
         group=None,
     ):
-        if precision not in _PRECISIONS:
-            raise InvalidArgument(f"precision is torch.bfloat16, torch.float16 or None, not {precision!r}: convert the modules for another one")
+        own = isinstance(precision, PrecisionPlugin)
+        if not own and precision not in _PRECISIONS:
+            raise InvalidArgument(f"precision is torch.bfloat16, torch.float16, a PrecisionPlugin or None, not {precision!r:.60}: convert the modules for another one")
+        if scaler and precision is not torch.float16:
+            raise InvalidArgument("a scaler is of precision=torch.float16: no other one scales the loss by it, and a PrecisionPlugin has its own loss_scale()")
         given = {"net": modules} if isinstance(modules, torch.nn.Module) else dict(modules)
         self._modules = {name: m.module if isinstance(m, DistributedDataParallel) else m for name, m in given.items()}
         first = next((p for m in self._modules.values() for p in m.parameters()), torch.empty(0))
         numbers = {"max_norm": max_norm, "norm_type": norm_type, "clip_value": clip_value, **(scaler or {})}
-        self._steps = _Steps()
+        self._steps, self._own, self._device = _Steps(), None, first.device
         ranks = _group_of(group)
         self._ranks = ranks.ranks
-        self._handle = classes.Session(
+        arguments = (
             ranks._handle,
             list(self._modules),
             [module_tree(m, every_name=False) for m in self._modules.values()],
@@ -152,14 +157,26 @@ class Session:
             int(sharing),
             [p for p, _ in by_hand],
             [g._handle for _, g in by_hand],
-            _PRECISIONS[precision],
-            [(name, float(number)) for name, number in numbers.items()],
-            bool(measure_norm),
-            non_finite,
-            bool(signals),
         )
+        options = ([(name, float(number)) for name, number in numbers.items()], bool(measure_norm), non_finite, bool(signals))
+        if own:
+            self._own = Served(precision, self, self._modules)
+        chosen = (self._own.name, self._own.function, self._own.hooks) if own else (_PRECISIONS[precision], 0, 0)
+        try:
+            self._handle = self._call(classes.Session, *arguments, *chosen, *options)
+        except BaseException:
+            self._release()
+            raise
         for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
             self.add(optimizer)
+
+    def _call(self, function, *arguments):
+        """Of the library, which may ask a precision of the program's own."""
+        return self._own.call(function, *arguments) if self._own else function(*arguments)
+
+    def _release(self):
+        if self._own:
+            self._own.release()
 
     def add(self, optimizer):
         """One more optimizer. Not collective, but alike on all ranks.
@@ -198,9 +215,18 @@ class Session:
         self.backward(loss, weight, last)
         return loss.detach()
 
+    def convert(self, batch):
+        """A batch, of any nesting, with its tensors as the precision converts them (`PrecisionPlugin.convert_input`); without such a precision as it is.
+
+        >>> with ts.Session(net) as session:
+        ...     session.convert({"x": x})["x"] is x
+        True
+        """
+        return pytree.tree_map_only(torch.Tensor, self._own.convert, batch) if self._own else batch
+
     @contextlib.contextmanager
     def autocast(self):
-        """`with session.autocast():` for a forward outside of `micro_batch`; does nothing without a precision.
+        """`with session.autocast():` for a forward outside of `micro_batch`: what the precision puts around one; without a precision nothing.
 
         >>> session = ts.Session(net, precision=torch.bfloat16)
         >>> with session.autocast():
@@ -208,6 +234,10 @@ class Session:
         torch.bfloat16
         >>> session.close()
         """
+        if self._own:
+            with self._own.scope(self._device):
+                yield
+            return
         self._handle.enter()
         try:
             yield
@@ -224,7 +254,7 @@ class Session:
         5.0
         >>> session.close()
         """
-        self._handle.backward(loss, float(weight), bool(last))
+        self._call(self._handle.backward, loss, float(weight), bool(last))
 
     def step(self, *optimizers):
         """Brings the gradients to the mean, clips them, steps these optimizers (none named: all), clears all gradients; returns the `StepResult`. Collective.
@@ -246,7 +276,7 @@ class Session:
         if any(isinstance(one, torch.optim.LBFGS) for one in optimizers or known):
             raise NotAvailable("LBFGS calls the loss again: step it by step_again(evaluate, optimizer), and the others by step(optimizer)")
         self._ready("step()")
-        return StepResult(*self._steps.call(self._handle.step, which))
+        return StepResult(*self._steps.call(self._call, self._handle.step, which))
 
     def step_again(self, evaluate, optimizer=None):
         """One step of an optimizer that calls the loss again, as LBFGS does; `optimizer` may be left out where there is one. Collective.
@@ -277,7 +307,7 @@ class Session:
             return self._handle.evaluate(number)
 
         try:
-            done = StepResult(*self._steps.call(self._handle.step_again, self._steps.evaluate, number, closure=(closure,), micro_batches=evaluate))
+            done = StepResult(*self._steps.call(self._call, self._handle.step_again, self._steps.evaluate, number, closure=(closure,), micro_batches=evaluate))
         finally:
             if begun and (done is None or not done.stepped):
                 known[number].state.clear()
@@ -338,13 +368,13 @@ class Session:
 
     @property
     def loss_scale(self):
-        """The factor on losses in float16; else 1.
+        """The factor on losses in float16, or that of a precision of the program's own; else 1.
 
         >>> with ts.Session(net, precision=torch.float16, scaler={"initial": 1024}) as session:
         ...     session.loss_scale
         1024.0
         """
-        return self._handle.loss_scale()
+        return self._call(self._handle.loss_scale)
 
     def state(self):
         """The state for a `Checkpointer`, to be saved and loaded: modules, optimizers, and the session itself, by the names that C++'s Session gives them.
@@ -370,6 +400,7 @@ class Session:
         >>> session.close()
         """
         self._handle.close()
+        self._release()
 
     def __enter__(self):
         return self
@@ -389,6 +420,8 @@ class SessionPart:
     def save(self, out):
         out.kind(self.key, self.kind)
         self.thing._handle.add_counters(out.handle, f"{self.key}.")
+        if self.thing._own:
+            self.thing._own.save(out, f"{self.key}.")
 
     def plan(self, saved):
         prefix = f"{self.key}."
@@ -396,6 +429,7 @@ class SessionPart:
         if not self._there:
             saved.lacks(self.key)
         self._state, self._ranks = classes.CheckpointState(), saved.saved_ranks
+        self._restore = self.thing._own.plan(saved, prefix) if self.thing._own else lambda: None
         for put, values in ((self._state.set, saved.values), (self._state.set_of_rank, saved.values_of_rank)):
             for name, data in values.items():
                 if name.startswith(prefix):
@@ -404,4 +438,5 @@ class SessionPart:
     def commit(self):
         if self._there:
             self.thing._handle.restore_counters(self._state, self._ranks, f"{self.key}.")
+            self._restore()
         return self.thing

@@ -306,7 +306,10 @@ def test_errors_are_told_and_the_next_step_is_sound():
         with pytest.raises(ts.InvalidArgument, match="clip_value"):
             ts.Session(net, clip_value=0.0, signals=False)
         with pytest.raises(ts.InvalidArgument, match="'growths'"):
-            ts.Session(net, scaler={"growths": 2}, signals=False)
+            ts.Session(net, precision=torch.float16, scaler={"growths": 2}, signals=False)
+        for other in (None, torch.bfloat16):
+            with pytest.raises(ts.InvalidArgument, match="scaler is of precision=torch.float16"):
+                ts.Session(net, precision=other, scaler={"growth": 2}, signals=False)
         with pytest.raises(ts.InvalidArgument, match="convert"):
             ts.Session(net, precision=torch.float32)
         session.close()

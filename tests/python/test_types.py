@@ -21,6 +21,7 @@ ts.Checkpointer("runs", keep=2)  # call-arg
 ts.Schedule("1f1b", 4, "8")  # arg-type
 ts.Loader(ts.TensorDataset(torch.ones(2)), 4, mesh, ["data"])  # arg-type
 ts.world().all_reduce(torch.ones(2), start=True).sum()  # attr-defined
+ts.Session(torch.nn.Linear(2, 2), precision="bfloat16")  # arg-type
 loss: int = ts.run_threads(2, lambda rank: 0.5)[0]  # assignment
 """
 
