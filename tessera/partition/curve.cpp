@@ -9,6 +9,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/partition/detail/points.h"
+#include "tessera/partition/internal/division.h"
 
 namespace tessera {
 namespace {
@@ -45,9 +46,31 @@ std::uint64_t position_of(Axes x, int dims, int bits) {
 
 }  // namespace
 
-std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int dims) {
+std::vector<std::uint64_t> detail::curve_positions(std::span<const double> coordinates, int dims,
+                                                   std::span<const double> low, double extent) {
+  const auto n = static_cast<std::size_t>(dims);
+  const int bits = 62 / dims;
+  const double most = std::ldexp(1.0, bits) - 1;
+  std::vector<std::uint64_t> position;
+  position.reserve(coordinates.size() / n);
+  for (std::size_t i = 0; i < coordinates.size(); i += n) {
+    Axes x{};
+    for (std::size_t d = 0; d < n; ++d) {
+      const double along = extent > 0 ? (coordinates[i + d] - low[d]) / extent : 0;
+      x[d] = static_cast<std::uint64_t>(std::clamp(std::floor(along * most), 0.0, most));
+    }
+    position.push_back(position_of(x, dims, bits));
+  }
+  return position;
+}
+
+void detail::require_curve(int dims) {
   if (dims < 1 || dims > kMostCurveDims)
     throw InvalidArgument(concat("a curve through ", dims, " dims; give 1 to ", kMostCurveDims));
+}
+
+std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int dims) {
+  detail::require_curve(dims);
   const auto n = static_cast<std::size_t>(dims);
   detail::checked_points(coordinates, dims, 1, {});
   std::array<double, kMostCurveDims> low{};
@@ -61,17 +84,7 @@ std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int d
     }
     extent = std::max(extent, high - low[d]);
   }
-  const int bits = 62 / dims;
-  const double most = std::ldexp(1.0, bits) - 1;
-  std::vector<std::uint64_t> position;
-  for (std::size_t i = 0; i < coordinates.size(); i += n) {
-    Axes x{};
-    for (std::size_t d = 0; d < n; ++d) {
-      const double along = extent > 0 ? (coordinates[i + d] - low[d]) / extent : 0;
-      x[d] = static_cast<std::uint64_t>(std::clamp(std::floor(along * most), 0.0, most));
-    }
-    position.push_back(position_of(x, dims, bits));
-  }
+  const auto position = detail::curve_positions(coordinates, dims, low, extent);
   std::vector<std::int64_t> order(position.size());
   std::iota(order.begin(), order.end(), std::int64_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
@@ -82,23 +95,10 @@ std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int d
 
 std::vector<int> partition_along_curve(std::span<const double> coordinates, int dims, int parts,
                                        std::span<const double> weights) {
+  detail::require_curve(dims);
   detail::checked_points(coordinates, dims, parts, weights);
-  const std::vector<std::int64_t> order = curve_order(coordinates, dims);
-  const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
-  std::vector<int> part(order.size());
-  const auto n = static_cast<std::int64_t>(order.size());
-  double before = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
-    const auto point = static_cast<std::size_t>(order[static_cast<std::size_t>(i)]);
-    if (weights.empty()) {
-      part[point] = static_cast<int>(i * parts / n);
-      continue;
-    }
-    const double middle = (before + weights[point] / 2) / all * parts;
-    part[point] = std::clamp(static_cast<int>(middle), 0, parts - 1);
-    before += weights[point];
-  }
-  return part;
+  const detail::PointsHere all{coordinates, dims, weights, !weights.empty()};
+  return detail::along_curve(all, detail::whole_costs(all, {}), parts, {});
 }
 
 }  // namespace tessera

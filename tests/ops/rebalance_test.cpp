@@ -4,9 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
+#include <set>
 
 #include "cut_rows.h"
+#include "tessera/comm/group/trace.h"
+#include "tessera/partition/curve.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::test {
@@ -18,6 +22,26 @@ at::Tensor values_of(const Ids& ids, at::ScalarType type, const Shape& row) {
   Shape per_row(row.size() + 1, 1), all = with_rows(static_cast<std::int64_t>(ids.size()), row);
   per_row[0] = all[0];
   return values.view(per_row).expand(all).contiguous();
+}
+
+// True if one process, which has all rows in the order of their numbers, puts just these into one
+// part.
+bool is_a_part(const Ids& ids, const Cut& cut, const at::Tensor& places, const at::Tensor& costs,
+               RebalanceOptions::By by) {
+  Ids order;
+  for (const Ids& owned : cut.owned) order.insert(order.end(), owned.begin(), owned.end());
+  const auto spanned = [](const at::Tensor& t) {
+    return std::span(t.const_data_ptr<double>(), static_cast<std::size_t>(t.numel()));
+  };
+  const at::Tensor by_number = index_of(order), at = places.index_select(0, by_number),
+                   cost = costs.index_select(0, by_number);
+  const int ranks = static_cast<int>(cut.owned.size());
+  const auto part = by == RebalanceOptions::By::curve
+                        ? partition_along_curve(spanned(at), 2, ranks, spanned(cost))
+                        : bisect_points(spanned(at), 2, ranks, spanned(cost));
+  std::vector<std::set<std::int64_t>> parts(cut.owned.size());
+  for (std::size_t i = 0; i < part.size(); ++i) parts[part[i]].insert(cut.id[order[i]]);
+  return std::ranges::count(parts, std::set<std::int64_t>(ids.begin(), ids.end())) > 0;
 }
 
 class Rebalance : public ::testing::TestWithParam<int> {};
@@ -35,8 +59,12 @@ TEST_P(Rebalance, KeepsIdsAndValuesAndIsNoWorse) {
       if (count == 0) continue;
       const Ids own = cut.ids(cut.owned[me]);
       seed(n);
-      const at::Tensor places = rand({count, 2}, at::kDouble),
-                       costs = rand({count}, at::kDouble) + 0.01;
+      // Many at one place, and some that cost nothing, in some cases.
+      const at::Tensor drawn = rand({count, 2}, at::kDouble),
+                       places = draw.chance(30) ? drawn.mul(2).floor() : drawn,
+                       costs = (rand({count}, at::kDouble) - (draw.chance(30) ? 0.3 : -0.01))
+                                   .clamp_min(0)
+                                   .index_fill(0, at::zeros({1}, at::kLong), 0.5);
       const at::Tensor mine = index_of(cut.owned[me]);
       const OwnedRows rows(mesh, own);
       const Shape row = draw_row(draw);
@@ -70,6 +98,7 @@ TEST_P(Rebalance, KeepsIdsAndValuesAndIsNoWorse) {
         EXPECT_NEAR((most * ranks / sum).item<double>(), to.imbalance_after, 1e-9);
         const double heaviest = costs.max().item<double>() * ranks / sum.item<double>();
         EXPECT_LE(to.imbalance_after, 1 + 3 * heaviest) << to.summary();
+        EXPECT_TRUE(to.rows_moved == 0 || is_a_part(to.rows.ids(), cut, places, costs, options.by));
       }
       for (const auto type : {at::kDouble, at::kLong, at::kBool, at::kBFloat16}) {
         const at::Tensor moved = type == at::kDouble ? to.moved.at(0) : to.move(of(type));
@@ -112,6 +141,58 @@ TEST(Rebalanced, IsTheSameBesideOtherAxes) {
     const std::string text = thrown<InvalidArgument>(
         [&] { rebalance(rows, line, manager.rank() == 3 ? -costs : costs); });
     EXPECT_NE(text.find("a row that costs"), std::string::npos) << text;
+  });
+}
+
+// What a rank sends and receives does not grow with the ranks, where each has as many rows.
+TEST(Rebalanced, MovesNoMoreOnMoreRanks) {
+  std::map<int, std::int64_t> bytes_on;
+  for (const int ranks : {2, 6}) {
+    on_threads(ranks, [&](DistributedManager& manager) {
+      const auto mesh = manager.mesh({{"domain", ranks}});
+      const std::int64_t own = 20000, first = manager.rank() * own;
+      const at::Tensor ids = at::arange(first, first + own);
+      const OwnedRows rows(mesh, std::span(ids.const_data_ptr<std::int64_t>(), own));
+      const at::Tensor costs = at::ones({own}, at::kDouble);
+      if (manager.rank() == 0) costs[0] = 40;  // so that some move
+      CommTraceScope trace(mesh.all());
+      const Rebalanced to =
+          rebalance(rows, ids.to(at::kDouble).unsqueeze(1), costs, {}, {.tolerance = 1});
+      EXPECT_GT(to.rows_moved, 0);
+      std::int64_t bytes = 0;
+      for (const CommSummary& call : trace->summary()) bytes += call.bytes;
+      if (manager.rank() == 1) bytes_on[ranks] = bytes;
+    });
+  }
+  if (process()) return;  // of threads alone
+  EXPECT_LT(bytes_on[6], bytes_on[2] * 9 / 5) << bytes_on[2];
+}
+
+TEST(Rebalanced, IsRefusedOnEveryRankForWhatOneMeasuresWrongly) {
+  on_ranks(3, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", 3}});
+    const int me = manager.rank();
+    // The last has no rows.
+    const Ids own = me == 2 ? Ids{} : Ids{2 * me, 2 * me + 1};
+    const OwnedRows rows(mesh, own);
+    const auto count = static_cast<std::int64_t>(own.size());
+    const at::Tensor places = at::ones({count, 2}), costs = at::ones({count});
+    const double nan = std::nan("");
+    const auto refused = [&](const std::string& part, const at::Tensor& at,
+                             const at::Tensor& cost) {
+      const std::string text = thrown<InvalidArgument>([&] { rebalance(rows, at, cost); });
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+    };
+    refused("rank 1: a row that costs nan", places, me == 1 ? costs * nan : costs);
+    refused("rank 0: a row that costs -1", places, me == 0 ? -costs : costs);
+    refused("rank 2: a row that costs -3", places, at::scalar_tensor(me == 2 ? -3.0 : 1.0));
+    refused("rank 1: a row that costs inf", places, me == 1 ? costs / 0 : costs);
+    refused("rank 1: a place at nan", me == 1 ? places * nan : places, costs);
+    refused("rank 1: places of shape [2, 2]", me == 1 ? places.to(at::kLong) : places, costs);
+    refused("a curve through 9 dims", at::ones({count, 9}), costs);
+    // All at one place, and all cost on one rank: the rows' numbers divide them.
+    const Rebalanced to = rebalance(rows, places, costs);
+    EXPECT_EQ(to.imbalance_after, 1.5) << to.summary();
   });
 }
 
@@ -178,7 +259,7 @@ TEST(Rebalanced, GoesOnWithItsOptimizer) {
     refused("costs of shape [2]", [&] { rebalance(rows, line, me == 2 ? at::ones({2}) : ones); });
     refused("a row that costs -1", [&] { rebalance(rows, line, -ones); });
     refused("no row costs anything", [&] { rebalance(rows, line, 0 * ones); });
-    refused("places of 1 dims on rank 0, of 2 on rank 2",
+    refused("places of 1 dims",
             [&] { rebalance(rows, me == 2 ? line.expand({-1, 2}) : line, ones); });
     refused("give at least 1", [&] { rebalance(rows, line, ones, {}, {.tolerance = 0.5}); });
     refused("not sharded along dim 0", [&] { to.move(y); });

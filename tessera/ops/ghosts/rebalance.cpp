@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numeric>
 #include <tuple>
 
@@ -13,21 +14,14 @@
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
-#include "tessera/partition/curve.h"
-#include "tessera/partition/partition.h"
+#include "tessera/ops/ghosts/detail/ghost_state.h"
+#include "tessera/partition/internal/division.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
 namespace {
 
 constexpr auto kRebalance = "rebalance";
-
-// Of all ranks' rows, by number.
-struct MeasuredRows {
-  std::vector<double> places, costs;
-  std::int64_t dims = 1;
-  std::vector<int> owner;
-};
 
 std::vector<double> numbers_of(const at::Tensor& given) {
   const at::Tensor local = (is_sharded(given) ? to_local(given) : given).detach();
@@ -36,7 +30,7 @@ std::vector<double> numbers_of(const at::Tensor& given) {
   return {first, first + host.numel()};
 }
 
-// Dims, places and costs of this rank's rows.
+// Places and then costs of this rank's rows.
 std::vector<double> measured_here(const OwnedRows& rows, const at::Tensor& places,
                                   const at::Tensor& costs) {
   const auto own = static_cast<std::int64_t>(rows.ids().size());
@@ -52,90 +46,144 @@ std::vector<double> measured_here(const OwnedRows& rows, const at::Tensor& place
         concat("costs of ",
                costs.defined() ? concat("shape ", local(costs).sizes()) : std::string("nothing"),
                "; give one for each of the ", own, " rows of this rank, or one number of all"));
-  std::vector<double> all{static_cast<double>(places.size(1))}, cost = numbers_of(costs);
-  if (costs.dim() == 0)
-    cost.assign(static_cast<std::size_t>(own), own == 0 ? 0 : cost[0] / static_cast<double>(own));
-  const auto place = numbers_of(places);
-  for (const double x : place)
+  std::vector<double> all = numbers_of(places), cost = numbers_of(costs);
+  for (const double x : all)
     if (!std::isfinite(x)) throw InvalidArgument(concat("a place at ", x));
   for (const double c : cost)
     if (!std::isfinite(c) || c < 0) throw InvalidArgument(concat("a row that costs ", c));
-  all.insert(all.end(), place.begin(), place.end());
+  if (costs.dim() == 0)
+    cost.assign(static_cast<std::size_t>(own), own == 0 ? 0 : cost[0] / static_cast<double>(own));
   all.insert(all.end(), cost.begin(), cost.end());
   return all;
 }
 
-MeasuredRows measured(const OwnedRows& rows, const std::vector<std::vector<double>>& of_ranks) {
-  MeasuredRows all;
-  all.dims = static_cast<std::int64_t>(of_ranks.front()[0]);
-  for (std::size_t r = 0; r < of_ranks.size(); ++r) {
-    const auto own = static_cast<std::ptrdiff_t>(rows.sizes()[r]);
-    const auto& of = of_ranks[r];
-    if (of[0] != of_ranks.front()[0])
-      throw InvalidArgument(concat("places of ", all.dims, " dims on rank ",
-                                   rows.group().ranks()[0], ", of ", of[0], " on rank ",
-                                   rows.group().ranks()[r]));
-    all.places.insert(all.places.end(), of.begin() + 1, of.end() - own);
-    all.costs.insert(all.costs.end(), of.end() - own, of.end());
-    all.owner.insert(all.owner.end(), static_cast<std::size_t>(own), static_cast<int>(r));
-  }
-  if (std::ranges::all_of(all.costs, [](double c) { return c == 0; }))
-    throw InvalidArgument("no row costs anything; measure costs first");
-  return all;
+// The axes of the mesh on which the rows are sharded, or the others.
+std::vector<int> axes_of_rows(const OwnedRows& rows, bool sharded = true) {
+  std::vector<int> axes;
+  const auto placements = rows.placements();
+  for (std::size_t a = 0; a < placements.size(); ++a)
+    if (placements[a].is_shard() == sharded) axes.push_back(static_cast<int>(a));
+  return axes;
 }
+
+// The parts that have most of each rank's rows take part in who becomes which rank: so many.
+constexpr std::size_t kMostShared = 8;
 
 // Parts become ranks: those that own most of them already, the largest share first.
-std::vector<int> with_ranks_kept(std::vector<int> part, const std::vector<int>& owner, int ranks) {
-  const auto n = static_cast<std::size_t>(ranks);
-  std::vector<std::int64_t> shared(n * n, 0);
-  for (std::size_t i = 0; i < part.size(); ++i)
-    ++shared[static_cast<std::size_t>(part[i]) * n + static_cast<std::size_t>(owner[i])];
-  std::vector<std::size_t> pairs(n * n);
-  std::iota(pairs.begin(), pairs.end(), std::size_t{0});
-  std::stable_sort(pairs.begin(), pairs.end(),
-                   [&](std::size_t a, std::size_t b) { return shared[a] > shared[b]; });
-  std::vector<int> rank_of(n, -1);
-  std::vector<bool> taken(n, false);
-  for (const std::size_t pair : pairs) {
-    if (rank_of[pair / n] >= 0 || taken[pair % n]) continue;
-    rank_of[pair / n] = static_cast<int>(pair % n);
-    taken[pair % n] = true;
+std::vector<int> ranks_of_parts(const Group& group, const std::vector<int>& part) {
+  std::map<int, std::int64_t> rows_of;
+  for (const int p : part) ++rows_of[p];
+  std::vector<std::tuple<std::int64_t, int, int>> shares;  // rows, from the most; part; rank
+  for (const auto& [p, rows] : rows_of) shares.emplace_back(-rows, p, group.rank());
+  std::ranges::sort(shares);
+  const auto said = agree::all<std::vector<std::int64_t>>(group, kRebalance, [&] {
+    std::vector<std::int64_t> mine;
+    for (std::size_t i = 0; i < std::min(shares.size(), kMostShared); ++i)
+      mine.insert(mine.end(), {std::get<0>(shares[i]), std::get<1>(shares[i])});
+    return mine;
+  });
+  shares.clear();
+  for (std::size_t r = 0; r < said.size(); ++r)
+    for (std::size_t i = 0; i < said[r].size(); i += 2)
+      shares.emplace_back(said[r][i], static_cast<int>(said[r][i + 1]), static_cast<int>(r));
+  std::ranges::sort(shares);
+  std::vector<int> rank_of(said.size(), -1);
+  std::vector<bool> taken(said.size(), false);
+  const auto give = [&](std::size_t p, std::size_t r) {
+    rank_of[p] = static_cast<int>(r);
+    taken[r] = true;
+  };
+  for (const auto& [rows, p, r] : shares)
+    if (rank_of[static_cast<std::size_t>(p)] < 0 && !taken[static_cast<std::size_t>(r)])
+      give(static_cast<std::size_t>(p), static_cast<std::size_t>(r));
+  std::size_t free = 0;
+  for (std::size_t p = 0; p < rank_of.size(); ++p) {
+    if (rank_of[p] >= 0) continue;
+    while (taken[free]) ++free;
+    give(p, free);
   }
-  for (int& p : part) p = rank_of[static_cast<std::size_t>(p)];
-  return part;
+  return rank_of;
 }
 
-double imbalance_of(const std::vector<int>& owner, const std::vector<double>& costs, int ranks) {
-  std::vector<double> of_rank(static_cast<std::size_t>(ranks), 0);
-  for (std::size_t i = 0; i < owner.size(); ++i)
-    of_rank[static_cast<std::size_t>(owner[i])] += costs[i];
-  return *std::ranges::max_element(of_rank) * ranks /
-         std::accumulate(of_rank.begin(), of_rank.end(), 0.0);
+detail::SharedSums over_ranks_of(const Group& group) {
+  const auto by = [&group](ReduceOp op) {
+    return [&group, op](std::span<std::int64_t> numbers) {
+      group.all_reduce(
+          at::from_blob(numbers.data(), {static_cast<std::int64_t>(numbers.size())}, at::kLong), op,
+          {.name = kRebalance});
+    };
+  };
+  return {by(ReduceOp::sum), by(ReduceOp::max)};
 }
 
-std::vector<int> new_owners(const MeasuredRows& rows, int ranks, const RebalanceOptions& options) {
-  const auto dims = static_cast<int>(rows.dims);
-  std::vector<int> owner =
-      with_ranks_kept(options.by == RebalanceOptions::By::curve
-                          ? partition_along_curve(rows.places, dims, ranks, rows.costs)
-                          : bisect_points(rows.places, dims, ranks, rows.costs),
-                      rows.owner, ranks);
-  const double before = imbalance_of(rows.owner, rows.costs, ranks);
-  const bool better = imbalance_of(owner, rows.costs, ranks) < before;
-  return before > options.tolerance && better ? owner : rows.owner;
+// Who owns each of this rank's rows from now on, and what that costs.
+struct NewOwners {
+  std::vector<int> of;
+  double before = 1, after = 1;
+};
+
+NewOwners new_owners(const OwnedRows& rows, int dims, std::span<const double> measured,
+                     const RebalanceOptions& options) {
+  const Group group = rows.group();
+  const auto over = over_ranks_of(group);
+  const auto own = rows.ids().size(), coordinates = own * static_cast<std::size_t>(dims);
+  const detail::PointsHere points{measured.first(coordinates), dims, measured.subspan(coordinates),
+                                  true, rows.begin()};
+  const auto costs = detail::whole_costs(points, over);
+  NewOwners made{std::vector<int>(own, group.rank())};
+  const auto imbalance_of = [&](const std::vector<int>& owner) {
+    std::vector<std::int64_t> of_rank(static_cast<std::size_t>(group.size()), 0);
+    for (std::size_t i = 0; i < own; ++i) of_rank[static_cast<std::size_t>(owner[i])] += costs[i];
+    over.sum(of_rank);
+    const auto all = std::accumulate(of_rank.begin(), of_rank.end(), std::int64_t{0});
+    if (all == 0) throw InvalidArgument("no row costs anything; measure costs first");
+    return static_cast<double>(std::ranges::max(of_rank)) * group.size() / static_cast<double>(all);
+  };
+  made.before = made.after = imbalance_of(made.of);
+  if (made.before <= options.tolerance) return made;
+  auto owner = options.by == RebalanceOptions::By::curve
+                   ? detail::along_curve(points, costs, group.size(), over)
+                   : detail::bisected(points, costs, group.size(), over);
+  const auto rank_of = ranks_of_parts(group, owner);
+  for (int& p : owner) p = rank_of[static_cast<std::size_t>(p)];
+  if (const double after = imbalance_of(owner); after < made.before) {
+    made.after = after;
+    made.of = std::move(owner);
+  }
+  return made;
+}
+
+// The numbers of the rows that this rank owns from now on, in ascending order.
+std::vector<std::int64_t> arrived(const OwnedRows& rows, const std::vector<int>& owner) {
+  const Group group = rows.group();
+  detail::IdsByRank leave{std::vector<std::int64_t>(static_cast<std::size_t>(group.size()), 0), {}};
+  for (std::size_t i = 0; i < owner.size(); ++i) {
+    ++leave.counts[static_cast<std::size_t>(owner[i])];
+    leave.values.push_back(rows.begin() + static_cast<std::int64_t>(i));
+  }
+  std::ranges::stable_sort(leave.values, {}, [&](std::int64_t number) {
+    return owner[static_cast<std::size_t>(number - rows.begin())];
+  });
+  return detail::carried_by(group, leave).values;
 }
 
 std::span<const std::int64_t> span_over(const at::Tensor& numbers) {
   return {numbers.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(numbers.numel())};
 }
 
-// The axes of the mesh on which the rows are sharded.
-std::vector<int> axes_of_rows(const OwnedRows& rows) {
-  std::vector<int> axes;
-  const auto placements = rows.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a)
-    if (placements[a].is_shard()) axes.push_back(static_cast<int>(a));
-  return axes;
+// What both partitions cost on the edges, of which every rank then has all.
+void tell_quality(Rebalanced& made, const Group& group, const std::vector<int>& owner,
+                  const at::Tensor& given) {
+  const at::Tensor edges = full_tensor(given).to(at::kCPU, at::kLong).contiguous();
+  const at::Tensor source = edges.select(0, 0), target = edges.select(0, 1);
+  const auto quality = [&](const std::vector<int>& of) {
+    std::vector<int> all;
+    for (const auto& part : agree::all<std::vector<int>>(group, kRebalance, [&] { return of; }))
+      all.insert(all.end(), part.begin(), part.end());
+    return quality_of(all, group.size(), span_over(source), span_over(target));
+  };
+  made.quality_before = quality(std::vector<int>(owner.size(), group.rank()));
+  made.quality_after = quality(owner);
 }
 
 }  // namespace
@@ -155,30 +203,28 @@ at::Tensor Rebalanced::move(const at::Tensor& t) const {
 
 Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::Tensor& costs,
                      const std::vector<at::Tensor>& tensors, const RebalanceOptions& options) {
-  const Group group = rows.group(), everyone = rows.mesh().all();
-  const int ranks = group.size();
+  const Group group = rows.group();
   std::vector<double> here;
-  agree::all_same(everyone, kRebalance, [&] {
+  agree::all_same(rows.mesh().all(), kRebalance, [&] {
     if (!(options.tolerance >= 1))
       throw InvalidArgument(concat("a tolerance of ", options.tolerance, "; give at least 1"));
     if (options.edges.defined() && (options.edges.dim() != 2 || options.edges.size(0) != 2))
       throw InvalidArgument(concat("edges of shape ", options.edges.sizes(), "; give 2 x edges"));
     here = measured_here(rows, places, costs);
-    return concat(tensors.size(), " tensors, ", options.edges.defined() ? "with" : "without",
-                  " edges, by ", static_cast<int>(options.by), " to ", options.tolerance);
+    if (options.by == RebalanceOptions::By::curve)
+      detail::require_curve(static_cast<int>(places.size(1)));
+    return concat("places of ", places.size(1), " dims, ", tensors.size(), " tensors, ",
+                  options.edges.defined() ? "with" : "without", " edges, by ",
+                  static_cast<int>(options.by), " to ", options.tolerance);
   });
-  const auto of_ranks = agree::all<std::vector<double>>(group, kRebalance, [&] { return here; });
-  MeasuredRows all;
-  agree::all(everyone, kRebalance, [&] { all = measured(rows, of_ranks); });
   // Ranks that hold the same rows have measured other costs: those of the first count.
-  all.costs = agree::first<std::vector<double>>(everyone, kRebalance, [&] { return all.costs; });
-  const auto owner = agree::first<std::vector<int>>(
-      everyone, kRebalance, [&] { return new_owners(all, ranks, options); });
-  std::vector<std::int64_t> sizes(static_cast<std::size_t>(ranks), 0), mine;
-  for (std::size_t i = 0; i < owner.size(); ++i) {
-    ++sizes[static_cast<std::size_t>(owner[i])];
-    if (owner[i] == group.rank()) mine.push_back(static_cast<std::int64_t>(i));
-  }
+  if (const auto copies = axes_of_rows(rows, false); !copies.empty())
+    here = agree::first<std::vector<double>>(rows.mesh().group(copies), kRebalance,
+                                             [&] { return here; });
+  const NewOwners owner = new_owners(rows, static_cast<int>(places.size(1)), here, options);
+  const auto mine = arrived(rows, owner.of);
+  const auto sizes = agree::all<std::int64_t>(
+      group, kRebalance, [&] { return static_cast<std::int64_t>(mine.size()); });
   const auto tensor_of = [](const std::vector<std::int64_t>& numbers) {
     return at::from_blob(const_cast<std::int64_t*>(numbers.data()),
                          {static_cast<std::int64_t>(numbers.size())}, at::kLong)
@@ -189,16 +235,14 @@ Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::
   Rebalanced made{
       OwnedRows(rows.mesh(), axes_of_rows(rows), span_over(ids.contiguous())), {}, from};
   made.old_sizes = rows.sizes();
-  made.imbalance_before = imbalance_of(all.owner, all.costs, ranks);
-  made.imbalance_after = imbalance_of(owner, all.costs, ranks);
-  for (std::size_t i = 0; i < owner.size(); ++i) made.rows_moved += owner[i] != all.owner[i];
+  made.imbalance_before = owner.before;
+  made.imbalance_after = owner.after;
+  const auto stay = std::ranges::count(owner.of, group.rank());
+  const auto moved = agree::all<std::int64_t>(
+      group, kRebalance, [&] { return static_cast<std::int64_t>(owner.of.size()) - stay; });
+  made.rows_moved = std::accumulate(moved.begin(), moved.end(), std::int64_t{0});
   for (const at::Tensor& t : tensors) made.moved.push_back(made.move(t));
-  if (options.edges.defined()) {
-    const at::Tensor edges = full_tensor(options.edges).to(at::kCPU, at::kLong).contiguous();
-    const at::Tensor source = edges.select(0, 0), target = edges.select(0, 1);
-    made.quality_before = quality_of(all.owner, ranks, span_over(source), span_over(target));
-    made.quality_after = quality_of(owner, ranks, span_over(source), span_over(target));
-  }
+  if (options.edges.defined()) tell_quality(made, group, owner.of, options.edges);
   return made;
 }
 

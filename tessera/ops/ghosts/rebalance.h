@@ -58,9 +58,11 @@ struct Rebalanced {
 /// fields, states of optimizers, whatever has a row for each of `rows`. Never makes the imbalance
 /// greater: then nothing moves. Parts go to the ranks that own most of them already.
 ///
-/// The first rank divides; places and costs of all rows are gathered for it (n x (dims + 1) numbers
-/// on every rank). Of ranks that hold the same rows the first's costs count. Collective over the
-/// mesh. Throws InvalidArgument on every rank for places,
+/// The ranks divide together: each looks at its own rows alone, and what it learns of the others are
+/// sums, a few numbers for each rank in each of 64 to 128 steps (times log2 of the ranks by
+/// bisection). Costs count as whole numbers of 2^-61 of them all, so that the division is the same
+/// over every back end. Of ranks that hold the same rows the first's costs count. Collective over
+/// the mesh. Throws InvalidArgument on every rank for places,
 /// costs or tensors that do not fit or are not finite, negative costs, costs that are all zero, and
 /// a tolerance below 1.
 Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::Tensor& costs,
