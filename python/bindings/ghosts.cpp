@@ -47,6 +47,18 @@ class GivenIds {
   at::Tensor ids_;
 };
 
+/// Ids of this rank, where what is none on one rank is told to all; `same`: what all must ask for.
+std::vector<GivenIds> given_ids(const Group& group, const char* call,
+                                const std::vector<std::pair<at::Tensor, const char*>>& all,
+                                const std::string& same = "") {
+  std::vector<GivenIds> ids;
+  agree::all_same(group, call, [&] {
+    for (const auto& [given, what] : all) ids.emplace_back(given, what);
+    return same;
+  });
+  return ids;
+}
+
 at::Tensor as_tensor(const Numbers& numbers) { return at::tensor(numbers, at::kLong); }
 
 /// Two functions of Python's, called with the rows alone. Who holds it keeps them.
@@ -74,14 +86,11 @@ struct PyGhostPlan : torch::CustomClassHolder {
               const std::optional<GhostTransportPtr>& transport) {
     const DeviceMesh& mesh = over->mesh;
     const std::vector<int> indices = mesh.mesh().indices(axes);
-    std::optional<GivenIds> own, ghosts;
-    agree::all_same(mesh.group(indices), "GhostPlan", [&] {
-      own.emplace(owned, "owned_ids");
-      ghosts.emplace(needed, "needed_ids");
-      return std::string(transport ? "with a transport" : "without a transport");
-    });
-    plan = transport ? plan_over((*transport)->transport, mesh, indices, *own, *ghosts)
-                     : GhostPlan(mesh, indices, *own, *ghosts);
+    const auto ids =
+        given_ids(mesh.group(indices), "GhostPlan", {{owned, "owned_ids"}, {needed, "needed_ids"}},
+                  transport ? "with a transport" : "without a transport");
+    plan = transport ? plan_over((*transport)->transport, mesh, indices, ids[0], ids[1])
+                     : GhostPlan(mesh, indices, ids[0], ids[1]);
   }
   explicit PyGhostPlan(GhostPlan made) : plan(std::move(made)) {}
   GhostPlan plan;
@@ -94,13 +103,9 @@ struct PyGhostLayers : torch::CustomClassHolder {
                 std::int64_t depth) {
     const DeviceMesh& mesh = over->mesh;
     const std::vector<int> indices = mesh.mesh().indices(axes);
-    std::optional<GivenIds> own, from, to;
-    agree::all(mesh.group(indices), "GhostLayers", [&] {
-      own.emplace(owned, "owned_ids");
-      from.emplace(source, "sources");
-      to.emplace(target, "targets");
-    });
-    layers = ghost_layers(mesh, indices, *own, *from, *to,
+    const auto ids = given_ids(mesh.group(indices), "GhostLayers",
+                               {{owned, "owned_ids"}, {source, "sources"}, {target, "targets"}});
+    layers = ghost_layers(mesh, indices, ids[0], ids[1], ids[2],
                           static_cast<int>(std::min<std::int64_t>(depth, 1 << 30)));
   }
   GhostLayers layers;
@@ -121,9 +126,7 @@ struct PyOwnedRows : torch::CustomClassHolder {
       : rows(made(over->mesh, over->mesh.mesh().indices(axes), owned)) {}
   static OwnedRows made(const DeviceMesh& mesh, const std::vector<int>& axes,
                         const at::Tensor& owned) {
-    std::optional<GivenIds> own;
-    agree::all(mesh.group(axes), "OwnedRows", [&] { own.emplace(owned, "owned_ids"); });
-    return {mesh, axes, *own};
+    return {mesh, axes, given_ids(mesh.group(axes), "OwnedRows", {{owned, "owned_ids"}})[0]};
   }
   explicit PyOwnedRows(OwnedRows made) : rows(std::move(made)) {}
   OwnedRows rows;
@@ -133,12 +136,16 @@ struct PyOwnedRows : torch::CustomClassHolder {
 using OwnedRowsPtr = c10::intrusive_ptr<PyOwnedRows>;
 
 at::Tensor numbers_of(const OwnedRowsPtr& self, const at::Tensor& ids) {
-  return as_tensor(self->rows.numbers(GivenIds(ids, "ids")));
+  return as_tensor(
+      self->rows.numbers(given_ids(self->rows.group(), "OwnedRows.numbers", {{ids, "ids"}})[0]));
 }
 
 at::Tensor edges_of(const OwnedRowsPtr& self, const at::Tensor& source, const at::Tensor& target,
                     bool anywhere) {
-  return self->rows.edges(GivenIds(source, "sources"), GivenIds(target, "targets"), anywhere);
+  const auto ends =
+      given_ids(self->rows.group(), "OwnedRows.edges", {{source, "sources"}, {target, "targets"}},
+                anywhere ? "anywhere" : "at their targets' owners");
+  return self->rows.edges(ends[0], ends[1], anywhere);
 }
 
 struct PyRebalanced : torch::CustomClassHolder {

@@ -11,9 +11,21 @@ from tessera._library import classes, ops
 
 
 def _ids(given):
-    """As a tensor; an empty list has no dtype of its own."""
-    given = torch.as_tensor(given)
-    return given if given.numel() else given.to(torch.int64)
+    """As a tensor; an empty list has no dtype of its own. What is none is refused where every rank learns it."""
+    try:
+        given = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        return torch.empty(0, 0)
+    return given if given.numel() or given.dim() > 1 else given.to(torch.int64)
+
+
+def _ends(edges):
+    """Sources and targets; of what is no pair, two that are refused likewise."""
+    try:
+        source, target = (_ids(end) for end in edges)
+    except (TypeError, ValueError):
+        source = target = torch.empty(0, 0)
+    return source, target
 
 
 def _over(over):
@@ -178,7 +190,7 @@ class GhostLayers:
     """
 
     def __init__(self, over, owned_ids, ends, depth):
-        source, target = (_ids(end) for end in ends)
+        source, target = _ends(ends)
         owned = _ids(owned_ids)
         self._handle = handle = classes.GhostLayers(*_over(over), owned, source, target, depth)
         self.ghosts, self.source, self.target = handle.ghosts(), handle.source(), handle.target()
@@ -271,7 +283,7 @@ class OwnedRows:
         >>> ts.full_tensor(ts.OwnedRows(mesh, [5, 3]).edges([[3, 5], [5, 5]])).tolist()
         [[1, 0], [0, 0]]
         """
-        source, target = (_ids(end) for end in ends)
+        source, target = _ends(ends)
         return self._handle.edges(source, target, anywhere)
 
     def summary(self):

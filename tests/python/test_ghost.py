@@ -356,6 +356,99 @@ def test_bad_input_is_told_to_every_rank():
     assert ts.run_threads(2, body, timeout=100) == [[0, 1], [1, 0]]
 
 
+def test_batches_of_graphs_of_different_sizes_over_data_ranks_each_cut_over_domain_ranks():
+    """Samples are graphs: data ranks have different ones, of which several are one graph without edges between; domain ranks share each. As one process."""
+    sizes = [1, 5, 9, 2, 7, 4]  # nodes of each sample; the first has no edges
+    g = torch.Generator().manual_seed(1)
+    graphs = [(draw(n, 3, seed=n), torch.randint(n, (2, 0 if n == 1 else 4 * n), generator=g), torch.randint(2, (n,), generator=g)) for n in sizes]
+    nets = [Attention().double() for _ in range(5)]
+    for net in nets:
+        net.load_state_dict(nets[0].state_dict())
+
+    def energies(net, x, edges, of, samples):
+        h = net(x, edges).sin().sum(1)
+        return h.new_zeros(samples).index_add_(0, of, h)
+
+    def batch(which):
+        first = torch.tensor([0, *(sizes[k] for k in which)]).cumsum(0)
+        x, owner = (torch.cat([graphs[k][i] for k in which]) for i in (0, 2))
+        return x, torch.cat([graphs[k][1] + first[i] for i, k in enumerate(which)], 1), torch.arange(len(which)).repeat_interleave(first.diff()), owner
+
+    x, edges, of, _ = batch(range(6))
+    energies(nets[-1], x, edges, of, 6).square().mean().backward()
+
+    def body(rank):
+        data, domain = rank // 2, rank % 2
+        mesh = ts.Mesh({"domain": 2}, ranks=[2 * data, 2 * data + 1])  # each data rank's own: its graphs are others
+        which = [0, 1, 2, 3] if data == 0 else [4, 5]
+        x, edges, of, owner = batch(which)
+        own = (owner == domain).nonzero().flatten()
+        ts.distribute_module(nets[rank], mesh)
+        ts.set_policies(redistribution="error")
+        nodes = ts.OwnedRows(mesh, own)
+        with nodes:
+            e = energies(nets[rank], nodes.shard(x[own]), nodes.edges(edges[:, owner[edges[1]] == domain]), nodes.shard(of[own]), len(which))
+        (e.square().sum() / 6).backward()
+        over_data = ts.Mesh({"data": 2, "domain": 2}).group("data")
+        for p, q in zip(nets[rank].parameters(), nets[-1].parameters(), strict=True):
+            assert_same(over_data.all_reduce(ts.full_tensor(p.grad)), q.grad)
+
+    on_ranks(4, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_block_cyclic_and_several_boxes_of_a_field(ranks):
+    """Cells of a field in blocks of 2 x 3, dealt to the ranks one after the other; the cells beside a block are its ghosts, wherever they are."""
+    rows, columns = 7, 8
+    field, weight = draw(rows, columns).requires_grad_(True), draw(3, 3, seed=5)
+    expected = torch.nn.functional.conv2d(torch.nn.functional.pad(field, (1, 1, 1, 1))[None, None], weight[None, None])[0, 0]
+    scale = draw(rows, columns, seed=6)
+    (slope,) = torch.autograd.grad((expected.sin() * scale).sum(), field)
+    i, j = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    owner = ((i // 2 * 3 + j // 3) % ranks).flatten()
+    beside = [(i + a, j + b, weight[a + 1, b + 1]) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+
+    def body(rank):
+        own = (owner == rank).nonzero().flatten()
+        taps = [((r * columns + c).flatten()[own], ((r >= 0) & (r < rows) & (c >= 0) & (c < columns)).flatten()[own], w) for r, c, w in beside]
+        plan = ts.GhostPlan(ts.Mesh({"ranks": ranks}), own, ts.ghosts_of(own, torch.cat([at[inside] for at, inside, _ in taps])))
+        mine = field.detach().flatten()[own].requires_grad_(True)
+        cells, out = ts.ghost_exchange(plan, mine), torch.zeros(len(own), dtype=torch.float64)
+        for at, inside, w in taps:
+            out = out.index_add(0, inside.nonzero().flatten(), w * cells[plan.local_rows(at[inside])])
+        assert_same(out, expected.detach().flatten()[own])
+        (out.sin() * scale.flatten()[own]).sum().backward()
+        assert_same(mine.grad, slope.flatten()[own])
+
+    on_ranks(ranks, body)
+
+
+def test_what_is_no_list_of_ids_on_one_rank_is_told_to_every_rank():
+    def body(rank):
+        mesh = ts.Mesh({"domain": 2})
+        nodes = ts.OwnedRows(mesh, torch.arange(40, dtype=torch.int32)[10 + rank :: 20])  # any whole numbers, any strides
+        wrong = {
+            "sources of dtype Float": lambda: nodes.edges(torch.zeros(3, 2, dtype=torch.long) if rank else [[], []]),
+            "targets of dtype Float": lambda: nodes.edges([[10], [11.5]] if rank else [[], []]),
+            "ids of dtype Float": lambda: nodes.numbers([2**63] if rank else [10]),
+            "owned_ids of dtype Bool": lambda: ts.OwnedRows(mesh, [True] if rank else [4]),
+            "needed_ids of dtype Float": lambda: ts.GhostPlan(mesh, [rank], ["1"] if rank else []),
+            "negative ids: -1 (ghost 0)": lambda: nodes.edges([[-1], [10 + rank]] if rank else [[], []]),
+        }
+        for says, call in wrong.items():
+            with pytest.raises(ts.InvalidArgument) as caught:
+                call()
+            assert says in str(caught.value) and "rank 1" in str(caught.value)
+        plan = ts.GhostPlan(mesh, [rank], [1 - rank])
+        for other in (torch.ones(1, 2 + rank), torch.ones(1, 2, dtype=torch.int64 if rank else torch.float64)):
+            with pytest.raises(ts.MismatchError, match="message from rank"):
+                ts.ghost_exchange(plan, other)
+            ts.world().barrier()
+        assert ts.ghost_exchange(plan, torch.tensor([rank])).tolist() == [rank, 1 - rank]
+
+    on_ranks(2, body)
+
+
 def test_metis_divides_a_graph():
     n = torch.arange(63)
     edges = torch.cat([torch.stack([n, n + 1]), torch.stack([n + 1, n])], 1)

@@ -4,7 +4,7 @@
 
 Each model is run in float64 on 2 ranks, by tessera.check(): outputs and every gradient, once with the rows of its images (or the sequence) sharded, once
 with the samples; then it is trained a step, its inputs sharded unevenly: its parameters and running statistics are compared, and where the outputs of its
-modules lie is looked at. Every case has a process that can be lost. `--results`: cases whose results the file has are not run again, and new ones are added
+modules lie is looked at. Networks on graphs, on nodes cut by owners, are in zoo_graphs.py. Every case has a process that can be lost. `--results`: cases whose results the file has are not run again, and new ones are added
 to it. Exit status 1 if a case is wrong, hangs or crashes, or does not stay sharded where it should.
 """
 
@@ -18,6 +18,8 @@ import re
 import subprocess
 import sys
 import time
+
+import zoo_graphs
 
 SIZE = 64  # rows and columns of an image
 TOLERANCE = 1e-8  # of the largest value
@@ -286,6 +288,8 @@ def run(name, which):
 
 def judged(name, which, result):
     """(outcome, why) of what run() printed."""
+    if which == "owners":
+        return ("equal", "") if result["off"] <= TOLERANCE else ("wrong", f"{result['worst']} off by {result['off']:.1e}")
     model = models()[name]
     may_be_whole = model.apart if which == "samples" else model.whole
     whole = [m for m in result["whole"] if not re.search(may_be_whole, m)]
@@ -331,6 +335,9 @@ def cell(name, which, r):
     outcome, why = outcome_of(name, which, r)
     if outcome not in ("equal", "refused"):
         return f"{outcome}: {why}"
+    if which == "owners":
+        moved = f"gathered at `{r['gathered']}`" if r["gathered"] else "ghosts and sums alone"
+        return f"equal | {r['gradients']} | {moved} | {kib(r['bytes'])}"
     text = "equal" if outcome == "equal" else f"equal, {len(r['refused'])} operators refused and gathered ({why})"
     sends = f"sends {kib(r['forward'])} + {kib(r['backward'])}" + (f", most in `{r['most']}`" if r["forward"] else "")
     return f"{text}; {r['gradients']} gradients; {'; '.join(r['output'])}, {r['modules'] - len(r['whole'])} of {r['modules']}; {sends}"
@@ -358,7 +365,22 @@ def table(results):
         "| --- | --- | --- |",
     ]
     for name, of in results.items():
-        lines.append(f"| {name} | {' | '.join(cell(name, w, of[w]).replace('|', '/').replace('<', '&lt;') for w in ('rows', 'samples'))} |")
+        if "rows" in of:
+            lines.append(f"| {name} | {' | '.join(cell(name, w, of[w]).replace('|', '/').replace('<', '&lt;') for w in ('rows', 'samples'))} |")
+    graphs = {n: of["owners"] for n, of in results.items() if "owners" in of}
+    packages = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("torch_geometric", "mace-torch"))
+    lines += [
+        "",
+        "## Networks on graphs",
+        "",
+        f"{packages}, on the {zoo_graphs.NODES} nodes of a graph that a table of owners cuts over {zoo_graphs.RANKS} ranks unevenly, with the edges into them",
+        "([graphs](graphs.md)); float64. Values, slopes by the nodes (forces), and the gradients of all parameters of a loss of both, beside one process. *Moves*: what",
+        "the ranks exchange, and whether something had to be gathered, by which operator first; *bytes*: what one rank sends and receives, forward and twice backward.",
+        "",
+        "| network | outcome | gradients | moves | bytes |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [f"| {n} | {cell(n, 'owners', r)} |" for n, r in graphs.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -372,12 +394,13 @@ def main():
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        return run(*arguments.case)
-    names = [n for n in models() if re.search(arguments.only, n)]
+        return zoo_graphs.run(arguments.case[0]) if arguments.case[1] == "owners" else run(*arguments.case)
+    cases = {n: ("rows", "samples") for n in models()} | {n: ("owners",) for n in zoo_graphs.models()}
+    names = [n for n in cases if re.search(arguments.only, n)]
     began = time.monotonic()
     kept = json.loads(arguments.results.read_text()) if arguments.results and arguments.results.exists() else {}
     results = {n: dict(kept.get(n, {})) for n in names}
-    todo = [(n, w) for n in names for w in ("rows", "samples") if w not in results[n]]
+    todo = [(n, w) for n in names for w in cases[n] if w not in results[n]]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         waiting = {pool.submit(tried, n, w, arguments.seconds): (n, w) for n, w in todo}
         for done in concurrent.futures.as_completed(waiting):

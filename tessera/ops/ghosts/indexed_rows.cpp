@@ -243,11 +243,30 @@ Target target_of(const char* op, const Given& a) {
       nullptr};
 }
 
+// Into a target that every rank has whole and that is smaller than what is added to it, as the
+// energies of graphs by those of nodes: ranks add up their own, in zeros, and these are reduced.
+template <class Sum>
+bool added_to_whole(const OpInfo& info, torch::jit::Stack* stack, const Sum& sum) {
+  const Given a{info, *stack};
+  at::Tensor x = a.tensor(0);
+  const at::Tensor source = a.tensor(3);
+  const ShardMeta *to = meta_of(x), *from = meta_of(source);
+  if (!info.writes || !to || !to->spec().is_replicated() || !in_place_of_its_own(*to) || !from ||
+      from->spec().is_replicated() || x.numel() >= source.numel())
+    return false;
+  x.add_(sum(at::zeros_like(x)));
+  give(stack, info, x);
+  return true;
+}
+
 bool index_add(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   if (a.tensor(2).dim() != 1) return false;
   Target t = target_of("aten::index_add", a);
-  if (!t.ready("sum", info.writes)) return false;
+  if (!t.ready("sum", info.writes))
+    return added_to_whole(info, stack, [&](const at::Tensor& zeros) {
+      return zeros.index_add(a[1].toInt(), t.index, t.source, a[4].toScalar());
+    });
   const at::Scalar alpha = a[4].toScalar();
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return added(*t.plan, rows, source, alpha);
@@ -280,7 +299,10 @@ bool scatter_add(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   if (!scatters_rows(a)) return false;
   Target t = target_of("aten::scatter_add", a);
-  if (!t.ready("sum", info.writes)) return false;
+  if (!t.ready("sum", info.writes))
+    return added_to_whole(info, stack, [&](const at::Tensor& zeros) {
+      return zeros.scatter_add(a[1].toInt(), t.index, t.source);
+    });
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return added(*t.plan, rows, source, 1);
   });
