@@ -240,7 +240,7 @@ void add_lbfgs(CheckpointState& state, const std::string& prefix,
   state.set_integer(prefix + "groups", 1);
   const auto& group = static_cast<const LBFGSOptions&>(optimizer.param_groups()[0].options());
   for (const auto& [name, value] : lbfgs_options(group))
-    state.set_real(prefix + "group0." + name, value);
+    state.set_real(concat(prefix, "group0.", name), value);
   state.set(prefix + "group0.line_search", group.line_search_fn().value_or(""));
   const auto found = optimizer.state().find(parameters.at(0).parameter.unsafeGetTensorImpl());
   state.set_integer(prefix + "begun", found != optimizer.state().end());
@@ -285,7 +285,7 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
   }
   load_among(saved, state, options);
   auto values = lbfgs_options(LBFGSOptions());
-  for (auto& [name, value] : values) value = state.get_real(prefix + "group0." + name);
+  for (auto& [name, value] : values) value = state.get_real(concat(prefix, "group0.", name));
   const std::string search = state.get(prefix + "group0.line_search");
   std::shared_ptr<LBFGSParamState> kept;
   if (state.get_integer(prefix + "begun") != 0) {

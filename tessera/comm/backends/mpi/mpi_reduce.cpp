@@ -4,8 +4,6 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
-#include <functional>
-
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_context.h"
 
@@ -15,11 +13,18 @@ namespace {
 
 // `a` unless `b` is larger (smaller) or NaN, or `a` is NaN; two NaNs give one of them. As
 // at::maximum and at::minimum.
-template <class T, template <class> class Beats>
-void nan_best(void* in, void* inout, int* count, MPI_Datatype*) {
+template <class T>
+void nan_max(void* in, void* inout, int* count, MPI_Datatype*) {
   const T* __restrict a = static_cast<const T*>(in);
   T* __restrict b = static_cast<T*>(inout);
-  for (int i = 0; i < *count; ++i) b[i] = (Beats<T>()(a[i], b[i]) || a[i] != a[i]) ? a[i] : b[i];
+  for (int i = 0; i < *count; ++i) b[i] = (a[i] > b[i] || a[i] != a[i]) ? a[i] : b[i];
+}
+
+template <class T>
+void nan_min(void* in, void* inout, int* count, MPI_Datatype*) {
+  const T* __restrict a = static_cast<const T*>(in);
+  T* __restrict b = static_cast<T*>(inout);
+  for (int i = 0; i < *count; ++i) b[i] = (a[i] < b[i] || a[i] != a[i]) ? a[i] : b[i];
 }
 
 template <class T>
@@ -39,9 +44,9 @@ struct Native {
 Native native(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Float:
-      return {MPI_FLOAT, nan_best<float, std::greater>, nan_best<float, std::less>};
+      return {MPI_FLOAT, nan_max<float>, nan_min<float>};
     case c10::ScalarType::Double:
-      return {MPI_DOUBLE, nan_best<double, std::greater>, nan_best<double, std::less>};
+      return {MPI_DOUBLE, nan_max<double>, nan_min<double>};
     case c10::ScalarType::Char:
       return {MPI_INT8_T, nullptr, nullptr};
     case c10::ScalarType::Short:
@@ -61,10 +66,9 @@ Native native(c10::ScalarType dtype) {
       return {MPI_UINT64_T, nullptr, nullptr};
     // 16 bits as MPI sees them; sums and products of these travel as float32.
     case c10::ScalarType::Half:
-      return {MPI_UINT16_T, nan_best<c10::Half, std::greater>, nan_best<c10::Half, std::less>};
+      return {MPI_UINT16_T, nan_max<c10::Half>, nan_min<c10::Half>};
     case c10::ScalarType::BFloat16:
-      return {MPI_UINT16_T, nan_best<c10::BFloat16, std::greater>,
-              nan_best<c10::BFloat16, std::less>};
+      return {MPI_UINT16_T, nan_max<c10::BFloat16>, nan_min<c10::BFloat16>};
     default:
       return {MPI_DATATYPE_NULL, nullptr, nullptr};
   }
