@@ -25,7 +25,11 @@ ReduceOp reduce_op(const std::string& name, double factor) {
   for (const auto kind :
        {ReduceOp::Kind::sum, ReduceOp::Kind::avg, ReduceOp::Kind::product, ReduceOp::Kind::min,
         ReduceOp::Kind::max, ReduceOp::Kind::premultiplied}) {
-    if (name == to_string(kind)) return {kind, factor};
+    if (name != to_string(kind)) continue;
+    if (factor != 1 && kind != ReduceOp::Kind::premultiplied)
+      throw InvalidArgument(
+          concat("factor=", factor, " with '", name, "', which takes none: 'premultiplied' does"));
+    return {kind, factor};
   }
   throw InvalidArgument(
       concat("'", name, "' is no reduce operation: sum, avg, product, min, max, premultiplied"));

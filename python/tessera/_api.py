@@ -5,10 +5,11 @@ import contextlib
 import multiprocessing
 import sys
 import threading
+from operator import index
 
 import torch
 
-from tessera._errors import ConfigurationError
+from tessera._errors import ConfigurationError, InvalidArgument
 from tessera._groups import _seconds
 from tessera._library import classes, ops
 from tessera._mesh import Mesh, Spec
@@ -95,7 +96,7 @@ def set_policies(redistribution="warn", promotion="allow", plain_values="warn"):
 
 
 def _sizes(sizes):
-    return {int(d): [int(n) for n in parts] for d, parts in (sizes or {}).items()}
+    return {index(d): [index(n) for n in parts] for d, parts in (sizes or {}).items()}
 
 
 def from_local(local, mesh, placements, sizes=None):
@@ -233,7 +234,8 @@ def distribute_module(module, mesh, rule=None):
     """
     parameters, buffers, where = list(module.named_parameters()), list(module.named_buffers()), []
     for name, tensor in [*parameters, *buffers]:
-        given = (rule and rule(name, tensor)) or ["Replicate"] * len(mesh.axes)
+        given = None if rule is None else rule(name, tensor)
+        given = ["Replicate"] * len(mesh.axes) if given is None else given
         placed = given if isinstance(given, ParameterPlacement) else ParameterPlacement(*_with_sizes(given))
         where.append((to_text(placed.placements), _sizes(placed.sizes), (*(placed.sequence or (-1, 0)), placed.stays)))
     names, tensors = [n for n, _ in parameters + buffers], [t for _, t in parameters + buffers]
@@ -292,7 +294,9 @@ def save(tensors, mesh, path, max_bytes=0):
     >>> ts.save(net, mesh, "net.safetensors")
     >>> ts.save({"field": t}, mesh, "folder", max_bytes=1 << 30)
     """
-    if max_bytes > 0:
+    if max_bytes < 0:
+        raise InvalidArgument(f"save: files of at most {max_bytes} bytes: give a number above 0, or 0 for one file")
+    if max_bytes:
         ops.save_folder(*_named(tensors), mesh._handle, str(path), int(max_bytes))
     else:
         ops.save(*_named(tensors), mesh._handle, str(path))

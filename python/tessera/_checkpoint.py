@@ -5,6 +5,7 @@ import json
 import os
 import weakref
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -112,7 +113,7 @@ class Checkpointer:
 
     def __init__(self, folder, *, keep_last=0, busy="wait", background_rate=0, check_replicas=False, remove_incomplete=True, timeout=_HOUR, ranks=None):
         self._group, self._timeout = world() if ranks is None else group(ranks), float(timeout)
-        options = (int(keep_last), busy, int(background_rate), bool(check_replicas), bool(remove_incomplete), self._timeout)
+        options = (index(keep_last), busy, int(background_rate), bool(check_replicas), bool(remove_incomplete), self._timeout)
         self._place, self._handle = folder, classes.Checkpointer(place_of(folder), self._group._handle, *options)
         # Not in the destructor of the handle, which holds the interpreter's lock that the other ranks' saves may wait for; and before the job ends.
         self.close = weakref.finalize(self, _close, self._handle, folder)
@@ -332,7 +333,7 @@ class CheckpointReader:
             said = _agree(self._group, "load", plan)
             if not allow_extra:
                 self._refuse_extra(saved, said)
-            self._handle.load(saved.targets, bool(allow_missing), bool(convert), bool(all_or_nothing), int(threads), self._timeout)
+            self._handle.load(saved.targets, bool(allow_missing), bool(convert), bool(all_or_nothing), index(threads), self._timeout)
             loaded = {}
             _agree(self._group, "load", lambda: loaded.update((key, part.commit()) for key, part in parts.items()))
         return loaded

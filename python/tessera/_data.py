@@ -5,6 +5,7 @@ import re
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 
 import torch
 from torch.utils import _pytree as pytree
@@ -366,8 +367,8 @@ def _fields(fields):
     named = isinstance(fields, dict)
     names, values = (list(map(str, fields)), fields.values()) if named else ([""] * len(fields), fields)
     given = [FieldSharding({}) if f is None else f if isinstance(f, FieldSharding) else FieldSharding(f) for f in values]
-    sizes = [{int(d): [int(n) for n in parts] for d, parts in (f.sizes or {}).items()} for f in given]
-    return [(name, list(f.dims), [int(d) for d in f.dims.values()], list(s), list(s.values()), f.whole) for name, f, s in zip(names, given, sizes)]
+    sizes = [{index(d): [index(n) for n in parts] for d, parts in (f.sizes or {}).items()} for f in given]
+    return [(name, list(f.dims), [index(d) for d in f.dims.values()], list(s), list(s.values()), f.whole) for name, f, s in zip(names, given, sizes)]
 
 
 def _loaded(batch):

@@ -1,5 +1,7 @@
 """Mixtures of experts: tokens travel to the experts that they choose, and back."""
 
+from operator import index
+
 from tessera._library import classes, ops
 
 
@@ -23,7 +25,7 @@ class Routing:
     """
 
     def __init__(self, probabilities, chosen=1, *, capacity=0.0, normalized=False, axis="expert", sizes=()):
-        self._handle = classes.Routing(probabilities, int(chosen), float(capacity), bool(normalized), axis, [int(n) for n in sizes])
+        self._handle = classes.Routing(probabilities, index(chosen), float(capacity), bool(normalized), axis, [index(n) for n in sizes])
 
     def to_experts(self, tokens):
         """The tokens of this rank's experts, a plain tensor, expert by expert. Collective over the experts' axis.

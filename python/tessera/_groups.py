@@ -1,9 +1,11 @@
 """Groups of ranks: the world, the groups of a mesh or a tree, and any other; what they send, and its gradients."""
 
 import types
+from operator import index
 
 import torch
 
+from tessera._errors import InvalidArgument
 from tessera._library import classes, ops
 
 
@@ -12,6 +14,13 @@ def _seconds(timeout):
     if not timeout >= 0:
         raise ValueError(f"timeout={timeout}: give seconds, or 0 for the usual limit")
     return float(timeout)
+
+
+def _bytes(message):
+    """bytes(3) would be three zeros."""
+    if not isinstance(message, (bytes, bytearray, memoryview)):
+        raise InvalidArgument(f"a message is bytes, and not {message!r:.60}: text.encode(), pickle.dumps(value)")
+    return bytes(message)
 
 
 def _row_shape(tensor):
@@ -270,7 +279,7 @@ class Group:
         >>> ts.run_threads(2, lambda rank: ts.world().all_gather_bytes(b"rank %d" % rank))[0]
         [b'rank 0', b'rank 1']
         """
-        return [bytes.fromhex(text) for text in self._handle.all_gather_text(bytes(mine).hex())]
+        return [bytes.fromhex(text) for text in self._handle.all_gather_text(_bytes(mine).hex())]
 
     def broadcast_bytes(self, message, root):
         """A small message of `root`, on all ranks.
@@ -278,7 +287,7 @@ class Group:
         >>> ts.run_threads(2, lambda rank: ts.world().broadcast_bytes(b"run 7" if rank == 0 else None, root=0))
         [b'run 7', b'run 7']
         """
-        return bytes.fromhex(self._handle.broadcast_text(bytes(message or b"").hex(), root))
+        return bytes.fromhex(self._handle.broadcast_text(_bytes(message).hex() if self.rank == root else "", root))
 
     def abort(self, reason):
         """Tells the other ranks that this one cannot go on: their pending and later calls raise with `reason`.
@@ -340,7 +349,7 @@ def group(which, backend="", timeout=0):
         if backend or timeout:
             raise ValueError(f"the family '{which}' has the backend and the limit that its configuration gave it: name its ranks for others")
         return Group(ops.group_named(which))
-    return Group(ops.group_of([int(rank) for rank in which], backend, _seconds(timeout)))
+    return Group(ops.group_of([index(rank) for rank in which], backend, _seconds(timeout)))
 
 
 def group_names():
@@ -475,7 +484,7 @@ class ParallelGroups:
             unknown = sorted(set(what or {}) - set(kinds))
             if unknown:
                 raise ValueError(f"{unknown[0]!r} is no kind of parallelism: {', '.join(kinds)}")
-        chosen = [(backends or {}).get(kind, "") for kind in kinds], [float((timeouts or {}).get(kind, 0)) for kind in kinds]
+        chosen = [(backends or {}).get(kind, "") for kind in kinds], [_seconds((timeouts or {}).get(kind, 0)) for kind in kinds]
         self._handle = classes.ParallelGroups(model, pipeline, *chosen)
         self.mesh = Mesh._of(self._handle.mesh())
         self.mp, self.pp, self.dp, self.world = (GroupInfo(self._handle.info(kind)) for kind in (*kinds, "world"))

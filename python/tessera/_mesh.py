@@ -1,6 +1,7 @@
 """Meshes: named axes over ranks, and where the elements of a tensor lie on them."""
 
 from dataclasses import dataclass
+from operator import index
 
 from tessera import _html, _torch_objects
 from tessera._groups import Group
@@ -28,8 +29,8 @@ class Mesh:
     """
 
     def __init__(self, axes, ranks=None):
-        names, sizes = list(axes.keys()), [int(n) for n in axes.values()]
-        self._handle = classes.Mesh(names, sizes) if ranks is None else ops.mesh_over(names, sizes, [int(r) for r in ranks])
+        names, sizes = list(axes.keys()), [index(n) for n in axes.values()]
+        self._handle = classes.Mesh(names, sizes) if ranks is None else ops.mesh_over(names, sizes, [index(r) for r in ranks])
 
     @classmethod
     def _of(cls, handle):
@@ -98,7 +99,7 @@ class Mesh:
         >>> ts.run_threads(6, lambda rank: ts.Mesh({"data": 2, "domain": 3}).rank_at([1, 2]))[0]
         5
         """
-        return ops.mesh_rank_at(self._handle, [int(c) for c in coordinate])
+        return ops.mesh_rank_at(self._handle, [index(c) for c in coordinate])
 
     def group(self, *axes):
         """The group along these axes through this rank, in mesh order; without axes over all of them. Its rank is the coordinate along one axis.
@@ -151,7 +152,7 @@ class Mesh:
         >>> ts.run_threads(4, lambda rank: ts.Mesh({"data": 4}).view({"data": 2, "expert": 2}).coordinate)
         [(0, 0), (0, 1), (1, 0), (1, 1)]
         """
-        return Mesh._of(ops.mesh_view(self._handle, list(axes), [int(n) for n in axes.values()]))
+        return Mesh._of(ops.mesh_view(self._handle, list(axes), [index(n) for n in axes.values()]))
 
     def barrier(self):
         """Returns when all ranks of the mesh have come.

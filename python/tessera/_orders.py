@@ -1,5 +1,7 @@
 """Orders: which samples make up each step, whatever the number of ranks."""
 
+from operator import index
+
 from tessera._library import ops
 
 
@@ -23,7 +25,7 @@ class Order:
 
 
 def _schedule(batch):
-    return [(0, int(batch))] if isinstance(batch, int) else [(int(step), int(size)) for step, size in sorted(batch.items())]
+    return [(index(step), index(size)) for step, size in sorted(batch.items())] if isinstance(batch, dict) else [(0, index(batch))]
 
 
 def FixedOrder(samples, batch, *, seed=0, shuffle=True, last="keep"):
@@ -59,8 +61,8 @@ def MixtureOrder(datasets, weights, batch, *, seed=0, shuffle=True):
     Order(...)
     """
     stages = sorted(weights.items()) if isinstance(weights, dict) else [(0, weights)]
-    stages = [(int(draw), [float(w) for w in values]) for draw, values in stages]
-    return Order(ops.mixture_order(list(datasets), [int(n) for n in datasets.values()], stages, seed, shuffle, _schedule(batch)))
+    stages = [(index(draw), [float(w) for w in values]) for draw, values in stages]
+    return Order(ops.mixture_order(list(datasets), [index(n) for n in datasets.values()], stages, seed, shuffle, _schedule(batch)))
 
 
 def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, shuffle=True):
@@ -71,7 +73,7 @@ def TokenBudgetOrder(lengths, tokens, *, max_samples=0, padded=False, seed=0, sh
     >>> ts.TokenBudgetOrder([5, 9, 3, 7], tokens=12)
     Order(...)
     """
-    return Order(ops.token_budget_order([int(n) for n in lengths], tokens, max_samples, padded, seed, shuffle))
+    return Order(ops.token_budget_order([index(n) for n in lengths], tokens, max_samples, padded, seed, shuffle))
 
 
 def PackedOrder(lengths, rows, capacity, *, seed=0, shuffle=True):
@@ -82,4 +84,4 @@ def PackedOrder(lengths, rows, capacity, *, seed=0, shuffle=True):
     >>> ts.PackedOrder([5, 9, 3, 7], rows=2, capacity=12)
     Order(...)
     """
-    return Order(ops.packed_order([int(n) for n in lengths], rows, capacity, seed, shuffle))
+    return Order(ops.packed_order([index(n) for n in lengths], rows, capacity, seed, shuffle))

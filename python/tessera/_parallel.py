@@ -1,10 +1,12 @@
 """Data parallelism, losses over ranks, operators on fields, and attention over packed documents."""
 
+import inspect
 from dataclasses import dataclass
 from operator import index
 
 import torch
 
+from tessera._errors import InvalidArgument
 from tessera._groups import world
 from tessera._library import classes, ops
 from tessera._modules import module_tree
@@ -121,6 +123,13 @@ def mean_loss(loss, samples, group=None, reduction="avg"):
     return ops.mean_loss(loss, float(samples), (world() if group is None else group)._handle, reduction)
 
 
+def _listed(what, parameters):
+    """Of a generator that has been read there is nothing left, and nothing would be done."""
+    if inspect.isgenerator(parameters) and inspect.getgeneratorstate(parameters) == inspect.GEN_CLOSED:
+        raise InvalidArgument(f"{what} was given a generator that is at its end: call net.parameters() anew")
+    return list(parameters)
+
+
 class StepWeight:
     """The denominator of an optimizer step, over ranks and accumulated micro-batches, which may be ragged.
 
@@ -154,7 +163,7 @@ class StepWeight:
 
     def finish(self, parameters):
         """Divides the gradients by the step's total weight, starts the next step, and returns the step's mean loss. Collective."""
-        return self._handle.finish(list(parameters))
+        return self._handle.finish(_listed("StepWeight.finish", parameters))
 
     def reset(self):
         """Forgets what was weighed: for a step that an exception ended.
@@ -181,7 +190,7 @@ def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None,
     """
     shards, owners = [p for p, _ in by_hand], [g._handle for _, g in by_hand]
     on = (world() if group is None else group)._handle
-    return ops.clip_gradients(list(parameters), on, float(max_norm), float(norm_type), disjoint and disjoint._handle, shards, owners, list(elsewhere))
+    return ops.clip_gradients(_listed("clip_gradients", parameters), on, float(max_norm), float(norm_type), disjoint and disjoint._handle, shards, owners, list(elsewhere))
 
 
 def halo_exchange(tensor, widths, method="automatic"):
@@ -202,8 +211,11 @@ def halo_exchange(tensor, widths, method="automatic"):
     """
     all_widths = []
     for dim, width in widths.items():
-        before, after, edge = (width, width, "zero") if isinstance(width, int) else (*width, "zero")[:3]
-        all_widths.append((int(dim), int(before), int(after), edge))
+        pair = width if isinstance(width, (tuple, list)) else (width, width)
+        if len(pair) not in (2, 3):
+            raise InvalidArgument(f"halo_exchange: the width of dim {dim} is a number, (before, after) or (before, after, edge), and not {width!r:.60}")
+        before, after, edge = (*pair, "zero")[:3]
+        all_widths.append((index(dim), index(before), index(after), edge))
     return ops.halo_exchange(tensor, all_widths, method)
 
 
@@ -312,7 +324,7 @@ def packed_attention(q, k, v, lengths, dropout_p=0.0, is_causal=False, scale=Non
 def _made(how, shape, mesh, placements, sizes, dtype, value=0.0):
     from tessera._api import _sizes
 
-    return ops.made(how, [int(n) for n in shape], mesh._handle, to_text(placements), _sizes(sizes), float(value), dtype)
+    return ops.made(how, [index(n) for n in shape], mesh._handle, to_text(placements), _sizes(sizes), float(value), dtype)
 
 
 def empty(shape, mesh, placements, sizes=None, dtype=None):

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -124,8 +125,13 @@ class _Calls:
         return None if any(t is None for t in tensors) else pytree.tree_unflatten(list(tensors), self.nesting)
 
 
-def _chosen(which, number):
-    return which if isinstance(which, bool) else number in which
+def _chosen(what, which, stages):
+    """The numbers of the stages that are meant."""
+    numbers = set(range(stages))
+    chosen = (numbers if which else set()) if isinstance(which, bool) else set(which)
+    if chosen - numbers:
+        raise InvalidArgument(f"{what} names {sorted(chosen - numbers, key=repr)}, and the schedule has stages 0 to {stages - 1}")
+    return chosen
 
 
 def _lists(given, of):
@@ -215,7 +221,8 @@ class Pipeline:
             for name, tensors in {**(shared or {}), **(tied or {})}.items():
                 if tensors:
                     handle.tie(name, list(tensors))
-            trees = [(s, module_tree(stage), _chosen(recompute, s), _chosen(gather, s)) for s, stage in mine.items()]
+            again, gathered = _chosen("recompute", recompute, schedule.stages), _chosen("gather", gather, schedule.stages)
+            trees = [(s, module_tree(stage), s in again, s in gathered) for s, stage in mine.items()]
             made.extend([mine, handle, trees, _Held(mine, shared)])
 
         _agree(mesh.group(), "Pipeline", prepare)
@@ -334,4 +341,4 @@ class Pipeline:
 
     @steps.setter
     def steps(self, steps):
-        self._handle.set_steps(int(steps))
+        self._handle.set_steps(index(steps))

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from operator import index
 
 import torch
 
@@ -132,14 +133,14 @@ class Progress(_OnThisThread):
     """
 
     def __init__(self, steps=None, *, start=0, unit="samples", device="cpu", peak_flop=0.0, show=None, line_seconds=60.0):
-        self._steps, self._start, self._unit, self._peak = steps, int(start), unit, float(peak_flop)
+        self._steps, self._start, self._unit, self._peak = steps, index(start), unit, float(peak_flop)
         self._device, self._show, self._line_seconds = str(torch.device(device)), show, float(line_seconds)
         self._handle, self._note = None, ""
 
     def __enter__(self):
         show = rank() == 0 if self._show is None else bool(self._show)
         self._enter(classes.Progress(show, _on_terminal(), self._unit, self._line_seconds, self._device), self._close)
-        self._write(self._handle.start(self._start, -1 if self._steps is None else int(self._steps)))
+        self._write(self._handle.start(self._start, -1 if self._steps is None else index(self._steps)))
         return self
 
     def __exit__(self, *_):

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from operator import index
 
 from tessera._errors import RuleError
 from tessera._library import ops
@@ -96,7 +97,7 @@ def _placed(given, mesh):
     texts = to_text(placements)
     if len(texts) != len(mesh.axes):
         raise RuleError(f"{len(texts)} placements for a mesh of {len(mesh.axes)} axes: {placements}")
-    return texts, {int(d): [int(n) for n in parts] for d, parts in sizes.items()}
+    return texts, {index(d): [index(n) for n in parts] for d, parts in sizes.items()}
 
 
 def _calling(rule):
@@ -149,4 +150,4 @@ def register_rule(operator, rule, *, linear=False, reduce="sum", added=(), repla
             raise RuleError("linear, reduce and added belong to index notation: a function says by its placements what is partial")
         ops.register_python_rule(operator, _calling(rule), replaces)
     else:
-        ops.register_index_rule(operator, rule, bool(linear), reduce, [int(i) for i in added], bool(replaces))
+        ops.register_index_rule(operator, rule, bool(linear), reduce, [index(i) for i in added], bool(replaces))

@@ -1,6 +1,7 @@
 """Pipeline schedules as values: made, checked, timed and drawn by the library, without ranks and without tensors."""
 
 from dataclasses import astuple, dataclass
+from operator import index
 
 from tessera._errors import Error
 from tessera._library import classes, ops
@@ -250,7 +251,7 @@ class Schedule:
         >>> ts.Schedule.gpipe([0, 0, 1], micro_batches=1).actions
         [['0F0', '1F0', '1B0', '0B0'], ['2F0', '2B0']]
         """
-        return cls._of(ops.schedule_gpipe([int(r) for r in placement], micro_batches))
+        return cls._of(ops.schedule_gpipe([index(r) for r in placement], micro_batches))
 
     @classmethod
     def for_costs(cls, placement, micro_batches, costs, *, memory_limit=(), split_backward=True, target=1.0, tries=1000, improvements=1000):
@@ -265,14 +266,14 @@ class Schedule:
         `InvalidArgument` for a limit that does not hold one micro-batch.
         """
         limits = [float(n) for n in memory_limit]
-        return cls._of(ops.list_schedule([int(r) for r in placement], micro_batches, costs._handle, limits, split_backward, float(target), tries, improvements))
+        return cls._of(ops.list_schedule([index(r) for r in placement], micro_batches, costs._handle, limits, split_backward, float(target), tries, improvements))
 
     @classmethod
     def from_table(cls, rows, placement, micro_batches):
         """Of actions, a row for each rank: lists of texts such as "2F0", "1SEND_F3", or one text as torch.distributed.pipelining writes it; empty cells are
         bubbles. Raises `ScheduleSyntaxError` with line and column; `check` says whether the schedule is right."""
         text = rows if isinstance(rows, str) else "".join(",".join(map(str, row)) + "\n" for row in rows)
-        return cls._of(ops.schedule_from_table(text, [int(r) for r in placement], micro_batches))
+        return cls._of(ops.schedule_from_table(text, [index(r) for r in placement], micro_batches))
 
     @classmethod
     def from_csv(cls, text):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch.utils import _pytree as pytree
@@ -154,7 +155,7 @@ class Session:
             [module_tree(m, every_name=False) for m in self._modules.values()],
             str(first.device),
             gradients,
-            int(sharing),
+            index(sharing),
             [p for p, _ in by_hand],
             [g._handle for _, g in by_hand],
         )
@@ -187,6 +188,8 @@ class Session:
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(f"a session steps optimizers of torch.optim, not {type(optimizer).__name__}")
+        if any(optimizer is one for one in self._steps.optimizers):
+            raise InvalidArgument("a session was given an optimizer that it has already, which each step would step twice")
         self._steps.optimizers.append(optimizer)
         self._take(self._handle.add(self._steps.step))
 
@@ -273,6 +276,8 @@ class Session:
         which = [number for number, one in enumerate(known) for optimizer in optimizers if optimizer is one]
         if len(which) != len(optimizers):
             raise InvalidArgument("a step of an optimizer that the session does not have: add() it first")
+        if len(set(which)) != len(which):
+            raise InvalidArgument("step() was given an optimizer twice, which it would step twice")
         if any(isinstance(one, torch.optim.LBFGS) for one in optimizers or known):
             raise NotAvailable("LBFGS calls the loss again: step it by step_again(evaluate, optimizer), and the others by step(optimizer)")
         self._ready("step()")

@@ -96,6 +96,8 @@ def fully_shard(
     options.reduce(first_bucket_bytes, bucket_bytes, overlap, learn_order)
     for pattern, dtypes in [(None, precision or UnitPrecision()), *(unit_precision or {}).items()]:
         options.precision(pattern, dtypes.parameters, dtypes.reduce, dtypes.output)
+    if offload and not offload.to_host and offload.device is not None:
+        raise InvalidArgument(f"OffloadOptions(device={str(offload.device)!r}) without to_host=True: units are gathered where the parameters are")
     if offload and offload.to_host:
         options.offload("" if offload.device is None else str(torch.device(offload.device)), offload.pin_memory)
     ops.fully_shard(module_tree(module), mesh._handle, options)

@@ -3,8 +3,10 @@
 import json
 import os
 from dataclasses import dataclass
+from operator import index
 
 from tessera._errors import MappingError
+from tessera._groups import _seconds
 from tessera._library import classes, ops
 
 
@@ -58,7 +60,7 @@ class ProcessGroupConfig:
         >>> tree.closeness()
         ['tensor', 'pipe']
         """
-        self._handle.add_node(name, parent, size, orthogonal_group, scope, order, backend, float(timeout))
+        self._handle.add_node(name, parent, size, orthogonal_group, scope, order, backend, _seconds(timeout))
         return self
 
     def add_orthogonal(self, name, of, scope="", *, backend="", timeout=0):
@@ -67,7 +69,7 @@ class ProcessGroupConfig:
         >>> tree = ts.ProcessGroupConfig().add_node("tensor", "world", 2).add_node("pipe", "world", 4).add_node("data", "world")
         >>> tree = tree.add_orthogonal("replicas", ["tensor", "pipe"])
         """
-        self._handle.add_orthogonal(name, [of] if isinstance(of, str) else list(of), scope, backend, float(timeout))
+        self._handle.add_orthogonal(name, [of] if isinstance(of, str) else list(of), scope, backend, _seconds(timeout))
         return self
 
     def set_leaf_group_sizes(self, sizes, update_parents=True):
@@ -78,7 +80,7 @@ class ProcessGroupConfig:
         >>> tree.size("tensor")
         4
         """
-        self._handle.set_leaf_group_sizes(list(sizes), [int(n) for n in sizes.values()], update_parents)
+        self._handle.set_leaf_group_sizes(list(sizes), [index(n) for n in sizes.values()], update_parents)
 
     def set_orthogonal(self, name, orthogonal_group, scope=""):
         """As `orthogonal_group` and `scope` of `add_node`; an empty name takes them away.
@@ -147,7 +149,7 @@ class ProcessGroupConfig:
         >>> ts.ProcessGroupConfig().add_node("a", "world", 2).add_node("b", "world").mesh(6)
         ({'b': 3, 'a': 2}, [0, 1, 2, 3, 4, 5])
         """
-        names, sizes, table = self._handle.table(list(range(ranks)) if isinstance(ranks, int) else [int(r) for r in ranks])
+        names, sizes, table = self._handle.table(list(range(ranks)) if isinstance(ranks, int) else [index(r) for r in ranks])
         return dict(zip(names, sizes)), list(table)
 
     def __str__(self):
@@ -356,7 +358,7 @@ def given_mapping(axes, topology, traffic, slot_of):
     >>> mine.seconds > mine.naive_seconds                # tensor groups lie across the hosts
     True
     """
-    return _mapping(ops.map_ranks(topology._handle, list(axes), list(axes.values()), _traffic(traffic), 0, 1.0, 1, [int(s) for s in slot_of]))
+    return _mapping(ops.map_ranks(topology._handle, list(axes), list(axes.values()), _traffic(traffic), 0, 1.0, 1, [index(s) for s in slot_of]))
 
 
 def mapped_mesh(axes, mapping):
@@ -373,7 +375,7 @@ def mapped_mesh(axes, mapping):
 
 
 def _slots(topology, slot_of):
-    slots = [int(s) for s in slot_of]
+    slots = [index(s) for s in slot_of]
     wrong = [s for s in slots if not 0 <= s < topology.slots or slots.count(s) > 1]
     if wrong:
         raise MappingError(f"slot {wrong[0]} in {slots}: the topology has slots 0 to {topology.slots - 1}, and each is taken once")
@@ -450,7 +452,7 @@ def create_process_groups(config, *, sizes=None, ranks=None, topology=None, traf
     if topology is None:
         if traffic:
             raise ValueError("create_process_groups: traffic without the topology that it is to be mapped to")
-        ops.create_groups(config._handle, None if ranks is None else [int(r) for r in ranks], eager)
+        ops.create_groups(config._handle, None if ranks is None else [index(r) for r in ranks], eager)
         return None
     if ranks is not None:
         raise ValueError("create_process_groups: either ranks, or a topology that chooses them")

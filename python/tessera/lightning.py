@@ -15,6 +15,7 @@ import os
 import pathlib
 import pickle
 from functools import partial
+from operator import index
 from types import SimpleNamespace
 
 import torch
@@ -87,6 +88,12 @@ def _whole(tensor):
     return ts.full_tensor(tensor) if ts.is_sharded(tensor) else tensor
 
 
+def _over(group, default):
+    if group is not None and not isinstance(group, ts.Group):
+        raise ts.InvalidArgument(f"ranks are a ts.Group here, and not a {type(group).__name__}: ts.group([0, 1])")
+    return default if group is None else group
+
+
 def _rows(batch):
     """The rows of the first tensor of a batch."""
     found = []
@@ -125,7 +132,7 @@ class ManualStrategy(ParallelStrategy):
             ts.init()
         super().__init__(cluster_environment=_Ranks())
         rank_zero_only.rank = ts.rank()
-        self._by_hand, self._sharing = tuple(by_hand), int(sharing)
+        self._by_hand, self._sharing = tuple(by_hand), index(sharing)
         # Ranks that have different samples; into how many parts a sampler deals them, and which of them is this rank's.
         self._data_group, self._replicas, self._place = ts.world(), 1, 0
         self._checkpointers = {}
@@ -231,7 +238,7 @@ class ManualStrategy(ParallelStrategy):
         """Over all ranks, or those of a `ts.Group`; what ranks share is in a sum once, and a sharded value is one value."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        over = group if isinstance(group, ts.Group) else ts.world()
+        over = _over(group, ts.world())
         name = reduce_op if isinstance(reduce_op, str) else "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2]
         op, shared = _OPS[name.lower()], self._sharing
         if ts.is_sharded(tensor):
@@ -244,14 +251,14 @@ class ManualStrategy(ParallelStrategy):
 
     def all_gather(self, tensor, group=None, sync_grads=False):
         """The ranks' tensors of one shape, stacked."""
-        over, whole = group if isinstance(group, ts.Group) else ts.world(), _whole(tensor)
+        over, whole = _over(group, ts.world()), _whole(tensor)
         if sync_grads:
             return ts.functional.all_gather(over, whole.unsqueeze(0))
         return over.all_gather(whole.detach().unsqueeze(0))
 
     def _gather_metric(self, tensor, group=None):
         """As torchmetrics asks for it: a list by rank, of any shapes."""
-        over = group if isinstance(group, ts.Group) else self._data_group
+        over = _over(group, self._data_group)
         mine = _whole(tensor).detach()
         return [pickle.loads(data).to(mine.device) for data in over.all_gather_bytes(pickle.dumps(mine.cpu()))]
 

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 import warnings
+from operator import index
 
 from tessera._checkpoint import _agree
 from tessera._errors import InvalidArgument
@@ -57,13 +58,13 @@ class _Logger:
     def log(self, values, step):
         """Numbers by name, of this step. All ranks call it with the same names, and with the same values, of which the first rank's are written.
 
-        A tensor is one number, read here, on every rank: of a sharded one that is a collective call. Otherwise nobody waits. Raises TypeError for what is no number,
+        A tensor is one number, read here, on every rank: of a sharded one that is a collective call. Otherwise nobody waits. Raises TypeError for what is no number, or a step that is not a whole one,
         InvalidArgument after `close`.
         Where writing fails the first rank warns, once, `error` holds what was raised, and no more is written; training goes on on all ranks.
         """
         if self._closed:
             raise InvalidArgument("log() after close()")
-        numbers = {}
+        numbers, step = {}, index(step)
         for name, value in values.items():
             try:
                 numbers[str(name)] = value.__float__()
@@ -71,7 +72,7 @@ class _Logger:
                 raise TypeError(f"{name} is {value!r:.60}, and not one number: log tensors of one element, and texts in `config`") from error
         if self._first:
             self._tell()
-            self._waiting.put((self._write, numbers, int(step), time.time()))
+            self._waiting.put((self._write, numbers, step, time.time()))
 
     def close(self, failed=False):
         """Ends the run, when everything is written or the limit is over; `with` does so, and the end of the program. Not collective."""
@@ -112,7 +113,7 @@ class FileLogger(_Logger):
     """
 
     def __init__(self, folder, *, kind="json", start=0, ranks=None, limit=60.0):
-        self._place = os.fspath(folder), kind, int(start)
+        self._place = os.fspath(folder), kind, index(start)
         super().__init__(ranks, limit)
 
     def _open(self):
