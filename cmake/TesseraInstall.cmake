@@ -72,6 +72,25 @@ install(
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera/comm/backends/mpi"
   COMPONENT tessera
 )
+# The MPI part as sources, with what they read of the library besides: they are compiled with the MPI library of a machine.
+set(comm "${PROJECT_SOURCE_DIR}/tessera/comm")
+file(GLOB mpi_sources "${comm}/backends/mpi/*.cpp")
+list(FILTER mpi_sources EXCLUDE REGEX "/mpi\\.cpp$")
+install(
+  FILES ${mpi_sources} "${comm}/backends/mpi/CMakeLists.txt" "${PROJECT_SOURCE_DIR}/cmake/TesseraMpi.cmake"
+  DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi"
+  COMPONENT tessera
+)
+file(GLOB mpi_headers RELATIVE "${comm}" "${comm}/backends/mpi/mpi_*.h")
+foreach(
+  header
+  IN
+  LISTS mpi_headers
+  ITEMS backends/flat.h backends/transport.h backends/transport_call.h group/detail/abilities.h group/detail/call_card.h group/internal/call_origin.h
+)
+  cmake_path(GET header PARENT_PATH folder)
+  install(FILES "${comm}/${header}" DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi/include/tessera/comm/${folder}" COMPONENT tessera)
+endforeach()
 file(RELATIVE_PATH TESSERA_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" TESSERA_PC_PREFIX "${TESSERA_PC_PREFIX}")
 set(packages tessera tessera-base)

@@ -90,7 +90,9 @@ def _libraries(build):
     """The targets of CMake that the wheel installs."""
     names = re.findall(r"add_library\(Tessera::(\w+) SHARED", (build / "TesseraTargets.cmake").read_text())
     targets = ["tessera_library" if name == "tessera" else f"tessera_{name}_library" for name in names]
-    return ["tessera_python", *targets] + (["tessera_nccl"] if next(build.rglob("libtessera_nccl.so"), None) else [])
+    installs = "".join(script.read_text() for script in (build / "tessera" / "comm").rglob("cmake_install.cmake"))
+    parts = [target for target, library in {"tessera_nccl": "nccl", "tessera_mpi_part": "mpi"}.items() if f"libtessera_{library}.so" in installs]
+    return ["tessera_python", *targets, *parts]
 
 
 def _built(options):
@@ -183,6 +185,7 @@ def _stage(build, package):
         shutil.rmtree(libraries / "pkgconfig", ignore_errors=True)
         shutil.copytree(libraries, package / libraries.name)
         shutil.copytree(prefix / "include", package / "include")
+        shutil.copytree(prefix / "share" / "tessera", package / "share" / "tessera")
         if (prefix / "bin").exists():
             shutil.copytree(prefix / "bin", package / "bin")
     return version

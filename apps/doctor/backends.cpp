@@ -40,26 +40,14 @@ void report_mpi(Report& report) {
   if (!has_mpi()) {
     report.line("mpi", "not built");
     report.advice(
-        "the MPI backend is absent: install an MPI 3 library (Debian: libopenmpi-dev openmpi-bin) "
-        "and configure again with -DTESSERA_MPI=ON");
+        "the MPI backend is absent, or its library does not load: install an MPI 3 library "
+        "(Debian: "
+        "libopenmpi-dev openmpi-bin), and configure again with -DTESSERA_MPI=ON, or from the wheel "
+        "python -m tessera --build-mpi");
     return;
   }
-  // Allowed before MPI_Init by the standard (MPI 3.1, 8.7).
-  using Version = int (*)(char*, int*);
-  const auto version = reinterpret_cast<Version>(dlsym(RTLD_DEFAULT, "MPI_Get_library_version"));
-  char text[8192] = {};
-  int size = 0;
-  if (!version || version(text, &size) != 0) {
-    report.line("mpi", "built");
-    report.problem(
-        "the MPI library does not say its version: check that the library found at run time is the "
-        "one of the build (ldd)");
-    return;
-  }
-  std::string first(text);
-  first.resize(std::min(first.find('\n'), first.size()));
-  report.line("mpi", concat("built: ", first));
-  report.line("", library_of(reinterpret_cast<const void*>(version)));
+  report.line("mpi", concat("built: ", mpi_library()));
+  report.line("", library_of(dlsym(RTLD_DEFAULT, "MPI_Get_library_version")));
 }
 
 // Two ranks of this process meet as two processes would.

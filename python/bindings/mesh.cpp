@@ -63,12 +63,18 @@ struct PyTrace : torch::CustomClassHolder {
 };
 
 void init(const std::string& backend, double timeout, const std::string& between_hosts,
-          const std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>& group) {
+          const std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>& group,
+          const std::optional<std::int64_t>& communicator) {
   if (current().has_value())
     throw ConfigurationError("tessera.init: this rank is initialized already");
   auto options = manager_options(backend, timeout);
   options.between_hosts = between_hosts;
   if (timeout > 0) options.rendezvous_timeout = options.timeout;  // the wait for ranks to come too
+  if (communicator) {
+    options.mpi = MpiWorld::of_communicator(static_cast<int>(*communicator));
+    if (options.backend.empty()) options.backend = "mpi";
+    if (options.mpi->size() > 1) options.launch = options.mpi->launch_with_store(options.timeout);
+  }
   current() =
       group ? manager_of({.group = *group}, options) : DistributedManager::initialize(options);
 }

@@ -1,7 +1,10 @@
-"""python -m tessera --cmake-dir: where things are, for builds that use the C++ library of this package."""
+"""python -m tessera --cmake-dir: where things are, for builds that use the C++ library of this package; --build-mpi: its part for this machine's MPI."""
 
 import argparse
 import pathlib
+import shutil
+import subprocess
+import tempfile
 
 import torch
 
@@ -16,18 +19,41 @@ def cmake_dir():
     return installed.parent
 
 
+def build_mpi():
+    """Compiles libtessera_mpi.so, which the library loads where the backend is "mpi", with the MPI library that CMake finds, and puts it beside the library."""
+    sources = HERE / "share" / "tessera" / "mpi"
+    if not sources.exists():
+        raise SystemExit(f"{HERE} is no installed package: build Tessera where CMake finds MPI (-DTESSERA_MPI=ON)")
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise SystemExit("no cmake in PATH: pip install cmake (3.25 or newer); a compiler of C++20 and make are needed too (Debian: g++ make)")
+    torch_folder = pathlib.Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as build:
+        for command in (
+            [cmake, "-S", sources, "-B", build, f"-DTessera_DIR={cmake_dir()}", f"-DTESSERA_TORCH={torch_folder}"],
+            [cmake, "--build", build, "--parallel", "2"],
+            [cmake, "--install", build],
+        ):
+            if subprocess.run([str(part) for part in command]).returncode:
+                raise SystemExit("the MPI part was not built: what failed stands above")
+    print("The backend is there: ts.init(backend='mpi') under this MPI's own launcher.")
+
+
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m tessera",
-        description="Where the C++ library of this package is.",
+        description="Where the C++ library of this package is, and its part for MPI.",
         epilog='cmake -DTessera_DIR="$(python -m tessera --cmake-dir)" -DTESSERA_TORCH="$(python -m tessera --torch-dir)" ...',
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cmake-dir", action="store_true", help="the folder of TesseraConfig.cmake, for Tessera_DIR")
     what.add_argument("--torch-dir", action="store_true", help="the folder of torch, for TESSERA_TORCH")
     what.add_argument("--torch-version", action="store_true", help="the version of torch that the library was built with")
+    what.add_argument("--build-mpi", action="store_true", help="compile the MPI part for the MPI library of this machine (MPI_HOME=folder: for that one)")
     asked = parser.parse_args()
-    if asked.cmake_dir:
+    if asked.build_mpi:
+        build_mpi()
+    elif asked.cmake_dir:
         print(cmake_dir())
     elif asked.torch_dir:
         print(pathlib.Path(torch.__file__).parent)

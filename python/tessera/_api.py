@@ -16,13 +16,14 @@ from tessera._mesh import Mesh, Spec
 from tessera._placement import ParameterPlacement, from_text, to_text
 
 
-def init(backend="", timeout=300.0, between_hosts="auto", process_group=None):
+def init(backend="", timeout=300.0, between_hosts="auto", process_group=None, communicator=None):
     """Meets the other ranks of this job (torchrun, `tessera run`, Slurm, mpirun; alone without a launcher).
 
     `backend`: "auto" (default: memory inside a host, Gloo between hosts), "gloo", "shm" (ranks of one host) or "mpi". `timeout`: seconds, the limit of every wait.
     `between_hosts`: what collectives go over between hosts: "gloo" (and "auto"), or "mpi" in a job that MPI's own launcher started.
     `process_group`: one of torch.distributed's, whose ranks are the world then, whoever started them; collective over it. They meet through its store; `backend="c10d"` is
     that group itself, for groups of all its ranks. It stays yours: it is not ended here.
+    `communicator`: one of mpi4py's, whose ranks are the world then, over MPI (or `backend`); collective over it. It is duplicated and stays yours, and so does MPI.
 
     Raises ConfigurationError where the rank is initialized already or what the launcher says cannot be, InvalidArgument for a backend that there is not, ValueError for a
     negative timeout, NotAvailable for what this build lacks, and RendezvousError, with what is missing, where the others do not come within `timeout`.
@@ -36,7 +37,12 @@ def init(backend="", timeout=300.0, between_hosts="auto", process_group=None):
             "a worker process has imported this program, which begins with init(): it is no rank and meets no job. "
             "Put what the program does into a function, and call that under `if __name__ == \"__main__\":`"
         )
-    ops.init(backend, _seconds(timeout), between_hosts, None if process_group is None else process_group.boxed())
+    if communicator is not None and process_group is not None:
+        raise InvalidArgument("init was given a process group and a communicator of MPI: the ranks are those of one of them")
+    if communicator is not None and not hasattr(communicator, "py2f"):
+        raise InvalidArgument(f"init was given a {type(communicator).__name__} as communicator: give one of mpi4py's, MPI.COMM_WORLD for instance")
+    group = None if process_group is None else process_group.boxed()
+    ops.init(backend, _seconds(timeout), between_hosts, group, None if communicator is None else communicator.py2f())
     atexit.register(shutdown)
 
 

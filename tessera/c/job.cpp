@@ -9,7 +9,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/c/detail/arrays.h"
 #include "tessera/c/detail/call.h"
-#include "tessera/c/detail/mpi_start.h"
+#include "tessera/launch/launch.h"
 
 namespace tessera::c {
 
@@ -98,7 +98,9 @@ tessera_result tessera_start_fortran(int communicator, const char* backend, doub
   return run("tessera_start_mpi", Reach::own, [&](Call& call) {
     clear(job, "job");
     ManagerOptions options = options_of(backend, timeout);
-    join_mpi(communicator, options);
+    options.mpi = MpiWorld::of_communicator(communicator);
+    if (options.backend.empty()) options.backend = "mpi";
+    if (options.mpi->size() > 1) options.launch = options.mpi->launch_with_store(options.timeout);
     begin(call, options, job);
   });
 }

@@ -63,7 +63,7 @@ void expect_timeout(const MpiWorld& world, const char* what, Call&& call) {
 /// vain, each as often and for as long as it is drawn; then all make the group.
 void run_many_tries(const MpiWorld& world) {
   std::mt19937 drawn(7);
-  const auto comm = world.context()->comm();
+  const auto comm = tessera::test::context_of(world)->comm();
   const int rounds = 12;
   for (int round = 0; round < rounds; ++round) {
     auto ranks = tessera::test::all_ranks(world);
@@ -167,7 +167,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     // The last rank comes when the others have waited in vain; then all make the group. Of three
     // ranks the second one reports once more while the first one is still in its first try.
     const auto ranks = test::all_ranks(world);
-    const auto comm = world.context()->comm();
+    const auto comm = tessera::test::context_of(world)->comm();
     int word = 0;
     MpiBackendOptions o;
     o.timeout = world.rank() == 0 ? 2000ms : 150ms;
@@ -229,7 +229,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     auto long_enough = options(true);
     long_enough.timeout = 2500ms;
     MpiBackendOptions o;
-    const auto comm = detail::make_mpi_comm(world.context(), test::all_ranks(world), o);
+    const auto comm = detail::make_mpi_comm(test::context_of(world), test::all_ranks(world), o);
     const auto inner = std::make_shared<detail::MpiTransport>(comm, o)->backend();
     if (world.rank() == last) {
       detail::MpiCall call;
@@ -409,7 +409,7 @@ void run(const MpiWorld& world, const std::string& fault) {
       say(world, "the group still works");
   } else if (fault == "other_group") {
     // The hello of another list under the same tag.
-    const auto comm = world.context()->comm();
+    const auto comm = tessera::test::context_of(world)->comm();
     const std::vector<int> ranks = test::all_ranks(world);
     if (world.rank() == last) {
       tessera::Hash hash;

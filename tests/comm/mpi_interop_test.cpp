@@ -244,7 +244,7 @@ TEST(MpiInterop, InitializeDoesNotInitialiseTwiceNorFinalise) {
                                                                                           : 0);
     const auto group = backend(world, all_ranks(world));
     group->barrier(c10d::BarrierOptions())->wait();
-    EXPECT_FALSE(world.library().empty());
+    EXPECT_FALSE(mpi_library().empty());
     EXPECT_FALSE(world.host().empty());
   }
   EXPECT_FALSE(mpi_is_finalized());

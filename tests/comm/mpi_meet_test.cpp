@@ -48,7 +48,7 @@ TEST(MpiMeet, AllMakeTheGroupOrNone) {
     options.timeout = kLimit;
     bool made = false;
     try {
-      const auto comm = detail::make_mpi_comm(world->context(), ranks, options, attempt);
+      const auto comm = detail::make_mpi_comm(context_of(*world), ranks, options, attempt);
       made = comm->size() == world->size();
     } catch (const PeerLostError& error) {
       EXPECT_NE(std::string(error.what()).find("was given up before its ranks had met"),
@@ -92,7 +92,7 @@ TEST(MpiMeet, WhoComesAgainIsMet) {
                                          return now;
                                        }};
       try {
-        made = detail::make_mpi_comm(world->context(), ranks, options, attempt)->size() ==
+        made = detail::make_mpi_comm(context_of(*world), ranks, options, attempt)->size() ==
                world->size();
       } catch (const PeerLostError&) {
         // This rank's own end of a try, or another one's.

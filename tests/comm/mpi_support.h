@@ -49,6 +49,11 @@ inline at::Tensor scattered(const at::Tensor& t) {
   return view;
 }
 
+/// What libtessera_mpi.so knows of a world.
+inline std::shared_ptr<detail::MpiContext> context_of(const MpiWorld& world) {
+  return std::static_pointer_cast<detail::MpiContext>(world.ranks());
+}
+
 inline BackendPtr backend(const MpiWorld& world, const std::vector<int>& ranks,
                           const std::string& name = "test", std::int64_t max_count = 0) {
   MpiBackendOptions options;

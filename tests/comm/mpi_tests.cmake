@@ -4,7 +4,7 @@ set(mpi_test_more mpi_hosts_test.cpp mpi_meet_test.cpp mpi_sizes_test.cpp)
 set(mpi_faults_more mpi_host_faults.cpp)
 foreach(program mpi_test mpi_interop_test mpi_faults)
   add_executable(${program} ${program}.cpp ${${program}_more})
-  target_link_libraries(${program} PRIVATE Tessera::tessera tessera_mpi GTest::gtest)
+  target_link_libraries(${program} PRIVATE Tessera::tessera tessera_mpi_part tessera_mpi GTest::gtest)
   tessera_use_full_pch(${program})
 endforeach()
 

@@ -125,6 +125,23 @@ def test_two_ranks_from_python_and_from_cpp(python, tmp_path):
     assert sorted(re.findall(r"c\+\+ rank \d of \d", printed)) == ["c++ rank 0 of 2", "c++ rank 1 of 2"]
 
 
+def test_the_mpi_part_is_compiled_for_this_machine(python, tmp_path):
+    """For the MPI library that CMake finds; the wheel for other machines has none."""
+    mpirun = shutil.which("mpirun")
+    if not mpirun:
+        pytest.skip("no MPI library with mpirun here")
+    library = next(python.parent.parent.rglob("libtessera.so.0")).parent / "libtessera_mpi.so"
+    library.unlink(missing_ok=True)
+    refused = subprocess.run([python, "-c", "import tessera; tessera.init(backend='mpi')"], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert refused.returncode and "--build-mpi" in refused.stderr, refused.stderr
+    assert "The backend is there" in run(python, "-m", "tessera", "--build-mpi", limit=600, cwd=tmp_path)
+    assert library.exists()
+    (tmp_path / "program.py").write_text(PYTHON.replace("init(timeout=60)", "init(backend='mpi', timeout=60)"))
+    as_root = ["env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1"]
+    printed = run(*as_root, mpirun, "-n", 2, python, tmp_path / "program.py", cwd=tmp_path)
+    assert sorted(re.findall(r"python rank \d of \d", printed)) == ["python rank 0 of 2", "python rank 1 of 2"]
+
+
 def test_the_program_starts_ranks_and_the_doctor(python, tmp_path):
     """On the path, as pip has put it there; it imports no torch itself."""
     program = python.parent / "tessera"

@@ -1,8 +1,5 @@
 #include "tessera/comm/job/manager.h"
 
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <algorithm>
 #include <numeric>
 
@@ -22,30 +19,6 @@
 #include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
-namespace {
-
-/// The job's secret of rank 0, a new one if it has none. Collective; every rank calls it, whatever
-/// secret it was given.
-std::string secret_through_mpi(const MpiWorld& mpi, const std::string& given,
-                               std::chrono::milliseconds limit) {
-  constexpr std::int64_t kRoom = 256;
-  std::vector<int> all(static_cast<std::size_t>(mpi.size()));
-  std::iota(all.begin(), all.end(), 0);
-  MpiBackendOptions options;
-  options.name = "the job's secret";
-  options.timeout = bounded_limit(limit);
-  const auto backend = make_mpi_backend(mpi, all, options);
-  std::vector<at::Tensor> text{at::zeros({kRoom}, at::kByte)};
-  if (mpi.rank() == 0) {
-    const std::string secret = given.empty() ? new_secret() : given.substr(0, kRoom);
-    std::copy(secret.begin(), secret.end(), text[0].data_ptr<std::uint8_t>());
-  }
-  backend->broadcast(text)->wait();
-  const auto* first = text[0].const_data_ptr<std::uint8_t>();
-  return {first, std::find(first, first + kRoom, std::uint8_t{0})};
-}
-
-}  // namespace
 
 c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int local_rank,
                                   int devices, const std::string& problem) {
@@ -146,7 +119,8 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
   }
   if (meets && base.mpi && base.launch.world_size > 1)
     base.launch.secret =
-        secret_through_mpi(*base.mpi, base.launch.secret, options.rendezvous_timeout);
+        base.mpi->first(base.launch.secret.empty() ? new_secret() : base.launch.secret,
+                        bounded_limit(options.rendezvous_timeout));
   if (meets) base.rendezvous = Rendezvous::meet(base.launch, options.rendezvous_timeout);
   return DistributedManager(std::make_shared<detail::ManagerState>(std::move(base)));
 }

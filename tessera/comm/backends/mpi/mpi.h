@@ -1,6 +1,7 @@
 #pragma once
-// MPI as a backend of groups: any MPI 3 library that CMake found. This header needs no <mpi.h>;
-// programs that have a communicator of their own include mpi_interop.h.
+// MPI as a backend of groups: any MPI 3 library, through libtessera_mpi.so, which is compiled with
+// it and loaded when it is asked for. This header needs no <mpi.h>; programs that have a
+// communicator of their own include mpi_interop.h.
 //
 //   // under mpirun or srun; initialises MPI unless the program has
 //   auto mpi = MpiWorld::initialize();
@@ -36,7 +37,7 @@ namespace tessera {
 struct Launch;
 
 namespace detail {
-class MpiContext;
+class MpiRanks;
 }
 
 /// Which threads of a process may call MPI. At `single` and `funneled`, calls on MPI groups come
@@ -45,8 +46,11 @@ class MpiContext;
 enum class MpiThreadLevel : unsigned char { single, funneled, serialized, multiple };
 const char* to_string(MpiThreadLevel level);
 
-/// True if this build contains the MPI part. Without it, every call below throws NotAvailable.
+/// True if the MPI part is there and loads. Otherwise every call below throws NotAvailable, which
+/// says what lacks.
 bool has_mpi();
+/// First line of MPI_Get_library_version: "Open MPI v4.1.4, ...". May be asked before MPI_Init.
+std::string mpi_library();
 
 /// The ranks from which groups are made, and the lifetime of MPI in this process. A value; copies
 /// share one state. Whoever calls MPI_Init calls MPI_Finalize: the last copy of a world that
@@ -61,27 +65,34 @@ class MpiWorld {
   /// CommError if MPI is finalised already, or if the library grants less than `wanted` when
   /// initialised here and `wanted` is above funneled.
   static MpiWorld initialize(MpiThreadLevel wanted = MpiThreadLevel::funneled);
-  explicit MpiWorld(std::shared_ptr<detail::MpiContext> context);
+  /// The ranks of a communicator of the program, by its handle in Fortran (MPI_Comm_c2f, or py2f()
+  /// of mpi4py). Does and throws what mpi_world() of mpi_interop.h does.
+  static MpiWorld of_communicator(int handle);
+  explicit MpiWorld(std::shared_ptr<detail::MpiRanks> ranks);
 
   int rank() const;
   int size() const;
   MpiThreadLevel thread_level() const;
-  /// First line of MPI_Get_library_version: "Open MPI v4.1.4, ...".
-  std::string library() const;
   /// What MPI_Get_processor_name returns.
   std::string host() const;
   /// This process' rank, world size, local rank and host as MPI knows them. Collective over the
   /// world.
   Launch launch() const;
+  /// launch(), and an address and port of the first rank where the ranks can meet: a manager with
+  /// it has a store, by which ranks learn of each other's mistakes. Collective over the world.
+  /// Throws CommError if the first rank gets no port.
+  Launch launch_with_store(std::chrono::milliseconds limit) const;
+  /// The first rank's text, on all ranks; below 1024 bytes. Collective over the world.
+  std::string first(const std::string& text, std::chrono::milliseconds limit) const;
 
   /// Ends the whole job: prints rank, host and reason to standard error, then calls MPI_Abort with
   /// exit status 1.
   [[noreturn]] void fatal(const std::string& reason) const;
 
-  const std::shared_ptr<detail::MpiContext>& context() const { return context_; }
+  const std::shared_ptr<detail::MpiRanks>& ranks() const { return ranks_; }
 
  private:
-  std::shared_ptr<detail::MpiContext> context_;
+  std::shared_ptr<detail::MpiRanks> ranks_;
 };
 
 struct MpiBackendOptions {

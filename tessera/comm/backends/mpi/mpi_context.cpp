@@ -10,36 +10,20 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/types.h"
-#include "tessera/comm/job/mpi_interop.h"
 #include "tessera/launch/launch.h"
 
-namespace tessera {
-
-namespace detail {
+namespace tessera::detail {
 
 namespace {
 
-struct NamedLevel {
-  MpiThreadLevel level;
-  int mpi;
-  const char* name;
-};
-constexpr NamedLevel kLevels[] = {
-    {MpiThreadLevel::single, MPI_THREAD_SINGLE, "single"},
-    {MpiThreadLevel::funneled, MPI_THREAD_FUNNELED, "funneled"},
-    {MpiThreadLevel::serialized, MPI_THREAD_SERIALIZED, "serialized"},
-    {MpiThreadLevel::multiple, MPI_THREAD_MULTIPLE, "multiple"},
-};
+// In the order of MpiThreadLevel.
+constexpr int kLevels[] = {MPI_THREAD_SINGLE, MPI_THREAD_FUNNELED, MPI_THREAD_SERIALIZED,
+                           MPI_THREAD_MULTIPLE};
 
 MpiThreadLevel to_level(int provided) {
-  for (const auto& known : kLevels)
-    if (known.mpi == provided) return known.level;
-  return MpiThreadLevel::single;
-}
-
-const NamedLevel& named(MpiThreadLevel level) {
-  return *std::find_if(std::begin(kLevels), std::end(kLevels) - 1,
-                       [level](const NamedLevel& known) { return known.level == level; });
+  const auto* const found = std::find(std::begin(kLevels), std::end(kLevels), provided);
+  return found == std::end(kLevels) ? MpiThreadLevel::single
+                                    : static_cast<MpiThreadLevel>(found - std::begin(kLevels));
 }
 
 bool mpi_flag(int (*query)(int*)) {
@@ -179,7 +163,8 @@ std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
         "MpiWorld until the end of main()");
   if (mpi_flag(MPI_Initialized)) return attach();
   int provided = MPI_THREAD_SINGLE;
-  check_mpi(MPI_Init_thread(nullptr, nullptr, named(wanted).mpi, &provided), "MPI_Init_thread");
+  check_mpi(MPI_Init_thread(nullptr, nullptr, kLevels[static_cast<int>(wanted)], &provided),
+            "MPI_Init_thread");
   std::shared_ptr<MpiLibrary> library(new MpiLibrary(true, provided));
   current = library;
   try {
@@ -316,57 +301,27 @@ MpiContext::~MpiContext() {
   MPI_Comm_free(&comm);
 }
 
-}  // namespace detail
+std::string MpiContext::host() const { return processor_name(); }
 
-const char* to_string(MpiThreadLevel level) { return detail::named(level).name; }
-
-bool has_mpi() { return true; }
-
-MpiWorld::MpiWorld(std::shared_ptr<detail::MpiContext> context) : context_(std::move(context)) {}
-
-MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
-  const auto library = detail::MpiLibrary::open(wanted);
-  if (library->owner())
-    return MpiWorld(std::make_shared<detail::MpiContext>(library, library->world(), false));
-  // MPI belongs to the program, which may have messages of its own: use another communicator.
-  return mpi_world(MPI_COMM_WORLD);
-}
-
-int MpiWorld::rank() const { return context_->rank(); }
-int MpiWorld::size() const { return context_->size(); }
-MpiThreadLevel MpiWorld::thread_level() const { return context_->library()->level(); }
-
-std::string MpiWorld::library() const {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
-  int length = 0;
-  detail::check_mpi(MPI_Get_library_version(text, &length), "MPI_Get_library_version");
-  const std::string all(text, static_cast<std::size_t>(length));
-  return all.substr(0, all.find('\n'));
-}
-
-std::string MpiWorld::host() const { return detail::processor_name(); }
-
-Launch MpiWorld::launch() const {
+Launch MpiContext::launch() {
   Launch launch;
   launch.launcher = "code";
   launch.rank = rank();
   launch.world_size = size();
   launch.node_rank = -1;
   MPI_Comm host = MPI_COMM_NULL;
-  auto& library = *context_->library();
-  if (!detail::all_come(context_->comm(), detail::kWorldLimit)) {
-    library.set_broken();
+  if (!all_come(comm_, kWorldLimit)) {
+    library_->set_broken();
     throw TimeoutError("MpiWorld::launch: not all ranks came; call it on all of them", {});
   }
-  const auto slot = std::make_shared<detail::BlockingSlot>();
+  const auto slot = std::make_shared<BlockingSlot>();
   slot->who = concat("rank ", rank());
-  library.watchdog().add(slot);
+  library_->watchdog().add(slot);
   {
-    const detail::BlockingPhase phase(*slot, "finding the ranks of this host",
-                                      std::chrono::milliseconds(detail::kWorldLimit).count());
-    detail::check_mpi(
-        MPI_Comm_split_type(context_->comm(), MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),
-        "MPI_Comm_split_type");
+    const BlockingPhase phase(*slot, "finding the ranks of this host",
+                              std::chrono::milliseconds(kWorldLimit).count());
+    check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),
+              "MPI_Comm_split_type");
   }
   MPI_Comm_rank(host, &launch.local_rank);
   MPI_Comm_size(host, &launch.local_size);
@@ -374,25 +329,58 @@ Launch MpiWorld::launch() const {
   return launch;
 }
 
-void MpiWorld::fatal(const std::string& reason) const {
-  detail::mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true);
+void MpiContext::fatal(const std::string& reason) const {
+  mpi_fatal(concat("rank ", rank(), " of ", size(), " on ", host()), reason, true);
 }
 
-MpiWorld mpi_world(MPI_Comm communicator) {
-  if (!detail::mpi_flag(MPI_Initialized) || detail::mpi_flag(MPI_Finalized))
+namespace {
+
+std::string library_version() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  check_mpi(MPI_Get_library_version(text, &length), "MPI_Get_library_version");
+  const std::string all(text, static_cast<std::size_t>(length));
+  return all.substr(0, all.find('\n'));
+}
+
+std::shared_ptr<MpiRanks> duplicate_of(MPI_Comm communicator) {
+  const MPI_Comm copy = duplicate(communicator, kWorldLimit);
+  return std::make_shared<MpiContext>(MpiLibrary::attach(), copy, true);
+}
+
+std::shared_ptr<MpiRanks> initialize(MpiThreadLevel wanted) {
+  const auto library = MpiLibrary::open(wanted);
+  if (library->owner()) return std::make_shared<MpiContext>(library, library->world(), false);
+  // MPI belongs to the program, which may have messages of its own: use another communicator.
+  return duplicate_of(MPI_COMM_WORLD);
+}
+
+std::shared_ptr<MpiRanks> of_communicator(int handle) {
+  if (mpi_flag(MPI_Finalized))
     throw InvalidArgument(
-        "mpi_world() needs an MPI that is initialised and not finalised; without a communicator of "
-        "your own use MpiWorld::initialize()");
+        "MPI is finalised: ranks of a communicator come before MPI_Finalize, and go before it");
+  if (!mpi_flag(MPI_Initialized))
+    throw InvalidArgument(
+        concat("MPI is not initialised: MPI_Init comes first (or MpiWorld::initialize(), without a "
+               "communicator of your own). If it did, the program uses another MPI library than "
+               "libtessera_mpi.so, whose is ",
+               library_version()));
+  const MPI_Comm communicator = MPI_Comm_f2c(static_cast<MPI_Fint>(handle));
   if (communicator == MPI_COMM_NULL)
     throw InvalidArgument(
         "mpi_world() was given MPI_COMM_NULL: this process is not in the communicator");
   int inter = 0;
-  detail::check_mpi(MPI_Comm_test_inter(communicator, &inter), "MPI_Comm_test_inter");
+  check_mpi(MPI_Comm_test_inter(communicator, &inter), "MPI_Comm_test_inter");
   if (inter)
     throw InvalidArgument(
         "mpi_world() was given an intercommunicator; merge it first (MPI_Intercomm_merge)");
-  const MPI_Comm copy = detail::duplicate(communicator, detail::kWorldLimit);
-  return MpiWorld(std::make_shared<detail::MpiContext>(detail::MpiLibrary::attach(), copy, true));
+  return duplicate_of(communicator);
 }
 
-}  // namespace tessera
+constexpr MpiPart kPart{kMpiPartVersion, library_version, initialize, of_communicator};
+
+}  // namespace
+
+extern "C" const MpiPart* tessera_mpi_part() { return &kPart; }
+
+}  // namespace tessera::detail

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/mpi/mpi_part.h"
 
 namespace tessera::detail {
 
@@ -178,18 +178,21 @@ class MpiReports {
   std::map<std::pair<std::uint64_t, int>, std::uint64_t> tries_;
 };
 
-/// A communicator that groups are made from.
-class MpiContext {
+class MpiContext final : public MpiRanks {
  public:
   MpiContext(std::shared_ptr<MpiLibrary> library, MPI_Comm comm, bool owns_comm);
-  ~MpiContext();
-  MpiContext(const MpiContext&) = delete;
-  MpiContext& operator=(const MpiContext&) = delete;
+  ~MpiContext() override;
+
+  MpiThreadLevel thread_level() const override { return library_->level(); }
+  std::string host() const override;
+  Launch launch() override;
+  [[noreturn]] void fatal(const std::string& reason) const override;
+  std::shared_ptr<Transport> make_transport(const std::vector<int>& ranks,
+                                            const MpiBackendOptions& options,
+                                            const MpiAttempt& attempt) override;
 
   const std::shared_ptr<MpiLibrary>& library() const { return library_; }
   MPI_Comm comm() const { return comm_; }
-  int rank() const { return rank_; }
-  int size() const { return size_; }
   /// A number that this process has not given yet, for messages on comm(): 1, 2, ...
   std::uint64_t next_try() { return ++tries_; }
   MpiReports& reports() { return reports_; }
@@ -198,8 +201,6 @@ class MpiContext {
   const std::shared_ptr<MpiLibrary> library_;
   const MPI_Comm comm_;
   const bool owns_comm_;
-  int rank_ = 0;
-  int size_ = 1;
   std::atomic<std::uint64_t> tries_{0};
   MpiReports reports_;
 };

@@ -220,21 +220,11 @@ c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
   return future;
 }
 
-std::shared_ptr<Transport> make_mpi_transport(const MpiWorld& world, const std::vector<int>& ranks,
-                                              const MpiBackendOptions& options,
-                                              const MpiAttempt& attempt) {
-  return std::make_shared<MpiTransport>(make_mpi_comm(world.context(), ranks, options, attempt),
-                                        options);
+std::shared_ptr<Transport> MpiContext::make_transport(const std::vector<int>& ranks,
+                                                      const MpiBackendOptions& options,
+                                                      const MpiAttempt& attempt) {
+  const auto self = std::static_pointer_cast<MpiContext>(shared_from_this());
+  return std::make_shared<MpiTransport>(make_mpi_comm(self, ranks, options, attempt), options);
 }
 
 }  // namespace tessera::detail
-
-namespace tessera {
-
-c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
-                                                   const std::vector<int>& ranks,
-                                                   const MpiBackendOptions& options) {
-  return detail::make_mpi_transport(world, ranks, options, {})->backend();
-}
-
-}  // namespace tessera

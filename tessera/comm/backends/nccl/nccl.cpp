@@ -4,7 +4,6 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <filesystem>
 #include <future>
 #include <memory>
 #include <thread>
@@ -13,6 +12,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/nccl/nccl_part.h"
+#include "tessera/comm/backends/part.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera {
@@ -27,39 +27,29 @@ struct Part {
   bool built = false;
 };
 
-std::string folder_of_this_library() {
-  Dl_info info{};
-  if (!dladdr(reinterpret_cast<const void*>(&folder_of_this_library), &info) || !info.dli_fname)
-    return {};
-  return std::filesystem::path(info.dli_fname).parent_path().string();
-}
-
 Part load() {
+  const auto loaded = detail::load_part("libtessera_nccl.so");
   Part part;
-  const std::string beside = folder_of_this_library() + "/libtessera_nccl.so";
-  const bool built = part.built = std::filesystem::exists(beside);
-  void* library = dlopen(built ? beside.c_str() : "libtessera_nccl.so", RTLD_LAZY | RTLD_GLOBAL);
-  if (!library) {
-    const char* reason = dlerror();
+  part.built = loaded.built;
+  if (!loaded.library) {
     part.problem =
-        built ? concat("libtessera_nccl.so does not load: ", reason ? reason : "unknown reason",
-                       ". Install what libtorch_cuda.so needs (the dependencies of the torch "
-                       "wheel), or set LD_LIBRARY_PATH to it")
-              : std::string(
-                    "this build of Tessera has no NCCL part: libtessera_nccl.so is not beside "
-                    "libtessera.so. Configure with -DTESSERA_NCCL=ON, a "
-                    "CUDA toolkit, nccl.h (toolkit or the nvidia-nccl wheel), and a libtorch that "
-                    "has libtorch_cuda.so");
+        loaded.built
+            ? concat(loaded.problem,
+                     ". Install what libtorch_cuda.so needs (the dependencies of the torch wheel), "
+                     "or set LD_LIBRARY_PATH to it")
+            : std::string(
+                  "this build of Tessera has no NCCL part: libtessera_nccl.so is not beside "
+                  "libtessera.so. Configure with -DTESSERA_NCCL=ON, a CUDA toolkit, nccl.h "
+                  "(toolkit "
+                  "or the nvidia-nccl wheel), and a libtorch that has libtorch_cuda.so");
     return part;
   }
-  part.make = reinterpret_cast<detail::NcclMake>(dlsym(library, detail::kNcclMake));
-  part.version = reinterpret_cast<detail::NcclVersion>(dlsym(library, detail::kNcclVersion));
-  const auto problem = reinterpret_cast<detail::NcclProblem>(dlsym(library, detail::kNcclProblem));
-  part.built = true;
-  if (!part.make || !part.version || !problem)
-    part.problem = "libtessera_nccl.so is of another version of Tessera; build both together";
-  else
-    part.problem = problem();
+  part.make = loaded.find<detail::NcclMake>(detail::kNcclMake);
+  part.version = loaded.find<detail::NcclVersion>(detail::kNcclVersion);
+  const auto problem = loaded.find<detail::NcclProblem>(detail::kNcclProblem);
+  part.problem = part.make && part.version && problem
+                     ? problem()
+                     : "libtessera_nccl.so is of another version of Tessera; build both together";
   return part;
 }
 

