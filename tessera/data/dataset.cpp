@@ -18,14 +18,10 @@ SampleError::~SampleError() = default;
 std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indices) const {
   std::vector<Sample> samples;
   for (const std::uint64_t index : indices) {
-    try {
+    detail::of_sample(index, [&] {
       samples.push_back(get(index));
       detail::require_alike(samples.back(), samples.front(), concat("sample ", indices[0]));
-    } catch (const SampleError&) {
-      throw;
-    } catch (const std::exception& e) {
-      std::throw_with_nested(SampleError(concat("sample ", index, ": ", e.what()), index));
-    }
+    });
   }
   std::vector<at::Tensor> batch;
   for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {

@@ -13,21 +13,6 @@
 namespace tessera::detail {
 namespace {
 
-// What `read` throws becomes a SampleError of this sample.
-template <class Read>
-auto of_sample(std::uint64_t index, const Read& read) {
-  try {
-    return read();
-  } catch (const SampleError&) {
-    throw;
-  } catch (const std::exception& e) {
-    std::throw_with_nested(SampleError(concat("sample ", index, ": ", e.what()), index));
-  } catch (...) {
-    std::throw_with_nested(
-        SampleError(concat("sample ", index, ": an exception that is no std::exception"), index));
-  }
-}
-
 std::vector<at::Tensor> without_rows(std::vector<at::Tensor> batch) {
   for (at::Tensor& t : batch) t = t.narrow(0, 0, 0);
   return batch;

@@ -2,6 +2,9 @@
 // BatchReader: reads this process' shard of a global batch from the datasets, into host memory, in
 // the caller's thread.
 
+#include <exception>
+
+#include "tessera/base/text.h"
 #include "tessera/data/loader.h"
 
 namespace tessera::detail {
@@ -34,6 +37,21 @@ struct BatchReader {
   void read_packed(const OrderBatch& batch, LoadedBatch& out) const;
   void name(LoadedBatch& out, bool packed) const;
 };
+
+/// What `read` throws becomes a SampleError of this sample.
+template <class Read>
+auto of_sample(std::uint64_t index, const Read& read) {
+  try {
+    return read();
+  } catch (const SampleError&) {
+    throw;
+  } catch (const std::exception& e) {
+    std::throw_with_nested(SampleError(concat("sample ", index, ": ", e.what()), index));
+  } catch (...) {
+    std::throw_with_nested(
+        SampleError(concat("sample ", index, ": an exception that is no std::exception"), index));
+  }
+}
 
 /// Throws InvalidArgument unless a sample can stand in one batch with the first one, `first_name`:
 /// as many tensors, each of the same shape and dtype and on the same device.

@@ -17,20 +17,7 @@ namespace tessera::detail::elementwise_rules {
 
 namespace {
 
-// Some meta kernels do not check this (masked_fill_), and a shard of the target may fit by chance.
-void require_broadcast(const OpCall& call, const TensorInfo& t,
-                       const std::vector<std::int64_t>& shape) {
-  const auto& s = t.spec.shape();
-  bool fits = s.size() <= shape.size();
-  for (std::size_t d = 0; fits && d < s.size(); ++d)
-    fits = s[d] == 1 || s[d] == shape[shape.size() - s.size() + d];
-  if (!fits)
-    throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
-                                 " of shape ", list(s), " does not broadcast to ", list(shape)));
-}
-
-// Labels count the result's dims; an input's dims are aligned at the end, and its broadcast dims of
-// size 1 have no label.
+// Labels count the result's dims.
 LabelProblem broadcast(const OpCall& call) {
   LabelProblem p(call);
   std::vector<std::int64_t> shape;
@@ -51,16 +38,7 @@ LabelProblem broadcast(const OpCall& call) {
       }
     }
   }
-  for (const TensorInfo& t : call.tensors()) {
-    const auto& s = t.spec.shape();
-    require_broadcast(call, t, shape);
-    Labels labels;
-    for (std::size_t d = 0; d < s.size(); ++d) {
-      const auto out = shape.size() - s.size() + d;
-      labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kUnsharded);
-    }
-    p.inputs.push_back(std::move(labels));
-  }
+  for (const TensorInfo& t : call.tensors()) p.inputs.push_back(broadcast_labels(call, t, shape));
   const std::size_t outputs = inferred ? inferred->size() : call.schema().returns().size();
   for (std::size_t i = 0; i < outputs; ++i) {
     p.outputs.push_back(all_labels(static_cast<std::int64_t>(shape.size())));

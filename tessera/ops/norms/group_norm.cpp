@@ -40,16 +40,6 @@ struct Groups {
     statistics = {x.spec.shape()[0], count};
   }
 
-  /// The axes that divide groups among ranks, for the planned spec of the input.
-  static std::vector<int> axes_within(const ShardSpec& x) {
-    std::vector<int> axes;
-    for (std::size_t a = 0; a < x.placements().size(); ++a) {
-      if (x.placements()[a].is_shard() && x.placements()[a].dim >= 1)
-        axes.push_back(static_cast<int>(a));
-    }
-    return axes;
-  }
-
   const TensorInfo& x;
   int n;
   std::int64_t count;
@@ -122,7 +112,7 @@ Plan group_norm(const OpCall& call) {
   }
   Plan plan = solve(p);
   const ShardSpec& in = *plan.inputs[0];
-  const std::vector<int> axes = Groups::axes_within(in);
+  const std::vector<int> axes = axes_within(in, 1);
   if (axes.empty()) {
     take_local_counts(call, plan, in);
     // Statistics of no sample have the dtype of the other ranks': backward is given them.
@@ -188,7 +178,7 @@ Plan group_norm_backward(const OpCall& call) {
   }
   Plan plan = solve(p);
   const ShardSpec& in = *plan.inputs[call.index_of(g.x)];
-  const std::vector<int> axes = Groups::axes_within(in);
+  const std::vector<int> axes = axes_within(in, 1);
   if (axes.empty()) {
     take_local_counts(call, plan, in);
     return plan;

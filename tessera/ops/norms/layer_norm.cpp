@@ -53,16 +53,6 @@ struct Rows {
   double count = 1;
 };
 
-// The axes that divide rows among ranks.
-std::vector<int> axes_within(const ShardSpec& x, int free) {
-  std::vector<int> axes;
-  for (std::size_t a = 0; a < x.placements().size(); ++a) {
-    if (x.placements()[a].is_shard() && x.placements()[a].dim >= free)
-      axes.push_back(static_cast<int>(a));
-  }
-  return axes;
-}
-
 Plan layer_norm(const OpCall& call) {
   const Rows r(call, call.tensor(0));
   require_norm_dtypes(call, r.x);

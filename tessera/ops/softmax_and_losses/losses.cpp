@@ -55,19 +55,6 @@ bool is_weight(const OpCall& call, const TensorInfo& t) {
   return name == "weight" || name == "pos_weight";
 }
 
-Labels broadcast_labels(const OpCall& call, const TensorInfo& t, const Shape& shape) {
-  const Shape& s = t.spec.shape();
-  Labels labels;
-  for (std::size_t d = 0; d < s.size(); ++d) {
-    const std::size_t out = shape.size() - s.size() + d;
-    if (s.size() > shape.size() || (s[d] != 1 && s[d] != shape[out]))
-      throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
-                                   " of shape ", list(s), " does not broadcast to ", list(shape)));
-    labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kUnsharded);
-  }
-  return labels;
-}
-
 Plan loss(const OpCall& call) {
   LabelProblem p(call);
   const Shape& shape = call.tensor(0).spec.shape();
@@ -249,16 +236,9 @@ Plan nll(const OpCall& call) {
   for (int d = 0; d < x.spec.dims(); ++d) c.problem.contract.insert(d);
   Plan plan = solve(c.problem);
   const auto class_axes = axes_that_shard(*plan.inputs[0], c.dim);
-  std::vector<int> axes;  // over which the weights of the targets are summed
-  auto placements = plan.outputs[1].spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (!placements[a].is_partial()) continue;
-    axes.push_back(static_cast<int>(a));
-    placements[a] = Replicate();
-  }
-  if (class_axes.empty() && (!mean || axes.empty())) return plan;
-  if (mean) plan.outputs[1].spec = plan.outputs[1].spec.with_placements(placements);
-  const OverRanks over{context_of(x.spec), mean ? axes : std::vector<int>(), "weights of targets"};
+  const auto axes = mean ? reduce_inside(plan.outputs[1]) : std::vector<int>();
+  if (class_axes.empty() && axes.empty()) return plan;
+  const OverRanks over{context_of(x.spec), axes, "weights of targets"};
   if (class_axes.empty()) {
     plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
     plan.local = [over](const OperatorHandle& op, Stack a) {

@@ -125,7 +125,7 @@ Partition result_rows(const Partition& in, const Window& w, std::int64_t rows) {
     moved.padding += reach / 2 - row;
     return output_partition(in, moved, rows);
   };
-  const Partition middle = output_partition(in, w, rows);
+  Partition middle = output_partition(in, w, rows);
   if (w.stride != 1 || reach == 0) return middle;
   if (w.padding == reach && rows == in.extent() + reach) return anchored(reach);
   if (w.padding > 0 || even(middle)) return middle;

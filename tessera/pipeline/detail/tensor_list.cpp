@@ -1,6 +1,7 @@
 #include "tessera/pipeline/detail/tensor_list.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <limits>
@@ -13,16 +14,6 @@ namespace {
 
 // Of one list; more is no list that a stage makes.
 constexpr std::int64_t kMostTensors = 1 << 16, kMostDims = 64, kMostNumbers = 1 << 24;
-
-std::vector<std::int64_t> contiguous(const std::vector<std::int64_t>& sizes) {
-  std::vector<std::int64_t> strides(sizes.size());
-  std::int64_t next = 1;
-  for (std::size_t d = sizes.size(); d-- > 0;) {
-    strides[d] = next;
-    next *= std::max<std::int64_t>(sizes[d], 1);
-  }
-  return strides;
-}
 
 at::Tensor flat(const at::Tensor& dense) {
   return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
@@ -43,7 +34,7 @@ TensorSpec spec_of(const at::Tensor& tensor, bool wants) {
                                  ") has no dense memory of its own; pass on a dense one"));
   TensorSpec spec{tensor.scalar_type(), tensor.sizes().vec(), tensor.strides().vec(), wants};
   if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense())
-    spec.strides = contiguous(spec.sizes);
+    spec.strides = at::IntArrayRef(c10::contiguous_strides(spec.sizes)).vec();
   return spec;
 }
 

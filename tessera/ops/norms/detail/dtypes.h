@@ -1,5 +1,6 @@
 #pragma once
-// Which dtypes norms take, and the dtype of their statistics, which are passed to their backward.
+// Which dtypes norms take, the dtype of their statistics, which are passed to their backward, and
+// over which axes these are reduced.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
@@ -52,6 +53,16 @@ inline void require_norm_dtypes(const OpCall& call, const TensorInfo& x) {
       throw InvalidArgument(concat(call.name(), ": ", name, " is of ", t->dtype,
                                    " and the input of ", x.dtype, ": give both one dtype"));
   }
+}
+
+/// The axes that divide among ranks what is normalized together: dims from `first` on.
+inline std::vector<int> axes_within(const ShardSpec& x, int first) {
+  std::vector<int> axes;
+  for (int a = 0; a < x.mesh_dims(); ++a) {
+    const Placement& p = x.placements()[static_cast<std::size_t>(a)];
+    if (p.is_shard() && p.dim >= first) axes.push_back(a);
+  }
+  return axes;
 }
 
 }  // namespace tessera::detail

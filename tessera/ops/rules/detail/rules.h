@@ -97,6 +97,22 @@ Labels first_dims_free(int n, int free);
 Labels last_dims_unsharded(int n, int whole);
 /// Labels of a tensor of which no dim may be sharded.
 Labels unsharded_labels(const TensorInfo& tensor);
+/// The dims of a tensor that is broadcast to `shape`, by those of `shape`: they are aligned at the
+/// end, and those of size 1 have no label. Throws InvalidArgument if it is not broadcast to that:
+/// some meta kernels do not check it (masked_fill_), and a shard of the target may fit by chance.
+inline Labels broadcast_labels(const OpCall& call, const TensorInfo& t,
+                               const std::vector<std::int64_t>& shape) {
+  const auto& s = t.spec.shape();
+  Labels labels;
+  for (std::size_t d = 0; d < s.size(); ++d) {
+    const std::size_t out = shape.size() - s.size() + d;
+    if (s.size() > shape.size() || (s[d] != 1 && s[d] != shape[out]))
+      throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
+                                   " of shape ", list(s), " does not broadcast to ", list(shape)));
+    labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kUnsharded);
+  }
+  return labels;
+}
 /// Gives labels to the inputs of these arguments, if they have as many dims; no dim of other inputs
 /// may be sharded.
 void label_arguments(LabelProblem& problem,

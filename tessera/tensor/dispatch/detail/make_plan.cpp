@@ -47,14 +47,7 @@ std::string describe_inputs(const OpCall& call) {
 
 // True if `to` is `from` with some of its partial axes reduced; `scattered`: or reduced to shards.
 bool only_reduces(const ShardSpec& from, const ShardSpec& to, bool scattered) {
-  if (!scattered) {
-    auto placements = from.placements();
-    for (std::size_t a = 0; a < placements.size(); ++a) {
-      if (placements[a].is_partial() && to.placements()[a].is_replicate())
-        placements[a] = Replicate();
-    }
-    return from.with_placements(placements) == to;
-  }
+  if (!scattered) return reduced_like(from, to) == to;
   for (std::size_t a = 0; a < from.placements().size(); ++a) {
     const Placement& p = from.placements()[a];
     if (!p.is_partial() && !(p == to.placements()[a])) return false;

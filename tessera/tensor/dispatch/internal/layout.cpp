@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <array>
@@ -149,13 +150,7 @@ std::vector<int> memory_order(at::IntArrayRef strides) {
 }  // namespace
 
 Dims contiguous_strides(at::IntArrayRef sizes) {
-  Dims strides(sizes.size());
-  std::int64_t step = 1;
-  for (std::size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = step;
-    step *= std::max<std::int64_t>(sizes[i], 1);
-  }
-  return strides;
+  return at::IntArrayRef(c10::contiguous_strides(sizes)).vec();
 }
 
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
