@@ -191,12 +191,16 @@ class Served:
 
     def __init__(self, plugin, session, modules):
         self.plugin, self.modules, self.session, self.raised = plugin, modules, weakref.ref(session), None
+        plain = [hook for hook in vars(PrecisionPlugin) if not hook.startswith("_") and not callable(getattr(plugin, hook))]
+        if plain:
+            raise InvalidArgument(f"'{plain[0]}' of a {type(plugin).__name__} is a {type(getattr(plugin, plain[0])).__name__}, and not a function")
         self.name = plugin.name()
         if type(self.name) is not str or not self.name:
             raise InvalidArgument(f"name() of a {type(plugin).__name__} returned {self.name!r:.60}, and not a text")
         own = (getattr(getattr(plugin, hook), "__func__", None) is not getattr(PrecisionPlugin, hook) for hook in _HOOKS)
         self.hooks = sum(1 << bit for bit, theirs in enumerate(own) if theirs)
-        self._function = Callbacks().calling(self._answer)
+        self._callbacks = Callbacks()
+        self._function = self._callbacks.calling(self._answer)
         self.function = address(self._function)
         with _TAKING:
             other = plugin._served
@@ -219,6 +223,7 @@ class Served:
             raise
         finally:
             self.raised = None
+            self._callbacks.by_text.clear()
 
     def _answer(self, numbers):
         hook = _HOOKS[numbers[0]]

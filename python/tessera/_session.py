@@ -8,9 +8,9 @@ from operator import index
 import torch
 from torch.utils import _pytree as pytree
 
-from tessera._errors import InvalidArgument, NotAvailable
+from tessera._errors import InvalidArgument, MismatchError, NotAvailable
 from tessera._groups import Group, world
-from tessera._library import classes
+from tessera._library import classes, ops
 from tessera._mesh import Mesh
 from tessera._modules import module_tree
 from tessera._parallel import DistributedDataParallel
@@ -83,6 +83,15 @@ def _group_of(ranks):
     return world() if ranks is None else ranks.group() if isinstance(ranks, Mesh) else ranks
 
 
+def _require_alike(ranks, options):
+    """They decide which calls a step makes."""
+    told = ops.agree(ranks._handle, "session", "", ", ".join(f"{name}={value!r}" for name, value in options.items())) if ranks.size > 1 else []
+    other = next((place for place, text in enumerate(told) if text != told[0]), None)
+    if other is not None:
+        apart = [f"{a} and {b}" for a, b in zip(told[0].split(", "), told[other].split(", ")) if a != b]
+        raise MismatchError(f"a session's options are the same on all ranks: ranks {ranks.ranks[0]} and {ranks.ranks[other]} have {'; '.join(apart)}")
+
+
 class Session:
     """The parts of a training step for a loop that the user writes: C++'s `Session`, over modules and optimizers of torch's.
 
@@ -115,8 +124,8 @@ class Session:
     `group`: the ranks that train together, a `Group` or a `Mesh`; default all. Others have no part in it and are not waited for, so that two halves of a job train
     two models side by side, each with a `Checkpointer(folder, ranks=group.ranks)`. Sharded tensors and wrappers of the modules are of these ranks, too.
 
-    Construction is collective over them, as are `step`, `step_again` and `vote`. Raises InvalidArgument for options out of range; and, when the first loss of a
-    step comes, for a sharded loss or a parameter that other ranks have part in.
+    Construction is collective over them, as are `step`, `step_again` and `vote`. Raises MismatchError, on every rank, where ranks have other options; InvalidArgument
+    for options out of range, and, when the first loss of a step comes, for a sharded loss or a parameter that other ranks have part in.
     """
 
     def __init__(
@@ -163,13 +172,15 @@ class Session:
         if own:
             self._own = Served(precision, self, self._modules)
         chosen = (self._own.name, self._own.function, self._own.hooks) if own else (_PRECISIONS[precision], 0, 0)
+        alike = {"precision": chosen[0], "gradients": gradients, "sharing": sharing, **numbers, "measure_norm": measure_norm, "non_finite": non_finite}
         try:
+            _require_alike(ranks, alike)
             self._handle = self._call(classes.Session, *arguments, *chosen, *options)
+            for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+                self.add(optimizer)
         except BaseException:
             self._release()
             raise
-        for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
-            self.add(optimizer)
 
     def _call(self, function, *arguments):
         """Of the library, which may ask a precision of the program's own."""

@@ -223,6 +223,12 @@ def main():
     assert strategy.broadcast({"from": rank}, ranks - 1) == {"from": ranks - 1} and strategy.reduce_boolean_decision(rank == 0, all=False)
     assert strategy.all_gather(torch.tensor([rank])).flatten().tolist() == list(range(ranks))
     assert strategy.reduce(torch.tensor(1.0), reduce_op="sum").item() == axes["data"]
+    for call in (strategy.reduce, strategy.all_gather, strategy._gather_metric):
+        try:
+            call(torch.ones(1), object())  # a group of another kind was taken for all ranks
+            raise AssertionError("a group that is none of ts.Group's is taken")
+        except ts.InvalidArgument as error:
+            assert "ranks are a ts.Group here" in str(error)
     print(f"rank {rank} of {ranks}: as one process", flush=True)
 
 

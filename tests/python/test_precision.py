@@ -308,6 +308,13 @@ WRONG = [
 ]
 
 
+class Numbered(ts.PrecisionPlugin):
+    loss_scale = 2.0
+
+    def name(self):
+        return "numbered"
+
+
 @pytest.mark.parametrize("functions,says", WRONG)
 def test_wrong_results_are_told(functions, says):
     def body(rank):
@@ -370,6 +377,8 @@ def test_an_object_serves_one_session():
             shared.clip([], 1.0, 2.0)
         with pytest.raises(ts.InvalidArgument, match="PrecisionPlugin"):
             ts.Session(net, precision=ts.PrecisionPlugin, signals=False)
+        with pytest.raises(ts.InvalidArgument, match="'loss_scale' of a Numbered is a float, and not a function"):
+            ts.Session(net, precision=Numbered(), signals=False)
         with pytest.raises(NotImplementedError, match="PrecisionPlugin has none"):
             ts.Session(net, precision=ts.PrecisionPlugin(), signals=False)
         with pytest.raises(ts.InvalidArgument, match="scaler"):
@@ -378,6 +387,21 @@ def test_an_object_serves_one_session():
     on_ranks(1, body)
     with pytest.raises(ts.InvalidArgument, match="in use"):  # ranks that are threads
         on_ranks(2, lambda rank: ts.Session(build(), precision=shared, signals=False))
+
+
+def test_ranks_have_the_same_options():
+    def body(rank):
+        net = build()
+        for mine, others, says in (
+            (dict(precision=overriding()), {}, "precision='own' and precision=''"),
+            (dict(max_norm=1.0), dict(max_norm=2.0), "max_norm=1.0 and max_norm=2.0"),
+            (dict(gradients="summed"), dict(gradients="averaged"), "gradients='summed' and gradients='averaged'"),
+        ):
+            with pytest.raises(ts.MismatchError, match=f"ranks 0 and 1 have {says}$"):
+                ts.Session(net, signals=False, **(others if rank else mine))
+            ts.Session(net, signals=False, **mine).close()  # free again
+
+    on_ranks(2, body)
 
 
 def test_an_overflow_of_ones_own_leaves_the_step_out_on_all():
