@@ -116,6 +116,8 @@ class Dataset:
         Raises TypeError for what has no `len()` and `[index]`. Samples that are nested differently, or differ in shape, dtype or device, are a `SampleError` when they are read.
         """
         if isinstance(samples, Dataset):
+            if collate:
+                raise InvalidArgument("collate is for objects of Python's, and this is a Dataset already: give it where that is made")
             return samples
         if isinstance(samples, torch.Tensor):
             raise TypeError("a tensor is no dataset: TensorDataset(t) has its rows; a list of samples is Dataset.of(list)")

@@ -363,6 +363,8 @@ def full(shape, value, mesh, placements, sizes=None, dtype=None):
     >>> ts.full([6], 0.5, mesh, ts.Shard(0)).sum().item()
     3.0
     """
+    if isinstance(value, int) and int(float(value)) != value:  # beyond 2^53 a float is another number
+        return _made("empty", shape, mesh, placements, sizes, dtype).fill_(value)
     return _made("full", shape, mesh, placements, sizes, dtype, value)
 
 

@@ -59,6 +59,7 @@ REFUSED = {
     "a rule that gives no placement": (lambda mesh: ts.distribute_module(net(), mesh, lambda name, p: []), "placement"),
     "files of less than nothing": (lambda mesh: ts.save(net(), mesh, "nowhere", max_bytes=-5), "files of at most -5 bytes"),
     "a device without an offload": (lambda mesh: ts.fully_shard(net(), mesh, offload=ts.OffloadOptions(device="cpu")), "without to_host=True"),
+    "collate of what is a dataset": (lambda mesh: ts.Dataset.of(ts.TensorDataset(torch.ones(3)), collate=list), "is a Dataset already"),
     "an optimizer twice": (lambda mesh: session(2), "has already"),
     "a step of an optimizer twice": (lambda mesh: session(1, stepped=2), "would step twice"),
     "parameters that were read": (lambda mesh: ts.clip_gradients(used_up(), 1.0), "a generator that is at its end"),
@@ -98,6 +99,7 @@ def test_what_is_meant_still_works():
     def body(rank):
         one = torch.tensor(1)
         mesh = ts.Mesh({"data": torch.tensor(2)})
+        assert ts.to_local(ts.full([2], 2**60 + 1, mesh, ts.Shard(0), dtype=torch.int64)).item() == 2**60 + 1
         t = ts.distribute_tensor(torch.ones(3, 2), mesh, ts.Shard(0), {0: (one, 2)})
         assert ts.halo_exchange(t, {0: one}).shape[0] == ts.to_local(t).shape[0] + 2
         assert ts.clip_gradients([], 1.0) == ts.clip_gradients(nn.Tanh().parameters(), 1.0) == 0 and ts.world().broadcast_bytes(b"" if rank == 0 else None, 0) == b""
