@@ -2,6 +2,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/NumericUtils.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -10,6 +11,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <cstring>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -103,6 +105,74 @@ at::Tensor as_rows(const at::Tensor& flat, std::size_t rows, at::IntArrayRef row
   return flat.view(shape_of_rows(static_cast<std::int64_t>(rows), row));
 }
 
+// Of each of the rows that flat memory holds.
+std::size_t bytes_of_row(const at::Tensor& flat, const std::vector<std::int64_t>& rows) {
+  return rows.empty() ? 0 : flat.nbytes() / rows.size();
+}
+
+// True where rows are bytes one behind the other. They are copied as such: of few rows a call of
+// libtorch takes longer than the message.
+bool is_bytes(const at::Tensor& t) {
+  return t.is_cpu() && t.is_contiguous() && !t.is_conj() && !t.is_neg() && !t._is_zerotensor();
+}
+
+enum class Pack : bool { from_rows, to_rows };
+
+template <Pack pack, class Copy>
+void copy_each(char* to, const char* from, std::size_t bytes, const std::vector<std::int64_t>& rows,
+               const Copy& copy) {
+  std::size_t k = 0;
+  for (const std::int64_t row : rows) {
+    const std::size_t packed = k++ * bytes, own = static_cast<std::size_t>(row) * bytes;
+    copy(to + (pack == Pack::from_rows ? packed : own),
+         from + (pack == Pack::from_rows ? own : packed));
+  }
+}
+
+// Between rows of so many bytes and the same rows one behind the other.
+template <Pack pack>
+void copy_rows(void* to, const void* from, std::size_t bytes,
+               const std::vector<std::int64_t>& rows) {
+  auto* const target = static_cast<char*>(to);
+  const auto* const source = static_cast<const char*>(from);
+  if (bytes == sizeof(double))
+    copy_each<pack>(target, source, bytes, rows,
+                    [](char* a, const char* b) { std::memcpy(a, b, sizeof(double)); });
+  else if (bytes > 0)
+    copy_each<pack>(target, source, bytes, rows,
+                    [=](char* a, const char* b) { std::memcpy(a, b, bytes); });
+}
+
+// Rows of `from`, counted from its row `first`, one behind the other.
+void pack(const at::Tensor& flat, const at::Tensor& from, std::int64_t first,
+          const std::vector<std::int64_t>& rows) {
+  if (is_bytes(from)) {
+    const std::size_t bytes = bytes_of_row(flat, rows), skipped = static_cast<std::size_t>(first);
+    copy_rows<Pack::from_rows>(flat.mutable_data_ptr(),
+                               static_cast<const char*>(from.const_data_ptr()) + skipped * bytes,
+                               bytes, rows);
+  } else {
+    at::Tensor to = as_rows(flat, rows.size(), from.sizes().slice(1));
+    at::index_select_out(to, from.narrow(0, first, from.size(0) - first), 0,
+                         index_over(rows, from));
+  }
+}
+
+// Large memory is copied by libtorch's threads.
+constexpr std::size_t kMostBytes = 1 << 20;
+
+// The first rows of one tensor to the first of another.
+void copy_first(const at::Tensor& to, const at::Tensor& from, std::int64_t rows) {
+  if (rows == 0) return;
+  const std::size_t bytes =
+      from.nbytes() / static_cast<std::size_t>(from.size(0)) * static_cast<std::size_t>(rows);
+  if (is_bytes(from) && from.scalar_type() == to.scalar_type() && bytes <= kMostBytes) {
+    if (bytes > 0) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), bytes);
+  } else {
+    to.narrow(0, 0, rows).copy_(from.narrow(0, 0, rows));
+  }
+}
+
 // One direction of an exchange, in progress. What it gives is computed in finish(), once.
 struct GhostRun {
   explicit GhostRun(std::shared_ptr<GhostState> s)
@@ -121,20 +191,25 @@ struct ToGhosts : GhostRun {
     const auto row = owned.sizes().slice(1);
     if (state->travels() && !state->by_user) {
       auto& buffers = *(transfer.buffers = state->peers->take(owned, row));
-      at::Tensor sent = as_rows(buffers.sent, rows.sent.size(), row);
-      at::index_select_out(sent, owned, 0, index_over(rows.sent, owned));
+      pack(buffers.sent, owned, 0, rows.sent);
       transfer.request = state->group().started().exchange(buffers.messages, {.name = kExchange});
     }
     result = at::empty(shape_of_rows(rows.owned + rows.ghosts, row),
                        owned.options().requires_grad(false).memory_format(std::nullopt));
-    result.narrow(0, 0, rows.owned).copy_(owned);
+    copy_first(result, owned, rows.owned);
     if (state->by_user) detail::forward_by_user(*state, result);
   }
   at::Tensor finish() {
     transfer.request.wait();
     const LocalCallGuard guard;
     const GhostRows& rows = state->rows;
-    if (rows.ghosts > 0 && !state->by_user) {
+    if (rows.ghosts > 0 && !state->by_user && result.is_cpu()) {
+      const at::Tensor& arrived = transfer.buffers->received;
+      const std::size_t bytes = bytes_of_row(arrived, rows.received);
+      auto* const ghosts = static_cast<char*>(result.mutable_data_ptr()) +
+                           static_cast<std::size_t>(rows.owned) * bytes;
+      copy_rows<Pack::to_rows>(ghosts, arrived.const_data_ptr(), bytes, rows.received);
+    } else if (rows.ghosts > 0 && !state->by_user) {
       at::Tensor ghosts = result.narrow(0, rows.owned, rows.ghosts);
       const at::Tensor arrived =
           as_rows(transfer.buffers->received, rows.received.size(), result.sizes().slice(1));
@@ -210,29 +285,27 @@ struct ToOwners : GhostRun {
     }
     if (state->travels()) {
       auto& buffers = *(transfer.buffers = state->peers->take(all, row));
-      const at::Tensor ghosts = all.narrow(0, rows.owned, rows.ghosts);
-      at::Tensor sent_back = as_rows(buffers.received, rows.received.size(), row);
-      if (state->in_order) {
-        sent_back.copy_(ghosts);
-      } else {
-        at::index_select_out(sent_back, ghosts, 0, index_over(rows.received, all));
-      }
+      pack(buffers.received, all, rows.owned, rows.received);
       transfer.request = state->group().started().exchange(buffers.back, {.name = kReduce});
     }
     const auto computed = type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
     result =
         at::empty(shape_of_rows(rows.owned, row),
                   all.options().dtype(computed).requires_grad(false).memory_format(std::nullopt));
-    result.copy_(all.narrow(0, 0, rows.owned));
+    copy_first(result, all, rows.owned);
   }
   at::Tensor finish() {
     transfer.request.wait();
     const LocalCallGuard guard;
-    if (const auto& sent = state->rows.sent; !sent.empty() && !by_user)
-      reduce_in_order(result,
-                      as_rows(transfer.buffers->sent, sent.size(), result.sizes().slice(1))
-                          .to(result.scalar_type()),
-                      sent, op);
+    if (const auto& sent = state->rows.sent; !sent.empty() && !by_user) {
+      const at::Tensor& arrived = transfer.buffers->sent;
+      reduce_in_order(
+          result,
+          type == result.scalar_type() && result.is_cpu()
+              ? arrived
+              : as_rows(arrived, sent.size(), result.sizes().slice(1)).to(result.scalar_type()),
+          sent, op);
+    }
     return std::exchange(result, {}).to(type);
   }
   const ReduceOp op;
@@ -292,7 +365,12 @@ class StartedGhosts final : public detail::Unfinished<at::Tensor> {
   StartedGhosts(GhostPlan plan, at::Tensor given, std::shared_ptr<Run> run)
       : plan_(std::move(plan)), given_(std::move(given)), run_(std::move(run)) {}
   bool done() override { return run_->done(); }
-  at::Tensor finish() override { return Function::apply(given_, plan_, run_); }
+  at::Tensor finish() override {
+    // A node costs as much as a message of few rows. A tangent is refused where one is made.
+    const bool differentiated =
+        (at::GradMode::is_enabled() && given_.requires_grad()) || given_._fw_grad(0).defined();
+    return differentiated ? Function::apply(given_, plan_, run_) : run_->finish();
+  }
 
  private:
   const GhostPlan plan_;
