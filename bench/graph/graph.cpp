@@ -1,28 +1,26 @@
 // A layer of a message-passing network, forward and backward, written in plain libtorch: on nodes
 // and edges that two ranks share, beside the same code on plain tensors of the whole graph on one
 // rank; and of this rank's part alone on a mesh of one rank, beside plain tensors. One thread a
-// rank. The graph is that of the ten nearest of points in a square, cut along a curve.
+// rank.
 
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <numeric>
 #include <optional>
 
 #include "backend.h"
+#include "cut_graph.h"
 #include "device.h"
 #include "harness.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/trace.h"
-#include "tessera/ops/ghosts/neighbor_edges.h"
-#include "tessera/partition/curve.h"
-#include "tessera/tensor/shard_tensor.h"
 
 namespace {
 
+using tessera::bench::CutGraph, tessera::bench::kNeighbors;
 using tessera::bench::Report, tessera::bench::seconds_of;
 
-constexpr int kNeighbors = 10, kFeatures = 32;
+constexpr int kFeatures = 32;
 
 struct Options {
   std::string backend = "gloo", out, only;
@@ -41,28 +39,7 @@ struct Layer {
   }
 };
 
-// The whole graph, the same on both ranks: nodes in the order of their owners.
-struct Graph {
-  at::Tensor edges;
-  std::vector<std::int64_t> sizes;
-  at::Tensor places;
-  Graph(const tessera::DeviceMesh& alone, std::int64_t count) {
-    const std::int64_t nodes = count / kNeighbors;
-    torch::manual_seed(0);
-    const at::Tensor drawn = at::rand({nodes, 2}, at::kDouble);
-    const auto order = tessera::curve_order(
-        {drawn.const_data_ptr<double>(), static_cast<std::size_t>(drawn.numel())}, 2);
-    places = drawn.index_select(0, torch::tensor(order));
-    sizes = {nodes - nodes / 2, nodes / 2};
-    std::vector<std::int64_t> ids(static_cast<std::size_t>(nodes));
-    std::iota(ids.begin(), ids.end(), std::int64_t{0});
-    const tessera::OwnedRows all(alone, ids);
-    edges = tessera::to_local(
-        tessera::nearest_edges(all, places, all, places, kNeighbors, {1, 1}).edges);
-  }
-};
-
-Layer sharded(const tessera::DeviceMesh& mesh, const Graph& graph, const at::Tensor& x,
+Layer sharded(const tessera::DeviceMesh& mesh, const CutGraph& graph, const at::Tensor& x,
               const at::Tensor& weight, const std::vector<std::int64_t>& sizes) {
   const tessera::ShardSizes nodes{{0, sizes}};
   tessera::ShardSizes edges{{1, {}}};
@@ -96,7 +73,7 @@ int run(const Options& o) {
   report.meta("threads_per_rank", at::get_num_threads());
   bool once_each_way = true;
   for (const std::int64_t count : o.edges) {
-    const Graph graph(alone, count);
+    const CutGraph graph(alone, count);
     const std::int64_t nodes = graph.places.size(0);
     const at::Tensor x = at::randn({nodes, kFeatures}),
                      weight = at::randn({2 * kFeatures, kFeatures}) / 8;
