@@ -45,6 +45,8 @@ class Tessera(CMakePackage):
     depends_on("netcdf-c~mpi", when="+fields")
     depends_on("hdf5~mpi", when="+fields")
     depends_on("zlib-api", when="+fields")
+    depends_on("zstd", when="+fields")
+    depends_on("c-blosc", when="+fields")
 
     def cmake_args(self):
         platlib = self.spec["python"].package.platlib
@@ -55,7 +57,7 @@ class Tessera(CMakePackage):
         args.append(self.define_from_variant("TESSERA_MPI", "mpi"))
         args.append(self.define_from_variant("TESSERA_FORTRAN", "fortran"))
         # One of the system's is not looked at either.
-        without = ["METIS"] if self.spec.satisfies("+fields") else ["METIS", "NETCDF", "HDF5", "ZLIB"]
+        without = ["METIS"] if self.spec.satisfies("+fields") else ["METIS", "NETCDF", "HDF5", "ZLIB", "ZSTD", "BLOSC"]
         for part in without:
             args.append(self.define("TESSERA_" + part + "_INCLUDE", False))
         return args

@@ -19,7 +19,7 @@ def _load():
         raise ImportError(f"tessera was built with torch {built_with} and this is torch {running}: pip install 'torch=={minor}.*', or build the wheel again with this one")
     try:
         torch.ops.load_library(str(library))
-    except OSError as error:  # MPI, netCDF, HDF5, zlib, METIS, YAML, hwloc: those of the machine on which it was built
+    except OSError as error:  # netCDF, HDF5, zlib, zstd, blosc, METIS, YAML, hwloc: those of the machine on which it was built
         raise ImportError(f"tessera's library needs what is not here: {error.__cause__ or error}; install it, or build the wheel on this machine (pip wheel ./python)") from error
 
 

@@ -338,7 +338,10 @@ def test_zarr_written_by_its_package(tmp_path):
         "third": {"zarr_format": 3, "compressors": None},
         "gzip": {"zarr_format": 3, "compressors": zarr.codecs.GzipCodec(), "dimension_names": ["time", "y", "x"]},
         "blosc": {"zarr_format": 2, "compressors": codecs.Blosc()},
+        "shuffled": {"zarr_format": 3, "compressors": zarr.codecs.BloscCodec(cname="zstd", shuffle="bitshuffle")},
         "zstd": {"zarr_format": 3},
+        "lz4": {"zarr_format": 2, "compressors": codecs.LZ4()},
+        "sharding_indexed": {"zarr_format": 3, "shards": (8, 6, 4)},
     }
     for name, options in written.items():
         group = zarr.open_group(tmp_path / f"{name}.zarr", mode="w", zarr_format=options.pop("zarr_format"))
@@ -354,7 +357,7 @@ def test_zarr_written_by_its_package(tmp_path):
             source = ts.ZarrSource(tmp_path / f"{name}.zarr")
             assert source.variables == ["sub/u"] and source.shape("sub/u") == (9, 7, 5)
             assert source.dims("sub/u") == (("time", "y", "x") if name == "gzip" else ("dim0", "dim1", "dim2"))
-            if name in ("blosc", "zstd"):
+            if name in ("lz4", "sharding_indexed"):
                 with pytest.raises(ts.NotAvailable, match=f"'{name}', which ZarrSource cannot read.*package zarr"):
                     source.read("sub/u")
                 loader = of_the_page("loading_zarr", zarr=zarr, path=tmp_path / f"{name}.zarr/sub/u", rows=slice(begin, end), mesh=mesh)

@@ -3,13 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
-#ifdef TESSERA_HAS_ZLIB
-#include <zlib.h>
-#endif
 
 #include <algorithm>
 #include <filesystem>
-#include <limits>
 #include <list>
 #include <map>
 #include <mutex>
@@ -19,6 +15,7 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/cf_values.h"
+#include "tessera/data/sources/detail/chunk_codec.h"
 #include "tessera/data/sources/detail/zarr_array.h"
 #include "tessera/files/read_file.h"
 
@@ -28,40 +25,14 @@ namespace {
 
 using detail::ZarrArray;
 
-// Into all of `out`; false for what is damaged, or of another size.
-bool inflate_all([[maybe_unused]] std::string& packed, [[maybe_unused]] const at::Tensor& out,
-                 [[maybe_unused]] const ZarrArray& array) {
-#ifdef TESSERA_HAS_ZLIB
-  constexpr std::size_t kMost = std::numeric_limits<uInt>::max();
-  if (packed.size() > kMost || out.nbytes() > kMost)
-    throw NotAvailable(concat("the chunks of ", array.folder,
-                              " are compressed and larger than 4 GiB, which ZarrSource cannot "
-                              "read: write the array with smaller chunks"));
-  z_stream stream{};
-  stream.next_in = reinterpret_cast<Bytef*>(packed.data());
-  stream.avail_in = static_cast<uInt>(packed.size());
-  stream.next_out = static_cast<Bytef*>(out.mutable_data_ptr());
-  stream.avail_out = static_cast<uInt>(out.nbytes());
-  // 32: whether it is zlib's or gzip's header is for the library to see.
-  if (inflateInit2(&stream, 15 + 32) != Z_OK) return false;
-  const int status = inflate(&stream, Z_FINISH);
-  inflateEnd(&stream);
-  return status == Z_STREAM_END && stream.avail_out == 0 && stream.avail_in == 0;
-#else
-  throw NotAvailable(concat("this Tessera was built without zlib, and the chunks of ", array.folder,
-                            " are compressed by ", array.compressor,
-                            ": install zlib (Debian: zlib1g-dev) and configure again"));
-#endif
-}
-
 void require_known(const ZarrArray& array) {
-  const bool known =
-      array.compressor.empty() || array.compressor == "zlib" || array.compressor == "gzip";
+  const bool known = array.compressor.empty() || detail::is_chunk_codec(array.compressor);
   if (known && array.refused.empty()) return;
-  throw NotAvailable(concat("the chunks of ", array.folder, " have ",
-                            known ? array.refused : concat("compressor '", array.compressor, "'"),
-                            ", which ZarrSource cannot read: write the array with zlib, gzip or no "
-                            "compressor, or read it in Python by the package zarr"));
+  throw NotAvailable(
+      concat("the chunks of ", array.folder, " have ",
+             known ? array.refused : concat("compressor '", array.compressor, "'"),
+             ", which ZarrSource cannot read: write the array with zlib, gzip, zstd, blosc "
+             "or no compressor, or read it in Python by the package zarr"));
 }
 
 // Whether a chunk was written. Throws FileError where that cannot be told: the array itself may be
@@ -105,7 +76,8 @@ at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& pla
   } else {
     std::string packed(file.size(), '\0');
     file.read(packed.data(), packed.size(), 0);
-    complete = inflate_all(packed, values, array);
+    complete = detail::decompress_chunk(array.compressor, packed, values.mutable_data_ptr(),
+                                        values.nbytes(), array.folder);
   }
   if (!complete)
     throw FileError(concat(path, ": this chunk of ", file.size(), " bytes is damaged or cut off; ",

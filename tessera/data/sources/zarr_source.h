@@ -14,17 +14,18 @@ namespace tessera {
 /// 64-bit values above 2^63 - 1 throw FileError. Dims have the names of `dimension_names`, or of
 /// the attribute _ARRAY_DIMENSIONS, else dim0, dim1, ...
 ///
-/// Chunks are stored as they are, or compressed by zlib or gzip, in either byte order and, in
-/// format 2, either order of elements. What else there may be (blosc, zstd, filters, transposed or
-/// sharded chunks, checksums) is refused by its name at a read. A chunk that is not there holds the
-/// array's fill value, as the format says.
+/// Chunks are stored as they are, or compressed by zlib, gzip, zstd or blosc, in either byte order
+/// and, in format 2, either order of elements. What else there may be (other compressors, filters,
+/// transposed or sharded chunks, checksums) is refused by its name at a read. A chunk that is not
+/// there holds the array's fill value, as the format says.
 ///
 /// Values are decoded by the CF conventions as NetcdfSource does it, with the attribute _FillValue
-/// (a number, its name, or a double in base64 as xarray writes it; else VariableError); in format 2, where an array has _ARRAY_DIMENSIONS, its fill value is that, as xarray writes it.
+/// (a number, its name, or a double in base64 as xarray writes it; else VariableError); in format
+/// 2, where an array has _ARRAY_DIMENSIONS, its fill value is that, as xarray writes it.
 ///
 /// Each chunk that a box touches is read once, and the last ones used are kept, so that samples of
-/// one chunk are decompressed once. Reads of several threads overlap. Without zlib in this build
-/// chunks that it compressed throw NotAvailable.
+/// one chunk are decompressed once. Reads of several threads overlap. Chunks of a compressor whose
+/// library this build lacks throw NotAvailable.
 ///
 /// Source: the specifications of Zarr 2 and 3 (zarr-specs.readthedocs.io).
 class ZarrSource : public Source {

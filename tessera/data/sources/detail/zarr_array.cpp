@@ -10,6 +10,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/internal/file.h"
 #include "tessera/base/text.h"
+#include "tessera/data/sources/detail/chunk_codec.h"
 #include "tessera/files/json.h"
 #include "tessera/files/read_file.h"
 
@@ -253,7 +254,7 @@ bool third_format(const Json& about, ZarrArray& array) {
     const Json* how = brief ? nullptr : codec.find("configuration");
     if (id == "bytes")
       array.big_endian = how && how->find("endian") && how->at("endian").string() == "big";
-    else if (array.compressor.empty() && (id == "gzip" || id == "zstd" || id == "blosc"))
+    else if (array.compressor.empty() && is_chunk_codec(id))
       array.compressor = id;
     else
       refuse(array, concat("codec '", id, "'"));
