@@ -349,7 +349,9 @@ TEST_P(IndexedRows, HavePlansOfOtherNumbersOfGraphsAlongAnotherAxis) {
 
 TEST_P(IndexedRows, AreRefusedOnEveryRankWhereAGraphChangesOrIsNone) {
   const int ranks = GetParam();
-  on_threads(ranks, [&](DistributedManager& manager) {
+  on_ranks(ranks, [&](DistributedManager& manager) {
+    // A rank that fails leaves messages, with which MPI cannot be finalised (docs/errors.md).
+    if (manager.world().backend() == "mpi") GTEST_SKIP() << "over MPI the job would end with 1";
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"domain", ranks}});
     const at::Tensor value = at::arange(12, at::kDouble).view({6, 2});
@@ -437,7 +439,7 @@ TEST_P(IndexedRows, AreNumberedByOwnerAndRenumberEdges) {
 
 TEST_P(IndexedRows, AreNotNumberedFromAWrongPartition) {
   const int ranks = GetParam();
-  on_threads(ranks, [&](DistributedManager& manager) {
+  on_ranks(ranks, [&](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});
     const auto mesh = manager.mesh({{"domain", ranks}});
     const std::int64_t me = manager.rank(), other = (me + 1) % ranks;
