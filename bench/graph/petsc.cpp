@@ -1,4 +1,4 @@
-// An exchange of ghosts, forward and reverse, beside PETSc's own of the same ghosts: VecScatter from
+// An exchange of ghosts, forward and reverse, beside PETSc's own of the same ghosts: VecScatter of
 // the owned rows to owned rows and ghosts, which is what ghost_exchange() gives, and back, added.
 // PETSc's messages are MPI's. Under MPI's launcher on two ranks: ours over MPI, or through memory.
 

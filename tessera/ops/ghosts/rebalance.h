@@ -58,7 +58,7 @@ struct Rebalanced {
 /// fields, states of optimizers, whatever has a row for each of `rows`. Never makes the imbalance
 /// greater: then nothing moves. Parts go to the ranks that own most of them already.
 ///
-/// The ranks divide together: each looks at its own rows alone, and what it learns of the others are
+/// The ranks divide together: each looks at its own rows alone, and all it learns of others are
 /// sums, a few numbers for each rank in each of 64 to 128 steps (times log2 of the ranks by
 /// bisection). Costs count as whole numbers of 2^-61 of them all, so that the division is the same
 /// over every back end. Of ranks that hold the same rows the first's costs count. Collective over

@@ -27,7 +27,7 @@ struct SharedSums {
   std::function<void(std::span<std::int64_t>)> sum, max;
 };
 
-/// Costs as whole numbers in proportion to the weights, whose sum over all ranks is below 2^61: sums
+/// Costs as whole numbers in proportion to the weights, of a sum over all ranks below 2^61: sums
 /// of them do not depend on the order. All 0 where all weights are.
 std::vector<std::int64_t> whole_costs(const PointsHere& points, const SharedSums& over);
 
