@@ -313,29 +313,22 @@ struct ToOwners : GhostRun {
   const bool by_user;
 };
 
-struct GhostExchange : torch::autograd::Function<GhostExchange> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*owned*/,
-                            const GhostPlan& plan, const std::shared_ptr<ToGhosts>& run) {
-    detail::carry(ctx, plan, "plan");
-    return run->finish();
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {ghost_reduce(detail::carried<GhostPlan>(ctx, "plan"), g[0]), at::Tensor(),
-            at::Tensor()};
-  }
-};
-
-struct GhostSum : torch::autograd::Function<GhostSum> {
+// Rows to ghosts, and sums to owners: each is the other's derivative.
+template <class Run, bool to_ghosts>
+struct GhostMap : torch::autograd::Function<GhostMap<Run, to_ghosts>> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*rows*/, const GhostPlan& plan,
-                            const std::shared_ptr<ToOwners>& run) {
+                            const std::shared_ptr<Run>& run) {
     detail::carry(ctx, plan, "plan");
     return run->finish();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {ghost_exchange(detail::carried<GhostPlan>(ctx, "plan"), g[0]), at::Tensor(),
+    const auto plan = detail::carried<GhostPlan>(ctx, "plan");
+    return {to_ghosts ? ghost_reduce(plan, g[0]) : ghost_exchange(plan, g[0]), at::Tensor(),
             at::Tensor()};
   }
 };
+using GhostExchange = GhostMap<ToGhosts, true>;
+using GhostSum = GhostMap<ToOwners, false>;
 
 // The gradient of an owned row's extreme value is shared by the rows that have it.
 struct GhostExtreme : torch::autograd::Function<GhostExtreme> {
