@@ -1,6 +1,5 @@
-// A graph network on nodes that a table of owners divides: each rank owns some nodes, in any way,
-// and the edges that point to them. One exchange of ghosts a layer; energy, forces (which are
-// gradients) and the gradients of a loss of the forces are those of one process.
+// A graph network on nodes that a table of owners divides, and the edges that point to them: one
+// exchange of ghosts a layer; energy, forces and a loss of the forces are those of one process.
 //
 //   tessera run -n 3 -- example_17_graph        # any number of ranks
 #include <torch/torch.h>
@@ -47,6 +46,7 @@ at::Tensor train(const at::Tensor& energy, const at::Tensor& positions) {
 }
 
 int main() {
+  using tessera::local_rows;
   auto manager = tessera::DistributedManager::initialize();
   const int ranks = manager.world_size(), rank = manager.rank();
   const auto mesh = manager.mesh({{"domain", ranks}});
@@ -59,9 +59,8 @@ int main() {
   Net net, alone;
   torch::nn::utils::vector_to_parameters(
       torch::nn::utils::parameters_to_vector(net->parameters()).detach(), alone->parameters());
-  const auto whole =
-      alone->energy(positions, source, target, [](const at::Tensor& t) { return t; });
-  const auto expected = train(whole, positions);
+  const auto same = [](const at::Tensor& t) { return t; };
+  const auto expected = train(alone->energy(positions, source, target, same), positions);
 
   // This rank's nodes, the edges that point to them, and the nodes that those come from.
   const auto ids = [](const at::Tensor& t) {
@@ -72,19 +71,14 @@ int main() {
   const Ids owned = ids(own), from = ids(source.index_select(0, edges)),
             to = ids(target.index_select(0, edges)), ghosts = tessera::ghosts_of(owned, from);
   const tessera::GhostPlan plan(mesh, owned, ghosts);
-  const auto rows = [&](const Ids& of) {
-    return torch::tensor(tessera::local_rows(owned, ghosts, of));
-  };
-
+  const auto rows = [&](const Ids& i) { return torch::tensor(local_rows(owned, ghosts, i)); };
   const auto mine = positions.detach().index_select(0, own).requires_grad_();
-  const auto part = net->energy(mine, rows(from), rows(to), [&](const at::Tensor& t) {
-    return tessera::ghost_exchange(plan, t);
-  });
-  const auto forces = train(part, mine);
+  const auto exchanged = [&](const at::Tensor& t) { return tessera::ghost_exchange(plan, t); };
+  const auto forces = train(net->energy(mine, rows(from), rows(to), exchanged), mine);
   double apart = (forces - expected.index_select(0, own)).abs().sum().item<double>();
   const auto all = alone->parameters();
   for (std::size_t i = 0; i < all.size(); ++i) {
-    auto gradient = net->parameters()[i].grad();  // a summand of each rank
+    const auto gradient = net->parameters()[i].grad();  // a summand of each rank
     manager.world().all_reduce(gradient);
     apart = std::max(apart, (gradient - all[i].grad()).abs().max().item<double>() /
                                 all[i].grad().abs().max().item<double>());
