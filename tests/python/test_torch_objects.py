@@ -18,9 +18,9 @@ def test_there_and_back(tmp_path, warm_torchrun, ranks):
 
 @pytest.mark.parametrize("backend", ["auto", "c10d"])
 def test_a_process_group_that_is_there_already(tmp_path, warm_torchrun, backend):
-    done = warm_torchrun(3, "given_group_program.py", backend, tmp_path)
+    done = warm_torchrun(4, "given_group_program.py", backend, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(rf"rank (\d) of 3: over {backend}", done.stdout)) == ["0", "1", "2"]
+    assert sorted(re.findall(rf"rank (\d) of 4: over {backend}", done.stdout)) == ["0", "1", "2", "3"]
 
 
 def test_ranks_that_are_threads_are_refused():
