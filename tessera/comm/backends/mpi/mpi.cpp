@@ -41,10 +41,10 @@ MpiFound load_mpi() {
                             kHowToGetMpi)};
   const auto entry = loaded.find<detail::MpiPartEntry>(detail::kMpiPartEntry);
   const auto* const functions = entry ? entry() : nullptr;
-  if (!functions || std::string_view(functions->made_for) != detail::kMpiPartVersion)
+  if (!functions || std::string_view(functions->made_for) != TESSERA_MPI_PART_FOR)
     return {nullptr, concat("libtessera_mpi.so was compiled for another version of Tessera (",
                             functions ? functions->made_for : "unknown", ", this is ",
-                            detail::kMpiPartVersion, "); compile it again", kHowToGetMpi)};
+                            TESSERA_MPI_PART_FOR, "); compile it again", kHowToGetMpi)};
   return {functions, {}};
 }
 

@@ -377,7 +377,7 @@ std::shared_ptr<MpiRanks> of_communicator(int handle) {
   return duplicate_of(communicator);
 }
 
-constexpr MpiPart kPart{kMpiPartVersion, library_version, initialize, of_communicator};
+constexpr MpiPart kPart{TESSERA_MPI_PART_FOR, library_version, initialize, of_communicator};
 
 }  // namespace
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "tessera/comm/backends/mpi/mpi_attempt.h"
-#include "tessera/version.h"
 
 namespace tessera::detail {
 
@@ -36,7 +35,7 @@ class MpiRanks : public std::enable_shared_from_this<MpiRanks> {
 
 /// The entry point of the library, found by name: its functions, which throw the library's errors.
 struct MpiPart {
-  /// The version of Tessera and of the interface that it was compiled for.
+  /// The version of Tessera that it was compiled for.
   const char* made_for;
   std::string (*library)();
   std::shared_ptr<MpiRanks> (*initialize)(MpiThreadLevel wanted);
@@ -44,6 +43,5 @@ struct MpiPart {
 };
 using MpiPartEntry = const MpiPart* (*)();
 inline constexpr const char* kMpiPartEntry = "tessera_mpi_part";
-inline constexpr const char* kMpiPartVersion = "1 of Tessera " TESSERA_VERSION;
 
 }  // namespace tessera::detail
