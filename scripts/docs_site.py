@@ -17,7 +17,7 @@ ROOMS = re.findall(r"^\| `([a-z_]+)` \|", pathlib.Path("docs/architecture.md").r
 PRIVATE = {"detail", "internal", "backends"}
 # Groups of the sidebar, by how the names of their pages begin; the others are guides.
 GROUPS = {
-    "Start": ("start_", "c_and_fortran", "troubleshooting", "glossary", "building", "launching", "concepts"),
+    "Start": ("start_", "c_and_fortran", "troubleshooting", "glossary", "installing", "building", "launching", "concepts"),
     "Tables": ("names", "model_table", "operator_table", "pytorch_tests", "status", "benchmarks"),
     "Internals": ("architecture", "progress"),
 }

@@ -21,33 +21,26 @@ assert tessera.__file__.startswith(sys.prefix), tessera.__file__
 mapped = [line.split()[-1] for line in open("/proc/self/maps") if "libtessera" in line]
 assert mapped and all(path.startswith(sys.prefix) for path in mapped), set(mapped)
 tessera.init(timeout=60)
-mesh = tessera.Mesh({"x": tessera.world_size()})
-t = tessera.from_local(torch.ones(tessera.rank() + 1), mesh, [tessera.Shard(0)])
-assert t.sum().item() == 3.0
+torch.manual_seed(tessera.rank())
+model = tessera.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for step in range(20):
+    x = torch.randn(8 + tessera.rank(), 4)
+    loss = model.mean_loss((model(x) - x.sum(1, True)).square().mean(), len(x))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < 0.1 * losses[0], losses
 print(f"python rank {tessera.rank()} of {tessera.world_size()}", flush=True)
 """
-CMAKE = """
-cmake_minimum_required(VERSION 3.25)
-project(consumer LANGUAGES CXX)
-find_package(Tessera 0.1 CONFIG REQUIRED)
-add_executable(consumer main.cpp)
-target_link_libraries(consumer PRIVATE Tessera::tessera)
-"""
-MAIN = """
-#include <tessera/comm/job/manager.h>
-#include <tessera/tensor/shard_tensor.h>
 
-#include <ATen/ops/ones.h>
-#include <cstdio>
 
-int main() {
-  const auto manager = tessera::DistributedManager::initialize();
-  const auto mesh = manager.mesh({{"x", manager.world_size()}});
-  const auto t = tessera::from_local(at::ones({manager.rank() + 1}), mesh, {tessera::Shard(0)});
-  if (t.sum().item<float>() != 3.0f) return 1;
-  std::printf("c++ rank %d of %d\\n", manager.rank(), manager.world_size());
-}
-"""
+def of_readme(language, begin):
+    """A block of the README."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return next(block for block in blocks if block.startswith(begin))
 
 
 def run(*command, limit=200, **options):
@@ -113,16 +106,18 @@ def test_two_ranks_from_python_and_from_cpp(python, tmp_path):
     printed = run(*torchrun, tmp_path / "program.py", cwd=tmp_path)
     assert sorted(re.findall(r"python rank \d of \d", printed)) == ["python rank 0 of 2", "python rank 1 of 2"]
 
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
-    (tmp_path / "main.cpp").write_text(MAIN)
+    # The README's own program and CMakeLists.txt.
+    (tmp_path / "CMakeLists.txt").write_text(of_readme("cmake", "cmake_minimum_required"))
+    (tmp_path / "train.cpp").write_text(of_readme("cpp", "#include <torch/torch.h>"))
     where = {name: run(python, "-m", "tessera", f"--{name}-dir", cwd=tmp_path).strip() for name in ("cmake", "torch")}
     assert where["cmake"].startswith(str(python.parent.parent))
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     folders = [f"-DTessera_DIR={where['cmake']}", f"-DTESSERA_TORCH={where['torch']}"]
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *generator, *folders)
     run("cmake", "--build", tmp_path / "build")
-    printed = run(*torchrun, "--no-python", tmp_path / "build" / "consumer", cwd=tmp_path)
-    assert sorted(re.findall(r"c\+\+ rank \d of \d", printed)) == ["c++ rank 0 of 2", "c++ rank 1 of 2"]
+    printed = run(*torchrun, "--no-python", tmp_path / "build" / "train", cwd=tmp_path)
+    losses = [float(value) for value in re.findall(r"step \d+: loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < 0.5 * losses[0], printed
 
 
 def test_the_mpi_part_is_compiled_for_this_machine(python, tmp_path):
