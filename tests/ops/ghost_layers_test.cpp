@@ -81,7 +81,7 @@ TEST_P(GhostTransports, GiveWhatOurExchangeGives) {
       Draw draw(n * 61 + static_cast<std::uint64_t>(ranks));
       manager.set_check_level(n % 2 == 0 ? CheckLevel::collective : CheckLevel::local);
       const Cut cut(draw, ranks);
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       const Engine engine(cut, mesh.all());
       const GhostPlan ours = cut.plan(mesh), theirs = engine.plan(mesh);
       EXPECT_EQ(ours.rows(), theirs.rows());
@@ -314,7 +314,7 @@ TEST_P(LayersOfGhosts, CarryANetworkWhoseForcesAreTrained) {
   on_ranks(ranks, [&](DistributedManager& manager) {
     for (std::uint64_t n = 0; n < (process() ? 8 : 40); ++n) {
       Draw draw(n * 89 + static_cast<std::uint64_t>(ranks));
-      check_layers(manager.mesh(draw.axes(ranks)), draw, n);
+      check_layers(manager.mesh(draw.mesh(ranks)), draw, n);
       if (::testing::Test::HasFailure()) return;
     }
   });

@@ -121,7 +121,7 @@ TEST_P(Ghosts, AreTheRowsOfOneProcessInValueAndTwoDerivatives) {
     for (std::uint64_t n = 0; n < (process() ? 15 : 80); ++n) {
       Draw draw(n * 211 + static_cast<std::uint64_t>(ranks));
       const Cut cut(draw, ranks);
-      check_exchange(manager.mesh(draw.axes(ranks)), cut, draw_row(draw), n);
+      check_exchange(manager.mesh(draw.mesh(ranks)), cut, draw_row(draw), n);
       if (::testing::Test::HasFailure()) return;
     }
   });
@@ -133,7 +133,7 @@ TEST_P(Ghosts, AreReducedIntoTheirOwnersInValueAndTwoDerivatives) {
     for (std::uint64_t n = 0; n < (process() ? 9 : 40); ++n) {
       Draw draw(n * 307 + static_cast<std::uint64_t>(ranks));
       const Cut cut(draw, ranks);
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       const Shape row = draw_row(draw);
       for (const ReduceOp op : {ReduceOp::sum, ReduceOp::min, ReduceOp::max})
         check_reduce(mesh, cut, row, n, op);
@@ -322,7 +322,7 @@ TEST_P(Ghosts, CarryANetworkWhoseForcesAreTrained) {
   on_ranks(ranks, [&](DistributedManager& manager) {
     for (std::uint64_t n = 0; n < (process() ? 6 : 30); ++n) {
       Draw draw(n * 97 + static_cast<std::uint64_t>(ranks));
-      check_network(manager.mesh(draw.axes(ranks)), draw, n);
+      check_network(manager.mesh(draw.mesh(ranks)), draw, n);
       if (::testing::Test::HasFailure()) return;
     }
   });

@@ -226,12 +226,12 @@ TEST(HostileOperators, DrawnProgramsEqualPlainOnes) {
     const at::Tensor expected = run(program, plain);
     const at::Tensor along = at::arange(expected.numel(), at::kDouble).cos().view(expected.sizes());
     (expected * along).sum().backward();
-    const auto axes = draw.axes(ranks);
+    const Mesh table = draw.mapped(draw.axes(ranks));
     const std::uint64_t layout = static_cast<std::uint64_t>(draw.below(1 << 30));
     std::vector<std::string> refused(static_cast<std::size_t>(ranks));
     on_threads(ranks, [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
-      const auto mesh = manager.mesh(Mesh(axes));
+      const auto mesh = manager.mesh(table);
       Draw own(layout);
       const ShardSpec where = own.spec(mesh, shape, /*partial=*/false);
       const at::Tensor x = leaf(value, where);

@@ -52,7 +52,7 @@ TEST_P(Rebalance, KeepsIdsAndValuesAndIsNoWorse) {
     set_policies(manager, {.redistribution = Policy::error});
     for (std::uint64_t n = 0; n < (process() ? 6 : 30); ++n) {
       Draw draw(n * 71 + static_cast<std::uint64_t>(ranks));
-      const auto mesh = manager.mesh(draw.axes(ranks));
+      const auto mesh = manager.mesh(draw.mesh(ranks));
       const Cut cut(draw, ranks, 40);
       const int me = mesh.all().rank();
       const auto count = static_cast<std::int64_t>(cut.id.size());
