@@ -61,8 +61,8 @@ Batch draw_batch(Draw& draw, int ranks) {
 TEST(MixedGradients, DataParallelSubModuleBeforeShardedTensors) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", ranks}});
-      const int me = manager.rank();
+      const auto mesh = manager.mesh(mapped({{"data", ranks}}));
+      const int me = mesh.coordinate()[0];
       Draw draw(ranks);
       for (int round = 0; round < 6; ++round) {
         const bool overlap = draw.chance(60), view = draw.chance(40);
@@ -101,7 +101,7 @@ TEST(MixedGradients, DataParallelSubModuleBeforeShardedTensors) {
 TEST(MixedGradients, AMeanOfPartialSumsIsRefusedAndTheGroupsGoOn) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", ranks}});
+      const auto mesh = manager.mesh(mapped({{"data", ranks}}));
       TwoParts net, expected;
       distribute_module(*net->out, mesh);
       seed(3);
@@ -145,7 +145,7 @@ TEST(MixedGradients, AMeanOfPartialSumsIsRefusedAndTheGroupsGoOn) {
 // Where locals are replicated on one axis, their gradient is complete there.
 TEST(MixedGradients, OnTwoAxesTheUserWeightsWhatIsSummedAndWhatIsComplete) {
   on_ranks(4, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"data", 2}, {"copy", 2}});
+    const auto mesh = manager.mesh(mapped({{"data", 2}, {"copy", 2}}));
     const int row = mesh.coordinate()[0];
     seed(9);
     const at::Tensor x = randn({5, 3}, at::kDouble);
@@ -183,7 +183,7 @@ TEST(MixedGradients, OnTwoAxesTheUserWeightsWhatIsSummedAndWhatIsComplete) {
 // A plain parameter that sharded tensors take as a replicated one.
 TEST(MixedGradients, ASumOfCompleteGradientsIsRefused) {
   on_ranks(3, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"data", 3}});
+    const auto mesh = manager.mesh(mapped({{"data", 3}}));
     seed(9);
     const at::Tensor x = randn({5, 3}, at::kDouble);
     const auto loss = [&](TwoParts& net) {
@@ -223,8 +223,8 @@ TEST(MixedGradients, ASumOfCompleteGradientsIsRefused) {
 TEST(MixedGradients, DataParallelSubModuleBehindShardedTensors) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", ranks}});
-      const int me = manager.rank();
+      const auto mesh = manager.mesh(mapped({{"data", ranks}}));
+      const int me = mesh.coordinate()[0];
       Draw draw(5);
       for (int round = 0; round < 4; ++round) {
         for (const auto& reduction : {ReduceOp::sum, ReduceOp::avg}) {
@@ -255,7 +255,7 @@ TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
   for (const bool mixed : {false, true}) {
     for (const Sizes& rows : {Sizes{5, 1}, Sizes{0, 6}}) {
       on_ranks(4, [&](DistributedManager& manager) {
-        const auto mesh = manager.mesh({{"replica", 2}, {"shard", 2}});
+        const auto mesh = manager.mesh(mapped({{"replica", 2}, {"shard", 2}}));
         const int replica = mesh.coordinate()[0];
         const DeviceMesh own(mesh.mesh().submesh({"shard"}, manager.rank()), manager);
         TwoParts net, expected;
@@ -308,7 +308,7 @@ TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
 
 TEST(MixedGradients, WrappingWhatIsShardedOverTheSameRanksIsRefused) {
   on_ranks(2, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"x", 2}});
+    const auto mesh = manager.mesh(mapped({{"x", 2}}));
     TwoParts net;
     distribute_module(*net->out, mesh, {{"1.weight", {{Shard(0)}}}});
     const at::Tensor before = to_local(net->out->parameters()[0]).clone();
@@ -334,8 +334,8 @@ TEST(MixedGradients, WrappingWhatIsShardedOverTheSameRanksIsRefused) {
 TEST(MixedGradients, TrainLikeOneProcessOverRaggedMicroBatches) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", ranks}});
-      const int me = manager.rank();
+      const auto mesh = manager.mesh(mapped({{"data", ranks}}));
+      const int me = mesh.coordinate()[0];
       Draw draw(40 + ranks);
       TwoParts net, expected;
       distribute_module(*net->out, mesh,
@@ -379,7 +379,7 @@ TEST(MixedGradients, TrainLikeOneProcessOverRaggedMicroBatches) {
 TEST(MixedGradients, AStepOfCompleteGradientsThatAreAveraged) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", ranks}});
+      const auto mesh = manager.mesh(mapped({{"data", ranks}}));
       Draw draw(60 + ranks);
       TwoParts net, expected;
       const DistributedDataParallel ddp(net, manager.world());
@@ -417,7 +417,7 @@ TEST(MixedGradients, AStepOfCompleteGradientsThatAreAveraged) {
 // A stage that is wrapped over the ranks of another axis than the one along which samples differ.
 TEST(MixedGradients, APipelineRefusesGradientsOfOtherRanks) {
   on_ranks(4, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"data", 2}, {"copy", 2}, {"pipe", 1}});
+    const auto mesh = manager.mesh(mapped({{"data", 2}, {"copy", 2}, {"pipe", 1}}));
     seed(7);
     const PipelineBatch batch =
         split_batch({randn({4, 3}, at::kDouble)}, {randn({4, 3}, at::kDouble)}, 2);

@@ -116,7 +116,7 @@ TEST(StepWeight, AWrongWeightOfOneRankThrowsOnAllAndTheNextStepIsRight) {
 TEST(StepWeight, ALossThatAllRanksShareIsCountedOnce) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", ranks}});
+      const auto mesh = manager.mesh(mapped({{"data", ranks}}));
       seed(3);
       const at::Tensor first = randn({5, 3}, at::kDouble), second = randn({2, 3}, at::kDouble);
       auto alone = small();
@@ -151,9 +151,10 @@ TEST(ClipGradients, EveryElementCountsOnceWhateverItsKind) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     on_ranks(ranks, [&](DistributedManager& manager) {
       const int me = manager.rank();
-      const auto line = manager.mesh({{"x", ranks}});
-      const auto plane = manager.mesh(ranks == 4 ? std::vector<Axis>{{"a", 2}, {"b", 2}}
-                                                 : std::vector<Axis>{{"a", ranks}, {"b", 1}});
+      const auto line = manager.mesh(mapped({{"x", ranks}}));
+      const auto plane =
+          manager.mesh(mapped(ranks == 4 ? std::vector<Axis>{{"a", 2}, {"b", 2}}
+                                         : std::vector<Axis>{{"a", ranks}, {"b", 1}}));
       for (const double type : {1.0, 2.0, 3.5, HUGE_VAL}) {
         seed(static_cast<std::uint64_t>(ranks) + 17);
         const at::Tensor plain = randn({3, 2}, at::kDouble), rows = randn({5, 3}, at::kDouble),
@@ -232,7 +233,7 @@ TEST(ClipGradients, AnUndeclaredPartIsAnErrorOnEveryRank) {
 
 TEST(ClipGradients, APartialGradientIsRefusedOnEveryRank) {
   on_ranks(2, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"data", 2}});
+    const auto mesh = manager.mesh(mapped({{"data", 2}}));
     auto net = small();
     distribute_module(*net, mesh);
     const at::Tensor x = distribute_tensor(at::ones({4, 3}, at::kDouble), mesh, {Shard(0)});
@@ -250,7 +251,7 @@ TEST(ClipGradients, APartialGradientIsRefusedOnEveryRank) {
 TEST(ClipGradients, StagesThatHoldOtherParametersShareOneNorm) {
   on_ranks(4, [](DistributedManager& manager) {
     // Two stages of two replicas each.
-    const auto mesh = manager.mesh({{"stage", 2}, {"replica", 2}});
+    const auto mesh = manager.mesh(mapped({{"stage", 2}, {"replica", 2}}));
     const int stage = mesh.coordinate()[0];
     const at::Tensor gradient = at::full({3}, stage == 0 ? 1.0 : 2.0, at::kDouble);
     const at::Tensor p = with_gradient(gradient.clone(), at::zeros_like(gradient));

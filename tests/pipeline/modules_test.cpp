@@ -45,15 +45,16 @@ void compare_parts(const PipelineSchedule& schedule, const std::function<Part(in
     }
   }
   test::on_threads(schedule.ranks(), [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh(test::mapped({{"pipe", schedule.ranks()}}));
     std::map<int, Part> mine;
     std::vector<std::shared_ptr<PipelineStage>> own;
-    for (const int s : schedule.stages_of(manager.rank())) {
+    for (const int s : schedule.stages_of(mesh.coordinate()[0])) {
       const Part part = make(s);
       test::fill(*part.module, 60 + static_cast<std::uint64_t>(s));
       mine.emplace(s, part);
       own.push_back(make_stage(part.module, part.forward, options));
     }
-    Pipeline pipeline(manager.mesh({{"pipe", schedule.ranks()}}), "pipe", schedule, own, loss);
+    Pipeline pipeline(mesh, "pipe", schedule, own, loss);
     pipeline.step(batch);
     EXPECT_NEAR(pipeline.step(batch).loss, expected, 1e-12 * std::abs(expected));
     for (const auto& [s, part] : mine) {
@@ -192,13 +193,14 @@ TEST(PipelineModules, ATiedTableMayHaveSparseGradients) {
       at::Tensor table;
     };
     const auto holder = std::make_shared<Holder>(table * 0.1);
-    const bool first = manager.rank() == 0;
+    const auto mesh = manager.mesh(test::mapped({{"pipe", 2}}));
+    const bool first = mesh.coordinate()[0] == 0;
     const auto stage = make_stage(holder, [=](const std::vector<at::Tensor>& x) {
       if (first)
         return std::vector<at::Tensor>{torch::embedding(holder->table, x[0], -1, false, true)};
       return std::vector<at::Tensor>{torch::log_softmax(x[0].matmul(holder->table.t()), 1)};
     });
-    Pipeline pipeline(manager.mesh({{"pipe", 2}}), "pipe", schedule_1f1b(2, 2), {stage},
+    Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, 2), {stage},
                       [](const auto& y, const auto& t) { return torch::nll_loss(y[0], t[0]); },
                       {.tied = {{"table", {holder->table}}}});
     pipeline.step(split_batch({words}, {words}, 2));
@@ -209,7 +211,7 @@ TEST(PipelineModules, ATiedTableMayHaveSparseGradients) {
 // The loss of a sharded tensor: every rank that shares the samples reads it, one counts it.
 TEST(PipelineModules, ALossOfShardedTensorsCountsOnce) {
   test::on_threads(4, [&](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"domain", 2}, {"pipe", 2}});
+    const auto mesh = manager.mesh(test::mapped({{"domain", 2}, {"pipe", 2}}));
     const auto domain = manager.mesh(mesh.mesh().submesh({"domain"}, manager.rank()));
     torch::nn::Linear net(3, 3);
     net->to(torch::kDouble);

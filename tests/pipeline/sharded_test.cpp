@@ -61,7 +61,7 @@ Calls run_sharded(DistributedManager& manager, const PipelineSchedule& schedule,
   const at::Tensor expected = torch::mse_loss(out, y);
   expected.backward();
 
-  const auto mesh = manager.mesh({{"data", 2}, {"pipe", 2}});
+  const auto mesh = manager.mesh(test::mapped({{"data", 2}, {"pipe", 2}}));
   const auto shards = stage_mesh(mesh, "pipe");
   std::map<int, torch::nn::Sequential> mine;
   std::vector<std::shared_ptr<PipelineStage>> own;

@@ -29,8 +29,8 @@ TEST(Pipeline, StepsEqualOneProcess) {
                both = test::one_process(c, 0, 2);
     SCOPED_TRACE(concat("case ", seed, ", ", ranks, " ranks, ", c.text()));
     test::on_threads(ranks, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"pipe", ranks}});
-      OwnStages own(c, manager.rank());
+      const auto mesh = manager.mesh(test::mapped({{"pipe", ranks}}));
+      OwnStages own(c, mesh.coordinate()[0]);
       Pipeline pipeline(mesh, "pipe", c.schedule, own.stages, test::mean_of,
                         {.skips = c.skips,
                          .keep_outputs = keep,
@@ -118,7 +118,7 @@ TEST(Pipeline, BesideDataParallelEqualsOneProcess) {
     const auto expected = test::one_process(joined);
     const PipelineBatch all = joined.batch();
     test::on_threads(4, [&](DistributedManager& manager) {
-      const auto mesh = manager.mesh({{"data", 2}, {"pipe", 2}});
+      const auto mesh = manager.mesh(test::mapped({{"data", 2}, {"pipe", 2}}));
       const bool second = mesh.coordinate()[0] == 1;
       OwnStages own(c, mesh.coordinate()[1]);
       std::vector<std::unique_ptr<DistributedDataParallel<std::shared_ptr<test::DrawnStage>>>> ddp;
@@ -160,7 +160,7 @@ TEST(Pipeline, NeedsToKnowHowGradientsComeTogether) {
   c.marks = c.recompute = {false, false};
   c.rows = {2, 2};
   test::on_threads(4, [&](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"data", 2}, {"pipe", 2}});
+    const auto mesh = manager.mesh(test::mapped({{"data", 2}, {"pipe", 2}}));
     OwnStages own(c, mesh.coordinate()[1]);
     Pipeline pipeline(mesh, "pipe", c.schedule, own.stages, test::mean_of);
     EXPECT_THROW(pipeline.step(c.batch()), GradientError);
@@ -197,9 +197,10 @@ TEST(Pipeline, TiedWeightsGetTheSumOfTheirGradients) {
       for (int step = 0; step < 2; ++step)
         torch::nll_loss(torch::log_softmax(embed(one, words).matmul(one.t()), 1), words).backward();
       test::on_threads(ranks, [&](DistributedManager& manager) {
+        const auto mesh = manager.mesh(test::mapped({{"pipe", ranks}}));
         std::map<int, at::Tensor> tables;
         std::vector<std::shared_ptr<PipelineStage>> own;
-        for (const int s : schedule.stages_of(manager.rank())) {
+        for (const int s : schedule.stages_of(mesh.coordinate()[0])) {
           struct Holder : torch::nn::Module {
             explicit Holder(const at::Tensor& t) : table(register_parameter("table", t)) {}
             at::Tensor table;
@@ -218,7 +219,7 @@ TEST(Pipeline, TiedWeightsGetTheSumOfTheirGradients) {
         PipelineOptions options;
         for (const auto& [s, t] : tables) options.tied["table"].push_back(t);
         Pipeline pipeline(
-            manager.mesh({{"pipe", ranks}}), "pipe", schedule, own,
+            mesh, "pipe", schedule, own,
             [](const auto& out, const auto& target) { return torch::nll_loss(out[0], target[0]); },
             options);
         for (const auto& [s, t] : tables) EXPECT_TRUE(t.equal(table)) << s;
@@ -242,12 +243,12 @@ TEST(Pipeline, SkipsOfAVStayOnTheirRank) {
   c.rows = {2, 1, 2};
   const auto expected = test::one_process(c);
   test::on_threads(2, [&](DistributedManager& manager) {
+    const auto mesh = manager.mesh(test::mapped({{"pipe", 2}}));
     const auto sent = [&](const std::vector<PipelineSkip>& skips) {
       Case with = c;
       with.skips = skips;
-      OwnStages own(with, manager.rank());
-      Pipeline pipeline(manager.mesh({{"pipe", 2}}), "pipe", with.schedule, own.stages,
-                        test::mean_of, {.skips = skips});
+      OwnStages own(with, mesh.coordinate()[0]);
+      Pipeline pipeline(mesh, "pipe", with.schedule, own.stages, test::mean_of, {.skips = skips});
       pipeline.step(with.batch());
       zero(own);
       const CommTraceScope trace(manager);
@@ -289,14 +290,15 @@ TEST(Pipeline, GathersFullyShardedStagesOnceAStep) {
   const auto expected = test::one_process(c);
   for (const int at_once : {0, 1}) {
     test::on_threads(2, [&](DistributedManager& manager) {
-      OwnStages own(c, manager.rank());
+      const auto mesh = manager.mesh(test::mapped({{"pipe", 2}}));
+      OwnStages own(c, mesh.coordinate()[0]);
       std::vector<std::shared_ptr<Sharded>> sharded;
       std::vector<std::shared_ptr<PipelineStage>> stages;
       for (const auto& [s, stage] : own.by_number) {
         sharded.push_back(std::make_shared<Sharded>(stage));
         stages.push_back(sharded.back());
       }
-      Pipeline pipeline(manager.mesh({{"pipe", 2}}), "pipe", c.schedule, stages, test::mean_of,
+      Pipeline pipeline(mesh, "pipe", c.schedule, stages, test::mean_of,
                         {.gathered_at_once = at_once});
       pipeline.step(c.batch());
       EXPECT_LE(test::gradient_error(own.by_number, expected), 1e-11);
