@@ -272,13 +272,28 @@ def test_a_placement_is_handed_to_the_mesh():
             ts.open_mpi_rank_file(hosts, wrong)
     tree = ts.ProcessGroupConfig().add_node("inner", "world", 2).add_node("outer", "world", 2)
 
+    def conv():
+        net = nn.Conv2d(1, 2, 3, padding=1).double()
+        with torch.no_grad():  # ranks that are threads share torch's generator
+            net.weight.copy_(draw(2, 1, 3, 3))
+            net.bias.copy_(draw(2))
+        return net
+
     def body(rank):
         chosen = ts.create_process_groups(tree, topology=hosts, traffic=traffic)
         assert chosen.seconds == mapping.seconds
         mesh = ts.mapped_mesh({"outer": 2, "inner": 2}, chosen)
         assert ts.Mesh.of("world").ranks == mesh.ranks and sorted(mesh.groups("outer")[0]) in ([0, 1], [2, 3])  # inside a host
-        t = ts.distribute_tensor(draw(4, 4), mesh, [ts.Shard(0), ts.Shard(1)])
-        assert_same(t, draw(4, 4))
+        # A domain inside a host, and its replicas on other ones: as one process.
+        domain, x, net, alone = mesh.submesh("outer"), draw(3, 1, 7, 4), conv(), conv()
+        mine = x.split([2, 1])[mesh.coordinate[list(mesh.axes).index("inner")]]
+        ddp = ts.DistributedDataParallel(ts.distribute_module(net, domain), ts.group("inner"))
+        y = ddp(ts.distribute_tensor(mine, domain, [ts.Shard(2)], {2: [5, 2]}))
+        assert_same(y, alone(mine).detach())
+        ddp.mean_loss(y.square().mean(), len(mine)).backward()
+        alone(x).square().mean().backward()
+        for got, wanted in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_same(got.grad, wanted.grad)
 
     on_ranks(4, body)
 
