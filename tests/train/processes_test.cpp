@@ -246,7 +246,7 @@ TEST_P(TrainProcesses, AnExceptionOnOneRankIsToldByAll) {
 }
 
 TEST_P(TrainProcesses, EveryKindOfParallelismEqualsOneProcess) {
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : {2, 3, 4}) {
     const Folder folder;
     const auto ends = fork_ranks(
         ranks,
