@@ -5,14 +5,12 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <atomic>
 #include <functional>
 #include <thread>
 
+#include "../support/stock_gloo.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/comm/job/device_mesh.h"
@@ -22,7 +20,9 @@ namespace tessera {
 namespace {
 
 using namespace std::chrono_literals;
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using test::stock_gloo;
+using test::stock_group;
+using test::StorePtr;
 
 // Each rank on a thread of its own.
 void on_ranks(int ranks, const std::function<void(int)>& body) {
@@ -36,22 +36,6 @@ void on_ranks(int ranks, const std::function<void(int)>& body) {
       }
     });
   for (auto& thread : threads) thread.join();
-}
-
-c10::intrusive_ptr<c10d::Backend> stock_gloo(const StorePtr& store, int rank, int size,
-                                             std::chrono::milliseconds limit) {
-  auto options = c10d::ProcessGroupGloo::Options::create(limit);
-  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
-}
-
-c10::intrusive_ptr<c10d::ProcessGroup> stock_group(const StorePtr& store, int rank, int size) {
-  const auto own = c10::make_intrusive<c10d::PrefixStore>("the program's", store);
-  const auto group = c10::make_intrusive<c10d::ProcessGroup>(own, rank, size);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
-                    stock_gloo(own, rank, size, 20s));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-  return group;
 }
 
 at::Tensor filled(std::int64_t size, double value) { return at::full({size}, value, at::kDouble); }

@@ -1,17 +1,11 @@
 // What a user brings along: several runs in one process, strategies that restore before setup,
 // optimizers that call the loss again, stores and groups of the program.
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <cmath>
 #include <mutex>
 #include <thread>
 
-#include "tessera/comm/backends/gloo/gloo.h"
-#include "tessera/comm/backends/transport.h"
+#include "../support/stock_gloo.h"
 #include "trouble.h"
 
 namespace tessera::test {
@@ -175,14 +169,6 @@ TEST(Trainer, OptimizersThatCallTheLossAgainOnAnyRanksAndResumed) {
 TEST(Strategies, AStoreAndAGroupOfTheProgram) {
   const auto expected = alone(3, 4, 1, with(nullptr, 1));
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto group_of = [&](int rank, const std::string& name) {
-    const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    const auto group = c10::make_intrusive<c10d::ProcessGroup>(prefixed, rank, 3);
-    group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
-                      make_gloo_transport(prefixed, rank, 3, std::chrono::seconds(10))->backend());
-    group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-    return group;
-  };
   std::mutex mutex;
   std::vector<std::string> said(3);
   std::vector<std::thread> threads;
@@ -192,7 +178,7 @@ TEST(Strategies, AStoreAndAGroupOfTheProgram) {
       at::set_num_threads(1);
       try {
         Regression task;
-        Trainer(with(std::make_shared<ProcessGroupStrategy>(group_of(rank, "a")), 1))
+        Trainer(with(std::make_shared<ProcessGroupStrategy>(stock_group(store, rank, 3, "a")), 1))
             .fit(task, ragged_batches(rank, 4));
         const std::lock_guard lock(mutex);
         expect_near(task.values(), expected, "a group of the program");
@@ -202,7 +188,8 @@ TEST(Strategies, AStoreAndAGroupOfTheProgram) {
       // An exception of one rank ends the others', though nobody can say why.
       try {
         Regression task;
-        auto options = with(std::make_shared<ProcessGroupStrategy>(group_of(rank, "b")), 1);
+        auto options =
+            with(std::make_shared<ProcessGroupStrategy>(stock_group(store, rank, 3, "b")), 1);
         options.callbacks = {std::make_shared<Grenade>("forward", 2, rank == 1)};
         Trainer(options).fit(task, ragged_batches(rank, 4));
       } catch (const std::exception& e) {

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <optional>
 
+#include "../support/stock_gloo.h"
 #include "cases.h"
 
 namespace tessera::test {
@@ -148,9 +149,10 @@ TEST(Strategies, AForeignProcessGroupTrainsSavesAndGoesOn) {
     const auto expected = alone(ranks, 4, 1, with(nullptr, 1));
     const Folder folder;
     for (const std::int64_t epochs : {1, 2}) {
+      const auto store = c10::make_intrusive<c10d::HashStore>();
       on_threads(ranks, [&](DistributedManager& manager) {
         const auto strategy =
-            std::make_shared<ProcessGroupStrategy>(manager.world().process_group());
+            std::make_shared<ProcessGroupStrategy>(stock_group(store, manager.rank(), ranks));
         EXPECT_EQ(strategy->broadcast(std::string(manager.rank(), 'x'), ranks - 1),
                   std::string(ranks - 1, 'x'));
         const auto all = strategy->all_gather(std::string(manager.rank(), 'y'));
@@ -195,9 +197,11 @@ TEST(Strategies, BuffersAreTheFirstRanksAfterEachStepAndEvaluation) {
     int calls = 0;
   };
   for (const bool group : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
     on_threads(3, [&](DistributedManager& manager) {
       std::shared_ptr<Strategy> strategy = std::make_shared<DDPStrategy>(manager);
-      if (group) strategy = std::make_shared<ProcessGroupStrategy>(manager.world().process_group());
+      if (group)
+        strategy = std::make_shared<ProcessGroupStrategy>(stock_group(store, manager.rank(), 3));
       Regression task(remembering_net());
       auto options = with(strategy, 2);
       const Group world = manager.world();
