@@ -72,7 +72,7 @@ def main():
         said, arguments = spack(texts["spack/package.py"], mpi=True, fortran=False, fields=fields)
         assert ("version", (version,), {"sha256": total}) in said, said
         assert "-DTESSERA_TORCH=/torch/lib/python/torch" in arguments and ("-DTESSERA_HDF5_INCLUDE=False" in arguments) != fields, arguments
-        given = {"NETCDF", "HDF5", "ZLIB", "HWLOC"} if fields else {"HWLOC"}
+        given = {"NETCDF", "HDF5", "ZLIB", "ZSTD", "BLOSC", "HWLOC"} if fields else {"HWLOC"}
         off = {part for part in parts if f"-DTESSERA_{part}_INCLUDE=False" in arguments}
         assert off == parts - given, f"a library of the system's is looked at, or one that is there is not: {off} of {parts}"
         assert not {re.match(r"-D(\w+)", word)[1] for word in arguments} - known, arguments
