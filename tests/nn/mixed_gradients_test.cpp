@@ -2,6 +2,9 @@
 // mix is refused.
 #include "support.h"
 #include "tessera/gradient/step_weight.h"
+#include "tessera/mesh/mapping/cost.h"
+#include "tessera/mesh/mapping/rank_mapping.h"
+#include "tessera/mesh/mapping/topology.h"
 #include "tessera/nn/clip.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
@@ -304,6 +307,49 @@ TEST(MixedGradients, DataParallelAroundShardedParametersWithOneNoSync) {
       });
     }
   }
+}
+
+// Ranks that were placed for their traffic: a domain is inside a host, its replicas are elsewhere.
+TEST(MixedGradients, ReplicasOfADomainOnTheMeshOfAPlacement) {
+  on_ranks(4, [](DistributedManager& manager) {
+    ProcessGroupConfig config;
+    config.add_node({.name = "replica", .size = 2}, "world");
+    config.add_node({.name = "domain"}, "world");
+    const auto topology = Topology::uniform(2, 2);
+    manager.create_process_groups(
+        config, topology,
+        {{.axes = {"domain"}, .bytes = 1e9}, {.axes = {"replica"}, .bytes = 1e3}});
+    const DeviceMesh mesh = manager.mesh("world"),
+                     domain(mesh.mesh().submesh({"domain"}, manager.rank()), manager);
+    const auto& near = domain.mesh().ranks();
+    ASSERT_EQ(topology.host_of(near[0]), topology.host_of(near[1]));
+    ASSERT_FALSE(std::ranges::is_sorted(mesh.mesh().ranks()));
+    const auto make = [] {
+      const auto conv = [](int in, int out) {
+        return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, 3).padding(1));
+      };
+      torch::nn::Sequential net(conv(2, 3), torch::nn::Tanh(), conv(3, 1));
+      net->to(at::kDouble);
+      fill(*net, 5);
+      return net;
+    };
+    auto net = make(), expected = make();
+    distribute_module(*net, domain);
+    DistributedDataParallel ddp(net, manager.group("replica"));
+    const Sizes samples{2, 1};
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      expected->zero_grad();
+      const at::Tensor x = randn({3, 2, 7, 4}, at::kDouble);
+      const int replica = mesh.coordinate()[mesh.mesh().index("replica")];
+      const at::Tensor mine = rows_of_rank(x, samples, replica);
+      const at::Tensor y = ddp(distribute_tensor(mine, domain, {Shard(2)}, {{2, {5, 2}}}));
+      EXPECT_LT(difference(y, expected->forward(mine)), 1e-12);
+      ddp.mean_loss(full_tensor(y.square().mean()), static_cast<double>(mine.size(0))).backward();
+      expected->forward(x).square().mean().backward();
+      expect_like(*net, *expected, concat("step ", step));
+    }
+  });
 }
 
 TEST(MixedGradients, WrappingWhatIsShardedOverTheSameRanksIsRefused) {
