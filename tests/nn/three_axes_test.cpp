@@ -2,6 +2,8 @@
 // ranks are in an order of their own: equal to one process, and nothing moves that has no name.
 
 #include "fully_shard_case.h"
+#include "tessera/comm/job/parallel_groups.h"
+#include "tessera/data/shard_batch.h"
 #include "tessera/nn/tensor_parallel.h"
 #include "tessera/pipeline/pipeline.h"
 #include "tessera/schedule/generators.h"
@@ -21,10 +23,10 @@ Moved some(Moved all) {
   return all;
 }
 
-/// The groups of a mesh, by the axes that they are along.
+/// The groups of a mesh, by the axes that they are along, which may have names of their own here.
 class Groups {
  public:
-  explicit Groups(const DeviceMesh& mesh) {
+  explicit Groups(const DeviceMesh& mesh, const std::vector<std::string>& called = {}) {
     const int axes = mesh.mesh().dims();
     for (int set = 1; set < 1 << axes; ++set) {
       std::vector<int> some;
@@ -32,7 +34,7 @@ class Groups {
       for (int a = 0; a < axes; ++a) {
         if ((set >> a & 1) == 0) continue;
         some.push_back(a);
-        names.push_back(mesh.mesh().axes()[a].name);
+        names.push_back(called.empty() ? mesh.mesh().axes()[a].name : called[a]);
       }
       axes_of_[mesh.group(some).name()] = list(names);
     }
@@ -165,7 +167,17 @@ TEST(ThreeAxes, DataShardedTensor) {
   fully_shard(*net, mesh, {.axes = {"sharded"}});
   torch::optim::AdamW opt(net->parameters(), 0.01), expected_opt(expected->parameters(), 0.01);
   const Sizes samples{2, 1, 0, 3};
-  const std::int64_t n = samples[mesh.coordinate()[0] * 2 + mesh.coordinate()[1]];
+  // Batches of three samples, of which the last of the four ranks that share a batch has none.
+  const std::vector<std::string> batch_axes{"data", "sharded"};
+  const auto loader = [&, all = randint(8, {6, 3})](BatchMapping mapping, int process) {
+    return std::make_unique<Loader>(
+        std::vector<std::shared_ptr<const Dataset>>{
+            std::make_shared<TensorDataset>(std::vector<at::Tensor>{all})},
+        std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 6, .seed = 3}, BatchSchedule(3)),
+        std::move(mapping), process);
+  };
+  const auto mine = loader(batch_mapping(mesh.mesh(), batch_axes), manager.rank()),
+             whole_batches = loader(BatchMapping({1}, {0}, {0}), 0);
   // Of this rank: all its shards; column layers' biases, whose only dim the tensor axis has taken,
   // so that they are not sharded again; row layers' biases, the same on the tensor axis.
   const std::int64_t shards = bytes_of(net->parameters()),
@@ -174,14 +186,18 @@ TEST(ThreeAxes, DataShardedTensor) {
   // Of this rank on the tensor axis: rows of the table, and of each pair of layers two matrices and
   // two biases.
   const std::int64_t whole = (4 * 6 + 2 * (2 * 6 + 2 + 6 * 2 + 6)) * kItem;
-  for (int step = 0; step < 3; ++step) {
-    const at::Tensor words = randint(8, {6, 3});
+  for (int step = 0; step < 4; ++step) {
+    const bool loaded = step % 2 == 1;
+    const at::Tensor words = loaded ? whole_batches->next().tensors[0] : randint(8, {6, 3});
     opt.zero_grad();
     expected_opt.zero_grad();
     const at::Tensor wanted = expected(words);
     loss_of(wanted).backward();
     const at::Tensor input =
-        distribute_tensor(words, mesh, {Shard(0), Shard(0), Replicate()}, {{0, samples}});
+        loaded ? shard_batch(mine->next(), mesh, batch_axes).tensors[0]
+               : distribute_tensor(words, mesh, {Shard(0), Shard(0), Replicate()}, {{0, samples}});
+    const std::int64_t n = to_local(input).size(0);
+    if (loaded) EXPECT_EQ(n, 1 - mesh.coordinate()[0] * mesh.coordinate()[1]);
     CommTraceScope trace(manager);
     const at::Tensor y = net(input);
     loss_of(y).backward();
@@ -203,16 +219,18 @@ TEST(ThreeAxes, DataShardedTensor) {
   expect_same(*net, *expected, "the end", false);
 }
 
-TEST(ThreeAxes, DataPipelineSharded) {
-  DistributedManager& manager = world();
-  const auto mesh = manager.mesh(mapped({{"data", 2}, {"pipe", 2}, {"sharded", 2}}));
-  const Groups groups(mesh);
+namespace {
+
+// Along the first axis data, along the second stages, along the third shards.
+void train_pipeline(DistributedManager& manager, const DeviceMesh& mesh) {
+  const Groups groups(mesh, {"data", "pipe", "sharded"});
+  const std::string pipe = mesh.mesh().axes()[1].name;
   const int stage = mesh.coordinate()[1], micro_batches = 3;
-  const auto shards = stage_mesh(mesh, "pipe");
+  const auto shards = stage_mesh(mesh, pipe);
   Sequential net = stage_net(stage), first = stage_net(0), second = stage_net(1);
-  fully_shard(*net, shards, {.axes = {"sharded"}, .coalesce_bytes = 0});
+  fully_shard(*net, shards, {.axes = {mesh.mesh().axes()[2].name}, .coalesce_bytes = 0});
   const auto squared = [](const auto& out, const auto& y) { return torch::mse_loss(out[0], y[0]); };
-  Pipeline pipeline(mesh, "pipe", schedule_1f1b(2, micro_batches),
+  Pipeline pipeline(mesh, pipe, schedule_1f1b(2, micro_batches),
                     {make_stage(net.ptr(),
                                 [&](const std::vector<at::Tensor>& in) {
                                   const at::Tensor x =
@@ -267,6 +285,14 @@ TEST(ThreeAxes, DataPipelineSharded) {
     expected_opt.step();
   }
   expect_same(*net, stage == 0 ? *first : *second, "the end", false);
+}
+
+}  // namespace
+
+TEST(ThreeAxes, DataPipelineSharded) {
+  DistributedManager& manager = world();
+  train_pipeline(manager, manager.mesh(mapped({{"data", 2}, {"pipe", 2}, {"sharded", 2}})));
+  train_pipeline(manager, ParallelGroups(manager, {.model = 2, .pipeline = 2}).mesh);
 }
 
 }  // namespace tessera::test
