@@ -450,7 +450,7 @@ TEST(ZarrSource, MarksOfMissingValuesAreExact) {
   // Of integers: one that no double has, and ones that they cannot be.
   const std::int64_t last = -9223372036854775806;
   const at::Tensor wide = torch::tensor({last, last - 1, std::int64_t{3}}, at::kLong);
-  Altered longs({wide, {.chunk = {3}, .type = "<i8"}});
+  Altered longs(wide, {.chunk = {3}, .type = "<i8"});
   write(longs.folder / "u/.zattrs", concat(R"({"_FillValue": )", last, "}"));
   const at::Tensor of_longs = longs.read({.dtype = at::kLong, .missing = 7});
   EXPECT_TRUE(of_longs.equal(torch::tensor({std::int64_t{7}, last - 1, std::int64_t{3}})));
