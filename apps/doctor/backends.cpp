@@ -38,12 +38,12 @@ int gpus_of_the_system() {
 
 void report_mpi(Report& report) {
   if (!has_mpi()) {
-    report.line("mpi", "not built");
-    report.advice(
-        "the MPI backend is absent, or its library does not load: install an MPI 3 library "
-        "(Debian: "
-        "libopenmpi-dev openmpi-bin), and configure again with -DTESSERA_MPI=ON, or from the wheel "
-        "python -m tessera --build-mpi");
+    try {
+      mpi_library();
+    } catch (const NotAvailable& error) {
+      report.line("mpi", "not there");
+      report.advice(error.what());
+    }
     return;
   }
   report.line("mpi", concat("built: ", mpi_library()));

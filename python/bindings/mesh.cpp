@@ -71,9 +71,9 @@ void init(const std::string& backend, double timeout, const std::string& between
   options.between_hosts = between_hosts;
   if (timeout > 0) options.rendezvous_timeout = options.timeout;  // the wait for ranks to come too
   if (communicator) {
-    options.mpi = MpiWorld::of_communicator(static_cast<int>(*communicator));
+    options.mpi = MpiWorld::of_communicator(static_cast<int>(*communicator), options.timeout);
     if (options.backend.empty()) options.backend = "mpi";
-    if (options.mpi->size() > 1) options.launch = options.mpi->launch_with_store(options.timeout);
+    options.launch = options.mpi->launch_with_store(options.timeout);
   }
   current() =
       group ? manager_of({.group = *group}, options) : DistributedManager::initialize(options);

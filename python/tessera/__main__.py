@@ -1,9 +1,11 @@
 """python -m tessera --cmake-dir: where things are, for builds that use the C++ library of this package; --build-mpi: its part for this machine's MPI."""
 
 import argparse
+import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import tempfile
 
 import torch
@@ -27,16 +29,26 @@ def build_mpi():
     cmake = shutil.which("cmake")
     if cmake is None:
         raise SystemExit("no cmake in PATH: pip install cmake (3.25 or newer); a compiler of C++20 and make are needed too (Debian: g++ make)")
+    library = next(HERE.glob("lib*/libtessera.so.*")).parent / "libtessera_mpi.so"
+    if not os.access(library.parent, os.W_OK):
+        raise SystemExit(f"{library.parent} cannot be written: run this as who installed the package, or install it into an environment of your own")
     torch_folder = pathlib.Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as build:
+    with tempfile.TemporaryDirectory(dir=library.parent) as build:
         for command in (
             [cmake, "-S", sources, "-B", build, f"-DTessera_DIR={cmake_dir()}", f"-DTESSERA_TORCH={torch_folder}"],
             [cmake, "--build", build, "--parallel", "2"],
-            [cmake, "--install", build],
+            # What is there already serves until the new one has shown that it loads.
+            [sys.executable, "-c", "import sys, ctypes, tessera; ctypes.CDLL(sys.argv[1])", f"{build}/{library.name}"],
         ):
             if subprocess.run([str(part) for part in command]).returncode:
                 raise SystemExit("the MPI part was not built: what failed stands above")
-    print("The backend is there: ts.init(backend='mpi') under this MPI's own launcher.")
+        os.replace(f"{build}/{library.name}", library)
+    # Of the package's files, so that pip takes it away with them.
+    for record in HERE.parent.glob("tessera_sharding-*.dist-info/RECORD"):
+        line = f"tessera/{library.relative_to(HERE)},,"
+        if line.split(",")[0] not in {known.split(",")[0] for known in record.read_text().splitlines()}:
+            record.write_text(record.read_text().rstrip("\n") + f"\n{line}\n")
+    print("The backend is there, for programs that start from now on: ts.init(backend='mpi') under this MPI's own launcher.")
 
 
 def main():

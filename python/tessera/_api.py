@@ -23,7 +23,7 @@ def init(backend="", timeout=300.0, between_hosts="auto", process_group=None, co
     `between_hosts`: what collectives go over between hosts: "gloo" (and "auto"), or "mpi" in a job that MPI's own launcher started.
     `process_group`: one of torch.distributed's, whose ranks are the world then, whoever started them; collective over it. They meet through its store; `backend="c10d"` is
     that group itself, for groups of all its ranks. It stays yours: it is not ended here.
-    `communicator`: one of mpi4py's, whose ranks are the world then, over MPI (or `backend`); collective over it. It is duplicated and stays yours, and so does MPI.
+    `communicator`: one of mpi4py's, whose ranks are the world then, over MPI (or by `backend="auto"` memory and Gloo); collective over it. It is duplicated and stays yours, and so does MPI.
 
     Raises ConfigurationError where the rank is initialized already or what the launcher says cannot be, InvalidArgument for a backend that there is not, ValueError for a
     negative timeout, NotAvailable for what this build lacks, and RendezvousError, with what is missing, where the others do not come within `timeout`.

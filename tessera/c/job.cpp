@@ -98,9 +98,9 @@ tessera_result tessera_start_fortran(int communicator, const char* backend, doub
   return run("tessera_start_mpi", Reach::own, [&](Call& call) {
     clear(job, "job");
     ManagerOptions options = options_of(backend, timeout);
-    options.mpi = MpiWorld::of_communicator(communicator);
+    options.mpi = MpiWorld::of_communicator(communicator, options.timeout);
     if (options.backend.empty()) options.backend = "mpi";
-    if (options.mpi->size() > 1) options.launch = options.mpi->launch_with_store(options.timeout);
+    options.launch = options.mpi->launch_with_store(options.timeout);
     begin(call, options, job);
   });
 }

@@ -115,6 +115,11 @@ void run(const MpiWorld& world, const std::string& fault) {
                    [&] { tessera::make_mpi_backend(world, test::all_ranks(world), o); });
     return;
   }
+  if (fault == "communicator") {
+    if (world.rank() == last) stay_away();
+    expect_timeout(world, "communicator", [] { tessera::mpi_world(MPI_COMM_WORLD, 500ms); });
+    std::_Exit(2);  // MPI has a request that nothing ends
+  }
   std::vector<at::Tensor> t{at::ones({3})};
   if (fault == "started_aborted" || fault == "started_late") {
     // Calls of a manager's group: a started one tells why it ended, as a blocking one does.

@@ -6,13 +6,25 @@
 
 namespace tessera::detail {
 
-LoadedPart load_part(const char* file) {
+namespace {
+
+std::filesystem::path folder_of_this_library() {
   Dl_info info{};
-  std::filesystem::path beside;
-  if (dladdr(reinterpret_cast<const void*>(&load_part), &info) && info.dli_fname)
-    beside = std::filesystem::path(info.dli_fname).parent_path() / file;
+  std::error_code none;
+  if (!dladdr(reinterpret_cast<const void*>(&load_part), &info) || !info.dli_fname) return {};
+  return std::filesystem::absolute(info.dli_fname, none).parent_path();
+}
+
+// When it is loaded: the loader's name of it may be relative to the folder of that time.
+const std::filesystem::path kFolder = folder_of_this_library();
+
+}  // namespace
+
+LoadedPart load_part(const char* file) {
+  const std::filesystem::path beside = kFolder / file;
+  std::error_code none;
   LoadedPart part;
-  part.built = std::filesystem::exists(beside);
+  part.built = std::filesystem::exists(beside, none);
   if (!part.built) return part;
   // All its names now, not at their first call: one of another version is refused here. Its own
   // libraries' names are seen by what they load themselves.

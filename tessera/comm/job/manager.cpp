@@ -76,7 +76,7 @@ void require_mpi_launcher(const MpiWorld& mpi) {
 
 DistributedManager DistributedManager::initialize(const ManagerOptions& options) {
   detail::ManagerBase base;
-  if (options.mpi && !options.launch) require_mpi_launcher(*options.mpi);
+  if (options.mpi) require_mpi_launcher(*options.mpi);
   base.options = options;
   base.launch = options.launch ? *options.launch
                 : options.mpi  ? options.mpi->launch()

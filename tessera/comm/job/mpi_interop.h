@@ -8,6 +8,8 @@
 
 #include <mpi.h>
 
+#include <chrono>
+
 #include "tessera/comm/backends/mpi/mpi.h"
 #include "tessera/comm/job/manager.h"
 
@@ -17,14 +19,16 @@ namespace tessera {
 /// MPI must be initialised, and is never finalised here; the last copy of the world and every group
 /// made from it must be gone before the caller finalises MPI. Compiled with the caller's MPI, which
 /// must be that of libtessera_mpi.so. Throws InvalidArgument for MPI_COMM_NULL, an
-/// intercommunicator, or an MPI that is not initialised or already finalised.
-inline MpiWorld mpi_world(MPI_Comm communicator) {
+/// intercommunicator, or an MPI that is not initialised or already finalised; TimeoutError where
+/// not all ranks come within `limit`.
+inline MpiWorld mpi_world(MPI_Comm communicator, std::chrono::milliseconds limit = kDefaultLimit) {
   int initialised = 0, finalised = 0;
   MPI_Initialized(&initialised);
   MPI_Finalized(&finalised);
   // Otherwise MPI ends the process at the next line; the call refuses.
   const bool usable = initialised && !finalised;
-  return MpiWorld::of_communicator(usable ? static_cast<int>(MPI_Comm_c2f(communicator)) : 0);
+  return MpiWorld::of_communicator(usable ? static_cast<int>(MPI_Comm_c2f(communicator)) : 0,
+                                   limit);
 }
 
 }  // namespace tessera

@@ -32,7 +32,10 @@ constexpr const char* kHowToGetMpi =
     "-DMPI_HOME=<prefix> where it is not found). From the wheel: python -m tessera --build-mpi "
     "compiles it for this machine's MPI. Or use the backend \"gloo\"";
 
-MpiFound load_mpi() {
+MpiFound find_mpi() {
+#ifdef TESSERA_MPI_INSIDE
+  return {detail::tessera_mpi_part(), {}};
+#else
   const auto loaded = detail::load_part("libtessera_mpi.so");
   if (!loaded.library)
     return {nullptr, concat(loaded.built ? loaded.problem
@@ -46,6 +49,19 @@ MpiFound load_mpi() {
                             functions ? functions->made_for : "unknown", ", this is ",
                             TESSERA_MPI_PART_FOR, "); compile it again", kHowToGetMpi)};
   return {functions, {}};
+#endif
+}
+
+// In a program of another MPI library the part's calls go to that.
+MpiFound load_mpi() {
+  MpiFound found = find_mpi();
+  if (!found.functions) return found;
+  const std::string library = found.functions->library();
+  if ((library.find("Open MPI") != std::string::npos) == found.functions->of_open_mpi) return found;
+  return {nullptr,
+          concat("libtessera_mpi.so was compiled with ",
+                 found.functions->of_open_mpi ? "Open MPI" : "MPICH or its kin",
+                 ", and this program has ", library, "; compile it with that", kHowToGetMpi)};
 }
 
 const MpiFound& mpi_found() {
@@ -97,18 +113,18 @@ MpiWorld::MpiWorld(std::shared_ptr<detail::MpiRanks> ranks) : ranks_(std::move(r
 MpiWorld MpiWorld::initialize(MpiThreadLevel wanted) {
   return MpiWorld(of_mpi().initialize(wanted));
 }
-MpiWorld MpiWorld::of_communicator(int handle) {
-  return MpiWorld(of_mpi().of_communicator(handle));
+MpiWorld MpiWorld::of_communicator(int handle, std::chrono::milliseconds limit) {
+  return MpiWorld(of_mpi().of_communicator(handle, limit));
 }
 int MpiWorld::rank() const { return ranks_->rank(); }
 int MpiWorld::size() const { return ranks_->size(); }
 MpiThreadLevel MpiWorld::thread_level() const { return ranks_->thread_level(); }
 std::string MpiWorld::host() const { return ranks_->host(); }
-Launch MpiWorld::launch() const { return ranks_->launch(); }
+Launch MpiWorld::launch() const { return ranks_->launch(kDefaultLimit); }
 void MpiWorld::fatal(const std::string& reason) const { ranks_->fatal(reason); }
 
 Launch MpiWorld::launch_with_store(std::chrono::milliseconds limit) const {
-  Launch launch = this->launch();
+  Launch launch = ranks_->launch(limit);
   if (size() == 1) return launch;
   const std::string place = first(place_of_meeting(*this), limit);
   if (place.empty()) throw CommError("the first rank got no port for the job's store");

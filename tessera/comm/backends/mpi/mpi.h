@@ -67,7 +67,7 @@ class MpiWorld {
   static MpiWorld initialize(MpiThreadLevel wanted = MpiThreadLevel::funneled);
   /// The ranks of a communicator of the program, by its handle in Fortran (MPI_Comm_c2f, or py2f()
   /// of mpi4py). Does and throws what mpi_world() of mpi_interop.h does.
-  static MpiWorld of_communicator(int handle);
+  static MpiWorld of_communicator(int handle, std::chrono::milliseconds limit = kDefaultLimit);
   explicit MpiWorld(std::shared_ptr<detail::MpiRanks> ranks);
 
   int rank() const;

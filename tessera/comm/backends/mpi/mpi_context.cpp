@@ -303,14 +303,14 @@ MpiContext::~MpiContext() {
 
 std::string MpiContext::host() const { return processor_name(); }
 
-Launch MpiContext::launch() {
+Launch MpiContext::launch(std::chrono::milliseconds limit) {
   Launch launch;
   launch.launcher = "code";
   launch.rank = rank();
   launch.world_size = size();
   launch.node_rank = -1;
   MPI_Comm host = MPI_COMM_NULL;
-  if (!all_come(comm_, kWorldLimit)) {
+  if (!all_come(comm_, limit)) {
     library_->set_broken();
     throw TimeoutError("MpiWorld::launch: not all ranks came; call it on all of them", {});
   }
@@ -318,8 +318,7 @@ Launch MpiContext::launch() {
   slot->who = concat("rank ", rank());
   library_->watchdog().add(slot);
   {
-    const BlockingPhase phase(*slot, "finding the ranks of this host",
-                              std::chrono::milliseconds(kWorldLimit).count());
+    const BlockingPhase phase(*slot, "finding the ranks of this host", limit.count());
     check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),
               "MPI_Comm_split_type");
   }
@@ -336,15 +335,15 @@ void MpiContext::fatal(const std::string& reason) const {
 namespace {
 
 std::string library_version() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  char text[8192] = {};  // the most that any MPI library writes, should it be another one
   int length = 0;
   check_mpi(MPI_Get_library_version(text, &length), "MPI_Get_library_version");
   const std::string all(text, static_cast<std::size_t>(length));
   return all.substr(0, all.find('\n'));
 }
 
-std::shared_ptr<MpiRanks> duplicate_of(MPI_Comm communicator) {
-  const MPI_Comm copy = duplicate(communicator, kWorldLimit);
+std::shared_ptr<MpiRanks> duplicate_of(MPI_Comm communicator, std::chrono::milliseconds limit) {
+  const MPI_Comm copy = duplicate(communicator, limit);
   return std::make_shared<MpiContext>(MpiLibrary::attach(), copy, true);
 }
 
@@ -352,10 +351,10 @@ std::shared_ptr<MpiRanks> initialize(MpiThreadLevel wanted) {
   const auto library = MpiLibrary::open(wanted);
   if (library->owner()) return std::make_shared<MpiContext>(library, library->world(), false);
   // MPI belongs to the program, which may have messages of its own: use another communicator.
-  return duplicate_of(MPI_COMM_WORLD);
+  return duplicate_of(MPI_COMM_WORLD, kWorldLimit);
 }
 
-std::shared_ptr<MpiRanks> of_communicator(int handle) {
+std::shared_ptr<MpiRanks> of_communicator(int handle, std::chrono::milliseconds limit) {
   if (mpi_flag(MPI_Finalized))
     throw InvalidArgument(
         "MPI is finalised: ranks of a communicator come before MPI_Finalize, and go before it");
@@ -374,10 +373,16 @@ std::shared_ptr<MpiRanks> of_communicator(int handle) {
   if (inter)
     throw InvalidArgument(
         "mpi_world() was given an intercommunicator; merge it first (MPI_Intercomm_merge)");
-  return duplicate_of(communicator);
+  return duplicate_of(communicator, limit);
 }
 
-constexpr MpiPart kPart{TESSERA_MPI_PART_FOR, library_version, initialize, of_communicator};
+#ifdef OPEN_MPI
+constexpr bool kOpenMpi = true;
+#else
+constexpr bool kOpenMpi = false;
+#endif
+constexpr MpiPart kPart{TESSERA_MPI_PART_FOR, kOpenMpi, library_version, initialize,
+                        of_communicator};
 
 }  // namespace
 

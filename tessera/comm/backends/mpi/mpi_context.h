@@ -185,7 +185,7 @@ class MpiContext final : public MpiRanks {
 
   MpiThreadLevel thread_level() const override { return library_->level(); }
   std::string host() const override;
-  Launch launch() override;
+  Launch launch(std::chrono::milliseconds limit) override;
   [[noreturn]] void fatal(const std::string& reason) const override;
   std::shared_ptr<Transport> make_transport(const std::vector<int>& ranks,
                                             const MpiBackendOptions& options,

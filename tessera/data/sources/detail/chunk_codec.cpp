@@ -20,15 +20,17 @@ namespace tessera::detail {
 
 namespace {
 
-using Decompress = bool (*)(std::string& packed, void* out, std::size_t size);
+using Decompress = bool (*)(std::string& packed, void* out, std::size_t size,
+                            const std::string& whose);
 
 #ifdef TESSERA_HAS_ZLIB
-bool of_zlib(std::string& packed, void* out, std::size_t size) {
+bool of_zlib(std::string& packed, void* out, std::size_t size, const std::string& whose) {
   constexpr std::size_t kMost = std::numeric_limits<uInt>::max();
   if (packed.size() > kMost || size > kMost)
     throw NotAvailable(
-        "chunks that zlib has compressed and that are larger than 4 GiB cannot be read: write the "
-        "array with smaller chunks");
+        concat("the chunks of ", whose,
+               " are compressed by zlib and larger than 4 GiB, which cannot be read: "
+               "write the array with smaller chunks"));
   z_stream stream{};
   stream.next_in = reinterpret_cast<Bytef*>(packed.data());
   stream.avail_in = static_cast<uInt>(packed.size());
@@ -45,7 +47,7 @@ constexpr Decompress of_zlib = nullptr;
 #endif
 
 #ifdef TESSERA_HAS_ZSTD
-bool of_zstd(std::string& packed, void* out, std::size_t size) {
+bool of_zstd(std::string& packed, void* out, std::size_t size, const std::string& /*whose*/) {
   return ZSTD_decompress(out, size, packed.data(), packed.size()) == size;
 }
 #else
@@ -53,7 +55,7 @@ constexpr Decompress of_zstd = nullptr;
 #endif
 
 #ifdef TESSERA_HAS_BLOSC
-bool of_blosc(std::string& packed, void* out, std::size_t size) {
+bool of_blosc(std::string& packed, void* out, std::size_t size, const std::string& /*whose*/) {
   // Its header says how much it holds: more must not be written.
   std::size_t held = 0;
   if (blosc_cbuffer_validate(packed.data(), packed.size(), &held) != 0 || held != size)
@@ -97,7 +99,7 @@ bool decompress_chunk(const std::string& codec, std::string& packed, void* out, 
                               ", and the chunks of ", whose, " are compressed by ", codec,
                               ": install ", with.library, " (Debian: ", with.package,
                               ") and configure again"));
-  return with.decompress(packed, out, size);
+  return with.decompress(packed, out, size, whose);
 }
 
 }  // namespace tessera::detail
