@@ -102,12 +102,16 @@ void PythonPrecision::step(torch::optim::Optimizer& optimizer, const LossClosure
   if (!has(Hook::step)) return PrecisionPlugin::step(optimizer, closure);
   auto& one = dynamic_cast<PythonOptimizer&>(optimizer);
   const auto number = static_cast<std::uint64_t>(one.number());
-  // What ended an evaluation is told by those that made it.
-  const auto body = [&] { ask_python(Hook::step, {number, closure != nullptr}); };
-  if (closure)
-    one.stepping(closure, body);
-  else
-    together(*strategy_, [&] { one.stepping(closure, body); });
+  // What ended an evaluation is told by those that made it, and what the step itself raises here.
+  std::exception_ptr own;
+  one.stepping(closure, [&] {
+    try {
+      ask_python(Hook::step, {number, closure != nullptr});
+    } catch (...) {
+      own = std::current_exception();
+    }
+  });
+  if (own) together(*strategy_, [&] { std::rethrow_exception(own); });
 }
 
 }  // namespace tessera::python

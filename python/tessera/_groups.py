@@ -5,7 +5,7 @@ from operator import index
 
 import torch
 
-from tessera._errors import InvalidArgument
+from tessera._errors import Error, InvalidArgument
 from tessera._library import classes, ops
 
 
@@ -18,9 +18,29 @@ def _seconds(timeout):
 
 def _bytes(message):
     """bytes(3) would be three zeros."""
-    if not isinstance(message, (bytes, bytearray, memoryview)):
-        raise InvalidArgument(f"a message is bytes, and not {message!r:.60}: text.encode(), pickle.dumps(value)")
-    return bytes(message)
+    try:
+        return bytes(memoryview(message))
+    except TypeError:
+        raise InvalidArgument(f"a message is bytes, and not {message!r:.60}: text.encode(), pickle.dumps(value)") from None
+
+
+def made_together(ranks, what, make, text_of=lambda made: ""):
+    """What `make()` gives, and what `text_of` says of it on each rank; where it raises on one rank the others raise too. Collective over the group."""
+    made = own = None
+    try:
+        made = make()
+    except Exception as error:
+        own = error
+    if ranks.size == 1 and own is None:
+        return made, [text_of(made)]
+    try:
+        told = ops.agree(ranks._handle, what, str(own) or type(own).__name__, "") if own else ops.agree(ranks._handle, what, "", text_of(made))
+    except Error:
+        if own is None:
+            raise
+    if own is not None:
+        raise own
+    return made, told
 
 
 def _row_shape(tensor):

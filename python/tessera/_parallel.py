@@ -211,7 +211,7 @@ def halo_exchange(tensor, widths, method="automatic"):
     """
     all_widths = []
     for dim, width in widths.items():
-        pair = width if isinstance(width, (tuple, list)) else (width, width)
+        pair = width if isinstance(width, (tuple, list)) or getattr(width, "ndim", 0) == 1 else (width, width)
         if len(pair) not in (2, 3):
             raise InvalidArgument(f"halo_exchange: the width of dim {dim} is a number, (before, after) or (before, after, edge), and not {width!r:.60}")
         before, after, edge = (*pair, "zero")[:3]

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 import threading
 import weakref
 
@@ -169,7 +170,7 @@ class PrecisionPlugin:
 def _number(value, what):
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidArgument(f"{what} returned {value!r:.60}, and not a number")
     return float(value)
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tessera._errors import InvalidArgument, MismatchError, NotAvailable
-from tessera._groups import Group, world
+from tessera._groups import Group, made_together, world
 from tessera._library import classes, ops
 from tessera._mesh import Mesh
 from tessera._modules import module_tree
@@ -83,9 +83,8 @@ def _group_of(ranks):
     return world() if ranks is None else ranks.group() if isinstance(ranks, Mesh) else ranks
 
 
-def _require_alike(ranks, options):
-    """They decide which calls a step makes."""
-    told = ops.agree(ranks._handle, "session", "", ", ".join(f"{name}={value!r}" for name, value in options.items())) if ranks.size > 1 else []
+def _require_alike(ranks, told):
+    """What decides which calls a step makes."""
     other = next((place for place, text in enumerate(told) if text != told[0]), None)
     if other is not None:
         apart = [f"{a} and {b}" for a, b in zip(told[0].split(", "), told[other].split(", ")) if a != b]
@@ -146,36 +145,46 @@ class Session:
         by_hand=(),
         group=None,
     ):
-        own = isinstance(precision, PrecisionPlugin)
-        if not own and precision not in _PRECISIONS:
-            raise InvalidArgument(f"precision is torch.bfloat16, torch.float16, a PrecisionPlugin or None, not {precision!r:.60}: convert the modules for another one")
-        if scaler and precision is not torch.float16:
-            raise InvalidArgument("a scaler is of precision=torch.float16: no other one scales the loss by it, and a PrecisionPlugin has its own loss_scale()")
-        given = {"net": modules} if isinstance(modules, torch.nn.Module) else dict(modules)
-        self._modules = {name: m.module if isinstance(m, DistributedDataParallel) else m for name, m in given.items()}
-        first = next((p for m in self._modules.values() for p in m.parameters()), torch.empty(0))
-        numbers = {"max_norm": max_norm, "norm_type": norm_type, "clip_value": clip_value, **(scaler or {})}
-        self._steps, self._own, self._device = _Steps(), None, first.device
         ranks = _group_of(group)
-        self._ranks = ranks.ranks
-        arguments = (
-            ranks._handle,
-            list(self._modules),
-            [module_tree(m, every_name=False) for m in self._modules.values()],
-            str(first.device),
-            gradients,
-            index(sharing),
-            [p for p, _ in by_hand],
-            [g._handle for _, g in by_hand],
-        )
-        options = ([(name, float(number)) for name, number in numbers.items()], bool(measure_norm), non_finite, bool(signals))
-        if own:
-            self._own = Served(precision, self, self._modules)
-        chosen = (self._own.name, self._own.function, self._own.hooks) if own else (_PRECISIONS[precision], 0, 0)
-        alike = {"precision": chosen[0], "gradients": gradients, "sharing": sharing, **numbers, "measure_norm": measure_norm, "non_finite": non_finite}
+        self._ranks, self._steps, self._own = ranks.ranks, _Steps(), None
+
+        def prepared():
+            own = isinstance(precision, PrecisionPlugin)
+            if not own and precision not in _PRECISIONS:
+                raise InvalidArgument(f"precision is torch.bfloat16, torch.float16, a PrecisionPlugin or None, not {precision!r:.60}: convert the modules for another one")
+            if scaler and precision is not torch.float16:
+                raise InvalidArgument("a scaler is of precision=torch.float16: no other one scales the loss by it, and a PrecisionPlugin has its own loss_scale()")
+            given = {"net": modules} if isinstance(modules, torch.nn.Module) else dict(modules)
+            self._modules = {name: m.module if isinstance(m, DistributedDataParallel) else m for name, m in given.items()}
+            first = next((p for m in self._modules.values() for p in m.parameters()), torch.empty(0))
+            self._device = first.device
+            numbers = {name: float(n) for name, n in {"max_norm": max_norm, "norm_type": norm_type, "clip_value": clip_value, **(scaler or {})}.items()}
+            if own:
+                self._own = Served(precision, self, self._modules)
+            chosen = (self._own.name, self._own.function, self._own.hooks) if own else (_PRECISIONS[precision], 0, 0)
+            alike = {"precision": chosen[0], "gradients": gradients, "sharing": index(sharing), **numbers, "measure_norm": bool(measure_norm)}
+            alike |= {"non_finite": non_finite, "by_hand": len(by_hand), **({"hooks": chosen[2]} if own else {})}
+            arguments = (
+                ranks._handle,
+                list(self._modules),
+                [module_tree(m, every_name=False) for m in self._modules.values()],
+                str(first.device),
+                gradients,
+                index(sharing),
+                [p for p, _ in by_hand],
+                [g._handle for _, g in by_hand],
+                *chosen,
+                list(numbers.items()),
+                bool(measure_norm),
+                non_finite,
+                bool(signals),
+            )
+            return arguments, ", ".join(f"{name}={value!r}" for name, value in alike.items())
+
         try:
-            _require_alike(ranks, alike)
-            self._handle = self._call(classes.Session, *arguments, *chosen, *options)
+            (arguments, _), told = made_together(ranks, "session", prepared, lambda made: made[1])
+            _require_alike(ranks, told)
+            self._handle = self._call(classes.Session, *arguments)
             for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
                 self.add(optimizer)
         except BaseException:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tessera._errors import CommError, ImplicitRedistributionError, InvalidArgument
+from tessera._groups import made_together
 from tessera._library import classes, ops
 from tessera._modules import module_tree, names
 from tessera._placement import ParameterPlacement, from_text
@@ -90,16 +91,22 @@ def fully_shard(
     nothing and options that do not fit; ShardingError for a parameter that has a gradient or a graph, or is sharded over `axes` already; MismatchError where
     ranks differ; NotAvailable for an offload from a device that there is not.
     """
-    options = classes.FullyShardOptions(
-        names(units), names(axes), names(ignore), names(stay), reshard_after_forward, names(reshard_axes), prefetch, coalesce_bytes
-    )
-    options.reduce(first_bucket_bytes, bucket_bytes, overlap, learn_order)
-    for pattern, dtypes in [(None, precision or UnitPrecision()), *(unit_precision or {}).items()]:
-        options.precision(pattern, dtypes.parameters, dtypes.reduce, dtypes.output)
-    if offload and not offload.to_host and offload.device is not None:
-        raise InvalidArgument(f"OffloadOptions(device={str(offload.device)!r}) without to_host=True: units are gathered where the parameters are")
-    if offload and offload.to_host:
-        options.offload("" if offload.device is None else str(torch.device(offload.device)), offload.pin_memory)
+
+
+    def made():
+        options = classes.FullyShardOptions(
+            names(units), names(axes), names(ignore), names(stay), reshard_after_forward, names(reshard_axes), prefetch, coalesce_bytes
+        )
+        options.reduce(first_bucket_bytes, bucket_bytes, overlap, learn_order)
+        for pattern, dtypes in [(None, precision or UnitPrecision()), *(unit_precision or {}).items()]:
+            options.precision(pattern, dtypes.parameters, dtypes.reduce, dtypes.output)
+        if offload and not offload.to_host and offload.device is not None:
+            raise InvalidArgument(f"OffloadOptions(device={str(offload.device)!r}) without to_host=True: units are gathered where the parameters are")
+        if offload and offload.to_host:
+            options.offload("" if offload.device is None else str(torch.device(offload.device)), offload.pin_memory)
+        return options
+
+    options, _ = made_together(mesh.group(), "fully_shard", made)
     ops.fully_shard(module_tree(module), mesh._handle, options)
     return module
 

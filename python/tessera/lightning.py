@@ -89,6 +89,9 @@ def _whole(tensor):
 
 
 def _over(group, default):
+    # Lightning's own word for none.
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and group is torch.distributed.group.WORLD:
+        group = None
     if group is not None and not isinstance(group, ts.Group):
         raise ts.InvalidArgument(f"ranks are a ts.Group here, and not a {type(group).__name__}: ts.group([0, 1])")
     return default if group is None else group

@@ -456,6 +456,33 @@ def test_a_search_along_the_loss_is_stepped_by_it(kind, ranks):
     on_ranks(ranks, body)
 
 
+def test_a_step_of_ones_own_that_raises_within_a_search_is_told():
+    def body(rank):
+        def step(optimizer, closure):
+            if rank == 0:
+                raise KeyError("own step")
+            return optimizer.step(closure)
+
+        net, (x, y) = build(), batch(0)
+        with ts.Session(net, torch.optim.LBFGS(net.parameters(), max_iter=2), precision=overriding(step=step), signals=False) as session:
+            with pytest.raises(KeyError if rank == 0 else ts.PeerFailedError, match="own step"):
+                session.step_again(lambda: session.micro_batch(lambda: nn.functional.mse_loss(net(x), y), len(x)))
+
+    on_ranks(2, body)
+
+
+def test_what_one_rank_alone_has_wrong_ends_all():
+    def body(rank):
+        for wrong in (dict(precision="half"), dict(sharing=1.5), dict(max_norm="x"), dict(scaler={"initial": 2})):
+            with pytest.raises(Exception) as caught:
+                ts.Session(build(), signals=False, **(wrong if rank == 1 else {}))
+            assert not isinstance(caught.value, ts.TimeoutError), wrong
+        # What is the same number is no difference.
+        ts.Session(build(), max_norm=1 if rank else 1.0, measure_norm=1 if rank else True, signals=False).close()
+
+    on_ranks(2, body)
+
+
 def test_what_a_state_may_not_be(tmp_path):
     def body(rank):
         checkpoints = ts.Checkpointer(tmp_path)
