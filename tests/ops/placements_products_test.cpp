@@ -1,4 +1,4 @@
-// Products and sums, with infinities too, and rows of tables that keep a field as it is sharded (placements.h).
+// Products, sums and rows of tables that keep a field as it is sharded (placements.h).
 
 #include <limits>
 

@@ -1,4 +1,4 @@
-// Joins, views, slices and what is written to them that keep a field as it is sharded (placements.h).
+// Joins, views, slices and writes that keep a field as it is sharded (placements.h).
 
 #include "placements.h"
 

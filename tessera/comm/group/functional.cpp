@@ -234,8 +234,8 @@ Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes
                          }),
                [=](const Tensor& g) {
                  auto whole = gather(group, g, root, sizes);
-                 // Off the root `whole` has no elements: its sum keeps the call in the graph of a second
-                 // derivative.
+                 // Off the root `whole` has no elements: its sum keeps the call in the graph of a
+                 // second derivative.
                  return group.rank() == root ? whole : at::zeros(shape, g.options()) + whole.sum();
                });
 }
