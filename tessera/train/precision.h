@@ -111,7 +111,7 @@ class LossScaler {
 };
 
 /// The object of a choice: the user's own, or a new one of ours. Throws InvalidArgument for a null
-/// pointer, one with the name of one of ours, and for options out of range where the loss is scaled.
+/// pointer, one with the name of one of ours, and options out of range where the loss is scaled.
 std::shared_ptr<PrecisionPlugin> make_precision(const PrecisionChoice& choice,
                                                 const LossScalerOptions& scaler = {});
 
