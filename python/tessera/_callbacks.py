@@ -41,6 +41,16 @@ def address(function):
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
+def as_raised(keeper, call, *arguments):
+    """Calls the library. Where a function of Python's has raised meanwhile, which `keeper.raised` holds, that is raised as it was."""
+    try:
+        return call(*arguments)
+    except RuntimeError:
+        if keeper.raised is not None:
+            raise keeper.raised from None
+        raise
+
+
 def with_cause(all_callbacks, call, *arguments):
     """Calls the library. What it raises has the exception of Python's as its cause whose words it carries; an interruption is raised as it is."""
     try:

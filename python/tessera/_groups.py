@@ -16,12 +16,18 @@ def _seconds(timeout):
     return float(timeout)
 
 
-def _bytes(message):
-    """bytes(3) would be three zeros."""
+def _sent(message):
+    """A message as text; of what is none, what is wrong with it, since the others wait for it. (bytes(3) would be three zeros.)"""
     try:
-        return bytes(memoryview(message))
+        return memoryview(message).tobytes().hex()
     except TypeError:
-        raise InvalidArgument(f"a message is bytes, and not {message!r:.60}: text.encode(), pickle.dumps(value)") from None
+        return f"!a message is bytes, and not {message!r:.60}: text.encode(), pickle.dumps(value)"
+
+
+def _received(text):
+    if text.startswith("!"):
+        raise InvalidArgument(text[1:])
+    return bytes.fromhex(text)
 
 
 def made_together(ranks, what, make, text_of=lambda made: ""):
@@ -299,7 +305,7 @@ class Group:
         >>> ts.run_threads(2, lambda rank: ts.world().all_gather_bytes(b"rank %d" % rank))[0]
         [b'rank 0', b'rank 1']
         """
-        return [bytes.fromhex(text) for text in self._handle.all_gather_text(_bytes(mine).hex())]
+        return [_received(text) for text in self._handle.all_gather_text(_sent(mine))]
 
     def broadcast_bytes(self, message, root):
         """A small message of `root`, on all ranks.
@@ -307,7 +313,7 @@ class Group:
         >>> ts.run_threads(2, lambda rank: ts.world().broadcast_bytes(b"run 7" if rank == 0 else None, root=0))
         [b'run 7', b'run 7']
         """
-        return bytes.fromhex(self._handle.broadcast_text(_bytes(message).hex() if self.rank == root else "", root))
+        return _received(self._handle.broadcast_text(_sent(message) if self.rank == root else "", root))
 
     def abort(self, reason):
         """Tells the other ranks that this one cannot go on: their pending and later calls raise with `reason`.

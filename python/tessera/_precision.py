@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from tessera._callbacks import Callbacks, address
+from tessera._callbacks import Callbacks, address, as_raised
 from tessera._errors import InvalidArgument
 from tessera._library import ops
 from tessera._values import decode, encode
@@ -217,11 +217,7 @@ class Served:
         """Calls the library, and raises what a function of the precision raised as it was."""
         self.raised = None
         try:
-            return function(*arguments)
-        except RuntimeError:
-            if self.raised is not None:
-                raise self.raised from None
-            raise
+            return as_raised(self, function, *arguments)
         finally:
             self.raised = None
             self._callbacks.by_text.clear()

@@ -8,6 +8,7 @@ from operator import index
 import torch
 from torch.utils import _pytree as pytree
 
+from tessera._callbacks import as_raised
 from tessera._errors import InvalidArgument, MismatchError, NotAvailable
 from tessera._groups import Group, made_together, world
 from tessera._library import classes, ops
@@ -68,11 +69,7 @@ class _Steps:
     def call(self, function, *arguments, closure=(), micro_batches=None):
         self.raised, self.closure, self.micro_batches = None, closure, micro_batches
         try:
-            return function(*arguments)
-        except RuntimeError:
-            if self.raised is not None:
-                raise self.raised from None
-            raise
+            return as_raised(self, function, *arguments)
         finally:
             self.raised, self.closure, self.micro_batches = None, (), None
 

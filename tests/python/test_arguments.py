@@ -1,5 +1,7 @@
 """Arguments that once were taken in silence for something else, or were passed over: each is refused, and says what is meant."""
 
+import array
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,16 @@ def test_what_was_passed_over_is_refused(what):
     call, says = REFUSED[what]
     with pytest.raises(ts.InvalidArgument, match=says):
         ts.run_threads(1, lambda rank: call(ts.Mesh({"data": 1})))
+
+
+def test_what_is_no_message_of_one_rank_is_refused_on_all():
+    def body(rank):
+        for call in (lambda: ts.world().all_gather_bytes(3 if rank == 1 else b"a"), lambda: ts.world().broadcast_bytes("text" if rank == 0 else None, 0)):
+            with pytest.raises(ts.InvalidArgument, match="a message is bytes, and not"):
+                call()
+        return ts.world().all_gather_bytes(array.array("B", [1, rank]) if rank else memoryview(b"xyz")[::2])
+
+    assert ts.run_threads(2, body) == [[b"xz", b"\x01\x01"]] * 2
 
 
 def test_what_is_not_a_placement_is_no_rule():
