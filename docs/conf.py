@@ -14,5 +14,6 @@ highlight_language = "cpp"
 html_copy_source = False
 html_static_path = ["docs/site.css"]
 html_css_files = ["site.css"]
+html_search_scorer = "docs/search.js"
 # What Breathe says twice of overloads is not the reader's affair.
 suppress_warnings = ["myst.header", "misc.highlighting_failure", "cpp.duplicate_declaration", "duplicate_declaration.cpp"]

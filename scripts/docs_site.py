@@ -18,7 +18,7 @@ PRIVATE = {"detail", "internal", "backends"}
 # Groups of the sidebar, by how the names of their pages begin; the others are guides.
 GROUPS = {
     "Start": ("start_", "c_and_fortran", "troubleshooting", "glossary", "installing", "building", "launching", "concepts"),
-    "Tables": ("names", "model_table", "operator_table", "pytorch_tests", "status", "benchmarks"),
+    "Tables": ("names", "model_table", "operator_table", "pytorch_tests", "status", "compared", "benchmarks"),
     "Internals": ("architecture", "progress"),
 }
 LINK = re.compile(r"(?<!!)\[(?P<words>(?:[^\[\]]|`[^`]*`)*)\]\((?!https?:|#|mailto:)(?P<where>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
@@ -157,10 +157,11 @@ def main():
     groups["Reference"] = [f"reference/{room}" for room in ROOMS]
     groups["Python reference"] = [f"reference/python/{module}" for module in modules]
     groups["Internals"] = groups.pop("Internals") + ["CONTRIBUTING", "CHANGELOG", "SECURITY", *(guide.with_suffix("").as_posix() for guide in rooms)]
-    index = ["```{include} readme_text.md", "```", ""]
+    readme = out / "README.md"
+    index = [readme.read_text(), ""]
     for title, pages in groups.items():
         index += ["```{toctree}", ":hidden:", f":caption: {title}", ":maxdepth: 1", "", *pages, "```", ""]
-    (out / "README.md").rename(out / "readme_text.md")
+    readme.unlink()
     (out / "index.md").write_text("\n".join(index))
     settle_links(out)
 

@@ -58,6 +58,21 @@ def _arguments(stub):
     return re.sub(r"^(self|cls)(, )?", "", text)
 
 
+def _in_lines(signature, width=92):
+    """A line for each parameter where one line is wider than the page."""
+    head, opened, rest = signature.partition("(")
+    if len(signature) <= width or not opened:
+        return signature
+    lines, depth = [""], 1
+    for at, c in enumerate(rest):
+        depth += (c in "([{") - (c in ")]}")
+        if depth == 0:
+            return "\n".join([head + "(", *(f"    {line.strip()}" for line in lines), rest[at:]])
+        lines[-1] += c
+        lines += [""] if depth == 1 and c == "," else []
+    return signature
+
+
 def page(module, names, stubs):
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     about = ast.get_docstring(tree)
@@ -69,7 +84,7 @@ def page(module, names, stubs):
         for whose, text in documented(node).items():
             stub = stubs[name] if whose == name else members.get(whose.partition(".")[2])
             lines += [f"{'##' if whose == name else '###'} {whose}", ""]
-            lines += ["```python", _signature(stub, whose), "```", ""] if stub else []
+            lines += ["```python", _in_lines(_signature(stub, whose)), "```", ""] if stub else []
             lines += [_markdown(text), ""]
     return "\n".join(lines)
 
