@@ -17,13 +17,12 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/data/detail/graph_batch.h"
 #include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"
 
 namespace tessera {
-
-StalledError::~StalledError() = default;
 
 BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& batch_axes) {
   std::vector<int> sizes, axes;
@@ -69,17 +68,17 @@ namespace {
 bool has_streams(const c10::Device& device) { return !device.is_cpu() && !device.is_meta(); }
 
 /// The device, with an index where it has streams. Throws NotAvailable.
-c10::Device present_device(c10::Device device, const char* option) {
+c10::Device present_device(c10::Device device) {
   if (!has_streams(device)) return device;
   if (!c10::impl::hasDeviceGuardImpl(device.type()))
-    throw NotAvailable(concat("LoaderOptions::", option, " ", device.str(),
-                              ": this libtorch has no such devices"));
+    throw NotAvailable("LoaderOptions::device ", device.str(),
+                       ": this libtorch has no such devices");
   const c10::impl::VirtualGuardImpl guard(device.type());
   const int count = guard.deviceCount();
   if (count == 0 || device.index() >= count)
-    throw NotAvailable(concat("LoaderOptions::", option, " ", device.str(), ": there ",
-                              count == 1 ? "is " : "are ", count == 0 ? "none" : concat(count),
-                              " on this machine"));
+    throw NotAvailable("LoaderOptions::device ", device.str(), ": there ",
+                       count == 1 ? "is " : "are ", count == 0 ? "none" : concat(count),
+                       " on this machine");
   // A device without an index is the caller's current one, not the workers'.
   return device.has_index() ? device : guard.getDevice();
 }
@@ -93,10 +92,10 @@ std::vector<std::string> batch_names(const std::vector<std::shared_ptr<const Dat
     const std::vector<std::string> its = datasets[d]->field_names();
     if (its.empty()) continue;
     if (of < datasets.size() && its != names)
-      throw InvalidArgument(concat("dataset ", d, " has the fields ", list(its), ", dataset ", of,
-                                   " has ", list(names),
-                                   "; give the datasets of a mixture the same names in the same "
-                                   "order, or LoaderOptions::names"));
+      throw InvalidArgument("dataset ", d, " has the fields ", list(its), ", dataset ", of, " has ",
+                            list(names),
+                            "; give the datasets of a mixture the same names in the same "
+                            "order, or LoaderOptions::names");
     names = its;
     of = d;
   }
@@ -126,8 +125,6 @@ struct Loader::Engine {
     LoadedBatch loaded;
     std::exception_ptr failure;
     std::optional<detail::DeviceCopy> copied;
-    // one per device; nothing where it has no streams
-    std::vector<std::optional<detail::DeviceCopy>> on_devices;
     // held: failed, to be read again when it is asked for
     enum class State { queued, running, done, held } state = State::queued;
   };
@@ -135,9 +132,6 @@ struct Loader::Engine {
   detail::BatchReader reader;
   LoaderOptions options;
   std::optional<c10::Stream> side;  // copies to the device go there
-  // Of LoaderOptions::devices: coordinates, and streams where they have any.
-  std::vector<int> coordinates;
-  std::vector<std::optional<c10::Stream>> sides;
 
   std::mutex mutex;
   std::condition_variable work, ready, rested;
@@ -185,14 +179,12 @@ struct Loader::Engine {
   }
 
   void to_device(Slot& slot) const;
-  void to_devices(Slot& slot) const;
 
   void load_into(Slot& slot) const {
     try {
       const at::NoGradGuard no_grad;
       slot.loaded = reader.read(slot.batch);
       to_device(slot);
-      to_devices(slot);
     } catch (...) {
       slot.failure = std::current_exception();
     }
@@ -204,7 +196,7 @@ struct Loader::Engine {
     for (;;) {
       auto next = slots.end();
       work.wait(lock, [&] {
-        next = std::find_if(slots.begin(), slots.end(), queued);
+        next = std::ranges::find_if(slots, queued);
         return stop || next != slots.end() || may_plan();
       });
       if (stop) break;
@@ -248,93 +240,57 @@ void Loader::Engine::to_device(Slot& slot) const {
   slot.copied->event.record(*side);
 }
 
-// Each device's slice, copied on its own side stream.
-void Loader::Engine::to_devices(Slot& slot) const {
-  const LoadedBatch& all = slot.loaded;
-  for (std::size_t d = 0; d < options.devices.size(); ++d) {
-    DeviceBatch part;
-    part.device = options.devices[d];
-    part.coordinate = coordinates[d];
-    const auto slice = std::find_if(all.slices.begin(), all.slices.end(), [&](const BatchSlice& s) {
-      return s.coordinate == part.coordinate;
-    });
-    part.rows = slice->samples.size();
-    part.real = std::clamp<std::int64_t>(all.global_real - slice->samples.begin, 0, part.rows);
-    std::optional<c10::StreamGuard> on_side;
-    if (sides[d]) on_side.emplace(*sides[d]);
-    const auto copy = [&](const at::Tensor& t) {
-      return t.narrow(0, slice->slot, part.rows)
-          .to(t.options().device(part.device), /*non_blocking=*/true, /*copy=*/true);
-    };
-    for (const at::Tensor& t : all.tensors) part.tensors.push_back(copy(t));
-    part.names = all.names;
-    if (all.mask.defined()) part.mask = copy(all.mask);
-    slot.on_devices.emplace_back();
-    if (sides[d]) {
-      slot.on_devices.back().emplace(
-          detail::DeviceCopy{part.device, c10::Event(part.device.type())});
-      slot.on_devices.back()->event.record(*sides[d]);
-    }
-    slot.loaded.on_devices.push_back(std::move(part));
-  }
-}
-
 Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
                std::shared_ptr<const Order> order, BatchMapping mapping, int process,
                LoaderOptions options) {
-  if (datasets.empty() || !order ||
-      std::any_of(datasets.begin(), datasets.end(), [](const auto& d) { return !d; }))
+  if (datasets.empty() || !order || std::ranges::any_of(datasets, [](const auto& d) { return !d; }))
     throw InvalidArgument("a loader needs an order and at least one dataset");
   if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
-    throw InvalidArgument(concat("a loader with ", options.workers, " workers, ", options.prefetch,
-                                 " batches ahead and a limit of ", options.stall_limit.count(),
-                                 " ms; counts are at least 0, the limit above 0"));
+    throw InvalidArgument("a loader with ", options.workers, " workers, ", options.prefetch,
+                          " batches ahead and a limit of ", options.stall_limit.count(),
+                          " ms; counts are at least 0, the limit above 0");
   mapping.held_by(process);
   if (const auto needed = order->samples_needed(); !needed.empty()) {
     if (needed.size() != datasets.size())
-      throw InvalidArgument(concat("an order over ", needed.size(), " datasets for a loader of ",
-                                   datasets.size(), ": ", order->describe()));
+      throw InvalidArgument("an order over ", needed.size(), " datasets for a loader of ",
+                            datasets.size(), ": ", order->describe());
     for (std::size_t d = 0; d < needed.size(); ++d)
       if (datasets[d]->size() < needed[d])
-        throw InvalidArgument(concat("dataset ", d, " has ", datasets[d]->size(),
-                                     " samples, the order names ", needed[d], ": ",
-                                     order->describe()));
+        throw InvalidArgument("dataset ", d, " has ", datasets[d]->size(),
+                              " samples, the order names ", needed[d], ": ", order->describe());
   }
-  auto collate = options.collate;
   auto names = batch_names(datasets, options);
-  detail::BatchReader reader{std::move(datasets), std::move(order), std::move(mapping), process,
-                             std::move(collate),  std::move(names)};
+  if (options.graphs) {
+    if (options.collate)
+      throw InvalidArgument("LoaderOptions::graphs beside `collate`; give one of them");
+    detail::require_graph_names(names);
+    names.emplace_back("nodes/graph");
+    require_field_names(names);
+  }
+  detail::BatchReader reader{.datasets = std::move(datasets),
+                             .order = std::move(order),
+                             .mapping = std::move(mapping),
+                             .process = process,
+                             .collate = options.collate,
+                             .augment = options.augment,
+                             .reads = options.reads,
+                             .names = std::move(names),
+                             .graphs = options.graphs};
   engine_ = std::make_shared<Engine>(std::move(reader), std::move(options));
   Engine& w = *engine_;
   if (w.options.pin_memory) {
     try {
       at::empty({1}).pin_memory();
     } catch (const c10::Error& e) {
-      throw NotAvailable(concat("LoaderOptions::pin_memory: memory cannot be page-locked here: ",
-                                e.what_without_backtrace()));
+      throw NotAvailable("LoaderOptions::pin_memory: memory cannot be page-locked here: ",
+                         e.what_without_backtrace());
     }
   }
-  const auto side_of = [](const c10::Device& device) -> std::optional<c10::Stream> {
-    if (!has_streams(device)) return std::nullopt;
-    return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-  };
   if (w.options.device) {
-    w.options.device = present_device(*w.options.device, "device");
-    w.side = side_of(*w.options.device);
-  }
-  if (!w.options.devices.empty()) {
-    const auto positions = w.reader.mapping.devices_of(process);
-    if (w.options.device)
-      throw InvalidArgument("a loader was given `device` and `devices`; give one of them");
-    if (positions.size() != w.options.devices.size())
-      throw InvalidArgument(concat("LoaderOptions::devices has ", w.options.devices.size(),
-                                   " devices, but process ", process, " holds ", positions.size(),
-                                   " of the mesh: ", list(positions)));
-    for (c10::Device& device : w.options.devices) {
-      device = present_device(device, "devices");
-      w.sides.push_back(side_of(device));
-    }
-    for (const int at : positions) w.coordinates.push_back(w.reader.mapping.coordinate(at));
+    const c10::Device device = present_device(*w.options.device);
+    w.options.device = device;
+    if (has_streams(device))
+      w.side = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   }
   detail::start_workers(engine_, w.options.workers);
 }
@@ -363,9 +319,9 @@ LoadedBatch Loader::next() {
     const char* what =
         slot->state == Engine::Slot::State::running ? "is being read" : "waits for a worker";
     throw StalledError(
-        concat("step ", slot->batch.step, " has not been delivered within ",
-               w.options.stall_limit.count(), " ms: it ", what, " (", w.options.workers,
-               " workers). The source is too slow or hangs; call next() again to wait longer"));
+        "step ", slot->batch.step, " has not been delivered within ", w.options.stall_limit.count(),
+        " ms: it ", what, " (", w.options.workers,
+        " workers). The source is too slow or hangs; call next() again to wait longer");
   }
   if (slot->failure) {
     // The batch stays in front, and is read again if the caller tries again.
@@ -380,10 +336,6 @@ LoadedBatch Loader::next() {
   if (ahead > 0) w.want(ahead);
   lock.unlock();
   if (slot->copied) take(*slot->copied, slot->loaded.tensors, slot->loaded.mask);
-  for (std::size_t d = 0; d < slot->on_devices.size(); ++d) {
-    const DeviceBatch& part = slot->loaded.on_devices[d];
-    if (slot->on_devices[d]) take(*slot->on_devices[d], part.tensors, part.mask);
-  }
   return std::move(slot->loaded);
 }
 
@@ -402,8 +354,8 @@ void Loader::restore(const std::string& state) {
 void Loader::seek(std::uint64_t step) {
   OrderCursor cursor = engine_->reader.order->start();
   if (!cursor.position.empty())
-    throw InvalidArgument(concat("step ", step, " of this order cannot be found by its number (",
-                                 engine_->reader.order->describe(), "); restore a saved state"));
+    throw InvalidArgument("step ", step, " of this order cannot be found by its number (",
+                          engine_->reader.order->describe(), "); restore a saved state");
   cursor.step = step;
   engine_->reset(std::move(cursor));
 }

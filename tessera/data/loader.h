@@ -25,6 +25,7 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
+#include "tessera/data/augmentation.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/fields.h"
 #include "tessera/data/orders.h"
@@ -37,7 +38,6 @@ namespace tessera {
 class StalledError : public Error {
  public:
   using Error::Error;
-  ~StalledError() override;
 };
 
 /// The batch mapping of a mesh in which every rank is a process with one device. Throws
@@ -59,15 +59,24 @@ struct LoaderOptions {
   /// Copy batches to this device, ahead, on a side stream. Throws NotAvailable for a kind of device
   /// that libtorch or the machine lacks.
   std::optional<c10::Device> device = {};
-  /// The devices of a process that holds several of the mesh, in the order of their positions
-  /// (BatchMapping::devices_of). Each gets a copy of its own slice, ahead, on a side stream of its
-  /// own: LoadedBatch::on_devices; the batch itself stays where it was read. Throws InvalidArgument
-  /// for another number of devices, or beside `device`; NotAvailable as there.
-  std::vector<c10::Device> devices = {};
+  /// Changes each sample that has been read, in the threads that read: see Augmentation.
+  Augmentation augment = {};
+  /// False where another rank reads for this one (reads_for_others()): batches have their place and
+  /// rows, but no tensors, and the datasets are asked for their sizes and names alone.
+  bool reads = true;
   /// Makes a batch of samples that Dataset::get_batch cannot stack (other shapes). Called by
   /// workers at the same time, with at least one sample; each tensor it returns has the samples in
   /// dim 0. Not possible with a PackedOrder.
   std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
+  /// The samples are graphs of different sizes, and a batch is one graph of those of this process,
+  /// without edges between. By names: "edges/index" is 2 x edges, int64, numbers of nodes from 0 in
+  /// each sample, sources first; what else is under "edges" has a row for each edge, what is under
+  /// "nodes" one for each node. These lie one behind the other in a batch, "edges/index" along
+  /// dim 1 as numbers of the batch's nodes; other tensors are stacked, a row for each graph. At the
+  /// end there is "nodes/graph", the row of each node's graph (int64). `rows`, `real` and `mask`
+  /// count graphs. Not possible with `collate`, a PackedOrder or shard_batch(); see shard_graph()
+  /// for graphs that ranks of a domain share.
+  bool graphs = false;
   /// Names of a batch's tensors, instead of those that the datasets give: one for each tensor that
   /// `collate` makes, which have none otherwise. The same on every rank.
   std::vector<std::string> names = {};
@@ -76,13 +85,6 @@ struct LoaderOptions {
 /// Collates samples whose tensors differ in length along dim 0: each is filled up to the longest
 /// with `fill`, and a tensor of lengths (int64, [rows]) is appended.
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill = 0);
-
-/// What one device of a process gets of a batch: a copy, in memory of its own.
-struct DeviceBatch : TensorBatch {
-  c10::Device device = c10::DeviceType::CPU;
-  /// The batch coordinate of the device; devices with the same one have the same rows.
-  int coordinate = 0;
-};
 
 /// This process' shard of a global batch. With a PackedOrder: each tensor of the samples as [rows,
 /// capacity, ...], filled up with zeros, and at the end one named "segments" with the number, from
@@ -94,8 +96,6 @@ struct LoadedBatch : TensorBatch {
   /// Which rows belong to which batch coordinate.
   std::vector<BatchSlice> slices;
   std::int64_t global_rows = 0, global_real = 0;
-  /// One per device of LoaderOptions::devices.
-  std::vector<DeviceBatch> on_devices = {};
 };
 
 class Loader : Pinned {

@@ -17,6 +17,9 @@
 //   // one rank of each domain group reads whole samples, the others get their shards of them
 //   auto batch = scatter_batch(reads ? std::optional(loader->next()) : std::nullopt, mesh,
 //                              {"data"}, {{.dims = {{"domain", 2}}}});
+//
+//   // each rank has read its shard of every sample, and a function of complete samples flips them
+//   batch = augment_batch(batch, loaded.samples, {.function = flip, .seed = 7});
 
 #include <ATen/core/Tensor.h>
 
@@ -27,6 +30,7 @@
 #include <vector>
 
 #include "tessera/comm/job/device_mesh.h"
+#include "tessera/data/augmentation.h"
 #include "tessera/data/loader.h"
 #include "tessera/tensor/spec/spec.h"
 
@@ -59,20 +63,43 @@ using ShardedBatch = TensorBatch;
 /// being replicated. `batch_axes` are those of the loader's mapping.
 /// Communicates where sizes are gathered, and as from_local() does. Throws InvalidArgument for axes
 /// that the mesh lacks or that stand in another order than its own, for a batch that was loaded for
-/// other axes or for several devices, for names that the batch lacks or that two entries share, for
-/// dims without `whole`, and where numbers or dims do not fit.
+/// other axes or by a process of several devices, for names that the batch lacks or that two
+/// entries share, for dims without `whole`, and where numbers or dims do not fit.
 ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
                          const std::vector<std::string>& batch_axes,
                          const std::vector<FieldSharding>& fields = {});
 
+/// The same of rows that no loader has dealt: each batch coordinate gives any number of them, none
+/// too, and they are counted by one small all-gather. Collective over the mesh; throws on all of
+/// its ranks, also where ranks with one batch coordinate give other numbers of rows.
+ShardedBatch shard_rows(const TensorBatch& batch, const DeviceMesh& mesh,
+                        const std::vector<std::string>& batch_axes,
+                        const std::vector<FieldSharding>& fields = {});
+
 /// The same where one rank alone has read for all that share its batch coordinate: the one at
-/// coordinate 0 of the other axes, which gives the batch; the others give nothing, and need no
-/// loader. Collective over those ranks. Throws as shard_batch(), on all of them.
+/// coordinate 0 of the other axes, which gives the batch. The others give nothing, and need no
+/// loader; or one without tensors (LoaderOptions::reads), of which the numbers of rows are
+/// compared. Collective over the mesh. Throws as shard_batch(), on all of its ranks.
 ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const DeviceMesh& mesh,
                            const std::vector<std::string>& batch_axes,
                            const std::vector<FieldSharding>& fields = {});
+/// The same of rows that no loader has dealt.
+ShardedBatch scatter_rows(const std::optional<TensorBatch>& batch, const DeviceMesh& mesh,
+                          const std::vector<std::string>& batch_axes,
+                          const std::vector<FieldSharding>& fields = {});
 
 /// True if this rank is one that reads for scatter_batch().
 bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& batch_axes);
+
+/// The batch with each sample as the function makes it, wherever its fields are sharded: rows are
+/// dealt to the ranks, the function sees complete samples, and the results lie as the batch did.
+/// Bit by bit what LoaderOptions::augment makes of samples that are read complete, which moves
+/// nothing and is to be preferred there; this sends every field twice. `samples`:
+/// LoadedBatch::samples of the rows that this rank has read. A sharded dim that the function
+/// changes is sharded evenly. Collective over the mesh. Throws on all of its ranks: an Error for
+/// what the function throws, with the sample's number; InvalidArgument for plain tensors, other
+/// numbers of samples, and results that do not fit together.
+ShardedBatch augment_batch(const ShardedBatch& batch, const std::vector<SampleRef>& samples,
+                           const Augmentation& by);
 
 }  // namespace tessera

@@ -12,18 +12,18 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes,
     : mesh_(std::move(mesh)), batch_axes_(batch_axes) {
   std::int64_t devices = 1;
   for (int size : mesh_) {
-    if (size < 1) throw InvalidArgument(concat("a mesh axis of size ", size, "; give at least 1"));
+    if (size < 1) throw InvalidArgument("a mesh axis of size ", size, "; give at least 1");
     devices *= size;
     if (devices > static_cast<std::int64_t>(processes.size())) break;
   }
   if (devices != static_cast<std::int64_t>(processes.size()))
-    throw InvalidArgument(concat("a mesh of ", list(mesh_), " devices, but the processes of ",
-                                 processes.size(), " devices were given"));
+    throw InvalidArgument("a mesh of ", list(mesh_), " devices, but the processes of ",
+                          processes.size(), " devices were given");
   std::vector<bool> named(mesh_.size(), false);
   for (int axis : batch_axes_) {
     if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
-      throw InvalidArgument(concat("batch axis ", axis, " of a mesh with ", mesh_.size(), " axes"));
-    if (named[axis]) throw InvalidArgument(concat("batch axis ", axis, " is named twice"));
+      throw InvalidArgument("batch axis ", axis, " of a mesh with ", mesh_.size(), " axes");
+    if (named[axis]) throw InvalidArgument("batch axis ", axis, " is named twice");
     named[axis] = true;
     coordinates_ *= mesh_[axis];
   }
@@ -35,12 +35,12 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes,
   std::vector<std::uint64_t> pairs(processes.size());  // process and coordinate, to be sorted
   for (std::size_t device = 0; device < processes.size(); ++device) {
     if (processes[device] < 0)
-      throw InvalidArgument(concat("device ", device, " is said to belong to process ",
-                                   processes[device], "; processes are numbered from 0"));
+      throw InvalidArgument("device ", device, " is said to belong to process ", processes[device],
+                            "; processes are numbered from 0");
     pairs[device] = static_cast<std::uint64_t>(processes[device]) << 32 |
                     static_cast<std::uint64_t>(coordinate(static_cast<int>(device)));
   }
-  std::sort(pairs.begin(), pairs.end());
+  std::ranges::sort(pairs);
   pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
   held_.reserve(pairs.size());
   for (const std::uint64_t pair : pairs) {
@@ -64,25 +64,16 @@ int BatchMapping::coordinate(int device) const {
 }
 
 std::size_t BatchMapping::index_of(int process) const {
-  const auto at = std::lower_bound(processes_.begin(), processes_.end(), process);
+  const auto at = std::ranges::lower_bound(processes_, process);
   if (at == processes_.end() || *at != process)
-    throw InvalidArgument(concat("process ", process, " has no device in the mesh"));
+    throw InvalidArgument("process ", process, " has no device in the mesh");
   return static_cast<std::size_t>(at - processes_.begin());
 }
 
 std::span<const int> BatchMapping::held_by(int process) const { return held(index_of(process)); }
 
-std::vector<int> BatchMapping::devices_of(int process) const {
-  index_of(process);
-  std::vector<int> devices;
-  for (std::size_t device = 0; device < process_of_.size(); ++device)
-    if (process_of_[device] == process) devices.push_back(static_cast<int>(device));
-  return devices;
-}
-
 std::vector<BatchSlice> BatchMapping::slices(int process, std::int64_t size) const {
-  if (size < 0)
-    throw InvalidArgument(concat("a global batch of ", size, " samples; give at least 0"));
+  if (size < 0) throw InvalidArgument("a global batch of ", size, " samples; give at least 0");
   const auto coordinates = held_by(process);
   const std::int64_t each = size / coordinates_, longer = size % coordinates_;
   // as Partition::even divides, without its list
@@ -104,9 +95,9 @@ void BatchMapping::find_shards() {
   int shards = 0;
   for (std::size_t p = 0; p < processes_.size(); ++p) {
     const auto mine = held(p);
-    const std::size_t first = owner[static_cast<std::size_t>(mine.front())];
+    const std::size_t first = owner[mine.front()];
     for (const int c : mine) {
-      std::size_t& holder = owner[static_cast<std::size_t>(c)];
+      std::size_t& holder = owner[c];
       if (holder != first) {
         conflict_ = {holder == none ? first : holder, p};
         return;
@@ -123,11 +114,10 @@ void BatchMapping::find_shards() {
 void BatchMapping::require_shards() const {
   if (!conflict_) return;
   const auto [a, b] = *conflict_;
-  throw InvalidArgument(concat("process ", processes_[a], " holds batch coordinates ",
-                               list(held(a)), " and process ", processes_[b], " holds ",
-                               list(held(b)),
-                               "; loader shards must be equal or disjoint, and of one size. Use "
-                               "BatchMapping::slices, which serves every mesh"));
+  throw InvalidArgument("process ", processes_[a], " holds batch coordinates ", list(held(a)),
+                        " and process ", processes_[b], " holds ", list(held(b)),
+                        "; loader shards must be equal or disjoint, and of one size. Use "
+                        "BatchMapping::slices, which serves every mesh");
 }
 
 std::map<int, int> BatchMapping::process_mesh_mapping() const {

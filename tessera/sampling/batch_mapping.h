@@ -16,7 +16,6 @@
 #include <map>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "tessera/partition/partition.h"
@@ -51,9 +50,6 @@ class BatchMapping {
   /// Batch coordinates that a process holds, ascending; valid as long as this object. Throws
   /// InvalidArgument for an unknown process.
   std::span<const int> held_by(int process) const;
-  /// Row-major positions of the devices that a process holds, ascending. Linear in the number of
-  /// devices. Throws InvalidArgument for an unknown process.
-  std::vector<int> devices_of(int process) const;
 
   /// The slices that `process` reads of a global batch of `size` samples, which is divided evenly
   /// over the coordinates (the first ones have one more if it does not divide). Valid for every

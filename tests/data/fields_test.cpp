@@ -173,15 +173,7 @@ TEST(Fields, OfCollatedAndPackedBatches) {
   EXPECT_EQ(named.next().field("lengths").sum().item<std::int64_t>(), 8);
 }
 
-TEST(Fields, OfEachDeviceAndOfAStream) {
-  const Fields all = sample_fields();
-  const BatchMapping mapping({2}, {0, 0}, {0});
-  Loader loader({named_dataset(all)}, named_order(4), mapping, 0,
-                {.devices = {at::kCPU, at::kCPU}});
-  const LoadedBatch batch = loader.next();
-  ASSERT_EQ(batch.on_devices.size(), 2u);
-  EXPECT_TRUE(batch.on_devices[1].field("target").equal(batch.field("target").slice(0, 2)));
-
+TEST(Fields, OfAStream) {
   struct Pairs : IterableDataset {
     std::optional<Sample> next() override {
       if (at == 4) return std::nullopt;

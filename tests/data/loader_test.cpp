@@ -292,81 +292,17 @@ TEST(Loader, AStalledSourceIsReportedAndReadAheadIsBounded) {
     }
 }
 
-// On a machine with the CPU alone: each device has memory of its own, and meta devices show where
-// a slice goes.
-TEST(Loader, EachDeviceOfAProcessGetsItsSlice) {
-  std::mt19937_64 random(9);
-  const c10::Device cpu(c10::kCPU), meta(c10::kMeta);
-  for (int n = 0; n < 40; ++n) {
-    const std::uint64_t samples = 9 + random() % 20;
-    for (const auto& order : orders(samples, random())) {
-      Loader whole({numbers(samples)}, order, BatchMapping({1}, {0}, {}), 0);
-      std::vector<LoadedBatch> reference;
-      for (int s = 0; s < 5; ++s) reference.push_back(whole.next());
-      const auto setup = any_mapping(random);
-      for (const int process : setup.processes) {
-        const auto positions = setup.mapping.devices_of(process);
-        std::vector<c10::Device> devices;
-        for (std::size_t d = 0; d < positions.size(); ++d)
-          devices.push_back(random() % 3 == 0 ? meta : cpu);
-        Loader loader({numbers(samples)}, order, setup.mapping, process,
-                      {.workers = static_cast<int>(random() % 2), .devices = devices});
-        for (int s = 0; s < 5; ++s) {
-          const auto batch = loader.next();
-          ASSERT_EQ(batch.on_devices.size(), positions.size());
-          std::set<const void*> memory{batch.tensors[0].const_data_ptr()};
-          for (std::size_t d = 0; d < positions.size(); ++d) {
-            const DeviceBatch& part = batch.on_devices[d];
-            ASSERT_EQ(part.coordinate, setup.mapping.coordinate(positions[d]));
-            ASSERT_EQ(part.device, devices[d]);
-            const auto slice = std::find_if(
-                batch.slices.begin(), batch.slices.end(),
-                [&](const BatchSlice& found) { return found.coordinate == part.coordinate; });
-            ASSERT_EQ(part.rows, slice->samples.size());
-            ASSERT_EQ(part.tensors.size(), batch.tensors.size());
-            ASSERT_EQ(part.mask.defined(), batch.mask.defined());
-            std::int64_t real = 0;
-            for (std::int64_t i = 0; i < part.rows; ++i)
-              real += slice->samples.begin + i < batch.global_real;
-            ASSERT_EQ(part.real, real);
-            for (std::size_t t = 0; t < part.tensors.size(); ++t) {
-              ASSERT_EQ(part.tensors[t].device(), devices[d]);
-              ASSERT_EQ(part.tensors[t].size(0), part.rows);
-              if (part.device == cpu) {
-                ASSERT_TRUE(part.tensors[t].equal(
-                    reference[s].tensors[t].narrow(0, slice->samples.begin, part.rows)));
-              }
-            }
-            if (part.device == cpu && part.rows > 0) {
-              ASSERT_TRUE(memory.insert(part.tensors[0].const_data_ptr()).second)
-                  << "memory that two devices share";
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(Loader, DevicesThatAreNotThoseOfTheProcessAreRefused) {
+TEST(Loader, CopiesToItsDevice) {
   const auto order =
       std::make_shared<FixedOrder>(SampleOrderOptions{.samples = 10}, BatchSchedule(4));
   const BatchMapping two({2, 2}, {0, 0, 1, 1}, {1});
-  EXPECT_EQ(two.devices_of(1), (std::vector<int>{2, 3}));
-  EXPECT_THROW(two.devices_of(2), InvalidArgument);
-  const c10::Device cpu(c10::kCPU);
-  EXPECT_THROW(Loader({numbers(10)}, order, two, 0, {.devices = {cpu}}), InvalidArgument);
-  EXPECT_THROW(Loader({numbers(10)}, order, two, 0, {.devices = {cpu, cpu, cpu}}), InvalidArgument);
-  EXPECT_THROW(Loader({numbers(10)}, order, two, 0, {.device = cpu, .devices = {cpu, cpu}}),
-               InvalidArgument);
   EXPECT_TRUE(Loader({numbers(10)}, order, two, 0, {.device = c10::Device(c10::kMeta)})
                   .next()
                   .tensors[0]
                   .is_meta());
   if (!torch::cuda::is_available()) {
-    EXPECT_THROW(
-        Loader({numbers(10)}, order, two, 0, {.devices = {cpu, c10::Device(c10::kCUDA, 1)}}),
-        NotAvailable);
+    EXPECT_THROW(Loader({numbers(10)}, order, two, 0, {.device = c10::Device(c10::kCUDA, 1)}),
+                 NotAvailable);
   }
 }
 

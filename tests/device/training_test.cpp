@@ -334,26 +334,5 @@ TEST(DeviceLoading, BatchesAreCopiedAheadAndInTheirOrder) {
     }
 }
 
-TEST(DeviceLoading, ServesTwoDevicesOfOneProcess) {
-  const auto data = std::make_shared<TensorDataset>(std::vector<at::Tensor>{at::arange(40)});
-  const auto order = std::make_shared<FixedOrder>(
-      SampleOrderOptions{.samples = 40, .seed = next_seed()}, BatchSchedule(8));
-  const BatchMapping mapping({2}, {0, 0}, {0});
-  Loader loader(
-      {data}, order, mapping, 0,
-      {.workers = 2, .pin_memory = true, .devices = {stand_in::device(1), stand_in::device(2)}});
-  for (int i = 0; i < 5; ++i) {
-    const LoadedBatch batch = loader.next();
-    ASSERT_EQ(batch.on_devices.size(), 2U);
-    std::vector<at::Tensor> rows;
-    for (std::size_t d = 0; d < 2; ++d) {
-      EXPECT_EQ(batch.on_devices[d].tensors[0].device(), stand_in::device(static_cast<int>(d) + 1));
-      rows.push_back(batch.on_devices[d].tensors[0].cpu());
-    }
-    EXPECT_TRUE(at::cat(rows).equal(batch.tensors[0]));
-  }
-  EXPECT_EQ(take_faults(), "");
-}
-
 }  // namespace
 }  // namespace tessera::test

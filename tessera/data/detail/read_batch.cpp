@@ -9,6 +9,8 @@
 #include <exception>
 
 #include "tessera/base/text.h"
+#include "tessera/data/detail/augmented.h"
+#include "tessera/data/detail/graph_batch.h"
 
 namespace tessera::detail {
 namespace {
@@ -26,15 +28,14 @@ std::string described(const at::Tensor& t) {
 
 void require_alike(const Sample& sample, const Sample& first, const std::string& first_name) {
   if (sample.size() != first.size())
-    throw InvalidArgument(
-        concat("it has ", sample.size(), " tensors, ", first_name, " has ", first.size()));
+    throw InvalidArgument("it has ", sample.size(), " tensors, ", first_name, " has ",
+                          first.size());
   for (std::size_t t = 0; t < sample.size(); ++t) {
     const std::string own = described(sample[t]), expected = described(first[t]);
     if (own == expected) continue;
-    throw InvalidArgument(concat("its tensor ", t, " is ", own, ", that of ", first_name, " is ",
-                                 expected,
-                                 "; give samples of one shape, dtype and device, or override "
-                                 "get_batch"));
+    throw InvalidArgument("its tensor ", t, " is ", own, ", that of ", first_name, " is ", expected,
+                          "; give samples of one shape, dtype and device, or override "
+                          "get_batch");
   }
 }
 
@@ -43,19 +44,19 @@ void BatchReader::check(const std::vector<SampleRef>& refs) const {
   for (const auto& dataset : datasets) sizes.push_back(dataset->size());
   for (const SampleRef& ref : refs) {
     if (ref.dataset < 0 || ref.dataset >= static_cast<int>(sizes.size()))
-      throw InvalidArgument(concat("the order names dataset ", ref.dataset, ", the loader has ",
-                                   sizes.size(), ": ", order->describe()));
+      throw InvalidArgument("the order names dataset ", ref.dataset, ", the loader has ",
+                            sizes.size(), ": ", order->describe());
     if (ref.index >= sizes[static_cast<std::size_t>(ref.dataset)])
-      throw InvalidArgument(
-          concat("the order names sample ", ref.index, " of dataset ", ref.dataset, ", which has ",
-                 sizes[static_cast<std::size_t>(ref.dataset)], ": ", order->describe()));
+      throw InvalidArgument("the order names sample ", ref.index, " of dataset ", ref.dataset,
+                            ", which has ", sizes[static_cast<std::size_t>(ref.dataset)], ": ",
+                            order->describe());
   }
 }
 
 void BatchReader::check_packed(const OrderBatch& batch) const {
   auto refuse = [&](const auto&... why) {
-    throw InvalidArgument(concat("a packed batch of the order does not fit together: ", why...,
-                                 " (", order->describe(), ")"));
+    throw InvalidArgument("a packed batch of the order does not fit together: ", why..., " (",
+                          order->describe(), ")");
   };
   if (batch.packed.size() != batch.size)
     refuse(batch.packed.size(), " rows for a batch of ", batch.size);
@@ -73,9 +74,11 @@ void BatchReader::check_packed(const OrderBatch& batch) const {
   check(batch.rows);
 }
 
-Sample BatchReader::get(const SampleRef& ref) const {
-  return of_sample(ref.index,
-                   [&] { return datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index); });
+Sample BatchReader::get(const SampleRef& ref, const OrderBatch& batch) const {
+  return of_sample(ref.index, [&] {
+    Sample sample = datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index);
+    return augment.function ? augmented(sample, ref, augment, {batch.epoch, batch.step}) : sample;
+  });
 }
 
 std::vector<at::Tensor> BatchReader::get_batch(int dataset,
@@ -95,9 +98,9 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset,
   }
   for (const at::Tensor& t : batch)
     if (t.dim() == 0 || t.size(0) != static_cast<std::int64_t>(indices.size()))
-      throw InvalidArgument(concat("dataset ", dataset, " gave a tensor of shape ", t.sizes(),
-                                   " for a batch of ", indices.size(),
-                                   " samples; get_batch puts a dim of that length in front"));
+      throw InvalidArgument("dataset ", dataset, " gave a tensor of shape ", t.sizes(),
+                            " for a batch of ", indices.size(),
+                            " samples; get_batch puts a dim of that length in front");
   return batch;
 }
 
@@ -137,33 +140,52 @@ std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) co
         batch.push_back(at::empty(shape, t.options()));
       }
     if (part.size() != batch.size())
-      throw InvalidArgument(concat("the samples of dataset ", d, " have ", part.size(),
-                                   " tensors, those of others ", batch.size()));
+      throw InvalidArgument("the samples of dataset ", d, " have ", part.size(),
+                            " tensors, those of others ", batch.size());
     for (std::size_t t = 0; t < part.size(); ++t) {
       if (part[t].sizes().slice(1) != batch[t].sizes().slice(1) ||
           part[t].scalar_type() != batch[t].scalar_type() || part[t].device() != batch[t].device())
-        throw InvalidArgument(concat(
+        throw InvalidArgument(
             "tensor ", t, " of dataset ", d, " has shape ", part[t].sizes().slice(1), " and dtype ",
             part[t].scalar_type(), " on ", part[t].device(), ", that of others ",
             batch[t].sizes().slice(1), " and ", batch[t].scalar_type(), " on ", batch[t].device(),
-            "; a mixture needs samples of one shape, dtype and device"));
+            "; a mixture needs samples of one shape, dtype and device");
       batch[t].index_copy_(0, at::tensor(places), part[t]);
     }
   }
   return batch;
 }
 
-std::vector<at::Tensor> BatchReader::collated(const std::vector<SampleRef>& refs) const {
+std::vector<at::Tensor> BatchReader::collated(const std::vector<SampleRef>& refs,
+                                              const OrderBatch& batch) const {
   std::vector<Sample> samples;
   samples.reserve(refs.size());
-  for (const SampleRef& ref : refs) samples.push_back(get(ref));
+  for (const SampleRef& ref : refs) samples.push_back(get(ref, batch));
   return collate(samples);
 }
 
+std::vector<at::Tensor> BatchReader::tensors(const std::vector<SampleRef>& refs,
+                                             const OrderBatch& batch) const {
+  if (collate) return collated(refs, batch);
+  if (!augment.function) return rows(refs);
+  return augmented_rows(rows(refs), refs, augment, {batch.epoch, batch.step});
+}
+
+std::vector<at::Tensor> BatchReader::graph_of(const std::vector<SampleRef>& refs,
+                                              const OrderBatch& batch, bool empty) const {
+  std::vector<Sample> samples;
+  for (const SampleRef& ref : refs) {
+    samples.push_back(get(ref, batch));
+    of_sample(ref.index, [&] { require_graph(names, samples.back(), samples.front()); });
+  }
+  return graph_batch(names, samples, empty);
+}
+
 void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
-  if (collate)
+  if (collate || graphs)
     throw InvalidArgument(
-        "LoaderOptions::collate with a PackedOrder, which arranges its samples in rows itself; "
+        "LoaderOptions::collate or graphs with a PackedOrder, which arranges its samples in rows "
+        "itself; "
         "leave "
         "one of them out");
   const auto capacity = static_cast<std::int64_t>(batch.capacity);
@@ -185,7 +207,7 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
       std::int64_t at = 0, number = 0;
       for (const Packed& packed : batch.packed[static_cast<std::size_t>(i)]) {
         const SampleRef ref = batch.rows[packed.position];
-        const Sample sample = get(ref);
+        const Sample sample = get(ref, batch);
         if (out.tensors.empty()) allocate(sample);
         if (sample.size() + 1 != out.tensors.size())
           throw SampleError(concat("sample ", ref.index, " has ", sample.size(),
@@ -213,7 +235,7 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
     }
   // This process reads no sample: tensors of the right shape all the same, since every rank runs
   // the same step.
-  if (out.tensors.empty()) allocate(get(batch.rows.front()));
+  if (out.tensors.empty()) allocate(get(batch.rows.front(), batch));
 }
 
 void BatchReader::name(LoadedBatch& out, bool packed) const {
@@ -224,14 +246,14 @@ void BatchReader::name(LoadedBatch& out, bool packed) const {
     require_field_names(out.names);
   }
   if (out.names.size() != out.tensors.size())
-    throw InvalidArgument(concat("a batch of ", out.tensors.size(), " tensors and ",
-                                 out.names.size(), " names for them: ", list(out.names)));
+    throw InvalidArgument("a batch of ", out.tensors.size(), " tensors and ", out.names.size(),
+                          " names for them: ", list(out.names));
 }
 
 LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   if (batch.real > batch.size || batch.size > static_cast<std::uint64_t>(INT64_MAX))
-    throw InvalidArgument(concat("the order gave a batch of ", batch.size, " rows, of which ",
-                                 batch.real, " are real: ", order->describe()));
+    throw InvalidArgument("the order gave a batch of ", batch.size, " rows, of which ", batch.real,
+                          " are real: ", order->describe());
   LoadedBatch out;
   out.step = batch.step;
   out.epoch = batch.epoch;
@@ -247,6 +269,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   }
   if (!batch.packed.empty()) {
     check_packed(batch);
+    if (!reads) return out;
     read_packed(batch, out);
     name(out, /*packed=*/true);
     return out;
@@ -258,18 +281,23 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
                     .subspan(static_cast<std::size_t>(slice.slot),
                              static_cast<std::size_t>(slice.samples.size())));
   check(out.samples);
-  if (!out.samples.empty()) {
-    out.tensors = collate ? collated(out.samples) : rows(out.samples);
+  if (!reads) {
+    // Another rank does.
+  } else if (!out.samples.empty()) {
+    out.tensors = graphs ? graph_of(out.samples, batch, false) : tensors(out.samples, batch);
   } else {
     // A process without rows still gets tensors of the right shape, with no row: every rank runs
     // the same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
     check(any);
-    if (!collate) out.tensors = known_shapes(any[0].dataset);
-    if (out.tensors.empty()) out.tensors = without_rows(collate ? collated(any) : rows(any));
+    if (graphs)
+      out.tensors = graph_of(any, batch, true);
+    else if (!collate && !augment.function)
+      out.tensors = known_shapes(any[0].dataset);
+    if (out.tensors.empty()) out.tensors = without_rows(tensors(any, batch));
   }
-  name(out, /*packed=*/false);
+  if (reads) name(out, /*packed=*/false);
   if (out.real < out.rows) {
     out.mask = at::zeros({out.rows}, at::kBool);
     for (const BatchSlice& slice : out.slices)

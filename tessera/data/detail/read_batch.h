@@ -14,9 +14,13 @@ struct BatchReader {
   std::shared_ptr<const Order> order;
   BatchMapping mapping;
   int process;
-  std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate;
+  std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
+  Augmentation augment = {};
+  bool reads = true;
   /// The names of the tensors of a batch, without what a packed one adds; empty: they have none.
   std::vector<std::string> names = {};
+  /// LoaderOptions::graphs; the last of the names is that of what is added.
+  bool graphs = false;
 
   /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for
   /// samples that cannot be stacked to a batch, or have another number of tensors than there are
@@ -29,11 +33,18 @@ struct BatchReader {
   void check(const std::vector<SampleRef>& refs) const;
   /// Throws InvalidArgument for a packed batch whose rows do not fit together.
   void check_packed(const OrderBatch& batch) const;
-  Sample get(const SampleRef& ref) const;
+  /// The sample, augmented.
+  Sample get(const SampleRef& ref, const OrderBatch& batch) const;
   std::vector<at::Tensor> get_batch(int dataset, const std::vector<std::uint64_t>& indices) const;
   std::vector<at::Tensor> known_shapes(int dataset) const;
   std::vector<at::Tensor> rows(const std::vector<SampleRef>& refs) const;
-  std::vector<at::Tensor> collated(const std::vector<SampleRef>& refs) const;
+  std::vector<at::Tensor> graph_of(const std::vector<SampleRef>& refs, const OrderBatch& batch,
+                                   bool empty) const;
+  std::vector<at::Tensor> collated(const std::vector<SampleRef>& refs,
+                                   const OrderBatch& batch) const;
+  /// The tensors of a batch of these samples.
+  std::vector<at::Tensor> tensors(const std::vector<SampleRef>& refs,
+                                  const OrderBatch& batch) const;
   void read_packed(const OrderBatch& batch, LoadedBatch& out) const;
   void name(LoadedBatch& out, bool packed) const;
 };
