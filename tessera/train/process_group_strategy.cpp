@@ -3,124 +3,101 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/job/c10d_interop.h"
+#include "tessera/comm/store/store.h"
 
 namespace tessera {
 
 namespace {
 
-at::Tensor bytes_tensor(const std::string& bytes, std::size_t room) {
-  const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(room)}, at::kByte);
-  if (!bytes.empty()) std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
-  return tensor;
+constexpr std::int64_t kMostOfAddress = 1024;
+
+/// Where the group's ranks meet: a store that its first rank serves, of whose address the others
+/// learn over the group. The group's own may be absent, or each rank's alone.
+c10::intrusive_ptr<c10d::Store> meeting_place(c10d::ProcessGroup& group, c10::Device device) {
+  if (group.getSize() == 1) return c10::make_intrusive<c10d::HashStore>();
+  const std::string host = Environment::of_process().hostname;
+  c10d::TCPStoreOptions options;
+  options.waitWorkers = false;
+  options.timeout = std::chrono::minutes(2);
+  c10::intrusive_ptr<c10d::Store> served;
+  std::string said;
+  if (group.getRank() == 0) {
+    options.port = 0;
+    options.isServer = true;
+    try {
+      const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+      said = concat(host, " ", store->getPort());
+      served = store;
+    } catch (const c10::Error& e) {  // the others are told
+      said = concat("! ", e.what_without_backtrace());
+    }
+  }
+  said.resize(kMostOfAddress);
+  at::Tensor told = at::empty({kMostOfAddress}, at::kByte);
+  std::memcpy(told.data_ptr(), said.data(), said.size());
+  std::vector<at::Tensor> sent{told.to(device)};
+  group.broadcast(sent)->wait();
+  told = sent[0].to(at::kCPU);
+  TextReader in(std::string(static_cast<const char*>(told.const_data_ptr())));
+  std::string first_host;
+  if (in >> first_host >> options.port; !in)
+    throw RendezvousError(
+        concat("ProcessGroupStrategy: rank 0 of the process group could serve no "
+               "store: ",
+               in.str()));
+  if (served) return served;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(first_host == host ? "127.0.0.1" : first_host,
+                                               options);
+  } catch (const c10::Error& e) {
+    throw RendezvousError(concat("ProcessGroupStrategy: no way from ", host, " to rank 0's store, ",
+                                 first_host, ":", options.port, ": ", e.what_without_backtrace()));
+  }
 }
 
-std::string tensor_text(const at::Tensor& tensor, std::size_t length) {
-  const at::Tensor host = tensor.to(at::kCPU).contiguous();
-  return {static_cast<const char*>(host.const_data_ptr()), length};
+DistributedManager manager_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                c10::Device device) {
+  if (!group) throw InvalidArgument("ProcessGroupStrategy: there is no process group");
+  ManagerOptions options;
+  options.device = device;
+  return manager_of({.group = group, .store = meeting_place(*group, device)}, options);
 }
 
 }  // namespace
 
-ProcessGroupStrategy::ProcessGroupStrategy(c10::intrusive_ptr<c10d::ProcessGroup> group,
+ProcessGroupStrategy::ProcessGroupStrategy(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                            c10::Device device)
-    : group_(std::move(group)), device_(device) {
-  if (!group_) throw InvalidArgument("ProcessGroupStrategy: there is no process group");
-}
-
-ProcessGroupStrategy::~ProcessGroupStrategy() = default;
+    : ManagedStrategy(manager_over(group, device)),
+      given_(ManagedStrategy::manager()->group(ManagedStrategy::global_ranks(),
+                                               {.backend = "c10d"})) {}
 
 Abilities ProcessGroupStrategy::abilities() const {
   Abilities can;
-  can.saves_on_all_ranks = false;
   can.owns_accumulation = true;
   can.reduces_modules_alone = true;
   can.gradients = Abilities::Gradients::summed;
   return can;
 }
 
-int ProcessGroupStrategy::rank() const { return group_->getRank(); }
-
-int ProcessGroupStrategy::size() const { return group_->getSize(); }
-
-// A group of one rank may be without a backend.
-void ProcessGroupStrategy::barrier() {
-  if (size() > 1) group_->barrier()->wait();
-}
-
-void ProcessGroupStrategy::broadcast(const at::Tensor& tensor, int root) {
-  if (size() == 1) return;
-  // Backends take dense memory alone.
-  std::vector<at::Tensor> sent{tensor.detach().contiguous()};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  group_->broadcast(sent, options)->wait();
-  if (!sent[0].is_same(tensor) && sent[0].const_data_ptr() != tensor.const_data_ptr()) {
-    const at::NoGradGuard no_grad;
-    tensor.detach().copy_(sent[0]);
-  }
-}
-
-std::string ProcessGroupStrategy::broadcast(const std::string& bytes, int root) {
-  if (size() == 1) return bytes;
-  const at::Tensor length =
-      at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(device_);
-  broadcast(length, root);
-  const auto room = static_cast<std::size_t>(length.item<std::int64_t>());
-  if (room == 0) return {};
-  const at::Tensor text = bytes_tensor(rank() == root ? bytes : std::string(), room).to(device_);
-  broadcast(text, root);
-  return tensor_text(text, room);
-}
-
 void ProcessGroupStrategy::reduce(const at::Tensor& tensor, ReduceOp op,
                                   const std::optional<Group>& group) {
-  if (group) return group->all_reduce(tensor, op);
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sent{tensor.detach().contiguous()};
-  c10d::AllreduceOptions options;
-  // Not every backend has means, nor weights of its own.
-  if (op.kind == ReduceOp::Kind::premultiplied) sent[0] = sent[0] * op.factor;
-  options.reduceOp = op.kind == ReduceOp::Kind::product ? c10d::ReduceOp::PRODUCT
-                     : op.kind == ReduceOp::Kind::min   ? c10d::ReduceOp::MIN
-                     : op.kind == ReduceOp::Kind::max   ? c10d::ReduceOp::MAX
-                                                        : c10d::ReduceOp::SUM;
-  if (size() > 1) group_->allreduce(sent, options)->wait();
-  if (op.kind == ReduceOp::Kind::avg) sent[0].div_(size());
-  if (sent[0].const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(sent[0]);
-}
-
-std::vector<std::string> ProcessGroupStrategy::all_gather(const std::string& mine) {
-  if (size() == 1) return {mine};
-  const auto count = static_cast<std::size_t>(size());
-  const auto gathered = [&](const at::Tensor& own) {
-    std::vector<std::vector<at::Tensor>> out(1);
-    for (std::size_t r = 0; r < count; ++r) out[0].push_back(at::empty_like(own));
-    std::vector<at::Tensor> in{own};
-    group_->allgather(out, in)->wait();
-    return out[0];
-  };
-  const auto lengths =
-      gathered(at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong).to(device_));
-  std::size_t room = 1;
-  for (const at::Tensor& n : lengths)
-    room = std::max(room, static_cast<std::size_t>(n.item<std::int64_t>()));
-  const auto texts = gathered(bytes_tensor(mine, room).to(device_));
-  std::vector<std::string> all;
-  for (std::size_t r = 0; r < count; ++r)
-    all.push_back(tensor_text(texts[r], static_cast<std::size_t>(lengths[r].item<std::int64_t>())));
-  return all;
+  (group ? *group : given_).all_reduce(tensor, op, {.name = "strategy"});
 }
 
 void ProcessGroupStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
   const at::NoGradGuard no_grad;
   for (const NamedModule& m : modules) {
-    m.module->to(device_);
+    m.module->to(root_device());
     for (const at::Tensor& t : m.module->parameters()) broadcast(t, 0);
     for (const at::Tensor& t : m.module->buffers()) broadcast(t, 0);
   }
@@ -181,19 +158,6 @@ void ProcessGroupStrategy::reduce_gradients() {
         p.mutable_grad() = sum.clone();
     }
   }
-}
-
-void ProcessGroupStrategy::abort(const std::string&) noexcept {
-  if (size() == 1) return;
-  try {
-    group_->abort();
-  } catch (...) {  // it has ended already
-  }
-}
-
-double ProcessGroupStrategy::clip(const std::vector<at::Tensor>& parameters,
-                                  const ClipOptions& options) {
-  return clip_gradients(parameters, Group(), options);
 }
 
 }  // namespace tessera

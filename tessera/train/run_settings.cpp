@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "tessera/base/internal/split.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/nn/tensor_parallel.h"
@@ -27,59 +28,79 @@ LayerSharding layer_sharding(const std::string& pattern, const std::string& text
   if (right && word == "row") return row(units);
   if (right && word == "vocabulary") return vocabulary();
   if (right && word == "replicated") return replicated();
-  throw InvalidArgument(concat("plan: '", pattern, "' is to be '", text,
-                               "'; known are [column, column(units), row, row(units), vocabulary, "
-                               "replicated], with units above 0"));
+  throw InvalidArgument("plan: '", pattern, "' is to be '", text,
+                        "'; known are [column, column(units), row, row(units), vocabulary, "
+                        "replicated], with units above 0");
 }
 
 void require_axis(const std::vector<std::pair<std::string, int>>& mesh, const std::string& axis,
                   const char* what) {
   std::vector<std::string> axes;
   for (const auto& [name, size] : mesh) axes.push_back(name);
-  if (std::find(axes.begin(), axes.end(), axis) == axes.end())
-    throw InvalidArgument(
-        concat(what, ": the mesh has no axis '", axis, "'; its axes are ", list(axes)));
+  if (std::ranges::find(axes, axis) == axes.end())
+    throw InvalidArgument(what, ": the mesh has no axis '", axis, "'; its axes are ", list(axes));
+}
+
+// "domain=2,tensor=3"; empty: replicated along the axes that do not shard the rows.
+FieldSharding field_sharding(const std::string& field, const std::string& text) {
+  FieldSharding sharding{.field = field};
+  if (text.empty()) return sharding;
+  for (const std::string& one : split(text, ',')) {
+    const std::size_t equals = one.find('=');
+    const auto dim =
+        equals == std::string::npos ? std::nullopt : parse_number(one.substr(equals + 1));
+    if (!dim || *dim >= (1u << 16) || equals == 0)
+      throw InvalidArgument("fields: '", field, "' is to be '", text,
+                            "'; give axes with the dims that they shard, domain=2,tensor=3");
+    if (!sharding.dims.emplace(one.substr(0, equals), static_cast<int>(*dim)).second)
+      throw InvalidArgument("fields: '", field, "' names an axis twice: '", text, "'");
+  }
+  return sharding;
+}
+
+BatchFields batch_fields(const RunSettings& run) {
+  BatchFields all;
+  // In the order of the mesh.
+  for (const auto& [axis, size] : run.mesh)
+    if (std::ranges::any_of(run.batch, [&](const auto& b) { return b.first == axis; }))
+      all.rows.push_back(axis);
+  for (const auto& [field, text] : run.fields) {
+    FieldSharding sharding = field_sharding(field, text);
+    for (const auto& [axis, dim] : sharding.dims) require_axis(run.mesh, axis, "fields");
+    if (run.reads != RunSettings::Reads::one)
+      sharding.whole = run.reads == RunSettings::Reads::complete;
+    all.fields.push_back(std::move(sharding));
+  }
+  all.one_reads = run.reads == RunSettings::Reads::one;
+  return all;
 }
 
 }  // namespace
 
 std::shared_ptr<Strategy> RunSettings::make_strategy(const DistributedManager& manager,
                                                      const StrategyRegistry& registry) const {
-  if (strategy != "mesh") {
-    if (!mesh.empty() || !batch.empty() || !plan.empty())
-      throw InvalidArgument(concat("the strategy '", strategy,
-                                   "' takes no mesh, batch or plan: choose the strategy 'mesh', or "
-                                   "leave them out"));
-    return registry.make(strategy, manager);
-  }
-  if (mesh.empty())
-    throw InvalidArgument(
-        "the strategy 'mesh' needs a mesh: axes with sizes, {data: 2, tensor: 4}");
-  std::vector<Axis> axes;
-  std::vector<Placement> placements;
-  for (const auto& [name, size] : mesh) {
-    axes.push_back({name, size});
-    const auto found =
-        std::find_if(batch.begin(), batch.end(), [&](const auto& b) { return b.first == name; });
-    placements.push_back(found == batch.end() ? Placement(Replicate())
-                                              : Placement(Shard(found->second)));
-  }
+  StrategyParts parts{.ranks = ranks, .stage_axis = stage_axis};
+  for (const auto& [name, size] : mesh) parts.mesh.push_back({name, size});
   for (const auto& [axis, dim] : batch) {
     require_axis(mesh, axis, "batch");
-    if (dim < 0) throw InvalidArgument(concat("batch: dim ", dim, " of axis '", axis, "'"));
+    if (fields.empty())
+      parts.batch[axis] = dim;
+    else if (dim != 0)
+      throw InvalidArgument("batch: axis '", axis, "' shards dim ", dim,
+                            " of all tensors, beside fields: say it for each of them there");
   }
-  const DeviceMesh devices = manager.mesh(axes);
-  if (plan.empty())
-    return std::make_shared<MeshStrategy>(devices, NamedPlacements{}, std::move(placements));
-  require_axis(mesh, plan_axis, "plan_axis");
-  LayerShardings layers;
-  for (const auto& [pattern, text] : plan)
-    layers.emplace_back(pattern, layer_sharding(pattern, text));
-  const auto parallelise = [layers, axis = plan_axis](const std::string&, torch::nn::Module& module,
-                                                      const DeviceMesh& on) {
-    tensor_parallel(module, on, layers, {.axis = axis});
-  };
-  return std::make_shared<MeshStrategy>(devices, parallelise, std::move(placements));
+  if (!fields.empty()) parts.fields = batch_fields(*this);
+  if (!plan.empty()) {
+    require_axis(mesh, plan_axis, "plan_axis");
+    LayerShardings layers;
+    for (const auto& [pattern, text] : plan)
+      layers.emplace_back(pattern, layer_sharding(pattern, text));
+    parts.parallelise = [layers, axis = plan_axis](const std::string&, torch::nn::Module& module,
+                                                   const DeviceMesh& on) {
+      tensor_parallel(module, on, layers, {.axis = axis});
+    };
+  }
+  return registry.make(strategy, manager, parts);
 }
 
 TrainerOptions RunSettings::make(const DistributedManager& manager, const std::string& resolved,

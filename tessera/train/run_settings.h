@@ -23,14 +23,22 @@ namespace tessera {
 struct RunSettings {
   /// What is set here before add_to() is the default of its key.
   TrainerOptions trainer = {};
-  /// A name of the registry, or "mesh".
+  /// A name of the registry.
   std::string strategy = "ddp";
-  /// The strategy "mesh" has these: axes with sizes, by axis the dim of a batch's tensors that it
-  /// shards, and a tensor-parallel plan of patterns with "column", "column(8)", "row", "row(8)",
-  /// "vocabulary" or "replicated", over one of the axes.
+  /// The number of ranks that the run counts on; 0: as many as the job has.
+  int ranks = 0;
+  /// The strategies "mesh" and "pipeline" have these: axes with sizes, by axis the dim of a batch's
+  /// tensors that it shards, and a tensor-parallel plan of patterns with "column", "column(8)",
+  /// "row", "row(8)", "vocabulary" or "replicated", over one of the axes.
   std::vector<std::pair<std::string, int>> mesh = {}, batch = {};
   std::vector<std::pair<std::string, std::string>> plan = {};
-  std::string plan_axis = "tensor";
+  std::string plan_axis = "tensor", stage_axis = "stage";
+  /// Of "mesh", where fields lie differently: by the name of a field, or of a group of them, the
+  /// dims that axes shard, "domain=2". `batch` names the axes of the rows alone then.
+  std::vector<std::pair<std::string, std::string>> fields = {};
+  /// What a rank reads of the samples of `fields`: its own shards; complete ones, of which it keeps
+  /// its shards; or nothing unless it reads for all that share them (BatchFields::one_reads).
+  enum class Reads : unsigned char { shards, complete, one } reads = Reads::complete;
   /// A callback of these is added where trainer.checkpoint names a place.
   CheckpointCallbackOptions saves = {};
   /// Empty: nothing stops the run early.
@@ -64,12 +72,20 @@ template <class S>
 void RunSettings::add_to(S& settings) {
   TrainerOptions& t = trainer;
   settings.add("strategy", strategy,
-               "`single`, `ddp`, `manual`, a name that the program adds, or "
-               "`mesh`.");
+               "`ddp`, `manual`, `mesh`, `pipeline`, `process_group`, `single`, or a name that the "
+               "program adds.");
+  settings.add("ranks", ranks, "Ranks that the run counts on; 0: any.");
   settings.add("mesh", mesh, "Axes with their sizes, outermost first: `{data: 2, tensor: 4}`.");
   settings.add("batch", batch, "By axis, the dim of a batch that it shards: `{data: 0}`.");
   settings.add("plan", plan, "Tensor-parallel layers by pattern: `{\"*.up\": column}`.");
   settings.add("plan_axis", plan_axis, "The axis that shards them.");
+  settings.add("stage_axis", stage_axis, "The axis of a pipeline's stages.");
+  settings.add("fields", fields, "By field, the dims that axes shard: `{image: \"domain=2\"}`.");
+  settings.add_choice(
+      "reads", reads,
+      std::vector<std::pair<std::string, Reads>>{
+          {"shards", Reads::shards}, {"complete", Reads::complete}, {"one", Reads::one}},
+      "What a rank reads of these: its shards, complete samples, or one rank for all.");
   settings.add("trainer.max_epochs", t.max_epochs, "Below 0: no limit.");
   settings.add("trainer.max_steps", t.max_steps, "Below 0: no limit.");
   settings.add("trainer.accumulate", t.accumulate, "Micro-batches of a step.");

@@ -29,8 +29,8 @@ SingleDevice::SingleDevice(c10::Device device) : SingleDevice(one_rank(device)) 
 
 SingleDevice::SingleDevice(DistributedManager manager) : ManagedStrategy(std::move(manager)) {
   if (size() != 1)
-    throw InvalidArgument(concat("the strategy 'single' in a job of ", size(),
-                                 " ranks: each would train alone; choose ddp, mesh or manual"));
+    throw InvalidArgument("the strategy 'single' in a job of ", size(),
+                          " ranks: each would train alone; choose ddp, mesh or manual");
 }
 
 void SingleDevice::setup(const NamedModules& modules) {
@@ -41,8 +41,8 @@ void SingleDevice::setup(const NamedModules& modules) {
 ManualStrategy::ManualStrategy(DistributedManager manager, ManualOptions options)
     : ManagedStrategy(std::move(manager)), options_(std::move(options)) {
   if (options_.sharing < 1 || size() % options_.sharing != 0)
-    throw InvalidArgument(concat("ManualOptions::sharing is ", options_.sharing, ", of ", size(),
-                                 " ranks: give a divisor"));
+    throw InvalidArgument("ManualOptions::sharing is ", options_.sharing, ", of ", size(),
+                          " ranks: give a divisor");
 }
 
 Abilities ManualStrategy::abilities() const {
@@ -124,13 +124,29 @@ MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise,
       batch_(std::move(batch)) {
   const auto& axes = mesh_.mesh().axes();
   if (batch_.size() != axes.size())
-    throw InvalidArgument(concat("MeshStrategy: ", batch_.size(), " placements of a batch for ",
-                                 axes.size(), " axes of the mesh"));
+    throw InvalidArgument("MeshStrategy: ", batch_.size(), " placements of a batch for ",
+                          axes.size(), " axes of the mesh");
   sharing_ *= detail::ranks_sharing("MeshStrategy", batch_, mesh_.mesh());
 }
 
 MeshStrategy::MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns,
                            std::vector<Placement> batch)
+    : MeshStrategy(mesh, Parallelise(), std::move(batch)) {
+  patterns_ = std::move(patterns);
+}
+
+MeshStrategy::MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise, BatchFields batch)
+    : ManagedStrategy(mesh.manager(), mesh.all()),
+      mesh_(mesh),
+      parallelise_(std::move(parallelise)),
+      fields_(std::move(batch)) {
+  reads_for_others(mesh_, fields_->rows);  // throws for axes that do not fit
+  int dealt = 1;
+  for (const std::string& axis : fields_->rows) dealt *= mesh_.mesh().size(axis);
+  sharing_ = size() / dealt;
+}
+
+MeshStrategy::MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns, BatchFields batch)
     : MeshStrategy(mesh, Parallelise(), std::move(batch)) {
   patterns_ = std::move(patterns);
 }
@@ -150,6 +166,17 @@ void MeshStrategy::setup(const NamedModules& modules) {
 }
 
 void MeshStrategy::place(MicroBatch& batch) {
+  if (fields_) {
+    const auto& [rows, fields, one_reads] = *fields_;
+    if (!batch.tensors.empty() && std::ranges::all_of(batch.tensors, is_sharded)) return;
+    Strategy::place(batch);
+    TensorBatch sharded = one_reads ? scatter_rows(batch, mesh_, rows, fields)
+                                    : shard_rows(batch, mesh_, rows, fields);
+    batch.tensors = std::move(sharded.tensors);
+    batch.names = std::move(sharded.names);
+    batch.mask = std::move(sharded.mask);
+    return;
+  }
   const auto distribute = [&](at::Tensor& t) {
     if (!t.defined() || is_sharded(t)) return;
     std::vector<Placement> where;
@@ -166,34 +193,5 @@ void MeshStrategy::place(MicroBatch& batch) {
 }
 
 double MeshStrategy::loss_weight(double mine) { return summed_weight(mine); }
-
-StrategyRegistry StrategyRegistry::builtin() {
-  StrategyRegistry all;
-  all.add("ddp", [](const DistributedManager& m) { return std::make_shared<DDPStrategy>(m); });
-  all.add("manual",
-          [](const DistributedManager& m) { return std::make_shared<ManualStrategy>(m); });
-  all.add("single", [](const DistributedManager& m) { return std::make_shared<SingleDevice>(m); });
-  return all;
-}
-
-void StrategyRegistry::add(const std::string& name, Make make) {
-  if (name.empty() || !make) throw InvalidArgument("a strategy needs a name and a function");
-  if (!makes_.emplace(name, std::move(make)).second)
-    throw InvalidArgument(concat("a strategy named '", name, "' is there already"));
-}
-
-std::shared_ptr<Strategy> StrategyRegistry::make(const std::string& name,
-                                                 const DistributedManager& manager) const {
-  const auto it = makes_.find(name);
-  if (it == makes_.end())
-    throw InvalidArgument(concat("no strategy is named '", name, "'; known are ", list(names())));
-  return it->second(manager);
-}
-
-std::vector<std::string> StrategyRegistry::names() const {
-  std::vector<std::string> all;
-  for (const auto& [name, make] : makes_) all.push_back(name);
-  return all;
-}
 
 }  // namespace tessera

@@ -1,5 +1,12 @@
 #pragma once
 // The strategies that come with the library, and a registry of strategies by name.
+//
+//   auto mesh = manager.mesh({{"data", 2}, {"domain", 2}});
+//   // rows of a batch over `data`; of images dim 2 over `domain`, all else replicated there
+//   options.strategy = std::make_shared<MeshStrategy>(
+//       mesh, NamedPlacements{},
+//       BatchFields{.rows = {"data"},
+//                   .fields = {{.field = "image", .dims = {{"domain", 2}}, .whole = true}}});
 
 #include <functional>
 #include <map>
@@ -8,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/data/shard_batch.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/tensor/spec/placement.h"
@@ -91,6 +99,18 @@ class DDPStrategy : public ManagedStrategy {
 using Parallelise =
     std::function<void(const std::string& name, torch::nn::Module& module, const DeviceMesh& mesh)>;
 
+/// How the fields of a batch lie on a mesh: what shard_rows() and scatter_rows() take.
+struct BatchFields {
+  /// The axes that shard the rows; ranks along the others have the same samples.
+  std::vector<std::string> rows = {};
+  /// By name (or place) the other dims that axes shard; what is not named is replicated along them.
+  std::vector<FieldSharding> fields = {};
+  /// One rank of those that have the same samples reads them (reads_for_others()), and sends the
+  /// others their shards. These give batches without tensors, of as many rows: those of a loader
+  /// with LoaderOptions::reads false.
+  bool one_reads = false;
+};
+
 /// Parameters and data on a mesh: sharded (in space too) or replicated, in any mixture.
 class MeshStrategy : public ManagedStrategy {
  public:
@@ -104,6 +124,12 @@ class MeshStrategy : public ManagedStrategy {
   MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise, std::vector<Placement> batch);
   /// A table of patterns (distribute_module), matched with the module's name in front.
   MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns, std::vector<Placement> batch);
+  /// Fields that lie differently, by name. A batch whose tensors are sharded already, by a function
+  /// that batches_of() was given, stays as it is. Throws InvalidArgument for axes that the mesh
+  /// does not have or that stand in another order than its own; what does not fit a batch is thrown
+  /// on all ranks when it comes.
+  MeshStrategy(const DeviceMesh& mesh, Parallelise parallelise, BatchFields batch);
+  MeshStrategy(const DeviceMesh& mesh, NamedPlacements patterns, BatchFields batch);
   std::string name() const override { return "mesh"; }
   void setup(const NamedModules& modules) override;
   void place(MicroBatch& batch) override;
@@ -117,25 +143,53 @@ class MeshStrategy : public ManagedStrategy {
   Parallelise parallelise_;
   NamedPlacements patterns_;
   std::vector<Placement> batch_;
+  /// In place of batch_, where it was given.
+  std::optional<BatchFields> fields_;
   int sharing_ = 1;
   /// What setup() has made parallel: it stays so, for another run.
   std::vector<std::weak_ptr<torch::nn::Module>> prepared_;
 };
 
+/// What a strategy that is asked for by name is made of, beside the ranks of the job.
+struct StrategyParts {
+  /// The number of ranks that the program counts on; 0: as many as the job has.
+  int ranks = 0;
+  /// Axes with their sizes, one of which may be open: of "mesh" and "pipeline", which need them.
+  std::vector<Axis> mesh = {};
+  /// The axis of the stages of "pipeline".
+  std::string stage_axis = "stage";
+  /// How "mesh" and "pipeline" make modules parallel; empty: parameters are replicated.
+  Parallelise parallelise = {};
+  /// By axis the dim of a batch's tensors that it shards, for "mesh" and the stages of "pipeline".
+  std::map<std::string, int> batch = {};
+  /// In place of `batch`, for "mesh".
+  std::optional<BatchFields> fields = {};
+  ManualOptions manual = {};
+  DistributedDataParallelOptions ddp = {};
+};
+
 /// Strategies by name, as a value: a program that takes a name from its command line adds its own.
 ///
 ///   auto strategies = StrategyRegistry::builtin();
-///   strategies.add("mine", [](const DistributedManager& m) { return std::make_shared<Mine>(m); });
-///   auto strategy = strategies.make("mine", manager);
+///   strategies.add("mine", [](const DistributedManager& manager, const StrategyParts&) {
+///     return std::make_shared<Mine>(manager);
+///   });
+///   auto strategy = strategies.make("mesh", manager,
+///                                   {.ranks = 8, .mesh = {{"data", 4}, {"domain", 2}}});
 class StrategyRegistry {
  public:
-  using Make = std::function<std::shared_ptr<Strategy>(const DistributedManager& manager)>;
-  /// "ddp", "manual", "single". ("mesh" needs a mesh: add one that knows it.)
+  using Make = std::function<std::shared_ptr<Strategy>(const DistributedManager& manager,
+                                                       const StrategyParts& parts)>;
+  /// "ddp", "manual", "mesh", "pipeline", "process_group" (over the group of the manager's world:
+  /// see manager_of()), "single".
   static StrategyRegistry builtin();
   /// Throws InvalidArgument for a name that is there already.
   void add(const std::string& name, Make make);
-  /// Throws InvalidArgument with the known names.
-  std::shared_ptr<Strategy> make(const std::string& name, const DistributedManager& manager) const;
+  /// Throws InvalidArgument for a name that there is not, with those that there are; for another
+  /// number of ranks; for parts that a strategy of the library lacks or does not take; and as its
+  /// constructor. Collective where that is.
+  std::shared_ptr<Strategy> make(const std::string& name, const DistributedManager& manager,
+                                 const StrategyParts& parts = {}) const;
   std::vector<std::string> names() const;
 
  private:

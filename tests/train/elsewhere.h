@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "support.h"
-#include "tessera/partition/partition.h"
 
 namespace tessera::test {
 
@@ -65,23 +64,6 @@ class FieldTask : public Task {
   FieldNet net;
 };
 
-// Of the rows of a field each rank takes its own.
-class DomainStrategy : public MeshStrategy {
- public:
-  explicit DomainStrategy(const DistributedManager& manager)
-      : MeshStrategy(manager.mesh(mapped({{"data", 1}, {"domain", manager.world_size()}})),
-                     NamedPlacements{}, std::vector{Shard(0), Shard(2)}),
-        rows_(Partition::even(kFieldRows, manager.world_size())
-                  .interval(mapped({{"domain", manager.world_size()}}).position(manager.rank()))) {}
-  void place(MicroBatch& batch) override {
-    for (at::Tensor& t : batch.tensors) t = t.narrow(2, rows_.begin, rows_.size()).contiguous();
-    MeshStrategy::place(batch);
-  }
-
- private:
-  Interval rows_;
-};
-
 inline std::shared_ptr<Strategy> strategy_of(DistributedManager& manager, Layout layout) {
   const int n = manager.world_size();
   switch (layout) {
@@ -100,7 +82,10 @@ inline std::shared_ptr<Strategy> strategy_of(DistributedManager& manager, Layout
                           {"net.head.weight", {{Replicate(), Shard(1)}}}},
           std::vector{Shard(0), Replicate()});
     case Layout::domain:
-      return std::make_shared<DomainStrategy>(manager);
+      // Of the rows of a field each rank takes its own.
+      return std::make_shared<MeshStrategy>(
+          manager.mesh(mapped({{"data", 1}, {"domain", n}})), NamedPlacements{},
+          BatchFields{.rows = {"data"}, .fields = {{.dims = {{"domain", 2}}, .whole = true}}});
   }
   throw Error("no such layout");
 }
@@ -138,7 +123,7 @@ class ReadLog {
       for (const auto& [rank, reads] : of_rank_) {
         one.insert(one.end(), reads[i].begin(), reads[i].end());
       }
-      std::sort(one.begin(), one.end());
+      std::ranges::sort(one);
       // Ranks that share their samples read the same ones.
       one.erase(std::unique(one.begin(), one.end()), one.end());
       all.push_back(std::move(one));

@@ -6,7 +6,7 @@
 
 #include <filesystem>
 
-#include "cases.h"
+#include "placed_cases.h"
 #include "tessera/comm/job/mpi_interop.h"
 
 namespace tessera::test {
@@ -45,6 +45,7 @@ TEST(TrainMpi, EveryKindOfParallelismEqualsOneProcess) {
   auto manager = manager_of(MPI_COMM_WORLD);
   each_strategy_case(manager);
   mixed_case(manager);
+  batch_fields_case(manager);
   const SharedFolder folder;
   table_case(manager, folder.path(), manager.world_size(), false);
   table_case(manager, folder.path(), manager.world_size(), true);

@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include "../comm/fork_ranks.h"
-#include "cases.h"
 #include "elsewhere.h"
+#include "placed_cases.h"
 #include "tessera/base/hash.h"
 #include "tessera/train/local_ranks.h"
 
@@ -259,6 +259,7 @@ TEST_P(TrainProcesses, EveryKindOfParallelismEqualsOneProcess) {
           auto manager = DistributedManager::initialize(how);
           each_strategy_case(manager);
           mixed_case(manager);
+          batch_fields_case(manager);
           table_case(manager, folder.path(), ranks, false);
           table_case(manager, folder.path(), ranks, true);
           return ::testing::Test::HasFailure() ? "wrong values" : "right";

@@ -66,6 +66,48 @@ TEST(RunSettings, AFileTrainsAsItsOptionsDo) {
   EXPECT_FALSE(std::filesystem::exists(folder / "run/config.yaml.new"));
 }
 
+// Fields that lie differently, by name, out of a file, in each of the ways to read them.
+TEST(RunSettings, FieldsByNameTrainAsOneProcess) {
+  struct Rows : Regression {
+    at::Tensor training_step(const MicroBatch& batch, Step&) override {
+      const at::Tensor x = batch.field("x"), y = batch.field("y");
+      if (is_sharded(x)) {
+        EXPECT_EQ(placements(x), (std::vector<Placement>{Shard(0), Shard(1)}));
+        EXPECT_EQ(placements(y), (std::vector<Placement>{Shard(0), Replicate()}));
+      }
+      return torch::mse_loss(net->forward(x), y);
+    }
+  };
+  const auto batches = [](bool reads, Interval columns) {
+    return batches_of([=](std::uint64_t, std::uint64_t index) -> std::optional<MicroBatch> {
+      if (index == 4) return std::nullopt;
+      MicroBatch batch = make_batch(ragged_data(0, static_cast<std::int64_t>(index)));
+      batch.names = {"x", "y"};
+      batch.tensors[0] = batch.tensors[0].slice(1, columns.begin, columns.end);
+      if (!reads) batch.tensors.clear(), batch.names.clear();
+      return batch;
+    });
+  };
+  Rows alone;
+  Trainer(quiet().trainer).fit(alone, batches(true, {0, 3}));
+  on_threads(2, [&](DistributedManager& manager) {
+    for (const std::string reads : {"shards", "complete", "one"}) {
+      RunSettings run = quiet();
+      Settings settings;
+      run.add_to(settings);
+      settings.read_text(concat("strategy: mesh\nranks: 2\nmesh: {data: -1, domain: 2}\n",
+                                "batch: {data: 0}\nfields: {x: domain=1}\nreads: ", reads, "\n"),
+                         "run.yaml");
+      Rows task;
+      const Interval mine = manager.rank() == 0 ? Interval{0, 2} : Interval{2, 3};
+      Trainer(run.make(manager))
+          .fit(task, batches(reads != "one" || manager.rank() == 0,
+                             reads == "shards" ? mine : Interval{0, 3}));
+      expect_near(task.values(), alone.values(), reads);
+    }
+  });
+}
+
 TEST(RunSettings, WhatCannotBeMadeIsRefused) {
   on_threads(1, [&](DistributedManager& manager) {
     const auto refusal = [&](const std::string& text) {
@@ -79,6 +121,18 @@ TEST(RunSettings, WhatCannotBeMadeIsRefused) {
     EXPECT_NE(refusal("mesh: {data: 1}").find("the strategy 'ddp' takes no mesh"),
               std::string::npos);
     EXPECT_NE(refusal("strategy: mesh").find("needs a mesh"), std::string::npos);
+    EXPECT_NE(refusal("ranks: 4").find("4 ranks, and the job has 1"), std::string::npos);
+    const std::string mesh = "strategy: mesh\nmesh: {data: 1, domain: 1}\n";
+    EXPECT_NE(refusal(mesh + "batch: {domain: 2}\nfields: {x: domain=2}").find("beside fields"),
+              std::string::npos);
+    EXPECT_NE(refusal(mesh + "fields: {x: space=2}").find("no axis 'space'"), std::string::npos);
+    for (const std::string text : {"domain", "domain=", "=2", "domain=x", "domain=-1"})
+      EXPECT_NE(refusal(mesh + "fields: {x: '" + text + "'}").find("fields: 'x' is to be"),
+                std::string::npos)
+          << text;
+    EXPECT_NE(refusal(mesh + "fields: {x: 'domain=1,domain=2'}").find("names an axis twice"),
+              std::string::npos);
+    EXPECT_NE(refusal("fields: {x: ''}").find("takes no mesh"), std::string::npos);
     EXPECT_NE(refusal("strategy: mesh\nmesh: {data: 1}\nbatch: {domain: 2}")
                   .find("no axis 'domain'; its axes are [data]"),
               std::string::npos);
