@@ -1,6 +1,5 @@
-// Batches whose fields lie differently, by name: sharded, complete, or read by one rank for all, the
-// trainer gives the parameters of one process. And samples that a function augments, and strategies
-// by name.
+// Batches whose fields lie differently, by name, and samples that a function augments: the trainer
+// gives the parameters of one process. And strategies by name.
 
 #include <algorithm>
 #include <optional>
