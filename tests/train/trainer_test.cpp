@@ -394,6 +394,22 @@ TEST(Metrics, WeightedOverRanksWithOtherNames) {
   });
 }
 
+TEST(Strategies, ReduceOverAGroupWithAnOperator) {
+  on_threads(4, [](DistributedManager& manager) {
+    const int me = manager.rank();
+    const Group pair = manager.group(me % 2 == 0 ? std::vector{0, 2} : std::vector{3, 1});
+    for (const std::shared_ptr<Strategy>& strategy :
+         {std::shared_ptr<Strategy>(std::make_shared<ManualStrategy>(manager)),
+          std::shared_ptr<Strategy>(std::make_shared<DDPStrategy>(manager))}) {
+      const at::Tensor largest = at::full({2}, me, at::kDouble), sum = largest.clone();
+      strategy->reduce(largest, ReduceOp::max, pair);
+      EXPECT_EQ(largest[1].item<double>(), me % 2 == 0 ? 2 : 3);
+      strategy->reduce(sum, ReduceOp::sum);
+      EXPECT_EQ(sum[0].item<double>(), 6);
+    }
+  });
+}
+
 // ---- what goes wrong ----
 
 TEST(Trainer, AnExceptionOnOneRankEndsAllWithItsMessageInEveryPhase) {
