@@ -1,17 +1,22 @@
-"""status.py [--write] SOURCE BUILD: the matrix of docs/status.md says what the registered tests hold.
+"""status.py [--write] SOURCE BUILD: the matrix of docs/status.md says what the registered tests hold, and the rows of docs/compared.md name tests that there are.
 
 Each cell of tests/docs/capabilities.txt names a test; one that is not registered in BUILD is a fault. The table stands between the page's two markers.
 Without --write: fails, with the difference, where the page says something else. The last column: does `make test-2.11` run one of the row's tests.
+
+A row of docs/compared.md begins its third cell with its state, and names in its fourth, between backticks, tests of ctest, cases of GoogleTest in the sources of the tests, or
+python.NAME::CASE of tests/python/test_NAME.py. Each row has one but those that do not arise; the last line of the page counts the states.
 """
 
 import difflib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
 BEGIN, END = "<!-- matrix: by the tests -->\n", "<!-- /matrix -->\n"
 COLUMNS = ["alone", "threads", "processes", "gloo", "mpi", "memory", "hosts", "cuda", "python"]
+STATES = ["works", "partly", "not", "n.a"]
 HEADS = ["one process", "threads", "processes", "Gloo", "MPI", "memory", "hosts", "CUDA", "Python"]
 
 
@@ -33,12 +38,46 @@ def row(line, tests, faults):
     return f"| {name} | " + " | ".join([*shown, "✓" if older else "✗"]) + " |\n"
 
 
+def cases(source, tests):
+    """The names of all cases: of GoogleTest in C++, of pytest in the files of registered tests."""
+    found = set()
+    for file in (source / "tests").rglob("*.cpp"):
+        found.update(f"{suite}.{case}" for suite, case in re.findall(r"^ *TEST(?:_[FP])?\(\s*(\w+),\s*(\w+)\)", file.read_text(), re.MULTILINE))
+    for file in (source / "tests/python").glob("test_*.py"):
+        name = f"python.{file.stem[5:]}"
+        if name in tests:
+            found.update(f"{name}::{case}" for case in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE))
+    return found
+
+
+def compared(text, known):
+    """What is wrong with the rows of docs/compared.md."""
+    faults, counts, last = [], dict.fromkeys(STATES, 0), ("", 0)
+    for line in re.findall(r"^\| [A-Z]\d+ \|.*$", text, re.MULTILINE):
+        number, what, state, tests = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+        word = re.match(r"[\w.]*\w", state).group()
+        if word not in STATES:
+            faults.append(f"{number} ({what}): {word} is no state: {' '.join(STATES)}")
+        else:
+            counts[word] += 1
+        names = re.findall(r"`([^`]+)`", tests)
+        faults += [f"{number} ({what}): no test is called {name}" for name in names if name not in known]
+        if bool(names) == (word == "n.a") or (word in ("partly", "not", "n.a") and len(state) < len(word) + 10):
+            faults.append(f"{number} ({what}): each row has a test or does not arise, and what does not work is told in a sentence")
+        if (number[0], int(number[1:])) != ((last[0], last[1] + 1) if number[0] == last[0] else (number[0], 1)):
+            faults.append(f"{number} ({what}) follows {last[0]}{last[1]}")
+        last = (number[0], int(number[1:]))
+    says = f"Of {sum(counts.values())} rows {counts['works']} work, {counts['partly']} partly and {counts['not']} not; {counts['n.a']} do not arise."
+    return faults if text.endswith(says + "\n") else [*faults, f"the last line of docs/compared.md is to be: {says}"]
+
+
 def main():
     write = "--write" in sys.argv
     source, build = (pathlib.Path(a) for a in sys.argv[1:] if a != "--write")
     faults, tests = [], registered(build)
     lines = (source / "tests/docs/capabilities.txt").read_text().splitlines()
     rows = [row(line, tests, faults) for line in lines if line and not line.startswith("#")]
+    faults += compared((source / "docs/compared.md").read_text(), tests | cases(source, tests))
     if faults:
         sys.exit("\n".join(faults))
     page = source / "docs/status.md"
