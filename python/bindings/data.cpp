@@ -42,8 +42,8 @@ class PythonDataset final : public Dataset {
     Sample one = get_batch({&index, 1});
     for (at::Tensor& t : one) {
       if (t.dim() == 0 || t.size(0) != 1)
-        throw InvalidArgument(
-            concat("a batch of one sample has a tensor of shape ", t.sizes(), "; its dim 0 is 1"));
+        throw InvalidArgument("a batch of one sample has a tensor of shape ", t.sizes(),
+                              "; its dim 0 is 1");
       t = t.squeeze(0);
     }
     return one;
@@ -117,14 +117,14 @@ BatchSchedule schedule_of(const ScheduleEntries& entries) {
   std::vector<BatchSchedule::Entry> all;
   for (const auto& [from, size] : entries) {
     if (from < 0 || size < 0)
-      throw InvalidArgument(concat("a batch size of ", size, " from step ", from, " on"));
+      throw InvalidArgument("a batch size of ", size, " from step ", from, " on");
     all.push_back({static_cast<std::uint64_t>(from), static_cast<std::uint64_t>(size)});
   }
   return BatchSchedule(std::move(all));
 }
 
 std::uint64_t natural(std::int64_t number, const char* what) {
-  if (number < 0) throw InvalidArgument(concat(what, " is ", number, ", below 0"));
+  if (number < 0) throw InvalidArgument(what, " is ", number, ", below 0");
   return static_cast<std::uint64_t>(number);
 }
 std::vector<std::uint64_t> naturals(const Numbers& numbers, const char* what) {
@@ -141,7 +141,7 @@ LastBatch last_batch(const std::string& name) {
   if (name == "keep") return LastBatch::keep;
   if (name == "pad") return LastBatch::pad;
   if (name == "drop") return LastBatch::drop;
-  throw InvalidArgument(concat("the last batch is 'keep', 'pad' or 'drop', not '", name, "'"));
+  throw InvalidArgument("the last batch is 'keep', 'pad' or 'drop', not '", name, "'");
 }
 
 UnevenData uneven_data(const std::string& name) {
@@ -149,8 +149,7 @@ UnevenData uneven_data(const std::string& name) {
   if (name == "drop") return UnevenData::drop;
   if (name == "pad") return UnevenData::pad;
   if (name == "weight_zero") return UnevenData::weight_zero;
-  throw InvalidArgument(
-      concat("uneven data is 'error', 'drop', 'pad' or 'weight_zero', not '", name, "'"));
+  throw InvalidArgument("uneven data is 'error', 'drop', 'pad' or 'weight_zero', not '", name, "'");
 }
 
 std::optional<at::Tensor> if_defined(const at::Tensor& t) {
@@ -181,17 +180,21 @@ BatchValues batch_values(const LoadedBatch& b) {
           b.names};
 }
 
+/// Of a loader's batch all six numbers and slices; of rows that no loader has dealt rows and real.
 LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& tensors,
                        const std::optional<at::Tensor>& mask, const Numbers& slices,
                        const Names& names) {
   LoadedBatch b;
   b.names = names;
-  b.step = natural(numbers.at(0), "step");
-  b.epoch = natural(numbers.at(1), "epoch");
-  b.rows = numbers.at(2);
-  b.real = numbers.at(3);
-  b.global_rows = numbers.at(4);
-  b.global_real = numbers.at(5);
+  const bool dealt = numbers.size() > 2;
+  b.rows = numbers.at(dealt ? 2 : 0);
+  b.real = numbers.at(dealt ? 3 : 1);
+  if (dealt) {
+    b.step = natural(numbers[0], "step");
+    b.epoch = natural(numbers[1], "epoch");
+    b.global_rows = numbers.at(4);
+    b.global_real = numbers.at(5);
+  }
   b.tensors = tensors;
   b.mask = mask.value_or(at::Tensor());
   for (std::size_t i = 0; i + 3 < slices.size(); i += 4)
@@ -227,10 +230,29 @@ ShardedValues sharded_values(const ShardedBatch& b) {
           b.names};
 }
 
+/// A function of Python's, which is given a sample and told the seed of its draws. 0: none.
+Augmentation augmentation(std::int64_t function, std::int64_t seed) {
+  if (function == 0) return {};
+  const auto by = reinterpret_cast<PythonFunction>(function);  // NOLINT(performance-no-int-to-ptr)
+  const auto call = [by](const Sample& sample, const at::Generator& draws) {
+    const std::uint64_t number = draws.current_seed();
+    return ask(by, {&number, 1}, sample).value_or(Sample());
+  };
+  return {.function = call, .seed = static_cast<std::uint64_t>(seed)};
+}
+
+std::vector<SampleRef> sample_refs(const Numbers& flat) {
+  std::vector<SampleRef> refs;
+  for (std::size_t i = 0; i + 1 < flat.size(); i += 2)
+    refs.push_back({static_cast<int>(flat[i]), natural(flat[i + 1], "the index of a sample")});
+  return refs;
+}
+
 struct PyLoader : torch::CustomClassHolder {
   PyLoader(const std::vector<DatasetPtr>& datasets, const OrderPtr& order, const MeshPtr& on,
            const Names& batch_axes, std::int64_t workers, std::int64_t prefetch, double stall_limit,
-           bool pin_memory, const std::string& device) {
+           bool pin_memory, const std::string& device, bool graphs, const Names& names,
+           std::int64_t augment, std::int64_t seed, bool reads) {
     std::vector<std::shared_ptr<const Dataset>> all;
     for (const auto& d : datasets) all.push_back(d->dataset);
     LoaderOptions options;
@@ -239,6 +261,10 @@ struct PyLoader : torch::CustomClassHolder {
     options.stall_limit = bounded_limit(std::chrono::duration<double>(stall_limit));
     options.pin_memory = pin_memory;
     if (!device.empty()) options.device = c10::Device(device);
+    options.graphs = graphs;
+    options.names = names;
+    options.augment = augmentation(augment, seed);
+    options.reads = reads;
     loader.emplace(std::move(all), order->order, batch_mapping(on->mesh.mesh(), batch_axes),
                    on->mesh.manager().rank(), std::move(options));
   }
@@ -290,7 +316,7 @@ SourcePtr open_source(const std::string& kind, const std::string& path) {
   if (kind == "safetensors")
     return c10::make_intrusive<PySource>(std::make_shared<SafetensorsSource>(path));
   if (kind == "zarr") return c10::make_intrusive<PySource>(std::make_shared<ZarrSource>(path));
-  throw InvalidArgument(concat("no kind of source '", kind, "': netcdf, hdf5, zarr, safetensors"));
+  throw InvalidArgument("no kind of source '", kind, "': netcdf, hdf5, zarr, safetensors");
 }
 
 /// (variable, start, count, stride, decode) each.
@@ -312,6 +338,7 @@ void register_datasets(Library& library) {
   library.class_<PyDataset>("Dataset")
       .def("size",
            [](const DatasetPtr& self) { return static_cast<std::int64_t>(self->dataset->size()); })
+      .def("field_names", [](const DatasetPtr& self) { return self->dataset->field_names(); })
       .def("get", [](const DatasetPtr& self, std::int64_t index) {
         return self->dataset->get(natural(index, "the index of a sample"));
       });
@@ -393,9 +420,9 @@ void register_data(Library& library) {
   register_datasets(library);
   register_orders(library);
   library.class_<PyLoader>("Loader")
-      .def(
-          torch::init<const std::vector<DatasetPtr>&, const OrderPtr&, const MeshPtr&, const Names&,
-                      std::int64_t, std::int64_t, double, bool, const std::string&>())
+      .def(torch::init<const std::vector<DatasetPtr>&, const OrderPtr&, const MeshPtr&,
+                       const Names&, std::int64_t, std::int64_t, double, bool, const std::string&,
+                       bool, const Names&, std::int64_t, std::int64_t, bool>())
       .def("next", [](const LoaderPtr& self) { return batch_values(self->open().next()); })
       .def("next_epoch",
            [](const LoaderPtr& self) {
@@ -415,8 +442,10 @@ void register_data(Library& library) {
               [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
                  const std::optional<at::Tensor>& mask, const Numbers& slices, const Names& names,
                  const MeshPtr& mesh, const Names& axes, const FieldShardings& fields) {
-                return sharded_values(shard_batch(batch_from(numbers, tensors, mask, slices, names),
-                                                  mesh->mesh, axes, field_shardings(fields)));
+                const LoadedBatch batch = batch_from(numbers, tensors, mask, slices, names);
+                const auto on = field_shardings(fields);
+                return sharded_values(numbers.size() > 2 ? shard_batch(batch, mesh->mesh, axes, on)
+                                                         : shard_rows(batch, mesh->mesh, axes, on));
               });
   // Without numbers: this rank gives none.
   library.def("scatter_batch", [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
@@ -425,8 +454,20 @@ void register_data(Library& library) {
                                   const FieldShardings& fields) {
     std::optional<LoadedBatch> batch;
     if (!numbers.empty()) batch = batch_from(numbers, tensors, mask, slices, names);
-    return sharded_values(scatter_batch(batch, mesh->mesh, axes, field_shardings(fields)));
+    const auto on = field_shardings(fields);
+    return sharded_values(numbers.size() == 2 ? scatter_rows(*batch, mesh->mesh, axes, on)
+                                              : scatter_batch(batch, mesh->mesh, axes, on));
   });
+  library.def(
+      "augment_batch", [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+                          const Numbers& samples, std::int64_t function, std::int64_t seed) {
+        const ShardedBatch batch{.step = natural(numbers.at(0), "step"),
+                                 .epoch = natural(numbers.at(1), "epoch"),
+                                 .tensors = tensors,
+                                 .rows = numbers.at(2),
+                                 .real = numbers.at(3)};
+        return augment_batch(batch, sample_refs(samples), augmentation(function, seed)).tensors;
+      });
   library.def("reads_for_others", [](const MeshPtr& mesh, const Names& axes) {
     return reads_for_others(mesh->mesh, axes);
   });

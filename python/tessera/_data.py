@@ -3,7 +3,7 @@
 import os
 import re
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 
@@ -71,10 +71,12 @@ class _Reader:
     """Batches of an object of Python's: the tensors, and how samples are nested; without indices of no rows."""
 
     def __init__(self, samples, collate):
-        self.samples, self.collate = samples, collate
+        self.samples, self.collate, self.names = samples, collate, None
 
     def __call__(self, indices):
         got = [self.samples[i] for i in indices or range(min(1, len(self.samples)))]
+        if self.names is not None and any(_names(sample) != self.names for sample in got):
+            raise ValueError(f"graphs have the same fields in the same order: {[_names(sample) for sample in got]}, and the first has {self.names}")
         if self.collate:
             whole = self.collate(got)
             made, nesting = _tensors(whole), pytree.tree_structure(whole)
@@ -216,6 +218,29 @@ def _in_processes(datasets, count):
     return [Dataset._read_by(d._reader, partial(pool.read, number)) if d._reader else d for number, d in enumerate(datasets)], pool
 
 
+def _graph_names(datasets):
+    """The names of the fields of graphs, which each of their samples is to have."""
+    readers = [d._reader for d in datasets]
+    if not all(reader and len(reader.samples) and not reader.collate for reader in readers):
+        raise InvalidArgument("graphs=True is for objects of Python's that have samples, dictionaries of fields, without collate")
+    for reader in readers:
+        reader.names = _names(readers[0].samples[0])
+    return readers[0].names
+
+
+class _Augmenting:
+    """A function of complete samples as the library calls it; `nested`: how it knows a sample's tensors."""
+
+    def __init__(self, function, nested):
+        self.errors = Callbacks()
+
+        def call(numbers):
+            return _tensors(function(nested(ops.taken()), torch.Generator().manual_seed(numbers[0])))
+
+        self._call = self.errors.calling(call)
+        self.address = address(self._call)
+
+
 def _fours(numbers):
     return tuple(tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4))
 
@@ -254,20 +279,43 @@ class Loader:
     pickled: of classes and functions at the top of a module, in a script that starts its work under `if __name__ == "__main__":`. A worker that dies is an error
     of the batch that it was to read, and of all after it.
 
+    `graphs`: samples are graphs of different sizes, dictionaries `{"nodes": {...}, "edges": {"index": ..., ...}, ...}`: `index` is 2 x edges, numbers of nodes, and the other
+    tensors of these groups have a row for each node or edge. A batch is one graph without edges between, with `fields["nodes"]["graph"]`, the row of each node's graph; other
+    fields are stacked. `rows`, `real` and `mask` count graphs. `shard_graph` shards it over ranks that share it.
+
+    >>> graphs = [{"nodes": {"x": torch.ones(n, 2)}, "edges": {"index": torch.tensor([[0], [n - 1]])}, "energy": torch.tensor(float(n))} for n in (2, 3)]
+    >>> batch = ts.Loader(ts.Dataset.of(graphs), ts.FixedOrder(2, 2, shuffle=False), mesh, ["data"], graphs=True).next()
+    >>> batch.rows, batch.fields["edges"]["index"].tolist(), batch.fields["nodes"]["graph"].tolist(), batch.fields["energy"].tolist()
+    (2, [[0, 2], [1, 4]], [0, 0, 1, 1, 1], [2.0, 3.0])
+
+    `augment(sample, draws)`: returns what is trained on in place of a complete sample, which it may write to, nested as in the dataset: as many tensors, of one shape and dtype
+    for a batch. It draws from `draws` alone, a `torch.Generator` that `seed`, epoch, step and sample determine: the same on any number of ranks and workers, and in a run
+    that is resumed. Called by the loader's threads, also with `processes`. Of samples of which ranks read shards, see `augment_batch`.
+
+    >>> def flip(sample, draws):
+    ...     return sample.flip(-1) if torch.rand(1, generator=draws) < 0.5 else sample
+    >>> data = ts.Dataset.of([torch.arange(3.0)] * 4)
+    >>> ts.Loader(data, ts.FixedOrder(4, 4), mesh, ["data"], augment=flip, seed=1).next().tensors[0].sum().item()
+    12.0
+
+    `reads`: False where another rank reads for this one (`reads_for_others`): its batches have rows and no tensors, for `scatter_batch`.
+
     >>> def main(images):                              # len(images), images[i]: a class at the top of a module
     ...     return ts.Loader(images, ts.FixedOrder(len(images), 64), mesh, ["data"], processes=4, pin_memory=torch.cuda.is_available())
     """
 
-    def __init__(self, datasets, order, mesh, batch_axes, *, workers=0, prefetch=2, stall_limit=300.0, pin_memory=False, device="", collate=None, processes=0):
+    def __init__(self, datasets, order, mesh, batch_axes, *, workers=0, prefetch=2, stall_limit=300.0, pin_memory=False, device="", collate=None, processes=0, graphs=False, augment=None, seed=0, reads=True):
         datasets = list(datasets) if isinstance(datasets, (list, tuple)) else [datasets]
         if collate and any(isinstance(d, Dataset) for d in datasets):
             raise ValueError("collate is for objects of Python's: give it to Dataset.of, or leave it out")
         self._datasets, pool = [Dataset.of(d, collate) for d in datasets], None
+        names = _graph_names(self._datasets) if graphs else []
         if processes:
             self._datasets, pool = _in_processes(self._datasets, processes)
             workers, prefetch = max(workers, processes), max(prefetch, processes)
-        handles = [d._handle for d in self._datasets]
-        options = (workers, prefetch, float(stall_limit), pin_memory, str(device))
+        handles, first = [d._handle for d in self._datasets], self._datasets[0]
+        self._augment = _kept(_Augmenting(augment, lambda tensors: first._nested(tensors, first._handle.field_names()))) if augment else None
+        options = (workers, prefetch, float(stall_limit), pin_memory, str(device), graphs, names, self._augment.address if augment else 0, index(seed), bool(reads))
         try:
             self._handle = classes.Loader(handles, order._handle, mesh._handle, list(batch_axes), *options)
         except BaseException:
@@ -279,7 +327,8 @@ class Loader:
         self.close = weakref.finalize(self, _close, self._handle, self._datasets, pool)
 
     def _around(self, call):
-        return with_cause([d._errors for d in self._datasets if d._errors], call)
+        own = [self._augment.errors] if self._augment else []
+        return with_cause([d._errors for d in self._datasets if d._errors] + own, call)
 
     def next(self):
         """The next batch. After an exception the loader is still before that batch."""
@@ -376,6 +425,11 @@ def _fields(fields):
 def _loaded(batch):
     if batch is None:
         return [], [], None, [], []
+    if not isinstance(batch, LoadedBatch):
+        tensors = pytree.tree_leaves(batch)
+        if not tensors or not all(isinstance(t, torch.Tensor) and t.dim() for t in tensors):
+            raise TypeError(f"a batch is a LoadedBatch, or tensors with the rows in dim 0, nested in any way, not {batch!r:.60}")
+        return [len(tensors[0])] * 2, tensors, None, [], _names(batch)
     numbers = [batch.step, batch.epoch, batch.rows, batch.real, batch.global_rows, batch.global_real]
     return numbers, list(batch.tensors), batch.mask, [number for one in batch.slices for number in one], list(batch.names)
 
@@ -388,6 +442,7 @@ def _sharded(values):
 def shard_batch(batch, mesh, batch_axes, fields=()):
     """What a `Loader` has read as sharded tensors: dim 0 over `batch_axes`, those of the loader, and other dims as `fields` say.
 
+    `batch`: also tensors of any loader, nested in any way, with as many rows as each coordinate of `batch_axes` likes; `fields` of the result is nested likewise.
     `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes. Of a batch
     whose fields are a dictionary also a dictionary, by names ("inputs/wind") or the names of groups ("inputs"); what it does not name is replicated.
     Collective over the mesh. Raises InvalidArgument, on every rank, for an axis or a field that is not there, for dim 0, and where `whole` has to be given.
@@ -399,14 +454,18 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
     >>> ts.shard_batch(loader.next(), mesh, ["data"], fields).fields["inputs"]["wind"]
     <ShardTensor Float [2, 3, 8, 4] data=Shard(0)[2] domain=Shard(2)[8], local [2, 3, 8, 4] at [0, 0, 0, 0]>
     >>> wind, month = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
+    >>> image, label = ts.shard_batch([torch.ones(2, 3, 8), torch.ones(2)], mesh, ["data"], {"0": ts.FieldSharding({"domain": 2}, whole=True)}).fields
     """
-    return _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+    sharded = _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+    if isinstance(batch, LoadedBatch):
+        return sharded
+    return replace(sharded, fields=pytree.tree_unflatten(list(sharded.tensors), pytree.tree_structure(batch)))
 
 
 def scatter_batch(batch, mesh, batch_axes, fields=()):
     """The same where one rank has read for all that share its rows: the one for which `reads_for_others` is true; the others give None.
 
-    Collective over those ranks. What the reading rank finds wrong raises on all of them.
+    Collective over the mesh. What a reading rank finds wrong raises on all of its ranks.
 
     >>> mesh = ts.Mesh({"data": -1, "domain": 1})
     >>> loader = ts.Loader(ts.TensorDataset(torch.ones(6, 3, 8)), ts.FixedOrder(6, 2), mesh, ["data"])
@@ -415,6 +474,30 @@ def scatter_batch(batch, mesh, batch_axes, fields=()):
     torch.Size([2, 3, 8])
     """
     return _sharded(ops.scatter_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+
+
+def augment_batch(batch, samples, augment, seed=0):
+    """A `ShardedBatch` with each sample as a function of complete samples makes it, wherever its fields are sharded.
+
+    For samples of which each rank has read its shard: rows are dealt to the ranks, `augment(sample, draws)` sees complete ones, as that of a `Loader`, and the results lie
+    as the batch did, bit by bit what a `Loader` makes of complete samples. Where ranks read these, leave it to `Loader(augment=)`, which sends nothing.
+    `samples`: those of the `LoadedBatch` that this rank has read. A sharded dim that the function changes is sharded evenly. Collective over the mesh. What
+    `augment` raises on one rank all raise, with the sample's number; InvalidArgument for results that do not fit together.
+
+    >>> mesh = ts.Mesh({"data": -1, "domain": 1})
+    >>> loader = ts.Loader(ts.TensorDataset({"x": torch.ones(6, 8)}), ts.FixedOrder(6, 2), mesh, ["data"])
+    >>> loaded = loader.next()
+    >>> batch = ts.shard_batch(loaded, mesh, ["data"], {"x": ts.FieldSharding({"domain": 1}, whole=False)})
+    >>> noisy = ts.augment_batch(batch, loaded.samples, lambda sample, draws: {"x": sample["x"] + torch.rand(8, generator=draws)}, seed=3)
+    >>> noisy.fields["x"].shape == batch.fields["x"].shape
+    True
+    """
+    leaves, nesting = pytree.tree_flatten(batch.fields)
+    by = _Augmenting(augment, lambda tensors: pytree.tree_unflatten(list(tensors), nesting))
+    flat = [number for one in samples for number in one]
+    made = with_cause([by.errors], ops.augment_batch, [batch.step, batch.epoch, batch.rows, batch.real], leaves, flat, by.address, index(seed))
+    places = [next(i for i, leaf in enumerate(leaves) if leaf is t) for t in batch.tensors]
+    return replace(batch, tensors=tuple(made[i] for i in places), fields=pytree.tree_unflatten(list(made), nesting))
 
 
 def reads_for_others(mesh, batch_axes):

@@ -7,13 +7,15 @@ Needs the package `lightning`; `import tessera` does not.
 >>> strategy = MeshStrategy({"data": 2, "domain": 2}, batch=[ts.Shard(0), ts.Shard(2)])
 >>> L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=3, accumulate_grad_batches=4, gradient_clip_val=1.0).fit(model, loader)
 
-Started by `tessera run`, torchrun, Slurm or mpirun: the ranks are there already and Lightning launches none, so that `devices=1` is each rank's own device.
+Started by `tessera run`, torchrun, Slurm or mpirun: the ranks are there already and Lightning launches none, so that `devices=1` is each rank's own device, and a larger number
+says how many ranks this host has. By name they are "tessera_manual", "tessera_ddp" and "tessera_mesh" once this module is imported: `L.Trainer(strategy="tessera_ddp", devices=8)`.
 """
 
 import io
 import os
 import pathlib
 import pickle
+import socket
 from functools import partial
 from operator import index
 from types import SimpleNamespace
@@ -27,7 +29,7 @@ try:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning_utilities.core.apply_func import apply_to_collection
     from torchmetrics import Metric
@@ -67,6 +69,19 @@ class _Ranks(ClusterEnvironment):
 
     def set_global_rank(self, rank):
         pass
+
+
+class _Nothing:
+    """What a rank for which another one reads has of a loader: as many batches, of nothing."""
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __len__(self):
+        return self._batches
+
+    def __iter__(self):
+        return iter([()] * self._batches)
 
 
 class _Rest:
@@ -147,6 +162,14 @@ class ManualStrategy(ParallelStrategy):
         """Where batches go: of the devices that the trainer was given, the one of this rank's number on its host."""
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[self.local_rank % len(devices)]
+
+    def setup_environment(self):
+        """Raises InvalidArgument for `devices` that are neither one nor the ranks of this host."""
+        super().setup_environment()
+        hosts = ts.world().all_gather_bytes(socket.gethostname().encode())
+        asked, here = len(self.parallel_devices or [None]), hosts.count(hosts[ts.rank()])
+        if asked not in (1, here):
+            raise ts.InvalidArgument(f"devices={asked}, and this host has {here} ranks: start as many (tessera run -n {asked}), or give 1, each rank's own")
 
     @property
     def is_distributed(self):
@@ -359,18 +382,24 @@ class DDPStrategy(ManualStrategy):
 class MeshStrategy(ManualStrategy):
     """Parameters and batches on a mesh: sharded, in space too, or replicated, in any mixture.
 
-    `axes`: as of `Mesh`, which is `trainer.strategy.mesh` in `configure_model`. `batch`: how the tensors of a batch lie, a placement for each axis; default
+    `axes`: as of `Mesh`, which is `trainer.strategy.mesh` in `configure_model`; by default all ranks along "data". `batch`: how the tensors of a batch lie, a placement for each axis; default
     Shard(0) along the first axis. A loader reads complete samples: along axes of Shard(0) each rank its own rows, of any number, and along the others the same
     ones, of which each rank keeps its shard. So Lightning's DistributedSampler goes by the coordinate along the axes of Shard(0). Tensors with too few dims for a
     Shard are replicated on that axis. The loss of such a batch is the mean over all ranks' samples.
+
+    `fields`: where tensors of a batch lie differently, by name, as of `shard_batch`: `{"image": {"domain": 2}}`, or a `FieldSharding`; what it does not name is replicated
+    along the axes that do not shard rows, which `batch` names alone then. `one_reads`: one rank of those that have the same samples reads them and sends the
+    others their shards (`scatter_batch`); the loaders of these are asked for their length alone, and batches are dictionaries by name, and tuples.
+
+    >>> strategy = MeshStrategy({"data": 2, "domain": 2}, fields={"image": {"domain": 2}}, one_reads=True)
 
     `rule`: of `distribute_module`, which the LightningModule goes through if `configure_model` has sharded none of its parameters; default: replicated. Raises
     InvalidArgument for placements that do not fit the axes, or are partial.
     """
 
-    def __init__(self, axes, *, batch=None, rule=None):
+    def __init__(self, axes=None, *, batch=None, rule=None, fields=None, one_reads=False):
         super().__init__()
-        self.mesh, self._rule = ts.Mesh(axes), rule
+        self.mesh, self._rule = ts.Mesh({"data": ts.world_size()} if axes is None else axes), rule
         replicated = [ts.Replicate()] * (len(self.mesh.axes) - 1)
         self._placements = [from_text(text) for text in to_text([ts.Shard(0), *replicated] if batch is None else batch)]
         if len(self._placements) != len(self.mesh.axes) or any(isinstance(p, ts.Partial) or (isinstance(p, ts.Shard) and p.dim < 0) for p in self._placements):
@@ -381,6 +410,12 @@ class MeshStrategy(ManualStrategy):
         for axis, size, coordinate in zip(self.mesh.axes, self.mesh.axes.values(), self.mesh.coordinate):
             if axis in self._rows_over:
                 self._replicas, self._place = self._replicas * size, self._place * size + coordinate
+        self._fields, self._one_reads = fields, bool(one_reads)
+        if fields is not None or one_reads:
+            if any(isinstance(p, ts.Shard) and p.dim for p in self._placements):
+                raise ts.InvalidArgument(f"MeshStrategy: a batch that lies as {self._placements}, beside fields or one_reads: say dims other than the rows' for each field")
+            self._fields = {n: f if one_reads or isinstance(f, ts.FieldSharding) else ts.FieldSharding(f or {}, whole=True) for n, f in (fields or {}).items()}
+        self._reads = not one_reads or ts.reads_for_others(self.mesh, self._rows_over)
         self._sharing = ts.world_size() // self._replicas
         if self._rows_over:
             self._data_group = self.mesh.group(*self._rows_over)
@@ -390,9 +425,18 @@ class MeshStrategy(ManualStrategy):
             module = self.precision_plugin.convert_module(self.lightning_module).to(self.root_device)
             ts.distribute_module(module, self.mesh, self._rule)
 
+    def process_dataloader(self, dataloader):
+        """The loader, or as many batches of nothing where another rank reads."""
+        return dataloader if self._reads else _Nothing(len(dataloader))
+
     def batch_to_device(self, batch, device=None, dataloader_idx=0):
         """Moves the batch, and makes its tensors sharded ones. Collective: the ranks' rows are counted."""
-        return apply_to_collection(super().batch_to_device(batch, device, dataloader_idx), torch.Tensor, self._placed)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._fields is None:
+            return apply_to_collection(moved, torch.Tensor, self._placed)
+        if self._one_reads:
+            return ts.scatter_batch(moved if self._reads else None, self.mesh, self._rows_over, self._fields).fields
+        return ts.shard_batch(moved, self.mesh, self._rows_over, self._fields).fields
 
     def _placed(self, tensor):
         if ts.is_sharded(tensor):
@@ -400,3 +444,7 @@ class MeshStrategy(ManualStrategy):
         where = [ts.Replicate() if isinstance(p, ts.Shard) and p.dim >= tensor.dim() else p for p in self._placements]
         rows = [p if p == ts.Shard(0) else ts.Replicate() for p in where]
         return ts.redistribute(ts.from_local(tensor, self.mesh, rows), where)
+
+
+for _name, _strategy in {"tessera_manual": ManualStrategy, "tessera_ddp": DDPStrategy, "tessera_mesh": MeshStrategy}.items():
+    StrategyRegistry.register(_name, _strategy, _strategy.__doc__.partition("\n")[0], override=True)

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 import torchmetrics
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,6 +99,29 @@ class Domain(Fit):
         return super().loss([ts.distribute_tensor(t, self.mesh, ts.Shard(2), {2: [9 - 2 * (n - 1)] + [2] * (n - 1)}) for t in batch])
 
 
+class Samples:
+    """Samples with names, which says what was read of it."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.read = x, y, 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        self.read += 1
+        return {"input": self.x[i], "target": self.y[i]}
+
+
+class Named(Fit):
+    def training_step(self, batch, index):
+        assert ts.spec(batch["input"]).placements == (ts.Shard(0), ts.Shard(2)), ts.spec(batch["input"])
+        return super().training_step((batch["input"], batch["target"]), index)
+
+    def validation_step(self, batch, index):
+        super().validation_step((batch["input"], batch["target"]), index)
+
+
 class Overflows(L.LightningModule):
     """In the second batch the gradients of the last row alone do, which one rank has; `shards` None: those of one rank, each training its own."""
 
@@ -151,8 +175,8 @@ def alone_in_float16():
 
 def trainer(strategy, epochs=EPOCHS, **options):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = {**quiet, "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": NORM, "num_sanity_val_steps": 0, **options}
-    return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, default_root_dir=FOLDER, use_distributed_sampler=not isinstance(strategy, DDPStrategy), **options)
+    options = {**quiet, "devices": 1, "use_distributed_sampler": not isinstance(strategy, DDPStrategy), "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": NORM, "num_sanity_val_steps": 0, **options}
+    return L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=epochs, default_root_dir=FOLDER, **options)
 
 
 def compare(what, run, module, expected):
@@ -218,6 +242,31 @@ def main():
     loader = DataLoader(TensorDataset(x, y), batch_size=6 // axes["data"])
     run.fit(module, loader, loader)
     compare("mesh", run, module, alone([[(x[i], y[i]) for i in order.split(6)] for order in orders]))
+
+    fields = {"input": {"domain": 2}, "target": ts.FieldSharding({"domain": 2}, whole=True)}
+    for one_reads in (False, True):
+        module, strategy, data = Named(), MeshStrategy(axes, fields=fields, one_reads=one_reads), Samples(x, y)
+        named = trainer(strategy)
+        loader = DataLoader(data, batch_size=6 // axes["data"])
+        named.fit(module, loader, loader)
+        compare(f"fields, one_reads={one_reads}", named, module, alone([[(x[i], y[i]) for i in order.split(6)] for order in orders]))
+        assert bool(data.read) == (not one_reads or ts.reads_for_others(strategy.mesh, ["data"])), data.read
+    try:
+        MeshStrategy(axes, batch=[ts.Shard(0), ts.Shard(2)], fields=fields)
+        raise AssertionError("a batch and its fields are taken")
+    except ts.InvalidArgument as error:
+        assert "beside fields" in str(error)
+
+    # By name, with the number of ranks.
+    module, by_name = Fit(), trainer("tessera_ddp", devices=ranks, use_distributed_sampler=False)
+    by_name.fit(module, by_batch(mine), by_batch(mine))
+    compare("by name", by_name, module, expected)
+    assert {"tessera_manual", "tessera_ddp", "tessera_mesh"} <= set(StrategyRegistry.available_strategies())
+    try:
+        trainer("tessera_mesh", devices=ranks + 1).fit(Fit(), by_batch(mine), by_batch(mine))
+        raise AssertionError("more devices than ranks are taken")
+    except ts.InvalidArgument as error:
+        assert f"devices={ranks + 1}, and this host has {ranks} ranks" in str(error)
 
     strategy = run.strategy
     assert strategy.broadcast({"from": rank}, ranks - 1) == {"from": ranks - 1} and strategy.reduce_boolean_decision(rank == 0, all=False)
