@@ -43,8 +43,8 @@ std::optional<Topology> machines(const Flags& flags) {
       std::vector<std::string> names;
       for (const Host& host : topology->hosts) {
         if (host.devices != one.hosts.front().devices)
-          throw MappingError(concat("host '", host.name, "' is said to have ", host.devices,
-                                    " devices, but hwloc finds ", one.hosts.front().devices));
+          throw MappingError("host '", host.name, "' is said to have ", host.devices,
+                             " devices, but hwloc finds ", one.hosts.front().devices);
         names.push_back(host.name);
       }
       one = replicate_host(one, names);
@@ -81,7 +81,7 @@ PlanRequest request_of(const Flags& flags) {
   for (const auto& view : flags.views) {
     const auto colon = view.find(':');
     if (colon == std::string::npos || colon == 0)
-      throw ConfigFileError(concat("--view '", view, "' is not name:axis=size,..."));
+      throw ConfigFileError("--view '", view, "' is not name:axis=size,...");
     request.views.emplace_back(view.substr(0, colon), parse_axes(view.substr(colon + 1), "--view"));
   }
   if (!flags.ranks.empty()) request.ranks = parse_ranks(flags.ranks, "--ranks");
@@ -89,7 +89,7 @@ PlanRequest request_of(const Flags& flags) {
   if (!flags.hierarchical.empty())
     request.hierarchical = parse_names(flags.hierarchical, "--hierarchical");
   if (auto topology = machines(flags)) request.topology = std::move(topology);
-  if (!flags.traffic.empty()) request.traffic = parse_traffic(flags.traffic, "--traffic");
+  if (!flags.traffic.empty()) set_traffic(request, flags.traffic, "--traffic");
   if (!flags.mapping.empty()) {
     if (!request.topology)
       throw ConfigFileError("--mapping needs the machines: --hosts or --topology");
@@ -108,8 +108,7 @@ void put(const std::string& path, const std::string& text) {
   file << text;
   file.close();
   if (!file)
-    throw ConfigFileError(
-        concat(path, ": cannot be written; check the folder and its permissions"));
+    throw ConfigFileError(path, ": cannot be written; check the folder and its permissions");
 }
 
 // Who reads what, instead of the groups.
@@ -120,8 +119,7 @@ int run_data_plan(const Flags& flags, const Mesh& mesh) {
         "plan of groups");
   if (!flags.picture.empty() && !flags.picture.ends_with(".svg") &&
       !flags.picture.ends_with(".html"))
-    throw ConfigFileError(
-        concat("--picture ", flags.picture, ": the name must end in .svg or .html"));
+    throw ConfigFileError("--picture ", flags.picture, ": the name must end in .svg or .html");
   const auto axes =
       flags.data == "none" ? std::vector<std::string>{} : parse_names(flags.data, "--data");
   const auto processes =
@@ -148,8 +146,7 @@ int run_plan(const Flags& flags) {
     throw ConfigFileError("a rank file needs the machines: --hosts or --topology");
   if (!flags.picture.empty() && !flags.picture.ends_with(".svg") &&
       !flags.picture.ends_with(".html"))
-    throw ConfigFileError(
-        concat("--picture ", flags.picture, ": the name must end in .svg or .html"));
+    throw ConfigFileError("--picture ", flags.picture, ": the name must end in .svg or .html");
   if (!flags.slurm_file.empty() &&
       !keeps_device_order(plan.placement->topology, plan.placement->slot_of))
     plan.warnings.push_back(
@@ -226,8 +223,10 @@ Command add_plan(CLI::App& program) {
       ->add_option("--device", flags->device,
                    "What carries a rank for --hwloc: gpu, package, numa or core")
       ->capture_default_str();
-  parser->add_option("--traffic", flags->traffic,
-                     "Per step: model=all_reduce:512MB,data=reduce_scatter:1GB*2 (twice)");
+  parser->add_option(
+      "--traffic", flags->traffic,
+      "Per step: model=all_reduce:512MB,data=reduce_scatter:1GB*2 (twice); or a file "
+      "of traced traffic (.json, .yaml), whose mesh it is then");
   parser->add_option("--mapping", flags->mapping,
                      "Your own placement: a rank file of Open MPI, or a host a line");
   parser->add_flag("--keep", flags->keep,

@@ -1,9 +1,15 @@
+#include <iostream>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "commands.h"
 #include "tessera/base/error.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
+#include "tessera/config/internal/hwloc_topology.h"
+#include "tessera/config/topology_file.h"
+#include "tessera/config/traffic_file.h"
 #include "tessera/launch/local_run.h"
 
 namespace tessera::app {
@@ -16,6 +22,7 @@ struct RunOptions {
   std::string output = "live";
   // MiB.
   std::int64_t keep = 1024;
+  std::string traffic, topology;
 };
 
 int threads_from(const std::string& text) {
@@ -23,10 +30,28 @@ int threads_from(const std::string& text) {
   if (text == "off") return LocalRun::off;
   if (text.empty() || text.size() > 6 ||
       text.find_first_not_of("0123456789") != std::string::npos || std::stoi(text) < 1) {
-    throw InvalidArgument(
-        concat("--threads ", text, ": give auto, off or a number from 1 to 999999"));
+    throw InvalidArgument("--threads ", text, ": give auto, off or a number from 1 to 999999");
   }
   return std::stoi(text);
+}
+
+// The slot of each rank for the traffic of --map, on this host.
+std::vector<int> mapped_slots(const RunOptions& options) {
+  const int ranks = options.run.ranks;
+  const MeshTraffic step = read_traffic(options.traffic);
+  if (const int size = Mesh(step.axes).size(); size != ranks)
+    throw InvalidArgument("--map ", options.traffic, " is traffic of a mesh of ", size,
+                          " ranks, but -n is ", ranks);
+  const Topology host =
+      options.topology.empty() ? live_host_of(ranks, "host0") : read_topology(options.topology);
+  if (host.hosts.size() != 1 || host.slots() != ranks)
+    throw InvalidArgument("--topology ", options.topology, " has ", host.slots(), " slots on ",
+                          host.hosts.size(), " hosts; `tessera run` needs one host with ", ranks);
+  const RankMapping mapping = optimise_mapping(CostModel(host, step.axes, step.traffic));
+  std::cerr << concat("tessera run: ranks on slots ", list(mapping.slot_of), ", ",
+                      significant(1e3 * mapping.seconds, 3), " ms per step instead of ",
+                      significant(1e3 * mapping.naive_seconds, 3), "\n");
+  return mapping.slot_of;
 }
 
 }  // namespace
@@ -72,6 +97,17 @@ Command add_run(CLI::App& program) {
                    "Tie each rank to its share of the cores: none or cores")
       ->check(CLI::IsMember({"none", "cores"}))
       ->capture_default_str();
+  CLI::Option* bind = parser->get_option("--bind");
+  CLI::Option* map = parser->add_option("--map", options->traffic,
+                                        "Map the ranks to this host's devices and cores for the "
+                                        "traffic in this file (ts.write_traffic), "
+                                        "and tie them to these cores unless --bind says none");
+  parser
+      ->add_option(
+          "--topology", options->topology,
+          "With --map: this host as `tessera bench topology` measured it, in place of what "
+          "hwloc sees")
+      ->needs(map);
   parser
       ->add_option("--output", options->output,
                    "live: lines as they come; by-rank: all of rank 0, then all of rank 1, ...")
@@ -84,10 +120,11 @@ Command add_run(CLI::App& program) {
       ->capture_default_str();
   parser->add_option("program", run.command, "Program and its arguments")->required();
   parser->positionals_at_end();
-  return {parser, [options] {
+  return {parser, [options, bind] {
             LocalRun request = options->run;
             request.threads = threads_from(options->threads);
-            request.bind = options->bind == "cores";
+            if (!options->traffic.empty()) request.slot_of = mapped_slots(*options);
+            request.bind = bind->count() > 0 ? options->bind == "cores" : !request.slot_of.empty();
             request.output =
                 options->output == "live" ? LocalRun::Output::live : LocalRun::Output::by_rank;
             request.keep_bytes = options->keep << 20;

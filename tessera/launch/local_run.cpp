@@ -82,16 +82,22 @@ class Runner {
   static const LocalRun& checked(const LocalRun& run) {
     if (run.command.empty()) throw InvalidArgument("run_local: no program to run");
     if (run.ranks < 1)
-      throw InvalidArgument(concat("run_local: ", run.ranks, " ranks; at least 1 is needed"));
+      throw InvalidArgument("run_local: ", run.ranks, " ranks; at least 1 is needed");
     if (run.threads < LocalRun::automatic)
-      throw InvalidArgument(
-          concat("run_local: ", run.threads, " threads; give automatic, off or a number"));
-    for (double seconds : {run.timeout, run.grace, run.linger}) {
-      if (!(seconds >= 0 && seconds < 1e9))
-        throw InvalidArgument(concat("run_local: ", seconds, " s is no time; give 0 to 1e9"));
+      throw InvalidArgument("run_local: ", run.threads,
+                            " threads; give automatic, off or a number");
+    if (std::vector<int> slots = run.slot_of; !slots.empty()) {
+      std::ranges::sort(slots);
+      for (int r = 0; r < run.ranks; ++r)
+        if (slots.size() != static_cast<std::size_t>(run.ranks) || slots[r] != r)
+          throw InvalidArgument("run_local: slots ", list(run.slot_of), " for ", run.ranks,
+                                " ranks; give each slot from 0 once");
     }
+    for (double seconds : {run.timeout, run.grace, run.linger})
+      if (!(seconds >= 0 && seconds < 1e9))
+        throw InvalidArgument("run_local: ", seconds, " s is no time; give 0 to 1e9");
     if (run.keep_bytes < 0)
-      throw InvalidArgument(concat("run_local: ", run.keep_bytes, " bytes to keep; at least 0"));
+      throw InvalidArgument("run_local: ", run.keep_bytes, " bytes to keep; at least 0");
     return run;
   }
 
@@ -152,31 +158,32 @@ class Runner {
     RankCommand command;
     command.arguments = run_.command;
     command.environment = environment_;
-    for (const char* name : {"TESSERA_RANK", "TESSERA_LOCAL_RANK", "RANK", "LOCAL_RANK"})
+    const int slot = run_.slot_of.empty() ? r : run_.slot_of[r];
+    for (const char* name : {"TESSERA_RANK", "RANK"})
       command.environment.push_back(concat(name, "=", r));
-    if (run_.bind) command.cpus = shares_[r];
+    for (const char* name : {"TESSERA_LOCAL_RANK", "LOCAL_RANK"})
+      command.environment.push_back(concat(name, "=", slot));
+    if (run_.bind) command.cpus = shares_[slot];
     command.grace_ms = static_cast<std::int64_t>(run_.grace * 1000);
     command.descriptors = descriptors_.before();
     std::vector<int> mine{signals_.fd(), port_.fd()};
-    for (const Rank& other : ranks_) {
+    for (const Rank& other : ranks_)
       if (other.process.control >= 0) mine.push_back(other.process.control);
-    }
     outputs_.append_descriptors(mine);
     rank.process = start_supervised(command, mine, signals_.mask(), signals_.pipe_action());
     outputs_.attach(rank.process.out, rank.process.err);
   }
 
   bool all_gone() const {
-    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.gone; });
+    return std::ranges::all_of(ranks_, [](const Rank& r) { return r.gone; });
   }
   bool done() const { return all_gone() && outputs_.all_read(); }
 
   void step() {
     std::vector<pollfd> fds;
     fds.push_back({signals_.fd(), POLLIN, 0});
-    for (const Rank& rank : ranks_) {
+    for (const Rank& rank : ranks_)
       if (rank.process.control >= 0) fds.push_back({rank.process.control, POLLIN, 0});
-    }
     outputs_.watch(fds);
     poll(fds.data(), fds.size(), wait_ms());
     read_reports();
@@ -199,9 +206,8 @@ class Runner {
   int wait_ms() const {
     if (outputs_.ready_to_pass_on()) return 0;
     std::int64_t next = 0;
-    for (std::int64_t at : {timeout_ns(), terminate_ns_, kill_ns_, give_up_ns_, reader_ns()}) {
+    for (std::int64_t at : {timeout_ns(), terminate_ns_, kill_ns_, give_up_ns_, reader_ns()})
       if (at > 0 && (next == 0 || at < next)) next = at;
-    }
     if (next == 0) return -1;
     return static_cast<int>(
         std::clamp<std::int64_t>((next - monotonic_ns()) / 1000000 + 1, 0, 60000));
@@ -233,9 +239,8 @@ class Runner {
     const std::int64_t now = monotonic_ns();
     if (timeout_ns() > 0 && now >= timeout_ns()) {
       result_.timed_out = true;
-      for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      for (std::size_t r = 0; r < ranks_.size(); ++r)
         if (!ranks_[r].ended) result_.still_running.push_back(static_cast<int>(r));
-      }
       end_ranks(124);
     }
     if (terminate_ns_ > 0 && now >= terminate_ns_) {
@@ -281,10 +286,9 @@ class Runner {
   }
 
   void command(const SupervisorCommand& command) {
-    for (const Rank& rank : ranks_) {
+    for (const Rank& rank : ranks_)
       if (rank.process.control >= 0)
         send(rank.process.control, &command, sizeof command, MSG_NOSIGNAL | MSG_DONTWAIT);
-    }
   }
 
   void read_signals() {
@@ -330,8 +334,8 @@ class Runner {
         just_ended.push_back(static_cast<int>(r));
       }
     }
-    std::stable_sort(just_ended.begin(), just_ended.end(),
-                     [&](int a, int b) { return ranks_[a].ended_ns < ranks_[b].ended_ns; });
+    std::ranges::stable_sort(just_ended,
+                             [&](int a, int b) { return ranks_[a].ended_ns < ranks_[b].ended_ns; });
     for (int r : just_ended) note_end(r);
   }
 
@@ -386,8 +390,7 @@ class Runner {
   }
 
   bool is_supervisor(pid_t pid) const {
-    return std::any_of(ranks_.begin(), ranks_.end(),
-                       [&](const Rank& r) { return r.process.supervisor == pid; });
+    return std::ranges::any_of(ranks_, [&](const Rank& r) { return r.process.supervisor == pid; });
   }
 
   void report() {

@@ -35,6 +35,9 @@ struct LocalRun {
   std::string allocator = "system";
   /// Bind each rank to its own block of CPUs, as share_cpus() divides them.
   bool bind = false;
+  /// The slot of each rank on this host, which is its local rank: the number of its device and,
+  /// with `bind`, of its block of CPUs. Empty: rank r is on slot r.
+  std::vector<int> slot_of = {};
   /// live: lines as they come. by_rank: all of rank 0, then all of rank 1, ...
   enum class Output { live, by_rank } output = Output::live;
   /// The number of bytes of lines that may wait for their rank's turn with Output::by_rank, in the

@@ -75,6 +75,35 @@ std::set<std::vector<int>> as_set(const Json& lists) {
 
 }  // namespace
 
+TEST_F(PlanCommand, TrafficOfATracedStep) {
+  write("step.yaml",
+        "mesh: {data: 2, model: 2}\ntraffic:\n"
+        "  - {axes: [data], collective: all_reduce, bytes: 64e6, calls: 2}\n"
+        "  - {axes: [data, model], collective: broadcast, bytes: 8}\n");
+  const auto written = plan(
+      "--hosts 2x2 --mesh data=2,model=2 --traffic "
+      "data=all_reduce:64MB*2,data-model=broadcast:8");
+  ASSERT_EQ(written.status, 0) << written.err;
+  const auto traced = plan("--hosts 2x2 --traffic step.yaml");
+  EXPECT_EQ(traced.status, 0) << traced.err;
+  EXPECT_EQ(traced.out, written.out);
+  EXPECT_EQ(plan("--hosts 2x2 --mesh data=2,model=2 --traffic step.yaml").out, written.out);
+  std::filesystem::create_directories(path("below"));
+  write(
+      "below/step.json",
+      R"({"mesh": {"data": 2, "model": 2}, "traffic": [{"axes": ["data"], "collective": "all_reduce", "bytes": 64e6, "calls": 2}, {"axes": ["data", "model"], "collective": "broadcast", "bytes": 8}]})");
+  write("below/request.yaml", "hosts: 2x2\ntraffic: step.json\n");
+  EXPECT_EQ(plan("below/request.yaml").out, written.out);
+  const auto other = plan("--hosts 2x2 --mesh rows=4 --traffic step.yaml");
+  EXPECT_EQ(other.status, 125);
+  EXPECT_SAYS(other.err, "'data'");
+  EXPECT_SAYS(plan("--hosts 2x2 --traffic absent.yaml").err, "absent.yaml");
+  write("step.yaml", "mesh: {data: 4}\ntraffic: [{axes: [data], collective: send, bytes: .inf}]\n");
+  const auto infinite = plan("--hosts 2x2 --traffic step.yaml");
+  EXPECT_EQ(infinite.status, 125);
+  EXPECT_SAYS(infinite.err, "step.yaml");
+}
+
 TEST_F(PlanCommand, NamedOrdersOfTheVectors) {
   std::ifstream file(TESSERA_VECTORS);
   const Json vectors = Json::parse(file);
@@ -224,6 +253,7 @@ TEST_F(PlanCommand, BadInputIsAnErrorThatSaysWhy) {
   says("--mesh data=8 --groups model", "'model'");
   says("--mesh data=8 --traffic data=all_reduce:1MB", "no machines");
   says("--mesh data=8 --hosts 1x4", "8 ranks does not fit on 1 hosts with 4 devices");
+  says("--mesh data=8 --hosts 1x4", "give it smaller axes, or more hosts or devices");
   says("--mesh data=8 --hosts 2x4 --traffic data=gossip:1MB", "'gossip'");
   says("--mesh data=8 --hosts 2x4 --traffic data=all_reduce:1parsec", "'parsec'");
   says("--mesh data=8 --hosts 2x4 --topology x.yaml", "in one way");

@@ -164,12 +164,84 @@ TEST(LauncherEnvironment, BindingGivesEachRankItsShare) {
     const auto shares = share_cpus(cpus, ranks);
     for (int r = 0; r < ranks; ++r) {
       std::vector<int> share = shares[r];
-      std::sort(share.begin(), share.end());
+      std::ranges::sort(share);
       std::string expected = "cpus";
       for (int cpu : share) expected += " " + std::to_string(cpu);
       EXPECT_EQ(lines_of_rank(run.out(), "[" + std::to_string(r) + "] "), Words{expected});
     }
   }
+}
+
+// Of one host with four devices, of which the first two and the last two are near each other.
+Words map_files(const Folder& folder) {
+  std::ofstream(folder.path() / "host.yaml")
+      << "hosts: [{name: h, devices: 4, link: far, links: [{between: [0, 1], class: near}, "
+         "{between: [2, 3], class: near}]}]\n"
+         "device_links: [{name: far, latency: 1us, bandwidth: 1GB/s}, {name: near, latency: 1us, "
+         "bandwidth: 100GB/s}]\n";
+  std::ofstream(folder.path() / "step.yaml")
+      << "mesh: {data: 2, model: 2}\n"
+         "traffic: [{axes: [data], collective: all_reduce, bytes: 64000000}]\n";
+  return {"--map", folder.path() / "step.yaml", "--topology", folder.path() / "host.yaml"};
+}
+
+TEST(LauncherMap, RanksAreOnTheSlotsOfTheirTraffic) {
+  const Folder folder;
+  const Words options = map_files(folder);
+  Process run(command(
+      4, options,
+      {"env=TESSERA_RANK", "env=TESSERA_LOCAL_RANK", "env=RANK", "env=LOCAL_RANK", "affinity"}));
+  ASSERT_EQ(run.finish(), 0) << run.err();
+  EXPECT_NE(run.err().find("ranks on slots [0, 2, 1, 3]"), std::string::npos) << run.err();
+  const std::vector<int> slots{0, 2, 1, 3};
+  const auto shares = share_cpus(cpu_budget().cpus, 4);
+  for (int r = 0; r < 4; ++r) {
+    const auto rank = std::to_string(r), slot = std::to_string(slots[r]);
+    std::vector<int> share = shares[slots[r]];
+    std::ranges::sort(share);
+    std::string cpus = "cpus";
+    for (const int cpu : share) cpus += " " + std::to_string(cpu);
+    EXPECT_EQ(lines_of_rank(run.out(), "[" + rank + "] "),
+              (Words{"TESSERA_RANK=" + rank, "TESSERA_LOCAL_RANK=" + slot, "RANK=" + rank,
+                     "LOCAL_RANK=" + slot, cpus}));
+  }
+}
+
+TEST(LauncherMap, BindsNothingWhereThatIsSaid) {
+  const Folder folder;
+  const auto all = cpu_budget().cpus;
+  for (const std::string bind : {"none", "cores"}) {
+    Words options = map_files(folder);
+    options.insert(options.end(), {"--bind", bind});
+    Process run(command(4, options, {"env=LOCAL_RANK", "affinity"}));
+    ASSERT_EQ(run.finish(), 0) << run.err();
+    const auto lines = lines_of_rank(run.out(), "[1] ");
+    ASSERT_EQ(lines.size(), 2u);
+    EXPECT_EQ(lines[0], "LOCAL_RANK=2");
+    const auto cpus = std::ranges::count(lines[1], ' ');
+    EXPECT_EQ(cpus, static_cast<std::ptrdiff_t>(bind == "none" ? all.size()
+                                                               : share_cpus(all, 4)[2].size()))
+        << lines[1];
+  }
+}
+
+TEST(LauncherMap, WhatDoesNotFitIsRefused) {
+  const Folder folder;
+  const Words fine = map_files(folder);
+  const auto refuses = [&](int ranks, const Words& options, int status, const std::string& why) {
+    Process run(command(ranks, options, {"print=started"}));
+    EXPECT_EQ(run.finish(), status) << run.err();
+    EXPECT_NE(run.err().find(why), std::string::npos) << run.err();
+    EXPECT_EQ(run.out(), "");
+  };
+  refuses(2, fine, 125, "a mesh of 4 ranks, but -n is 2");
+  refuses(4, {"--map", folder.path() / "absent.yaml"}, 125, "absent.yaml");
+  refuses(4, {"--topology", fine[3]}, 2, "--map");
+  std::ofstream(folder.path() / "two.yaml") << "hosts: 2x2\n";
+  refuses(4, {"--map", fine[1], "--topology", folder.path() / "two.yaml"}, 125, "one host with 4");
+  std::ofstream(folder.path() / "wrong.yaml")
+      << "mesh: {data: 4}\ntraffic: [{axes: [data], collective: send, bytes: .inf}]\n";
+  refuses(4, {"--map", folder.path() / "wrong.yaml"}, 125, "wrong.yaml");
 }
 
 TEST(LauncherEnvironment, OversubscriptionIsReported) {
@@ -198,7 +270,7 @@ TEST(LauncherOutput, PrefixesHaveOneWidth) {
   Process run(command(11, {}, {"print=x"}));
   ASSERT_EQ(run.finish(), 0);
   Words lines = lines_of(run.out());
-  std::sort(lines.begin(), lines.end());
+  std::ranges::sort(lines);
   ASSERT_EQ(lines.size(), 11u);
   EXPECT_EQ(lines.front(), "[ 0] x");
   EXPECT_EQ(lines.back(), "[10] x");

@@ -5,7 +5,6 @@
 #include <filesystem>
 
 #include "tessera/base/internal/split.h"
-#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
@@ -13,6 +12,7 @@
 #include "tessera/config/group_config_file.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
+#include "tessera/config/traffic_file.h"
 #include "tessera/mesh/errors.h"
 
 namespace tessera {
@@ -28,7 +28,7 @@ std::vector<std::pair<std::string, std::string>> pairs(const std::string& text,
   for (const auto& item : parse_names(text, what)) {
     const auto equals = item.find('=');
     if (equals == std::string::npos || equals == 0 || equals + 1 == item.size())
-      throw ConfigFileError(concat(what, " '", text, "': '", item, "' is not name=value"));
+      throw ConfigFileError(what, " '", text, "': '", item, "' is not name=value");
     result.emplace_back(item.substr(0, equals), item.substr(equals + 1));
   }
   return result;
@@ -36,7 +36,7 @@ std::vector<std::pair<std::string, std::string>> pairs(const std::string& text,
 
 int parse_size(const std::string& text, const std::string& what) {
   if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos)
-    throw ConfigFileError(concat(what, ": '", text, "' is not a whole number from 0 to 999999999"));
+    throw ConfigFileError(what, ": '", text, "' is not a whole number from 0 to 999999999");
   return std::stoi(text);
 }
 
@@ -45,8 +45,8 @@ FamilyTraffic parse_one(const std::string& family, const std::string& text,
   FamilyTraffic traffic{family, Collective::all_reduce, 0, 1};
   const auto colon = text.find(':');
   if (colon == std::string::npos)
-    throw ConfigFileError(concat(what, ": '", text, "' of '", family,
-                                 "' is not collective:bytes, as in all_reduce:512MB"));
+    throw ConfigFileError(what, ": '", text, "' of '", family,
+                          "' is not collective:bytes, as in all_reduce:512MB");
   traffic.collective = collective_from(text.substr(0, colon));
   std::string amount = text.substr(colon + 1);
   if (const auto star = amount.find('*'); star != std::string::npos) {
@@ -83,22 +83,11 @@ std::vector<std::string> read_names(Fields& fields, const std::string& field) {
 
 }  // namespace
 
-std::string format_traffic(const std::vector<Traffic>& traffic) {
-  std::string text;
-  for (const Traffic& one : traffic) {
-    text += text.empty() ? "" : ",";
-    for (std::size_t i = 0; i < one.axes.size(); ++i) text += (i > 0 ? "-" : "") + one.axes[i];
-    text += concat("=", to_string(one.collective), ":", significant(one.bytes, 15), "B*",
-                   significant(one.calls, 15));
-  }
-  return text;
-}
-
 std::vector<std::string> parse_names(const std::string& text, const std::string& what) {
   std::vector<std::string> names = split(text, ',');
-  if (std::find(names.begin(), names.end(), "") != names.end())
-    throw ConfigFileError(
-        concat(what, " '", text, "' has an empty item; write names with single commas between"));
+  if (std::ranges::find(names, "") != names.end())
+    throw ConfigFileError(what, " '", text,
+                          "' has an empty item; write names with single commas between");
   return names;
 }
 
@@ -107,7 +96,7 @@ std::vector<Axis> parse_axes(const std::string& text, const std::string& what) {
   for (const auto& [name, size] : pairs(text, what)) {
     for (const Axis& known : axes)
       if (known.name == name)
-        throw RepeatedName(concat(what, " '", text, "': axis '", name, "' is duplicated"));
+        throw RepeatedName(what, " '", text, "': axis '", name, "' is duplicated");
     axes.push_back({name, parse_size(size, concat(what, ": size of '", name, "'"))});
   }
   return axes;
@@ -118,6 +107,22 @@ std::vector<FamilyTraffic> parse_traffic(const std::string& text, const std::str
   for (const auto& [family, value] : pairs(text, what))
     traffic.push_back(parse_one(family, value, what));
   return traffic;
+}
+
+void set_traffic(PlanRequest& request, const std::string& text, const std::string& what,
+                 const std::string& folder) {
+  if (!text.ends_with(".json") && !text.ends_with(".yaml") && !text.ends_with(".yml")) {
+    request.traffic = parse_traffic(text, what);
+    return;
+  }
+  const MeshTraffic step = read_traffic((std::filesystem::path(folder) / text).string());
+  if (request.mesh.empty() && request.order.empty() && !request.tree) request.mesh = step.axes;
+  request.traffic.clear();
+  for (const Traffic& t : step.traffic) {
+    std::string family;
+    for (const auto& axis : t.axes) family += concat(family.empty() ? "" : "-", axis);
+    request.traffic.push_back({family, t.collective, t.bytes, t.calls});
+  }
 }
 
 std::vector<int> parse_ranks(const std::string& text, const std::string& what) {
@@ -166,7 +171,7 @@ PlanRequest read_plan_request(const std::string& path) {
   }
   if (const Json* traffic = fields.raw("traffic")) {
     if (traffic->is_string()) {
-      request.traffic = parse_traffic(traffic->get<std::string>(), fields.where("traffic"));
+      set_traffic(request, traffic->get<std::string>(), fields.where("traffic"), folder.string());
     } else {
       Fields by_name(*traffic, fields.where("traffic"));
       for (const auto& [family, unused] : traffic->items())

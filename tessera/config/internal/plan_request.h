@@ -57,8 +57,10 @@ std::vector<Axis> parse_axes(const std::string& text, const std::string& what);
 /// Reads traffic: "model=all_reduce:512MB,data=all_gather:1GB*2" (`*2`: two calls per step).
 std::vector<FamilyTraffic> parse_traffic(const std::string& text,
                                          const std::string& what = "traffic");
-/// Writes what parse_traffic() reads, for `tessera plan --traffic` and the file of a request.
-std::string format_traffic(const std::vector<Traffic>& traffic);
+/// Sets the traffic: a text as above, or a file of write_traffic(), by its ending, in `folder`; the
+/// file's mesh is the request's unless that has one.
+void set_traffic(PlanRequest& request, const std::string& text, const std::string& what,
+                 const std::string& folder = "");
 /// Reads names: "a,b" -> {"a", "b"}. Throws ConfigFileError for an empty item.
 std::vector<std::string> parse_names(const std::string& text, const std::string& what);
 
