@@ -15,7 +15,6 @@
 #include "tessera/comm/job/mesh_traffic.h"
 #include "tessera/comm/job/threads.h"
 #include "tessera/tensor/policy.h"
-#include "tessera/tensor/refusals.h"
 
 namespace tessera::python {
 
@@ -114,7 +113,7 @@ Policy policy(const std::string& name) {
   if (name == "allow") return Policy::allow;
   if (name == "warn") return Policy::warn;
   if (name == "error") return Policy::error;
-  throw InvalidArgument(concat("a policy is 'allow', 'warn' or 'error', not '", name, "'"));
+  throw InvalidArgument("a policy is 'allow', 'warn' or 'error', not '", name, "'");
 }
 
 using MeshPtr = c10::intrusive_ptr<PyMesh>;
@@ -125,12 +124,17 @@ using TracePtr = c10::intrusive_ptr<PyTrace>;
 std::vector<Axis> mesh_axes(const std::vector<std::string>& names,
                             const std::vector<std::int64_t>& sizes) {
   if (names.size() != sizes.size())
-    throw InvalidArgument(
-        concat("a mesh with ", names.size(), " names and ", sizes.size(), " sizes"));
+    throw InvalidArgument("a mesh with ", names.size(), " names and ", sizes.size(), " sizes");
   std::vector<Axis> all;
   for (std::size_t i = 0; i < names.size(); ++i)
     all.push_back({names[i], static_cast<int>(sizes[i])});
   return all;
+}
+
+std::string joined_axes(const std::vector<std::string>& axes) {
+  std::string text;
+  for (const std::string& axis : axes) text += (text.empty() ? "" : "-") + axis;
+  return text;
 }
 
 PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes)
@@ -211,13 +215,10 @@ void register_mesh(Library& library) {
         self->trace->write_timeline(path, here().rank());
       });
 
-  library.def("traffic_of", [](const TracePtr& trace, const MeshPtr& mesh, double steps) {
+  library.def("mean_traffic", [](const TracePtr& trace, const MeshPtr& mesh, double steps) {
     std::vector<std::tuple<std::string, std::string, double, double>> all;
-    for (const Traffic& t : tessera::traffic_of(*trace->trace, mesh->mesh, steps).traffic) {
-      std::string axes;
-      for (const std::string& axis : t.axes) axes += (axes.empty() ? "" : "-") + axis;
-      all.emplace_back(axes, to_string(t.collective), t.bytes, t.calls);
-    }
+    for (const Traffic& t : mean_traffic(*trace->trace, mesh->mesh, steps).moved.traffic)
+      all.emplace_back(joined_axes(t.axes), to_string(t.collective), t.bytes, t.calls);
     return all;
   });
   library.def("init", &init);

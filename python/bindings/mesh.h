@@ -24,6 +24,9 @@ struct PyMesh : torch::CustomClassHolder {
 std::vector<Axis> mesh_axes(const std::vector<std::string>& names,
                             const std::vector<std::int64_t>& sizes);
 
+/// "data-model": how Python writes several axes.
+std::string joined_axes(const std::vector<std::string>& axes);
+
 /// The current manager; throws ConfigurationError where there is none.
 DistributedManager here();
 

@@ -10,13 +10,17 @@
 #include "library.h"
 #include "mesh.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/job/find_topology.h"
+#include "tessera/mesh/mapping/mesh_traffic.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
 #include "tessera/mesh/order.h"
 
 #ifdef TESSERA_PYTHON_HAS_CONFIG
 #include "tessera/config/group_config_file.h"
+#include "tessera/config/machine_look.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
+#include "tessera/config/traffic_file.h"
 #endif
 
 namespace tessera::python {
@@ -84,14 +88,14 @@ MappingValues map_ranks(const TopologyPtr& topology, const Names& names, const N
 FileFormat format_of(const std::string& name) {
   if (name == "yaml") return FileFormat::yaml;
   if (name == "json") return FileFormat::json;
-  throw InvalidArgument(concat("a format is 'yaml' or 'json', not '", name, "'"));
+  throw InvalidArgument("a format is 'yaml' or 'json', not '", name, "'");
 }
 #endif
 
 [[maybe_unused]] [[noreturn]] void without_config(const char* what) {
-  throw NotAvailable(concat(what,
-                            " needs Tessera::config, which this build lacks: build it where "
-                            "nlohmann-json and yaml-cpp are installed"));
+  throw NotAvailable(what,
+                     " needs Tessera::config, which this build lacks: build it where "
+                     "nlohmann-json and yaml-cpp are installed");
 }
 
 ConfigPtr config_from(const std::string& text, const std::string& format, bool file) {
@@ -115,8 +119,7 @@ std::string config_text(const ConfigPtr& config, const std::string& format) {
 
 TopologyPtr topology_from(const std::string& text, const std::string& format) {
 #ifdef TESSERA_PYTHON_HAS_CONFIG
-  return c10::make_intrusive<PyTopology>(format == "file"  ? read_topology(text)
-                                         : format == "job" ? find_topology({.file = text})
+  return c10::make_intrusive<PyTopology>(format == "file" ? read_topology(text)
                                          : format == "hosts"
                                              ? parse_hosts(text)
                                              : parse_topology(text, format_of(format)));
@@ -124,6 +127,62 @@ TopologyPtr topology_from(const std::string& text, const std::string& format) {
   static_cast<void>(text), static_cast<void>(format);
   without_config("reading a topology");
 #endif
+}
+
+FoundTopology found_topology(const TopologyPtr& topology, const Numbers& slot_of) {
+  return {topology->topology, to_ints(slot_of), {}};
+}
+
+/// The topology, the slot of each rank, and what is unknown.
+std::tuple<TopologyPtr, Numbers, Names> find_machines(const std::string& file) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  const MachineLook look = machine_look({.file = file});
+#else
+  if (!file.empty()) without_config("reading a topology");
+  const MachineLook look;
+#endif
+  FoundTopology found = find_topology(here(), look);
+  return {c10::make_intrusive<PyTopology>(std::move(found.topology)), from_ints(found.slot_of),
+          std::move(found.unknown)};
+}
+
+/// Axes, sizes, and what moves.
+using StepTexts = std::tuple<Names, Numbers, TrafficTexts>;
+
+StepTexts traffic_from(const std::string& path) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  const MeshTraffic step = read_traffic(path);
+  const auto [names, sizes, ranks] = table(Mesh(step.axes));
+  TrafficTexts texts;
+  for (const Traffic& t : step.traffic)
+    texts.emplace_back(joined_axes(t.axes), to_string(t.collective), t.bytes, t.calls);
+  return {names, sizes, texts};
+#else
+  static_cast<void>(path);
+  without_config("reading traffic");
+#endif
+}
+
+void write_step(const Names& names, const Numbers& sizes, const TrafficTexts& traffic,
+                const std::string& path) {
+#ifdef TESSERA_PYTHON_HAS_CONFIG
+  write_traffic({mesh_axes(names, sizes), traffic_of(traffic)}, path);
+#else
+  static_cast<void>(names), static_cast<void>(sizes), static_cast<void>(traffic);
+  static_cast<void>(path), without_config("writing traffic");
+#endif
+}
+
+/// The mapping; seconds and bytes between hosts, now and mapped; the ranks; all as text.
+using GainValues = std::tuple<MappingValues, std::vector<double>, Numbers, std::string>;
+GainValues gain_values(const c10::intrusive_ptr<PyMesh>& mesh, const TopologyPtr& topology,
+                       const Numbers& slot_of, const TrafficTexts& traffic) {
+  const MappingGain gain =
+      mapping_gain(mesh->mesh.mesh(), found_topology(topology, slot_of), traffic_of(traffic));
+  return {values(gain.mapping),
+          {gain.seconds, gain.mapped_seconds, gain.bytes, gain.mapped_bytes},
+          from_ints(gain.ranks),
+          gain.to_string()};
 }
 
 std::string launcher_file(const std::string& kind, const TopologyPtr& topology,
@@ -219,6 +278,10 @@ void register_trees(Library& library) {
   library.def("topology", &topology_from);
   library.def("launcher_file", &launcher_file);
   library.def("map_ranks", &map_ranks);
+  library.def("find_topology", &find_machines);
+  library.def("read_traffic", &traffic_from);
+  library.def("write_traffic", &write_step);
+  library.def("mapping_gain", &gain_values);
   // The table of a mesh whose ranks sit as a mapping says.
   library.def("mapped_mesh", [](const Names& names, const Numbers& sizes, const Numbers& slot_of) {
     RankMapping mapping;
@@ -234,9 +297,13 @@ void register_trees(Library& library) {
                 }
               });
   library.def("create_groups_on", [](const ConfigPtr& config, const TopologyPtr& topology,
+                                     const std::optional<Numbers>& slot_of,
                                      const TrafficTexts& traffic, bool eager) {
-    return values(here().create_process_groups(config->config, topology->topology,
-                                               traffic_of(traffic), eager));
+    if (!slot_of)
+      return values(here().create_process_groups(config->config, topology->topology,
+                                                 traffic_of(traffic), eager));
+    return values(create_process_groups(here(), config->config, found_topology(topology, *slot_of),
+                                        traffic_of(traffic), eager));
   });
 }
 

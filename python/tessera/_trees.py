@@ -242,33 +242,30 @@ def read_topology(path):
     return Topology(ops.topology(os.fspath(path), "file"))
 
 
+@dataclass(frozen=True)
+class FoundTopology:
+    """The machines of a running job, as its ranks found them (`find_topology`). `create_process_groups` and `mapping_gain` take it."""
+
+    topology: Topology
+    """With a slot for each rank."""
+    slot_of: tuple
+    """The slot of each rank."""
+    unknown: tuple
+    """What could not be found, one sentence each; there the topology has its defaults."""
+
+
 def find_topology(file=""):
-    """The machines of this job: from a file of `tessera bench topology`, or the hosts that the launcher reports, Slurm's switches, and the inside of a host as hwloc sees it.
+    """The machines of this job: each rank says its host, the first of each host its inside as hwloc sees it, and rank 0 Slurm's switches.
 
-    What a rank finds depends on its own host; `create_process_groups` compares the plans that follow. Raises ConfigurationError if the launcher does not say how
-    many ranks each host has, MappingError if the file has another number of slots than the job has ranks.
+    `file`: of `tessera bench topology`, which rank 0 reads in place of the last two. Returns a `FoundTopology`, the same on all ranks; collective over the world.
+    Raises on every rank ConfigurationError for a file that cannot be read, MappingError for one that has another number of slots than the job has ranks.
 
-    >>> ts.find_topology().slots
-    1
+    >>> found = ts.find_topology()
+    >>> found.topology.slots, found.slot_of
+    (1, (0,))
     """
-    return Topology(ops.topology(os.fspath(file), "job"))
-
-
-def traffic_of(trace, mesh, steps=1):
-    """What the calls of a `CommTrace` move in a step along the axes of a mesh, as a list of `Traffic`: for `optimise_mapping` and `create_process_groups`.
-
-    Of this rank's calls over groups of the mesh, in `steps` steps; messages and exchanges with neighbours count as send. Not collective.
-    Raises InvalidArgument for a number of steps that is not above 0.
-
-    >>> def rank_program(rank):
-    ...     mesh = ts.Mesh({"data": 2, "model": 2})
-    ...     with ts.CommTrace() as trace:
-    ...         mesh.group("data").all_reduce(torch.ones(1000))
-    ...     return ts.traffic_of(trace, mesh)
-    >>> ts.run_threads(4, rank_program)[0]
-    [Traffic(axes='data', collective='all_reduce', bytes=4000.0, calls=1.0)]
-    """
-    return [Traffic(*one) for one in ops.traffic_of(trace._handle, mesh._handle, float(steps))]
+    topology, slot_of, unknown = ops.find_topology(os.fspath(file))
+    return FoundTopology(Topology(topology), tuple(slot_of), tuple(unknown))
 
 
 def parse_topology(text, format="yaml"):
@@ -307,6 +304,93 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class MeshTraffic:
+    """What a step moves along the axes of a mesh: traced by `mean_traffic`, kept in a file by `write_traffic`.
+
+    >>> ts.MeshTraffic({"data": 2, "tensor": 4}, (ts.Traffic("tensor", bytes=64e6, calls=96),)).mesh
+    {'data': 2, 'tensor': 4}
+    """
+
+    mesh: dict
+    """Names and sizes of the axes, outermost first."""
+    traffic: tuple
+    """A `Traffic` for each family of groups, collective and power of two of bytes."""
+
+    def _texts(self):
+        return list(self.mesh), [index(n) for n in self.mesh.values()], _traffic(self.traffic)
+
+
+def mean_traffic(trace, mesh, steps=1):
+    """What the calls of the ranks' `CommTrace`s move in a step along the axes of a mesh: the mean over all ranks, of `steps` steps each.
+
+    Calls over groups that are none of the mesh's do not count. A message, or an exchange with neighbours, counts once, as send, for the pair of neighbours that it
+    passes. Collective over the mesh; every rank gets the same `MeshTraffic`. Raises InvalidArgument, on every rank, for a number of steps that is not finite and
+    above 0.
+
+    >>> def rank_program(rank):
+    ...     mesh = ts.Mesh({"data": 2, "model": 2})
+    ...     with ts.CommTrace() as trace:
+    ...         mesh.group("data").all_reduce(torch.ones(1000))
+    ...     return ts.mean_traffic(trace, mesh).traffic
+    >>> ts.run_threads(4, rank_program)[0]
+    (Traffic(axes='data', collective='all_reduce', bytes=4000.0, calls=1.0),)
+    """
+    texts = ops.mean_traffic(trace._handle, mesh._handle, float(steps))
+    return MeshTraffic(dict(mesh.axes), tuple(Traffic(*one) for one in texts))
+
+
+def read_traffic(path):
+    """Traffic from a .json, .yaml or .yml file. Raises ConfigFileError for one that is absent or holds anything else, numbers that are negative or not finite included.
+
+    >>> ts.write_traffic(ts.MeshTraffic({"data": 2}, (ts.Traffic("data", bytes=4e6),)), "traffic.yaml")
+    >>> ts.read_traffic("traffic.yaml").traffic
+    (Traffic(axes='data', collective='all_reduce', bytes=4000000.0, calls=1.0),)
+    """
+    names, sizes, texts = ops.read_traffic(os.fspath(path))
+    return MeshTraffic(dict(zip(names, sizes)), tuple(Traffic(*one) for one in texts))
+
+
+def write_traffic(traffic, path):
+    """Writes a `MeshTraffic` for `read_traffic`, `tessera run --map` and `tessera plan --traffic`. Raises GroupConfigError for numbers that are negative or not finite."""
+    ops.write_traffic(*traffic._texts(), os.fspath(path))
+
+
+@dataclass(frozen=True)
+class MappingGain:
+    """What another mapping of a running job would gain, per step (`mapping_gain`). As text: three lines."""
+
+    mapping: "RankMapping"
+    """The best that was found; where none beats what is there, what is there, and its method is "as it is"."""
+    ranks: tuple
+    """The rank to put at each position: `Mesh(axes, ranks=)`."""
+    seconds: float
+    mapped_seconds: float
+    bytes: float
+    """Between hosts."""
+    mapped_bytes: float
+    text: str
+
+    def __str__(self):
+        return self.text
+
+
+def mapping_gain(mesh, machines, traffic):
+    """Compares where the ranks of a mesh are on the machines of `find_topology` with the best mapping for this traffic: a `MappingGain`.
+
+    `mesh`: over all ranks. `traffic`: a list of `Traffic`, or a `MeshTraffic`. Arithmetic alone. Raises MappingError for a mesh over a part of the ranks.
+
+    >>> def rank_program(rank):
+    ...     mesh, machines = ts.Mesh({"data": 2, "model": 2}), ts.FoundTopology(ts.parse_hosts("2x2"), (0, 1, 2, 3), ())
+    ...     return ts.mapping_gain(mesh, machines, [ts.Traffic("data", bytes=64e6)])
+    >>> gain = ts.run_threads(4, rank_program)[0]
+    >>> gain.ranks, gain.bytes, gain.mapped_bytes             # both of "data" on one host
+    ((0, 2, 1, 3), 256000000.0, 0.0)
+    """
+    mapping, numbers, ranks, text = ops.mapping_gain(mesh._handle, machines.topology._handle, list(machines.slot_of), _traffic(traffic))
+    return MappingGain(_mapping(mapping), tuple(ranks), *numbers, text)
+
+
+@dataclass(frozen=True)
 class RankMapping:
     """Which rank sits on which slot of a topology, and what that costs.
 
@@ -329,6 +413,7 @@ class RankMapping:
 
 
 def _traffic(traffic):
+    traffic = traffic.traffic if isinstance(traffic, MeshTraffic) else traffic
     return [(t.axes, t.collective, float(t.bytes), float(t.calls)) for t in traffic]
 
 
@@ -439,8 +524,8 @@ def _with_sizes(config, sizes):
 def create_process_groups(config, *, sizes=None, ranks=None, topology=None, traffic=(), eager=False):
     """Makes the families of a tree known by name: `group(name)` is this rank's group, `Mesh.of(name)` the same ranks as a mesh.
 
-    `config`: a tree, or a model that says which it needs (`process_groups_of`). `sizes`: of its leaves, in place of those that it has. `ranks`: who sits on the i-th coordinate of the tree's mesh. `topology`, with the `traffic` of a step: chosen for these machines; returns the
-    `RankMapping`, else None. Groups are made on first use, or now if `eager`. Collective over the world: where ranks bring different trees every rank
+    `config`: a tree, or a model that says which it needs (`process_groups_of`). `sizes`: of its leaves, in place of those that it has. `ranks`: who sits on the i-th coordinate of the tree's mesh. `topology` (or a `FoundTopology`), with the
+    `traffic` of a step: chosen for these machines; returns the `RankMapping`, else None. Groups are made on first use, or now if `eager`. Collective over the world: where ranks bring different trees every rank
     raises, with the first line that differs.
 
     >>> tree = ts.ProcessGroupConfig().add_node("tensor", "world", 1).add_node("data", "world")
@@ -456,4 +541,7 @@ def create_process_groups(config, *, sizes=None, ranks=None, topology=None, traf
         return None
     if ranks is not None:
         raise ValueError("create_process_groups: either ranks, or a topology that chooses them")
-    return _mapping(ops.create_groups_on(config._handle, topology._handle, _traffic(traffic), eager))
+    slot_of = None
+    if isinstance(topology, FoundTopology):
+        topology, slot_of = topology.topology, list(topology.slot_of)
+    return _mapping(ops.create_groups_on(config._handle, topology._handle, slot_of, _traffic(traffic), eager))

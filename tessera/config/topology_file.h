@@ -54,22 +54,4 @@ Topology topology_of(const Environment& environment);
 /// ConfigurationError if it does not say how many ranks each host has.
 Topology topology_of(const Launch& launch);
 
-/// Where find_topology() looks.
-struct TopologySources {
-  /// A topology in a file, as `tessera bench topology` measures it; empty: found out as below.
-  std::string file = {};
-  /// Slurm's tree of switches; where there is no such file, none is known.
-  std::string slurm = "/etc/slurm/topology.conf";
-  Environment environment = Environment::of_process();
-};
-/// The machines of this job, without a word of the user's: from the file, or the hosts and ranks
-/// per host that the launcher reports, with Slurm's switches above the hosts and, inside of them,
-/// the links and adapters that hwloc sees on this one, if it has as many GPUs, packages, NUMA nodes
-/// or cores (the first of these) as ranks, and every host as many. Not collective: what a rank
-/// finds depends on its own host, and create_process_groups() compares the plans that follow.
-/// Throws ConfigurationError if the launcher does not say how many ranks each host has,
-/// ConfigFileError for a file that cannot be read, MappingError if the file has another number of
-/// slots than the job has ranks.
-Topology find_topology(const TopologySources& sources = {});
-
 }  // namespace tessera

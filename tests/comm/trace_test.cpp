@@ -12,10 +12,7 @@
 #include <thread>
 
 #include "tessera/comm/group/trace.h"
-#include "tessera/comm/group/wait_time.h"
-#include "tessera/comm/job/mesh_traffic.h"
 #include "tessera/comm/job/threads.h"
-#include "tessera/mesh/mapping/rank_mapping.h"
 
 namespace tessera {
 namespace {
@@ -87,40 +84,6 @@ TEST(Trace, CountsCallsAndBytesOfOperationsAndGroups) {
     EXPECT_EQ(sums.size(), 3u) << trace->table();
     for (const auto& event : trace->events()) EXPECT_GE(event.end, event.begin);
     EXPECT_NE(trace->table().find("all_reduce"), std::string::npos);
-  });
-}
-
-TEST(Trace, IsTheTrafficOfAMesh) {
-  run_threads(4, [&](DistributedManager& manager) {
-    // Row-major, so that the axis that moves most joins ranks of two hosts.
-    const DeviceMesh mesh = manager.mesh({{"data", 2}, {"one", 1}, {"model", 2}});
-    const Group pair = manager.rank() % 3 == 0 ? manager.group({0, 3}) : manager.group({1, 2});
-    const CommTraceScope trace(manager);
-    for (int step = 0; step < 2; ++step) {
-      auto weights = torch::ones({1000});
-      mesh.group("data").all_reduce(weights);
-      mesh.group("data").all_reduce(weights);
-      auto both = torch::empty({10});
-      mesh.group("model").all_gather(both, torch::ones({5}));
-      auto small = torch::ones({1});
-      mesh.all().all_reduce(small);
-      pair.all_reduce(small);
-      mesh.all().barrier();
-    }
-    const MeshTraffic moved = traffic_of(*trace, mesh, 2);
-    const std::vector<Traffic> expected{{{"data"}, Collective::all_reduce, 4000, 2},
-                                        {{"data", "model"}, Collective::all_reduce, 4, 1},
-                                        {{"model"}, Collective::all_gather, 40, 1}};
-    EXPECT_EQ(moved.traffic, expected);
-    ASSERT_EQ(moved.left_out.size(), 2u);
-    EXPECT_EQ(moved.left_out[0].operation, "all_reduce");
-    EXPECT_EQ(moved.left_out[0].count, 2);
-    EXPECT_EQ(moved.left_out[1].operation, "barrier");
-    const Topology machines = Topology::of_counts({2, 2});
-    const auto best = optimise_mapping(CostModel(machines, mesh.mesh().axes(), moved.traffic));
-    EXPECT_LT(best.seconds, best.naive_seconds);
-    EXPECT_EQ(best.slot_of[0] / 2, best.slot_of[2] / 2);  // both of "data" on one host
-    EXPECT_THROW(traffic_of(*trace, mesh, 0), InvalidArgument);
   });
 }
 

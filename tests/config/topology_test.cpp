@@ -1,9 +1,12 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <limits>
+#include <random>
 
 #include "random_mesh.h"
 #include "refused.h"
@@ -13,6 +16,7 @@
 #include "tessera/config/internal/plan_request.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
+#include "tessera/config/traffic_file.h"
 #include "tessera/mesh/errors.h"
 
 using namespace tessera;
@@ -163,53 +167,89 @@ TEST(LaunchTopology, AsTheLauncherSays) {
               "1 hosts [a], but ranks for 2");
 }
 
-TEST(LaunchTopology, IsFoundFromTheLauncherSlurmAndAFile) {
-  TopologySources sources;
-  sources.environment = {{{"SLURM_JOB_ID", "7"},
-                          {"SLURM_JOB_NODELIST", "n[0-3]"},
-                          {"SLURM_TASKS_PER_NODE", "1000(x4)"}},
-                         "n0"};
-  sources.slurm = "/absent";
-  auto found = find_topology(sources);
-  EXPECT_EQ(found.slots(),
-            4000);  // no host has 1000 of anything, so nothing is known of its inside
-  EXPECT_EQ(found.hosts[3].name, "n3");
-  EXPECT_TRUE(found.switches.empty());
-  const auto folder = std::filesystem::temp_directory_path() / concat("topology-", ::getpid());
-  std::filesystem::create_directories(folder);
-  std::ofstream(sources.slurm = folder / "topology.conf")
-      << "SwitchName=a Nodes=n[0-1]\nSwitchName=b Nodes=n[2-3]\nSwitchName=top Switches=a,b\n";
-  found = find_topology(sources);
-  EXPECT_EQ(found.switches.size(), 3u);
-  EXPECT_NE(found.hosts[0].network, found.hosts[2].network);
-
-  sources.environment = {{{"RANK", "1"},
-                          {"WORLD_SIZE", "4"},
-                          {"LOCAL_RANK", "1"},
-                          {"LOCAL_WORLD_SIZE", "4"},
-                          {"MASTER_ADDR", "localhost"},
-                          {"MASTER_PORT", "1"}},
-                         "here"};
-  EXPECT_EQ(find_topology(sources).slots(), 4);
-  write_topology(parse_hosts("2x2"), sources.file = folder / "measured.yaml");
-  EXPECT_EQ(find_topology(sources).hosts.size(), 2u);
-  write_topology(parse_hosts("2x3"), sources.file);
-  EXPECT_SAYS(refused<MappingError>([&] { find_topology(sources); }),
-              "has 6 slots, and the job 4 ranks");
-  std::filesystem::remove_all(folder);
+MeshTraffic drawn_traffic(std::mt19937& random) {
+  MeshTraffic step;
+  step.axes = random_axes(random, 4, 6, 96);
+  if (step.axes.empty()) step.axes = {{"alone", 1}};
+  for (int n = pick(random, 0, 5); n > 0; --n) {
+    Traffic t{{},
+              static_cast<Collective>(random() % 7),
+              1e9 * pick(random, 0, 3) / 7.0,
+              pick(random, 0, 9) / 3.0};
+    for (const Axis& axis : step.axes)
+      if (random() % 2) t.axes.push_back(axis.name);
+    if (t.axes.empty()) t.axes.push_back(step.axes.back().name);
+    step.traffic.push_back(std::move(t));
+  }
+  return step;
 }
 
-TEST(Traffic, IsReadAsItIsWritten) {
-  const std::vector<Traffic> traffic{{{"data", "model"}, Collective::all_gather, 1e9 / 3, 2.5},
-                                     {{"model"}, Collective::send, 12, 1}};
-  const std::string text = format_traffic(traffic);
-  EXPECT_EQ(text, "data-model=all_gather:333333333.333333B*2.5,model=send:12B*1");
-  const auto again = parse_traffic(text);
-  ASSERT_EQ(again.size(), 2u);
-  EXPECT_EQ(again[0].family, "data-model");
-  EXPECT_EQ(again[0].calls, 2.5);
-  EXPECT_EQ(again[1].collective, Collective::send);
-  EXPECT_EQ(again[1].bytes, 12);
+class TrafficFiles : public ::testing::Test {
+ protected:
+  TrafficFiles() { std::filesystem::create_directories(folder_); }
+  ~TrafficFiles() override { std::filesystem::remove_all(folder_); }
+  std::string says(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ / name) << text;
+    return refused<ConfigFileError>([&] { read_traffic(folder_ / name); });
+  }
+  const std::filesystem::path folder_ =
+      std::filesystem::temp_directory_path() / concat("traffic-", ::getpid());
+};
+
+TEST_F(TrafficFiles, AreReadAsTheyAreWritten) {
+  std::mt19937 random(11);
+  for (int n = 0; n < 200; ++n) {
+    const MeshTraffic step = drawn_traffic(random);
+    for (const std::string name : {"step.json", "step.yaml", "step.yml"}) {
+      write_traffic(step, folder_ / name);
+      ASSERT_EQ(read_traffic(folder_ / name), step) << name;
+    }
+  }
+}
+
+TEST_F(TrafficFiles, ThatHoldSomethingElseAreRefused) {
+  const auto entry = [&](const std::string& fields) {
+    return says("step.yaml", "mesh: {data: 2}\ntraffic:\n  - {" + fields + "}\n");
+  };
+  const std::string fine = "axes: [data], collective: all_reduce, ";
+  for (const std::string number : {"-1", ".inf", ".nan", "-.inf", "x", "[1]", "true"}) {
+    EXPECT_SAYS(entry(fine + "bytes: " + number), "step.yaml");
+    EXPECT_SAYS(entry(fine + "bytes: 1, calls: " + number), "step.yaml");
+  }
+  EXPECT_SAYS(entry(fine + "bytes: 1e200, calls: 1e200"), "finite");
+  EXPECT_SAYS(entry(fine + "bytes: 1e999"), "step.yaml");
+  EXPECT_SAYS(entry(fine + "calls: 1"), "bytes: is missing");
+  EXPECT_SAYS(entry("axes: [], collective: send, bytes: 1"), "names no axis");
+  EXPECT_SAYS(entry("collective: send, bytes: 1"), "names no axis");
+  EXPECT_SAYS(entry("axes: [model], collective: send, bytes: 1"), "the axis 'model'");
+  EXPECT_SAYS(entry("axes: [data], collective: gossip, bytes: 1"), "no collective 'gossip'");
+  EXPECT_SAYS(entry(fine + "bytes: 1, size: 2"), "size: is not a field");
+  EXPECT_SAYS(says("step.json", R"({"mesh": {"data": 2}})"), "traffic: must be a list");
+  EXPECT_SAYS(says("step.json", R"({"traffic": []})"), "mesh: is missing");
+  EXPECT_SAYS(says("step.json", R"({"mesh": {"data": 0}, "traffic": []})"), "whole number from 1");
+  EXPECT_SAYS(says("step.json", R"({"mesh": {"a": 4000000, "b": 2}, "traffic": []})"), "at most");
+  EXPECT_SAYS(says("step.json", R"({"mesh": [2], "traffic": []})"), "must be an object");
+  EXPECT_SAYS(says("step.json", "{\"mesh\": {\"\xff\": 2}, \"traffic\": []}"), "step.json");
+  EXPECT_SAYS(says("step.yaml", "mesh: {\xff: 2}\ntraffic: []\n"), "step.yaml");
+  EXPECT_SAYS(says("step.txt", "mesh"), "must end in .json");
+  EXPECT_SAYS(refused<ConfigFileError>([&] { read_traffic(folder_ / "absent.json"); }), "absent");
+}
+
+TEST_F(TrafficFiles, NumbersThatAreNoneAreNotWritten) {
+  const double infinite = std::numeric_limits<double>::infinity();
+  for (const Traffic& wrong : std::vector<Traffic>{{{"data"}, Collective::send, -1, 1},
+                                                   {{"data"}, Collective::send, 1, infinite},
+                                                   {{"data"}, Collective::send, std::nan(""), 1},
+                                                   {{"data"}, Collective::send, 1e200, 1e200},
+                                                   {{}, Collective::send, 1, 1}}) {
+    const MeshTraffic step{{{"data", 2}}, {wrong}};
+    refused<GroupConfigError>([&] { write_traffic(step, folder_ / "step.json"); });
+    EXPECT_FALSE(std::filesystem::exists(folder_ / "step.json"));
+    refused<GroupConfigError>(
+        [&] { CostModel(Topology::of_counts({2}), step.axes, step.traffic); });
+  }
+  EXPECT_SAYS(refused<ConfigFileError>([&] { write_traffic({}, folder_ / "no" / "step.json"); }),
+              "cannot be written");
 }
 
 TEST(Topology, OfABatchScriptIsItsAllocation) {
@@ -254,7 +294,7 @@ TEST(RankFile, RoundTrips) {
     for (std::size_t r = 0; r < slots.size(); ++r)
       ASSERT_EQ(topology.host_of(hosts[r]), topology.host_of(slots[r]));
     ASSERT_TRUE(keeps_device_order(topology, hosts));
-    std::sort(slots.begin(), slots.end());
+    std::ranges::sort(slots);
     ASSERT_TRUE(keeps_device_order(topology, slots));
   }
   const auto topology = parse_hosts("2x2");

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
+#include <set>
 
 #include "random_mesh.h"
 #include "refused.h"
 #include "tessera/mesh/errors.h"
+#include "tessera/mesh/mapping/mesh_traffic.h"
 
 using namespace tessera;
 using Ranks = std::vector<int>;
@@ -276,8 +279,8 @@ TEST(Placement, LargeWorldsNeverGetWorse) {
     ASSERT_LE(placement.seconds, placement.naive_seconds);
     ASSERT_LE(placement.lower_bound, placement.seconds * (1 + 1e-9));
     auto sorted = placement.slot_of;
-    std::sort(sorted.begin(), sorted.end());
-    ASSERT_EQ(std::adjacent_find(sorted.begin(), sorted.end()), sorted.end());
+    std::ranges::sort(sorted);
+    ASSERT_EQ(std::ranges::adjacent_find(sorted), sorted.end());
     ASSERT_GE(sorted.front(), 0);
     ASSERT_LT(sorted.back(), model.topology().slots());
   }
@@ -299,4 +302,122 @@ TEST(Hierarchical, InsideTimesBetween) {
     EXPECT_EQ(error.ranks(), (Ranks{5, 6, 7}));
     EXPECT_SAYS(error.what(), "5 and 3");
   }
+}
+
+namespace {
+
+// Bytes that leave a host, message by message: rings and trees in order of slots.
+double bytes_by_hand(const std::vector<Axis>& axes, const std::vector<Traffic>& traffic,
+                     const Topology& topology, const Ranks& slot_of) {
+  const Mesh mesh(axes);
+  double all = 0;
+  for (const Traffic& t : traffic) {
+    const GroupTable groups = mesh.groups(t.axes);
+    for (int g = 0; g < groups.count(); ++g) {
+      Ranks slots;
+      for (const int position : groups[g]) slots.push_back(slot_of[position]);
+      if (t.collective != Collective::send) std::ranges::sort(slots);
+      const int p = static_cast<int>(slots.size());
+      const auto apart = [&](int a, int b) {
+        return topology.host_of(slots[a]) != topology.host_of(slots[b]);
+      };
+      double ring = 0, chain = 0, pairs = 0;
+      for (int i = 0; i < p; ++i) {
+        ring += apart(i, (i + 1) % p);
+        chain += i + 1 < p && apart(i, i + 1);
+        for (int j = 0; j < p; ++j) pairs += apart(i, j);
+      }
+      const double part = t.bytes * t.calls / p;
+      if (t.collective == Collective::all_reduce) all += 2 * (p - 1) * part * ring;
+      if (t.collective == Collective::all_gather || t.collective == Collective::reduce_scatter)
+        all += (p - 1) * part * ring;
+      if (t.collective == Collective::all_to_all) all += part * pairs;
+      if (t.collective == Collective::send || t.collective == Collective::broadcast ||
+          t.collective == Collective::reduce)
+        all += t.bytes * t.calls * chain;
+    }
+  }
+  return all;
+}
+
+FoundTopology found_on(Topology topology, Ranks slot_of) {
+  FoundTopology found;
+  found.topology = std::move(topology);
+  found.slot_of = std::move(slot_of);
+  return found;
+}
+
+}  // namespace
+
+TEST(MappingGain, IsNeverNegativeAndHoldsForTheMeshThatItNames) {
+  std::mt19937 random(29);
+  for (int n = 0; n < 100; ++n) {
+    const auto axes = random_axes(random, 3, 4, 24);
+    const int ranks = Mesh(axes).size();
+    Topology topology = random_topology(random, ranks);
+    if (topology.slots() > ranks) topology.hosts.pop_back();  // the spare one
+    const auto traffic = random_traffic(random, axes);
+    Ranks table(ranks), slot_of(ranks);
+    std::iota(table.begin(), table.end(), 0);
+    std::iota(slot_of.begin(), slot_of.end(), 0);
+    shuffle(table, random);
+    shuffle(slot_of, random);
+    const FoundTopology found = found_on(topology, slot_of);
+    const Mesh mesh(axes, table);
+    const MappingGain gain =
+        mapping_gain(mesh, found, traffic, {.exact_limit = 200, .effort = 0.1});
+    const CostModel model(topology, axes, traffic);
+    Ranks now;
+    for (const int rank : table) now.push_back(slot_of[rank]);
+    EXPECT_EQ(gain.seconds, model.seconds(now));
+    EXPECT_LE(gain.mapped_seconds, gain.seconds);
+    EXPECT_NEAR(gain.bytes, bytes_by_hand(axes, traffic, topology, now), 1e-9 * gain.bytes);
+    EXPECT_NEAR(gain.mapped_bytes, bytes_by_hand(axes, traffic, topology, gain.mapping.slot_of),
+                1e-9 * gain.mapped_bytes);
+    // On the mesh that it names the job has the cost that it says, and no other mapping gains.
+    const MappingGain again =
+        mapping_gain(Mesh(axes, gain.ranks), found, traffic, {.exact_limit = 200, .effort = 0.1});
+    EXPECT_EQ(again.seconds, gain.mapped_seconds);
+    EXPECT_EQ(again.bytes, gain.mapped_bytes);
+    EXPECT_EQ(std::set<int>(gain.ranks.begin(), gain.ranks.end()).size(), gain.ranks.size());
+  }
+}
+
+TEST(MappingGain, IsPrinted) {
+  const FoundTopology found = found_on(slow_network({2, 2}), {0, 2, 1, 3});
+  const Mesh mesh({{"data", 2}, {"model", 2}});
+  const std::vector<Traffic> traffic{{{"model"}, Collective::all_reduce, 50e6, 2}};
+  const std::string text = mapping_gain(mesh, found, traffic).to_string();
+  EXPECT_SAYS(text, "now:    200 ms per step, 400 MB between hosts");
+  EXPECT_SAYS(text, " ms per step, 0 MB between hosts");
+  EXPECT_SAYS(text, "ranks:  [0, 2, 1, 3] (exact)");
+}
+
+TEST(MappingGain, RefusesWhatIsNoJob) {
+  const Mesh mesh({{"data", 4}});
+  const FoundTopology found = found_on(slow_network({2, 2}), {0, 1, 2, 3});
+  const auto says = [](const Mesh& of, const FoundTopology& on) {
+    return refused<MappingError>([&] { mapping_gain(of, on, {}); });
+  };
+  EXPECT_SAYS(says(Mesh({{"data", 2}}), found), "over all ranks of the job");
+  EXPECT_SAYS(says(Mesh({{"data", 4}}, {0, 1, 2, 9}), found), "rank 9");
+  EXPECT_SAYS(says(mesh, found_on(slow_network({2, 2}), {0, 1, 2})), "3 ranks");
+  EXPECT_SAYS(says(mesh, found_on(slow_network({2, 2}), {0, 1, 2, 2})), "slot 2");
+  EXPECT_SAYS(says(mesh, found_on(slow_network({2, 2}), {0, 1, 2, 4})), "slot 4");
+  EXPECT_SAYS(says(mesh, found_on(slow_network({2, 3}), {0, 1, 2, 3})), "5 slots");
+  const auto twice = found_on(slow_network({2}), {0, 0});
+  const RankMapping two = naive_mapping(CostModel(slow_network({2}), {{"data", 2}}, {}));
+  EXPECT_SAYS(refused<MappingError>([&] { twice.ranks(two); }), "rank 1 of 2");
+  EXPECT_SAYS(refused<MappingError>([&] { found.ranks(two); }), "2 positions");
+  for (const double wrong : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    refused<GroupConfigError>(
+        [&] { mapping_gain(mesh, found, {{{"data"}, Collective::send, wrong, 1}}); });
+    refused<GroupConfigError>(
+        [&] { mapping_gain(mesh, found, {{{"data"}, Collective::send, 1, wrong}}); });
+  }
+  refused<GroupConfigError>(
+      [&] { mapping_gain(mesh, found, {{{"data"}, Collective::send, 1e200, 1e200}}); });
+  EXPECT_SAYS(refused<UnknownName>(
+                  [&] { mapping_gain(mesh, found, {{{"model"}, Collective::send, 1, 1}}); }),
+              "the axis 'model'");
 }

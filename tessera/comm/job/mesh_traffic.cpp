@@ -1,6 +1,7 @@
 #include "tessera/comm/job/mesh_traffic.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <string>
@@ -8,14 +9,15 @@
 #include <utility>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/detail/manager_state.h"
 
 namespace tessera {
 namespace {
 
 struct Family {
-  std::vector<std::string> axes;
+  /// Bit a: axis a of the mesh.
+  unsigned axes = 0;
   int size = 1;
 };
 
@@ -25,22 +27,16 @@ std::map<std::string, Family> families_of(const DeviceMesh& mesh) {
   const int rank = mesh.manager().rank(), dims = whole.dims();
   std::vector<unsigned> sets;
   for (unsigned set = 1; set < 1u << dims; ++set) sets.push_back(set);
-  std::stable_sort(sets.begin(), sets.end(), [](unsigned a, unsigned b) {
-    return __builtin_popcount(a) < __builtin_popcount(b);
-  });
+  std::ranges::stable_sort(
+      sets, [](unsigned a, unsigned b) { return __builtin_popcount(a) < __builtin_popcount(b); });
   std::map<std::string, Family> families;
   for (const unsigned set : sets) {
-    Family family;
     std::vector<int> axes;
-    for (int a = 0; a < dims; ++a) {
-      if ((set >> a & 1u) == 0) continue;
-      axes.push_back(a);
-      family.axes.push_back(whole.axes()[static_cast<std::size_t>(a)].name);
-    }
-    family.size = whole.group_size(axes);
-    if (family.size > 1)
+    for (int a = 0; a < dims; ++a)
+      if (set >> a & 1u) axes.push_back(a);
+    if (const int size = whole.group_size(axes); size > 1)
       families.emplace(detail::name_of_ranks(whole.group(axes, rank), mesh.manager().world_size()),
-                       std::move(family));
+                       Family{set, size});
   }
   return families;
 }
@@ -52,42 +48,72 @@ const Family* family_of(const std::map<std::string, Family>& families, const std
   return nullptr;
 }
 
+/// How a call counts in the mean over all ranks.
 struct Kind {
   Collective collective;
-  /// The cost model counts the whole result, the trace what a rank gives.
-  bool times_size;
+  /// The ranks of a group that give bytes to a call: each, the root alone, or one for each pair of
+  /// neighbours.
+  enum class Givers { each, root, pairs } givers = Givers::each;
+  /// What the cost model counts, of the bytes that a rank gives.
+  double share = 1;
+  /// The cost model counts the whole result, of which a rank gives its part.
+  bool times_size = false;
 };
 std::optional<Kind> kind_of(const std::string& operation) {
+  using enum Kind::Givers;
   static const std::map<std::string, Kind> kinds{
-      {"all_reduce", {Collective::all_reduce, false}},
-      {"all_gather", {Collective::all_gather, true}},
-      {"reduce_scatter", {Collective::reduce_scatter, false}},
-      {"broadcast", {Collective::broadcast, false}},
-      {"reduce", {Collective::reduce, false}},
-      {"all_to_all", {Collective::all_to_all, false}},
-      {"send", {Collective::send, false}},
-      {"exchange", {Collective::send, false}}};
+      {"all_reduce", {Collective::all_reduce}},
+      {"all_gather", {Collective::all_gather, each, 1, true}},
+      {"reduce_scatter", {Collective::reduce_scatter}},
+      {"broadcast", {Collective::broadcast, root}},
+      {"reduce", {Collective::reduce}},
+      {"all_to_all", {Collective::all_to_all}},
+      {"send", {Collective::send, pairs}},
+      // A trace counts what is sent and what is received.
+      {"exchange", {Collective::send, pairs, 0.5}}};
   const auto it = kinds.find(operation);
   return it == kinds.end() ? std::nullopt : std::optional(it->second);
 }
 
-}  // namespace
+/// What a rank adds to an entry; travels between ranks.
+struct Row {
+  unsigned axes;
+  int collective;
+  /// Of two, in the bytes of a call.
+  int power;
+  double calls, bytes;
+};
+using Rows = std::map<std::tuple<unsigned, int, int>, Row>;
 
-MeshTraffic traffic_of(const CommTrace& trace, const DeviceMesh& mesh, double steps) {
-  if (!(steps > 0))
-    throw InvalidArgument(concat("traffic_of a trace of ", steps, " steps; give a number above 0"));
-  mesh.coordinate();  // throws on a rank outside of the mesh
+void add(Rows& rows, const Row& row) {
+  const auto [at, fresh] = rows.emplace(std::tuple(row.axes, row.collective, row.power), row);
+  if (fresh) return;
+  at->second.calls += row.calls;
+  at->second.bytes += row.bytes;
+}
+
+Row row_of(const CommEvent& event, const Family& family, const Kind& kind) {
+  const double p = family.size;
+  const double bytes = static_cast<double>(event.bytes) * kind.share * (kind.times_size ? p : 1);
+  const double weight = kind.givers == Kind::Givers::root    ? p
+                        : kind.givers == Kind::Givers::pairs ? p / (p - 1)
+                                                             : 1;
+  return {family.axes, static_cast<int>(kind.collective), std::ilogb(bytes), weight,
+          bytes * weight};
+}
+
+/// This rank's calls; those that no row stands for go to `left_out`.
+Rows rows_of(const CommTrace& trace, const DeviceMesh& mesh, std::vector<CommSummary>& left_out) {
   const auto families = families_of(mesh);
-  std::map<std::tuple<std::vector<std::string>, Collective, double>, double> calls;
-  std::map<std::pair<std::string, std::string>, CommSummary> left_out;
+  Rows rows;
+  std::map<std::pair<std::string, std::string>, CommSummary> others;
   for (const CommEvent& event : trace.events()) {
     const Family* family = family_of(families, event.group);
     const auto kind = kind_of(event.operation);
     if (family && kind) {
-      const double bytes = static_cast<double>(event.bytes) * (kind->times_size ? family->size : 1);
-      calls[{family->axes, kind->collective, bytes}] += 1 / steps;
-    } else if (event.operation != "receive") {
-      CommSummary& sum = left_out[{event.operation, event.group}];
+      if (event.bytes > 0) add(rows, row_of(event, *family, *kind));
+    } else if (!family || event.operation != "receive") {
+      CommSummary& sum = others[{event.operation, event.group}];
       sum.operation = event.operation;
       sum.group = event.group;
       ++sum.count;
@@ -95,12 +121,38 @@ MeshTraffic traffic_of(const CommTrace& trace, const DeviceMesh& mesh, double st
       sum.microseconds += event.end - event.begin;
     }
   }
-  MeshTraffic all;
-  for (const auto& [key, number] : calls)
-    if (std::get<2>(key) > 0)
-      all.traffic.push_back({std::get<0>(key), std::get<1>(key), std::get<2>(key), number});
-  for (auto& [key, sum] : left_out) all.left_out.push_back(std::move(sum));
-  return all;
+  for (auto& [key, sum] : others) left_out.push_back(std::move(sum));
+  return rows;
+}
+
+}  // namespace
+
+MeanTraffic mean_traffic(const CommTrace& trace, const DeviceMesh& mesh, double steps) {
+  mesh.coordinate();  // throws on a rank outside of the mesh
+  MeanTraffic mean;
+  const auto said = agree::all<std::vector<Row>>(mesh.all(), "mean_traffic", [&] {
+    if (!(steps > 0) || !std::isfinite(steps))
+      throw InvalidArgument("mean_traffic of a trace of ", steps,
+                            " steps; give a finite number above 0");
+    std::vector<Row> mine;
+    for (auto& [key, row] : rows_of(trace, mesh, mean.left_out)) {
+      mine.push_back(row);
+      mine.back().calls /= steps * mesh.mesh().size();
+      mine.back().bytes /= steps * mesh.mesh().size();
+    }
+    return mine;
+  });
+  Rows sums;
+  for (const auto& rows : said)
+    for (const Row& row : rows) add(sums, row);
+  mean.moved.axes = mesh.mesh().axes();
+  for (const auto& [key, row] : sums) {
+    Traffic entry{{}, static_cast<Collective>(row.collective), row.bytes / row.calls, row.calls};
+    for (int a = 0; a < mesh.mesh().dims(); ++a)
+      if (row.axes >> a & 1u) entry.axes.push_back(mean.moved.axes[a].name);
+    mean.moved.traffic.push_back(std::move(entry));
+  }
+  return mean;
 }
 
 }  // namespace tessera

@@ -1,35 +1,39 @@
 #pragma once
-// What a step of a program moves along the axes of its mesh, taken from a trace, for the mapping of
-// its ranks to machines:
+// What a step of a program moves along the axes of its mesh, taken from traces of its ranks, for
+// the mapping of the ranks to machines:
 //
 //   CommTraceScope trace(manager);
 //   train_one_step();
-//   const MeshTraffic moved = traffic_of(*trace, mesh);
-//   const CostModel model(find_topology(), mesh.mesh().axes(), moved.traffic);
-//   const RankMapping best = optimise_mapping(model);   // best.seconds beside best.naive_seconds
-//   // format_traffic(moved.traffic) is what `tessera plan --traffic` reads
+//   const MeshTraffic moved = mean_traffic(*trace, mesh).moved;
+//   const MappingGain gain =
+//       mapping_gain(mesh.mesh(), find_topology(manager, machine_look()), moved.traffic);
+//   if (manager.rank() == 0) std::cout << gain.to_string();
+//   // write_traffic(moved, "traffic.yaml") is what `tessera run --map` and `tessera plan --traffic`
+//   // read
 
 #include <vector>
 
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/device_mesh.h"
-#include "tessera/mesh/mapping/cost.h"
+#include "tessera/mesh/mapping/mesh_traffic.h"
 
 namespace tessera {
 
-struct MeshTraffic {
-  /// One entry for each family of groups, collective and size of its calls.
-  std::vector<Traffic> traffic;
-  /// Calls that no entry stands for: of groups that are none of the mesh's, and what the cost model
-  /// does not know (gather, scatter, barrier). Receives are counted where they are sent.
+struct MeanTraffic {
+  /// Calls of one family of groups and collective whose bytes have the same power of two are one
+  /// entry, of their mean.
+  MeshTraffic moved;
+  /// Calls of this rank that no entry stands for: of groups that are none of the mesh's, and what
+  /// the cost model does not know (gather, scatter, barrier).
   std::vector<CommSummary> left_out;
 };
 
-/// The calls that this rank has made in `steps` steps, by the axes of the mesh over whose groups
-/// they went; the fewest axes where several name the same ranks. Messages and exchanges with
-/// neighbours count as `send`. Bytes are those that this rank gave: ranks with uneven shards count
-/// other ones. Not collective. Throws InvalidArgument if `steps` is not above 0, or this rank is
-/// not in the mesh.
-MeshTraffic traffic_of(const CommTrace& trace, const DeviceMesh& mesh, double steps = 1);
+/// The calls that the ranks of the mesh have made in `steps` steps each, by the axes over whose
+/// groups they went; the fewest axes where several name the same ranks. The mean over all ranks, so
+/// that uneven shards count with their sum. Messages, and exchanges with neighbours, are `send`:
+/// each counts once, for the pair of neighbours that it passes, of which a group of p ranks has
+/// p-1. Collective over the mesh; every rank gets the same. Throws InvalidArgument on every rank if
+/// one has a number of steps that is not finite and above 0, and on a rank outside the mesh.
+MeanTraffic mean_traffic(const CommTrace& trace, const DeviceMesh& mesh, double steps = 1);
 
 }  // namespace tessera

@@ -8,6 +8,7 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
+#include "tessera/mesh/mapping/mesh_traffic.h"
 
 namespace tessera {
 namespace {
@@ -44,7 +45,7 @@ std::vector<int> tree_order(const Topology& topology) {
   const auto key = [&](int h) {
     return topology.hosts[h].network < 0 ? 0 : switch_place[topology.hosts[h].network];
   };
-  std::stable_sort(hosts.begin(), hosts.end(), [&](int a, int b) { return key(a) < key(b); });
+  std::ranges::stable_sort(hosts, [&](int a, int b) { return key(a) < key(b); });
   std::vector<int> first(hosts.size()), place;
   int slots = 0;
   for (std::size_t h = 0; h < hosts.size(); ++h) {
@@ -72,8 +73,8 @@ Collective collective_from(const std::string& name) {
     if (text == name) return known;
     names.push_back(text);
   }
-  throw GroupConfigError(concat("there is no collective '", printable(name),
-                                "' in the cost model; it knows ", list(names)));
+  throw GroupConfigError("there is no collective '", printable(name),
+                         "' in the cost model; it knows ", list(names));
 }
 
 /// Loads of one round, and which of them must be cleared after it.
@@ -103,21 +104,11 @@ CostModel::CostModel(const Topology& topology, std::vector<Axis> axes, std::vect
     : topology_(topology), mesh_(std::move(axes)), traffic_(std::move(traffic)) {
   topology_.check();
   if (mesh_.size() > topology_.slots())
-    throw MappingError(concat("a mesh of ", mesh_.size(), " ranks does not fit on ",
-                              topology_.hosts.size(), " hosts with ", topology_.slots(),
-                              " devices in all"));
-  for (const Traffic& t : traffic_) {
-    if (!(t.bytes >= 0) || !(t.calls >= 0) || !std::isfinite(t.bytes) || !std::isfinite(t.calls))
-      throw GroupConfigError(concat("traffic of axes ", list(t.axes), " has ", t.bytes,
-                                    " bytes and ", t.calls,
-                                    " calls; both must be finite and at least 0"));
-    if (t.axes.empty()) throw GroupConfigError("a traffic entry names no axis");
-    for (const auto& axis : t.axes)
-      if (!mesh_.has_axis(axis))
-        throw UnknownName(
-            concat("traffic names the axis '", axis, "'; the axes are ", list(mesh_.names())));
-    groups_.push_back(mesh_.groups(t.axes));
-  }
+    throw MappingError("a mesh of ", mesh_.size(), " ranks does not fit on ",
+                       topology_.hosts.size(), " hosts with ", topology_.slots(),
+                       " devices in all: give it smaller axes, or more hosts or devices");
+  check_traffic(mesh_, traffic_);
+  for (const Traffic& t : traffic_) groups_.push_back(mesh_.groups(t.axes));
   for (std::size_t h = 0; h < topology_.hosts.size(); ++h) {
     const Host& host = topology_.hosts[h];
     for (int d = 0; d < host.devices; ++d) {
@@ -273,9 +264,9 @@ double CostModel::all_to_all_seconds(double bytes, Scratch& scratch) const {
     const auto [longest, second] = two_longest_ways(switches, touched, below, p);
     for (int s : touched) below[s] = 0;
     if (!touched.empty()) {
-      const bool rails = topology_.cross_rail_latency > 0 &&
-                         std::any_of(members.begin(), members.end(),
-                                     [&](int m) { return rail_[m] != rail_[members[0]]; });
+      const bool rails =
+          topology_.cross_rail_latency > 0 &&
+          std::ranges::any_of(members, [&](int m) { return rail_[m] != rail_[members[0]]; });
       latency = std::max(latency, topology_.network.latency + longest + second +
                                       (rails ? topology_.cross_rail_latency : 0));
     }
@@ -290,8 +281,8 @@ namespace {
 using Choice = std::pair<double, const char*>;  // seconds, and the algorithm that takes them
 
 Choice best(std::initializer_list<Choice> choices) {
-  return *std::min_element(choices.begin(), choices.end(),
-                           [](const Choice& a, const Choice& b) { return a.first < b.first; });
+  return *std::ranges::min_element(
+      choices, [](const Choice& a, const Choice& b) { return a.first < b.first; });
 }
 
 /// The cheapest algorithm for a collective of n bytes among p members, and its seconds.
@@ -383,7 +374,7 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
     return named(round_seconds(flows, n, scratch), "to the next rank");
   }
   for (auto& members : scratch.members)
-    std::sort(members.begin(), members.end(), [&](int a, int b) { return place_[a] < place_[b]; });
+    std::ranges::sort(members, [&](int a, int b) { return place_[a] < place_[b]; });
   if (traffic.collective == Collective::all_to_all)
     return named(all_to_all_seconds(n, scratch), "pairwise exchange");
 
@@ -400,8 +391,8 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
 
 MappingCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {
   if (static_cast<int>(slot_of.size()) != mesh_.size())
-    throw MappingError(concat("a mapping of ", slot_of.size(), " positions for a mesh of ",
-                              mesh_.size(), " ranks"));
+    throw MappingError("a mapping of ", slot_of.size(), " positions for a mesh of ", mesh_.size(),
+                       " ranks");
   Scratch scratch;
   const auto hosts = topology_.hosts.size();
   scratch.adapter_out.of.assign(hosts * rails_, 0);

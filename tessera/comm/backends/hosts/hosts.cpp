@@ -14,8 +14,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
-#include "tessera/comm/backends/hosts/host_map.h"
-#include "tessera/comm/backends/hosts/hosts_transport.h"
+#include "tessera/comm/backends/hosts/host_links.h"
 #include "tessera/comm/backends/mpi/mpi_attempt.h"
 #include "tessera/comm/backends/shm/shm.h"
 #include "tessera/comm/group/detail/group_watch.h"
@@ -35,19 +34,6 @@ constexpr auto kInsists = "!", kHas = "+", kHasNot = "-";
 struct MpiWord {
   std::string wish, why_not;
 };
-
-/// Which ranks it is worth to introduce to each other: three lines.
-std::string mark_of_host() {
-  std::ifstream in("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  struct stat net{};
-  if (!std::getline(in, boot) || ::stat("/proc/self/ns/net", &net) != 0) {
-    // Without /proc no other rank is known to be near.
-    std::random_device random;
-    return concat("unknown ", random(), random(), "\n\n");
-  }
-  return concat(boot, '\n', net.st_dev, ':', net.st_ino, '\n', ::geteuid());
-}
 
 std::string line_of(const std::string& mark, int line) {
   TextReader in(mark);
@@ -93,7 +79,7 @@ class ByHost {
     for (const auto& verdict : verdicts)
       if (refused.empty() && verdict != kMet) refused = verdict;
     HostMap map = HostMap::of(separated(std::move(marks), verdicts));
-    if (map.hosts[static_cast<std::size_t>(map.host_of[me()])].size() == 1) near_.reset();
+    if (map.hosts[map.host_of[me()]].size() == 1) near_.reset();
     if (map.count() == 1)
       return {std::move(near_), "shm", concat("its ", size_, " ranks share the memory of a host"),
               ""};
@@ -105,9 +91,7 @@ class ByHost {
  private:
   std::size_t me() const { return static_cast<std::size_t>(rank_); }
   /// The global rank of a rank of the group.
-  int global(int rank) const {
-    return options_.ranks.empty() ? rank : options_.ranks[static_cast<std::size_t>(rank)];
-  }
+  int global(int rank) const { return options_.ranks.empty() ? rank : options_.ranks[rank]; }
   std::chrono::milliseconds left() const {
     // For some stores a limit of zero means no limit.
     return std::max(time_left(deadline_), std::chrono::milliseconds(1));
@@ -121,7 +105,7 @@ class ByHost {
 
   std::string first_difference(const std::vector<std::string>& marks) const {
     for (int r = 1; r < size_; ++r) {
-      const auto& mark = marks[static_cast<std::size_t>(r)];
+      const auto& mark = marks[r];
       if (mark != marks[0]) return why_apart(global(0), marks[0], global(r), mark);
     }
     return "";
@@ -144,18 +128,17 @@ class ByHost {
   /// True if the collectives between hosts go over MPI; the same on all ranks, as what they throw.
   bool over_mpi(const std::vector<MpiWord>& words) {
     const auto says = [&](const char* wish) {
-      return std::any_of(words.begin(), words.end(),
-                         [&](const MpiWord& word) { return word.wish == wish; });
+      return std::ranges::any_of(words, [&](const MpiWord& word) { return word.wish == wish; });
     };
-    const auto first = std::find_if(words.begin(), words.end(),
-                                    [](const MpiWord& word) { return !word.why_not.empty(); });
+    const auto first =
+        std::ranges::find_if(words, [](const MpiWord& word) { return !word.why_not.empty(); });
     if (first == words.end()) return true;
     const int rank = global(static_cast<int>(first - words.begin()));
     if (says(kInsists))
-      throw NotAvailable(concat("group '", options_.name, "' over MPI between hosts: not on rank ",
-                                rank, ": ", first->why_not,
-                                "; give between_hosts = \"mpi\" on all ranks of a job that MPI's "
-                                "own launcher started, or \"gloo\""));
+      throw NotAvailable("group '", options_.name, "' over MPI between hosts: not on rank ", rank,
+                         ": ", first->why_not,
+                         "; give between_hosts = \"mpi\" on all ranks of a job that MPI's "
+                         "own launcher started, or \"gloo\"");
     // Ranks of MPI that are there and not used are worth a word.
     if (says(kHas)) no_mpi_ = concat("; not mpi: rank ", rank, " says that ", first->why_not);
     return false;
@@ -187,9 +170,9 @@ class ByHost {
                                             " between the hosts (", why, no_mpi_, ")");
     auto links = std::make_shared<detail::HostLinks>(std::move(map), rank_, std::move(near_),
                                                      std::move(wide), std::move(leaders));
-    return {std::make_shared<detail::HostsTransport>(std::move(links), rank_, options_.timeout,
-                                                     !options_.watch),
-            "hosts", text, ""};
+    return {
+        detail::make_hosts_transport(std::move(links), rank_, options_.timeout, !options_.watch),
+        "hosts", text, ""};
   }
 
   std::vector<int> everybody() const {
@@ -211,7 +194,7 @@ class ByHost {
   /// Meets the ranks of this host, if there are any.
   void meet(const HostMap& map) {
     const auto host = map.host_of[me()];
-    const auto& mates = map.hosts[static_cast<std::size_t>(host)];
+    const auto& mates = map.hosts[host];
     if (mates.size() < 2) return;
     ShmOptions options;
     options.name = options_.name;
@@ -232,10 +215,8 @@ class ByHost {
   std::vector<std::string> separated(std::vector<std::string> marks,
                                      const std::vector<std::string>& verdicts) const {
     for (const auto& host : HostMap::of(marks).hosts) {
-      if (std::all_of(host.begin(), host.end(),
-                      [&](int r) { return verdicts[static_cast<std::size_t>(r)] == kMet; }))
-        continue;
-      for (const int r : host) marks[static_cast<std::size_t>(r)] = concat("alone ", r);
+      if (std::ranges::all_of(host, [&](int r) { return verdicts[r] == kMet; })) continue;
+      for (const int r : host) marks[r] = concat("alone ", r);
     }
     return marks;
   }
@@ -251,6 +232,18 @@ class ByHost {
 };
 
 }  // namespace
+
+std::string mark_of_host() {
+  std::ifstream in("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  struct stat net{};
+  if (!std::getline(in, boot) || ::stat("/proc/self/ns/net", &net) != 0) {
+    // Without /proc no other rank is known to be near.
+    std::random_device random;
+    return concat("unknown ", random(), random(), "\n\n");
+  }
+  return concat(boot, '\n', net.st_dev, ':', net.st_ino, '\n', ::geteuid());
+}
 
 ChosenTransport make_transport_by_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                        int size, const HostsOptions& options) {

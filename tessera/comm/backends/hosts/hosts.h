@@ -60,6 +60,10 @@ struct ChosenTransport {
   std::string refused;
 };
 
+/// Which ranks it is worth to introduce to each other: boot, network namespace and user, a line
+/// each.
+std::string mark_of_host();
+
 /// Collective over the group's ranks. They meet at `store`, which belongs to this group alone; each
 /// reads two short texts of each other one. Ranks of a host that fail to share memory (too little
 /// memory, a forbidden call) are taken for ranks of hosts of their own, which the reason says.

@@ -1,0 +1,75 @@
+#include "tessera/config/traffic_file.h"
+
+#include <optional>
+
+#include "tessera/base/text.h"
+#include "tessera/config/detail/document.h"
+#include "tessera/config/detail/fields.h"
+#include "tessera/mesh/errors.h"
+
+namespace tessera {
+namespace {
+
+using detail::Fields;
+using detail::Json;
+
+double number(Fields& entry, const std::string& field, std::optional<double> otherwise) {
+  const auto value = entry.real(field);
+  if (!value && !otherwise) entry.fail(field, "is missing");
+  return value.value_or(otherwise.value_or(0));
+}
+
+MeshTraffic read(const Json& document, const std::string& path) {
+  Fields fields(document, path + ": ");
+  const Json* mesh = fields.raw("mesh");
+  const Json* traffic = fields.raw("traffic");
+  if (!mesh) fields.fail("mesh", "is missing: names and sizes of the axes");
+  if (!traffic || !traffic->is_array()) fields.fail("traffic", "must be a list");
+  fields.finish();
+  MeshTraffic all;
+  Fields sizes(*mesh, fields.where("mesh"));
+  for (const auto& [name, unused] : mesh->items()) {
+    const auto size = sizes.integer(name, 1, kMostRanks);
+    if (!size) sizes.fail(name, "has no size");
+    all.axes.push_back({name, static_cast<int>(*size)});
+  }
+  int i = 0;
+  for (const Json& one : *traffic) {
+    Fields entry(one, concat(fields.where("traffic"), "[", i++, "]"));
+    Traffic t{entry.texts("axes").value_or(std::vector<std::string>{}),
+              collective_from(entry.required_text("collective")),
+              number(entry, "bytes", std::nullopt), number(entry, "calls", 1)};
+    entry.finish();
+    all.traffic.push_back(std::move(t));
+  }
+  check_traffic(Mesh(all.axes), all.traffic);
+  return all;
+}
+
+}  // namespace
+
+MeshTraffic read_traffic(const std::string& path) {
+  const Json document =
+      detail::parse_document(detail::read_text(path), detail::format_of(path), path);
+  try {
+    return read(document, path);
+  } catch (const GroupConfigError& error) {
+    throw ConfigFileError(path, ": ", error.what());
+  } catch (const InvalidArgument& error) {  // of the mesh
+    throw ConfigFileError(path, ": ", error.what());
+  }
+}
+
+void write_traffic(const MeshTraffic& traffic, const std::string& path) {
+  check_traffic(Mesh(traffic.axes), traffic.traffic);
+  Json out{{"mesh", Json::object()}, {"traffic", Json::array()}};
+  for (const Axis& axis : traffic.axes) out["mesh"][axis.name] = axis.size;
+  for (const Traffic& t : traffic.traffic)
+    out["traffic"].push_back(Json{{"axes", t.axes},
+                                  {"collective", to_string(t.collective)},
+                                  {"bytes", t.bytes},
+                                  {"calls", t.calls}});
+  detail::write_text(path, detail::write_document(out, detail::format_of(path)));
+}
+
+}  // namespace tessera
