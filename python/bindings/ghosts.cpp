@@ -21,6 +21,7 @@
 #include "tessera/ops/ghosts/neighbor_edges.h"
 #include "tessera/ops/ghosts/owned_rows.h"
 #include "tessera/ops/ghosts/rebalance.h"
+#include "tessera/ops/ghosts/sharded_graph.h"
 #include "tessera/partition/curve.h"
 #include "tessera/partition/metis.h"
 
@@ -35,8 +36,8 @@ class GivenIds {
  public:
   GivenIds(const at::Tensor& ids, const char* what) {
     if (ids.dim() != 1 || !at::isIntegralType(ids.scalar_type(), false))
-      throw InvalidArgument(concat(what, " of dtype ", ids.scalar_type(), " and shape ",
-                                   ids.sizes(), "; give a list of whole numbers"));
+      throw InvalidArgument(what, " of dtype ", ids.scalar_type(), " and shape ", ids.sizes(),
+                            "; give a list of whole numbers");
     ids_ = ids.to(at::kCPU, at::kLong).contiguous();
   }
   operator std::span<const std::int64_t>() const {
@@ -141,11 +142,29 @@ at::Tensor numbers_of(const OwnedRowsPtr& self, const at::Tensor& ids) {
 }
 
 at::Tensor edges_of(const OwnedRowsPtr& self, const at::Tensor& source, const at::Tensor& target,
-                    bool anywhere) {
-  const auto ends =
-      given_ids(self->rows.group(), "OwnedRows.edges", {{source, "sources"}, {target, "targets"}},
-                anywhere ? "anywhere" : "at their targets' owners");
-  return self->rows.edges(ends[0], ends[1], anywhere);
+                    bool anywhere, const std::optional<at::Tensor>& order) {
+  std::vector<std::pair<at::Tensor, const char*>> given{{source, "sources"}, {target, "targets"}};
+  if (order) given.emplace_back(*order, "order");
+  const auto ids = given_ids(
+      self->rows.group(), "OwnedRows.edges", given,
+      concat(anywhere ? "anywhere" : "at their targets' owners", order ? ", in an order" : ""));
+  std::optional<std::span<const std::int64_t>> numbers;
+  if (order) numbers = ids[2];
+  return self->rows.edges(ids[0], ids[1], anywhere, numbers);
+}
+
+struct PyShardedGraph : torch::CustomClassHolder {
+  explicit PyShardedGraph(ShardedGraph made) : graph(std::move(made)) {}
+  ShardedGraph graph;
+};
+using ShardedGraphPtr = c10::intrusive_ptr<PyShardedGraph>;
+
+ShardedGraphPtr graph_of(const c10::intrusive_ptr<PyMesh>& over,
+                         const std::vector<std::string>& axes, const at::Tensor& owner,
+                         const at::Tensor& index, bool ordered) {
+  const DeviceMesh& mesh = over->mesh;
+  return c10::make_intrusive<PyShardedGraph>(
+      shard_graph(mesh, mesh.mesh().indices(axes), owner, index, ordered));
 }
 
 struct PyRebalanced : torch::CustomClassHolder {
@@ -184,7 +203,7 @@ std::tuple<at::Tensor, at::Tensor> nearest_of(const OwnedRowsPtr& points, const 
 // On the host, without a collective.
 at::Tensor along_curve(const at::Tensor& places, std::int64_t parts, const at::Tensor& weights) {
   if (places.dim() != 2)
-    throw InvalidArgument(concat("places of shape ", places.sizes(), "; give points x dims"));
+    throw InvalidArgument("places of shape ", places.sizes(), "; give points x dims");
   const at::Tensor all = places.to(at::kCPU, at::kDouble).contiguous();
   const at::Tensor costs = weights.to(at::kCPU, at::kDouble).contiguous();
   const auto span = [](const at::Tensor& t) {
@@ -199,7 +218,7 @@ at::Tensor along_curve(const at::Tensor& places, std::int64_t parts, const at::T
 at::Tensor by_metis(std::int64_t nodes, const at::Tensor& edges, std::int64_t parts,
                     const at::Tensor& weights) {
   if (edges.dim() != 2 || edges.size(0) != 2)
-    throw InvalidArgument(concat("edges of shape ", edges.sizes(), "; give 2 x edges"));
+    throw InvalidArgument("edges of shape ", edges.sizes(), "; give 2 x edges");
   const at::Tensor all = edges.to(at::kCPU, at::kLong).contiguous();
   const at::Tensor costs = weights.to(at::kCPU, at::kDouble).contiguous();
   const auto count = static_cast<std::size_t>(all.size(1));
@@ -274,6 +293,18 @@ void register_ghosts(Library& library) {
       .def("leave", [](const OwnedRowsPtr& self) { self->scopes.pop_back(); })
       .def("ids", [](const OwnedRowsPtr& self) { return as_tensor(self->rows.ids()); })
       .def("summary", [](const OwnedRowsPtr& self) { return self->rows.summary(); });
+  library.class_<PyShardedGraph>("ShardedGraph")
+      .def("nodes",
+           [](const ShardedGraphPtr& self) {
+             return c10::make_intrusive<PyOwnedRows>(self->graph.nodes);
+           })
+      .def("edges", [](const ShardedGraphPtr& self) { return self->graph.edges; })
+      .def("of_nodes", [](const ShardedGraphPtr& self,
+                          const at::Tensor& whole) { return self->graph.of_nodes(whole); })
+      .def("of_edges", [](const ShardedGraphPtr& self, const at::Tensor& whole) {
+        return self->graph.of_edges(whole);
+      });
+  library.def("shard_graph", graph_of);
   library.class_<PyRebalanced>("Rebalanced")
       .def("rows",
            [](const RebalancedPtr& self) {

@@ -274,17 +274,19 @@ class OwnedRows:
         ids = _ids(ids)
         return self._handle.numbers(ids.reshape(-1)).reshape(ids.shape).to(ids.device)
 
-    def edges(self, ends, *, anywhere=False):
+    def edges(self, ends, *, anywhere=False, order=None):
         """Edges by ids, sources and targets, as numbers of rows: 2 x the edges of all ranks, sharded along dim 1.
 
-        Give each edge to the owner of its target; `anywhere`: edges may be on any rank, and what they add is sent to the owners. Collective. Raises
-        InvalidArgument on every rank, with ids and ranks, for an end that nobody owns, and, without `anywhere`, a target that another rank owns.
+        Give each edge to the owner of its target; `anywhere`: edges may be on any rank, and what they add is sent to the owners. `order`: the number of each edge in the order
+        of one process, no other edge's; what is summed by these edges is then added edge by edge in this order, in all derivatives, equal to the bit on any number of
+        ranks (on the CPU). Collective. Raises InvalidArgument on every rank, with ids and ranks, for an end that nobody owns, an order of which two edges have a
+        number, and, without `anywhere`, a target that another rank owns.
 
-        >>> ts.full_tensor(ts.OwnedRows(mesh, [5, 3]).edges([[3, 5], [5, 5]])).tolist()
+        >>> ts.full_tensor(ts.OwnedRows(mesh, [5, 3]).edges([[3, 5], [5, 5]], order=[8, 2])).tolist()
         [[1, 0], [0, 0]]
         """
         source, target = _ends(ends)
-        return self._handle.edges(source, target, anywhere)
+        return self._handle.edges(source, target, anywhere, None if order is None else _ids(order).reshape(-1))
 
     def summary(self):
         """How many rows each rank owns.
@@ -303,6 +305,49 @@ class OwnedRows:
 
     def __repr__(self):
         return f"OwnedRows({self.summary().strip()})"
+
+
+class ShardedGraph:
+    """A graph that each rank has read, sharded over them: `nodes`, its `OwnedRows`; `edges`, each with its target. Made by `shard_graph`."""
+
+    def __init__(self, handle):
+        self._handle, self.nodes, self.edges = handle, OwnedRows.__new__(OwnedRows), handle.edges()
+        self.nodes._handle = handle.nodes()
+        self.nodes.ids = self.nodes._handle.ids()
+
+    def of_nodes(self, whole):
+        """This rank's rows of a tensor with one for each node, as a sharded tensor. Raises InvalidArgument on every rank for other numbers of rows.
+
+        >>> ts.shard_graph(mesh, [0, 0], [[0], [1]]).of_nodes(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+        """
+        return self._handle.of_nodes(whole)
+
+    def of_edges(self, whole):
+        """This rank's rows of a tensor with one for each edge, as a sharded tensor. Raises InvalidArgument on every rank for other numbers of rows.
+
+        >>> ts.shard_graph(mesh, [0, 0], [[0], [1]]).of_edges(torch.ones(1, 3)).shape
+        torch.Size([1, 3])
+        """
+        return self._handle.of_edges(whole)
+
+
+def shard_graph(over, owner, index, *, ordered=False):
+    """Shards a graph that each rank of `over` has read completely: one large one, or a batch of a `Loader` with `graphs=True`.
+
+    `owner`: the rank of each node, in the group of `over`, e.g. by `partition_by_metis`. `index`: 2 x edges, numbers of nodes, sources first. `ordered`: sums by the edges are
+    taken in their order here, see `OwnedRows.edges`. Collective. Raises InvalidArgument on every rank for owners and nodes that there are not, and graphs that differ
+    between the ranks.
+
+    >>> def body(rank):
+    ...     graph = ts.shard_graph(ts.Mesh({"ranks": 2}), torch.tensor([1, 0, 1]), torch.tensor([[0, 1, 2], [1, 2, 0]]))
+    ...     x, (source, target) = graph.of_nodes(torch.tensor([1.0, 2.0, 4.0])), graph.edges
+    ...     y = torch.zeros_like(x).index_add(0, target, x[source])                        # plain torch
+    ...     return graph.nodes.ids.tolist(), ts.to_local(y).tolist()
+    >>> ts.run_threads(2, body)
+    [([1], [1.0]), ([0, 2], [4.0, 2.0])]
+    """
+    return ShardedGraph(ops.shard_graph(*_over(over), _ids(owner), _ids(index), ordered))
 
 
 class Rebalanced:

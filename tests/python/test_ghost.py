@@ -369,31 +369,83 @@ def test_batches_of_graphs_of_different_sizes_over_data_ranks_each_cut_over_doma
         h = net(x, edges).sin().sum(1)
         return h.new_zeros(samples).index_add_(0, of, h)
 
-    def batch(which):
-        first = torch.tensor([0, *(sizes[k] for k in which)]).cumsum(0)
-        x, owner = (torch.cat([graphs[k][i] for k in which]) for i in (0, 2))
-        return x, torch.cat([graphs[k][1] + first[i] for i, k in enumerate(which)], 1), torch.arange(len(which)).repeat_interleave(first.diff()), owner
-
-    x, edges, of, _ = batch(range(6))
-    energies(nets[-1], x, edges, of, 6).square().mean().backward()
+    samples = ts.Dataset.of([{"nodes": {"x": x, "owner": owner}, "edges": {"index": edges}, "energy": x.new_ones(())} for x, edges, owner in graphs])
+    order = ts.FixedOrder(6, 6, seed=3)
+    whole = ts.Loader(samples, order, ts.Mesh({"data": 1}), ["data"], graphs=True).next()
+    nodes = whole.fields["nodes"]
+    assert whole.rows == 6 and whole.fields["energy"].shape == (6,) and nodes["graph"].bincount().tolist() == [sizes[index] for _, index in whole.samples]
+    energies(nets[-1], nodes["x"], whole.fields["edges"]["index"], nodes["graph"], 6).square().mean().backward()
 
     def body(rank):
-        data, domain = rank // 2, rank % 2
-        mesh = ts.Mesh({"domain": 2}, ranks=[2 * data, 2 * data + 1])  # each data rank's own: its graphs are others
-        which = [0, 1, 2, 3] if data == 0 else [4, 5]
-        x, edges, of, owner = batch(which)
-        own = (owner == domain).nonzero().flatten()
+        both = ts.Mesh({"data": 2, "domain": 2})
+        mesh = ts.Mesh({"domain": 2}, ranks=[rank // 2 * 2, rank // 2 * 2 + 1])  # each data rank's own: its graphs are others
+        loader = ts.Loader(samples, order, both, ["data"], workers=1, graphs=True)
+        state, batch = loader.state(), loader.next()
+        assert batch.rows == 3 and batch.names == ("nodes/x", "nodes/owner", "edges/index", "energy", "nodes/graph")
+        loader.restore(state)
+        assert torch.equal(loader.next().tensors[0], batch.tensors[0])
         ts.distribute_module(nets[rank], mesh)
         ts.set_policies(redistribution="error")
-        nodes = ts.OwnedRows(mesh, own)
-        with nodes:
-            e = energies(nets[rank], nodes.shard(x[own]), nodes.edges(edges[:, owner[edges[1]] == domain]), nodes.shard(of[own]), len(which))
+        of = batch.fields["nodes"]
+        graph = ts.shard_graph(mesh, of["owner"], batch.fields["edges"]["index"])
+        with graph.nodes:
+            e = energies(nets[rank], graph.of_nodes(of["x"]), graph.edges, graph.of_nodes(of["graph"]), batch.rows)
         (e.square().sum() / 6).backward()
-        over_data = ts.Mesh({"data": 2, "domain": 2}).group("data")
         for p, q in zip(nets[rank].parameters(), nets[-1].parameters(), strict=True):
-            assert_same(over_data.all_reduce(ts.full_tensor(p.grad)), q.grad)
+            assert_same(both.group("data").all_reduce(ts.full_tensor(p.grad)), q.grad)
 
     on_ranks(4, body)
+
+
+def test_what_is_no_graph_is_refused_with_its_sample():
+    def graph(**of):
+        return {"nodes": {"x": torch.ones(2, 1)}, "edges": {"index": torch.tensor([[0], [1]])}, **of}
+
+    mesh = ts.Mesh({"data": 1})
+    for sample, says in ((graph(edges={"index": torch.tensor([[0], [2]])}), "a node that there is not"), (graph(more=1), "the same fields"), ([1], "the same fields")):
+        loader = ts.Loader(ts.Dataset.of([graph(), sample]), ts.FixedOrder(2, 2, shuffle=False), mesh, ["data"], graphs=True)
+        with pytest.raises(ts.SampleError, match="sample 1"):
+            try:
+                loader.next()
+            except ts.SampleError as error:
+                assert says in str(error) + str(error.__cause__)
+                raise
+    for data in (ts.TensorDataset(torch.ones(2)), ts.Dataset.of([])):
+        with pytest.raises(ts.InvalidArgument, match="dictionaries of fields"):
+            ts.Loader(data, ts.FixedOrder(2, 2), mesh, ["data"], graphs=True)
+    with pytest.raises(ts.InvalidArgument, match="edges/index"):
+        ts.Loader(ts.Dataset.of([{"x": 1.0}, {"x": 2.0}]), ts.FixedOrder(2, 2), mesh, ["data"], graphs=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sums_in_one_order_are_those_of_one_process_to_the_bit(ranks):
+    """Values, gradients and gradients of these, in float32; edges at their targets in another order on each rank."""
+    g = torch.Generator().manual_seed(ranks)
+    x, e = torch.randn(17, 3, generator=g, requires_grad=True), torch.randn(60, 3, generator=g)
+    ends, owner = torch.randint(17, (2, 60), generator=g), torch.randint(ranks, (17,), generator=g)
+
+    def derivatives(x, e, source, target):
+        message = (x[source] - x.index_select(0, target)) * e
+        y = torch.zeros_like(x).scatter_add(0, target[:, None].expand_as(message), message)
+        (first,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        return y, first, torch.autograd.grad((first * first).sum(), x)[0]
+
+    expected = derivatives(x, e, *ends)
+
+    def body(rank):
+        own = (owner == rank).nonzero().flatten().flip(0)
+        mine = (owner[ends[1]] == rank).nonzero().flatten().flip(0)
+        nodes = ts.OwnedRows(ts.Mesh({"domain": ranks}), own)
+        edges = nodes.edges(ends[:, mine], order=mine)
+        counts = [int((owner[ends[1]] == r).sum()) for r in range(ranks)]
+        es = ts.from_local(e[mine], ts.Mesh({"domain": ranks}), [ts.Shard(0)], {0: counts})
+        got = derivatives(nodes.shard(x.detach()[own]).requires_grad_(), es, *edges)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(ts.to_local(a), b[own])
+        with pytest.raises(ts.InvalidArgument, match="order of edges"):
+            nodes.edges([own, own], order=[-1] * len(own) if rank == 0 else own)
+
+    on_ranks(ranks, body)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -13,13 +13,11 @@
 #include "tessera/ops/ghosts/detail/indexed_rows.h"
 #include "tessera/ops/ghosts/detail/row_plan.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/before_rule.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/internal/rows_scope.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
@@ -135,6 +133,9 @@ at::Tensor reduced_here(const at::Tensor& rows, const RowPlan& plan, const at::T
 // The rows, with the rows of `source` added where the indices say; on the owners of the rows.
 at::Tensor added(const RowPlan& plan, const at::Tensor& rows, const at::Tensor& source,
                  const at::Scalar& alpha) {
+  if (plan.ordered)
+    return summed_in_order(*plan.ordered, plan.state->group(), rows,
+                           alpha.equal(1) ? source : source * alpha);
   if (plan.all_ghosts == 0) return rows.index_add(0, plan.rows, source, alpha);
   auto shape = rows.sizes().vec();
   shape[0] += plan.state->rows.ghosts;
@@ -143,10 +144,12 @@ at::Tensor added(const RowPlan& plan, const at::Tensor& rows, const at::Tensor& 
   return reduced_to_owners(plan.state, all.index_add_(0, plan.rows, source, alpha), ReduceOp::sum);
 }
 
-at::Tensor reduced(const RowPlan& plan, const at::Tensor& rows, const at::Tensor& source,
-                   const std::string& reduce, bool include_self) {
-  if (plan.all_ghosts == 0) return reduced_here(rows, plan, source, reduce, include_self);
-  const ReduceOp op = *reduced_by(reduce);
+// By summands, or what they and the rows are reduced to.
+at::Tensor reduced_with_ghosts(const RowPlan& plan, const at::Tensor& rows,
+                               const at::Tensor& source, const std::string& reduce, ReduceOp op,
+                               bool include_self) {
+  if (op == ReduceOp::sum && plan.ordered)
+    return added(plan, include_self ? rows : at::zeros_like(rows), source, 1);
   auto shape = rows.sizes().vec();
   shape[0] += plan.state->rows.ghosts;
   const at::Scalar nothing =
@@ -154,12 +157,20 @@ at::Tensor reduced(const RowPlan& plan, const at::Tensor& rows, const at::Tensor
   const at::Tensor all = at::full(shape, nothing, rows.options());
   const at::Tensor here =
       reduced_here(all, plan, source, op == ReduceOp::sum ? "sum" : reduce, true);
-  at::Tensor result = reduced_to_owners(plan.state, here, op);
+  const at::Tensor result = reduced_to_owners(plan.state, here, op);
+  if (!include_self) return result;
+  return op == ReduceOp::sum   ? rows + result
+         : op == ReduceOp::max ? at::maximum(rows, result)
+                               : at::minimum(rows, result);
+}
+
+at::Tensor reduced(const RowPlan& plan, const at::Tensor& rows, const at::Tensor& source,
+                   const std::string& reduce, bool include_self) {
+  const auto by = reduced_by(reduce);
+  if (plan.all_ghosts == 0 && !(plan.ordered && by == ReduceOp::sum))
+    return reduced_here(rows, plan, source, reduce, include_self);
+  at::Tensor result = reduced_with_ghosts(plan, rows, source, reduce, *by, include_self);
   const at::Tensor counts = along_rows(plan.counts, rows);
-  if (include_self)
-    result = op == ReduceOp::sum   ? rows + result
-             : op == ReduceOp::max ? at::maximum(rows, result)
-                                   : at::minimum(rows, result);
   if (reduce == "mean") result = result / (counts + (include_self ? 1 : 0)).clamp_min(1);
   return include_self ? result : at::where(counts.gt(0), result, rows);
 }
@@ -191,6 +202,16 @@ struct Target {
   at::Tensor local_source = {};
 
   bool ready(std::string_view reduce, bool writes) {
+    if (fits(reduce, writes)) return true;
+    const ShardMeta* edges = meta_of(index);
+    if (edges && reduced_by(reduce) == ReduceOp::sum && order_of(edges->local))
+      throw InvalidArgument(
+          op, " by edges that have an order, into ", x.sizes(),
+          ", which is not sharded as their nodes are, or of another dtype than ",
+          "what is added; open an OwnedRowsScope, or give edges without an order");
+    return false;
+  }
+  bool fits(std::string_view reduce, bool writes) {
     if (!reduces_ghosts_of(x.scalar_type()) || !source.defined()) return false;
     if (!writes) take_rows();
     where = fit(x, where.d, index);

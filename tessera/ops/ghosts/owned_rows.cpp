@@ -1,19 +1,19 @@
 #include "tessera/ops/ghosts/owned_rows.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
-#include <optional>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
+#include "tessera/ops/ghosts/detail/ordered_sums.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
 #include "tessera/partition/partition.h"
-#include "tessera/tensor/dispatch/internal/rows_scope.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -48,7 +48,7 @@ OwnedRows::OwnedRows(const DeviceMesh& mesh, std::span<const std::int64_t> owned
 OwnedRows::OwnedRows(const DeviceMesh& mesh, std::vector<int> axes,
                      std::span<const std::int64_t> owned)
     : mesh_(mesh), axes_(std::move(axes)), ids_(owned.begin(), owned.end()) {
-  std::sort(axes_.begin(), axes_.end());
+  std::ranges::sort(axes_);
   const GhostPlan alone(mesh_, axes_, ids_, Ids{});  // each id has one owner
   const Group ranks = group();
   sizes_ = agree::all<std::int64_t>(ranks, "OwnedRows",
@@ -68,9 +68,9 @@ at::Tensor OwnedRows::shard(const at::Tensor& rows) const {
     if (!rows.defined() || rows.dim() == 0 ||
         rows.size(0) != static_cast<std::int64_t>(ids_.size()))
       throw InvalidArgument(
-          concat("OwnedRows::shard of a tensor with ",
-                 rows.defined() && rows.dim() > 0 ? concat(rows.size(0), " rows") : "no rows",
-                 "; this rank owns ", ids_.size()));
+          "OwnedRows::shard of a tensor with ",
+          rows.defined() && rows.dim() > 0 ? concat(rows.size(0), " rows") : "no rows",
+          "; this rank owns ", ids_.size());
   });
   return from_local(rows, mesh_, placements(), {{0, sizes_}});
 }
@@ -87,27 +87,42 @@ std::vector<std::int64_t> OwnedRows::numbers(std::span<const std::int64_t> ids) 
   return rows;
 }
 
+void OwnedRows::check_order(std::span<const std::int64_t> order) const {
+  try {
+    const GhostPlan each_has_one_edge(mesh_, axes_, order, Ids{});
+  } catch (const InvalidArgument& e) {
+    throw InvalidArgument(kEdges,
+                          ": the order of edges has their numbers in place of ids, at least ",
+                          "0 and each for one edge: ", e.what());
+  }
+}
+
 at::Tensor OwnedRows::edges(std::span<const std::int64_t> source,
-                            std::span<const std::int64_t> target, bool anywhere) const {
+                            std::span<const std::int64_t> target, bool anywhere,
+                            const std::optional<std::span<const std::int64_t>>& order) const {
   const Group ranks = group();
-  agree::all(ranks, kEdges, [&] {
-    if (source.size() != target.size())
-      throw InvalidArgument(
-          concat(source.size(), " sources of edges and ", target.size(), " targets"));
+  agree::all_same(ranks, kEdges, [&] {
+    if (source.size() != target.size() || (order && order->size() != target.size()))
+      throw InvalidArgument(source.size(), " sources of edges and ", target.size(), " targets",
+                            order ? concat(", in an order of ", order->size()) : "");
+    return std::string(order ? "with an order" : "without an order");
   });
+  if (order) check_order(*order);
   Ids ends(source.begin(), source.end());
   ends.insert(ends.end(), target.begin(), target.end());
-  const Ids rows = numbers(ends);
+  Ids rows = numbers(ends);
   const auto counts = agree::all<std::int64_t>(ranks, kEdges, [&] {
     if (const auto text = anywhere ? std::string() : strayed(ranks, sizes_, source, target, rows);
         !text.empty())
-      throw InvalidArgument(concat("edges whose target another rank owns: ", text,
-                                   "; give each to the owner of its target, or say `anywhere`"));
+      throw InvalidArgument("edges whose target another rank owns: ", text,
+                            "; give each to the owner of its target, or say `anywhere`");
     return static_cast<std::int64_t>(source.size());
   });
-  at::Tensor list = at::empty({2, static_cast<std::int64_t>(source.size())}, at::kLong);
-  std::copy(rows.begin(), rows.end(), list.mutable_data_ptr<std::int64_t>());
-  return from_local(list, mesh_, placements(1), {{1, counts}});
+  return from_local(
+      detail::with_order(
+          std::move(rows), 2,
+          order ? std::make_shared<const Ids>(order->begin(), order->end()) : nullptr),
+      mesh_, placements(1), {{1, counts}});
 }
 
 OwnedRowsScope::OwnedRowsScope(const OwnedRows& rows)

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -57,15 +58,26 @@ class OwnedRows {
   /// Edges by the ids of both ends, as numbers of rows: 2 x the edges of all ranks, sharded along
   /// dim 1, sources first. Give each edge to the owner of its target, so that a layer exchanges
   /// ghosts once; `anywhere`: edges may be on any rank, and what they add is sent to the owners.
+  ///
+  /// `order`: the number of each edge in the order of one process, at least 0 and no other edge's.
+  /// What is summed by these edges, or a view of them, into rows that are sharded as these are, is
+  /// then added edge by edge in this order, in all derivatives: equal to the bit on any number of
+  /// ranks and in any division of the rows. A row is sent for each edge whose ends are on two ranks
+  /// where else those of a node are added up first. On the CPU.
+  ///
   /// Collective. Throws InvalidArgument on every rank, with ids and ranks, for an end that nobody
-  /// owns, for numbers of sources and targets that differ, and, without `anywhere`, for an edge
-  /// whose target another rank owns.
+  /// owns, for numbers of sources, targets and `order` that differ, for an order of which two edges
+  /// have a number or that some ranks do not give, and, without `anywhere`, for an edge whose target
+  /// another rank owns.
   at::Tensor edges(std::span<const std::int64_t> source, std::span<const std::int64_t> target,
-                   bool anywhere = false) const;
+                   bool anywhere = false,
+                   const std::optional<std::span<const std::int64_t>>& order = {}) const;
   /// "60 rows on 3 ranks: 20, 0, 40; this rank's are 20 to 19".
   std::string summary() const;
 
  private:
+  void check_order(std::span<const std::int64_t> order) const;
+
   DeviceMesh mesh_;
   std::vector<int> axes_;
   std::vector<std::int64_t> ids_, sizes_;

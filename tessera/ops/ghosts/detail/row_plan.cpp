@@ -16,7 +16,7 @@
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/partition/internal/id_table.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 
 namespace tessera::detail {
 namespace {
@@ -108,7 +108,7 @@ std::optional<std::size_t> difference(const RowPlan& plan, Ids ids) {
 }
 
 RowPlanPtr made_plan(const std::shared_ptr<MeshContext>& context, const DimSharding& sharding,
-                     Ids ids, c10::Device device, std::string origin) {
+                     Ids ids, const SumOrder& order, c10::Device device, std::string origin) {
   auto plan = std::make_shared<RowPlan>();
   plan->origin = std::make_shared<const CallOrigin>(std::move(origin));
   const OriginScope scope(plan->origin);
@@ -121,7 +121,7 @@ RowPlanPtr made_plan(const std::shared_ptr<MeshContext>& context, const DimShard
   auto& ghosts = plan->ghosts;
   for (const std::int64_t id : ids)
     if (id < own.begin || id >= own.end) ghosts.push_back(id);
-  std::sort(ghosts.begin(), ghosts.end());
+  std::ranges::sort(ghosts);
   ghosts.erase(std::unique(ghosts.begin(), ghosts.end()), ghosts.end());
 
   state.rows.rank = group.rank();
@@ -157,9 +157,14 @@ RowPlanPtr made_plan(const std::shared_ptr<MeshContext>& context, const DimShard
   plan->counts = at::bincount(plan->rows, {}, state.rows.owned + state.rows.ghosts);
   if (plan->all_ghosts > 0)
     plan->counts = reduced_to_owners(plan->state, plan->counts, ReduceOp::sum);
+  if (order) plan->ordered = ordered_sums(group, rows, ids, order);
   plan->rows = plan->rows.to(device);
   plan->counts = plan->counts.to(device);
   return plan;
+}
+
+bool same_order(const std::shared_ptr<const OrderedSums>& of, const SumOrder& order) {
+  return of && order ? of->order == order || *of->order == *order : !of && !order;
 }
 
 void remember(KeptPlans& kept, Known known) {
@@ -176,12 +181,12 @@ void to_front(std::deque<T>& all, typename std::deque<T>::iterator at) {
   const auto rows = plan.rows.to(at::kCPU);
   const bool grown = at >= ids.size() || at >= span_of(rows).size();
   throw InvalidArgument(
-      concat(op, ": the index was written to since its exchange of ghosts was planned: on rank ",
-             plan.state->group().ranks()[static_cast<std::size_t>(plan.state->rows.rank)],
-             grown ? concat(" it has ", ids.size(), " places, and had ", span_of(rows).size())
-                   : concat(" place ", at, " named row ", id_of(plan, span_of(rows)[at]),
-                            ", and now names row ", ids[at]),
-             ". Give a changed graph as a new tensor (clone() before it is written to)"));
+      op, ": the index was written to since its exchange of ghosts was planned: on rank ",
+      plan.state->group().ranks()[static_cast<std::size_t>(plan.state->rows.rank)],
+      grown ? concat(" it has ", ids.size(), " places, and had ", span_of(rows).size())
+            : concat(" place ", at, " named row ", id_of(plan, span_of(rows)[at]),
+                     ", and now names row ", ids[at]),
+      ". Give a changed graph as a new tensor (clone() before it is written to)");
 }
 
 // By the tensor itself.
@@ -213,14 +218,19 @@ RowPlanPtr agreed_plan(const char* op, KeptPlans& kept, const ShardMeta& index,
   const Ids ids = span_of(given);
   const std::uint64_t hash = hash_of_ids(ids);
   const auto origin = concat(op, " of rows ", list(rows.partition.sizes()), " by ", index.spec());
+  const SumOrder order = order_of(index.local);
   const auto words = agree::all<std::uint64_t>(group, op, [&] {
+    if (order && (order->size() != ids.size() || !index.local.is_cpu()))
+      throw InvalidArgument("an index of ", ids.size(), " places on ", index.local.device().type(),
+                            " by edges that have an order of ", order->size(),
+                            "; give all of them, on the CPU, or edges without an order");
     std::uint64_t word = 0;
     for (const std::int64_t id : ids)
       if (id < 0 || id >= rows.partition.extent()) return kUnfit;
     for (std::size_t i = 0; i < kept.plans.size(); ++i) {
       const Kept& k = kept.plans[i];
       if (k.hash == hash && k.rows == rows && k.plan->rows.device() == index.local.device() &&
-          !difference(*k.plan, ids))
+          same_order(k.plan->ordered, order) && !difference(*k.plan, ids))
         word |= std::uint64_t{1} << i;
     }
     return word;
@@ -234,7 +244,7 @@ RowPlanPtr agreed_plan(const char* op, KeptPlans& kept, const ShardMeta& index,
     to_front(kept.plans, kept.plans.begin() + std::countr_zero(common));
     return kept.plans.front().plan;
   }
-  const RowPlanPtr plan = made_plan(context, rows, ids, index.local.device(), origin);
+  const RowPlanPtr plan = made_plan(context, rows, ids, order, index.local.device(), origin);
   kept.plans.push_front({rows, hash, plan});
   if (kept.plans.size() > kMostPlans) {
     std::erase_if(kept.tensors,

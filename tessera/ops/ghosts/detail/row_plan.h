@@ -12,11 +12,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
+#include "tessera/ops/ghosts/detail/ordered_sums.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail {
@@ -33,6 +33,8 @@ struct RowPlan {
   /// The ghosts of all ranks; 0: no rank needs another.
   std::int64_t all_ghosts = 0;
   std::shared_ptr<const CallOrigin> origin;
+  /// How sums are taken by an index that has an order; nullptr: as ghosts are.
+  std::shared_ptr<const OrderedSums> ordered = nullptr;
 
   std::int64_t owned() const { return state->rows.owned; }
 };
@@ -42,7 +44,8 @@ using RowPlanPtr = std::shared_ptr<const RowPlan>;
 /// along dim 0 over the same axes; dims behind it are expanded. nullptr if an index of any rank is
 /// negative or out of range: the same on all ranks. Collective, unless the plan is found by the
 /// tensor. Throws InvalidArgument, with the ids, if the tensor was written to since its plan was
-/// made: on the other ranks PeerFailedError, unless they throw the same.
+/// made: on the other ranks PeerFailedError, unless they throw the same. Throws it on every rank for
+/// an index that has an order of another length, or is not on the CPU.
 RowPlanPtr row_plan(const char* op, const at::Tensor& index, const DimSharding& rows);
 
 }  // namespace tessera::detail
