@@ -24,6 +24,7 @@
 #   make fuzz        clang's libFuzzer on each parser of what strangers write, and on the store's frames, SECONDS_EACH=600 (needs clang)
 #   make notebooks   the tutorials that have Python as notebooks, run, in build/notebooks
 #   make types       mypy --strict and pyright's rules on every documented program of Python
+#   make docs-browser   the documentation in a headless Chromium: every page wide and narrow, light and dark, and the search (ARGS="--pictures build/shots")
 #   make format, make lint, make docs, make clean
 SHELL := /bin/bash
 PRESET ?= release
@@ -42,7 +43,7 @@ RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types notebooks docs test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types notebooks docs docs-browser test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -129,6 +130,10 @@ lint: bootstrap
 docs: bootstrap
 	@scripts/bootstrap --docs
 	@$(RUN) scripts/docs
+
+docs-browser: docs
+	@scripts/bootstrap --browser
+	@$(RUN) python3 tests/docs/browser.py $(ARGS) build/docs/html
 
 # Its own environment and build folder; nothing of the others is touched.
 test-2.11: bootstrap
