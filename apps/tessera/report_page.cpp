@@ -13,7 +13,7 @@
 #include "tessera/base/markup_text.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
-#include "tessera/files/chart.h"
+#include "tessera/files/page.h"
 
 namespace tessera::app {
 namespace {

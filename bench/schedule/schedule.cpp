@@ -14,7 +14,7 @@
 
 #include "harness.h"
 #include "tessera/base/text.h"
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/list_schedule.h"
 #include "tessera/schedule/simulate.h"

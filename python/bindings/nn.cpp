@@ -24,7 +24,7 @@
 #include "tessera/ops/halo/halo.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/visualize.h"
+#include "tessera/tensor/spec/spec.h"
 
 namespace tessera::python {
 

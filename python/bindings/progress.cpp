@@ -12,7 +12,7 @@
 #include "library.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/group/wait_time.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/nn/flop_counter.h"
 #include "tessera/train/detail/run_meter.h"
 #include "tessera/train/logger.h"

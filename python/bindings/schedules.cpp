@@ -16,12 +16,12 @@
 #include "library.h"
 #include "tessera/base/text.h"
 #include "tessera/pipeline/cuts.h"
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 #include "tessera/schedule/csv.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/list_schedule.h"
 #include "tessera/schedule/passes.h"
-#include "tessera/schedule/picture.h"
+#include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"
 
 namespace tessera::python {

@@ -6,7 +6,6 @@
 
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
-#include "tessera/files/chart.h"
 #include "tessera/files/page.h"
 
 namespace gpt {

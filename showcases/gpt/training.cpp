@@ -13,7 +13,7 @@
 #include "tessera/nn/fully_shard.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/list_schedule.h"
-#include "tessera/schedule/picture.h"
+#include "tessera/schedule/simulate.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/callbacks.h"

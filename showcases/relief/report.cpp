@@ -7,7 +7,6 @@
 
 #include "image.h"
 #include "tessera/base/text.h"
-#include "tessera/files/chart.h"
 #include "tessera/files/page.h"
 
 namespace relief {

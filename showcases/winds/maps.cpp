@@ -6,7 +6,7 @@
 
 #include "image.h"
 #include "tessera/base/text.h"
-#include "tessera/files/chart.h"
+#include "tessera/files/page.h"
 
 namespace winds {
 

@@ -8,7 +8,6 @@
 
 #include "maps.h"
 #include "tessera/base/text.h"
-#include "tessera/files/chart.h"
 #include "tessera/files/page.h"
 
 namespace winds {

@@ -4,10 +4,5 @@ namespace tessera {
 
 // Out of line, so that each type is defined once and can be caught across shared libraries.
 Error::Error(const std::string& what) : std::runtime_error(what) {}
-Error::~Error() = default;
-InvalidArgument::~InvalidArgument() = default;
-ConfigurationError::~ConfigurationError() = default;
-FileError::~FileError() = default;
-NotAvailable::~NotAvailable() = default;
 
 }  // namespace tessera

@@ -5,27 +5,30 @@
 #include <stdexcept>
 #include <string>
 
+#include "tessera/base/text.h"
+
 namespace tessera {
 
 /// Base of every exception that Tessera throws on purpose.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& what);
-  ~Error() override;
+  /// Joins the parts of a message, as concat() does: Error("rank ", 3, " of ", 4).
+  template <class First, class Second, class... Rest>
+  Error(const First& first, const Second& second, const Rest&... rest)
+      : Error(concat(first, second, rest...)) {}
 };
 
 /// An argument that the caller can correct: a wrong size, an unknown name, a rank out of range.
 class InvalidArgument : public Error {
  public:
   using Error::Error;
-  ~InvalidArgument() override;
 };
 
 /// A configuration (environment, file, tree of groups) that is incomplete or contradicts itself.
 class ConfigurationError : public Error {
  public:
   using Error::Error;
-  ~ConfigurationError() override;
 };
 
 /// A file that is absent, unreadable, of another format, or damaged; the message holds the path and
@@ -33,14 +36,12 @@ class ConfigurationError : public Error {
 class FileError : public Error {
  public:
   using Error::Error;
-  ~FileError() override;
 };
 
 /// A part that this build does not have; the message says how to get it.
 class NotAvailable : public Error {
  public:
   using Error::Error;
-  ~NotAvailable() override;
 };
 
 }  // namespace tessera

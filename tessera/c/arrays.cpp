@@ -7,7 +7,6 @@
 #include "tessera/c/detail/arrays.h"
 
 namespace tessera::c {
-
 namespace {
 
 // Below it products and sums of sizes in bytes stay within 64 bits.
@@ -22,12 +21,11 @@ std::int64_t bounded(std::int64_t a, std::int64_t b) {
 // beyond all that the dims before it span. Dims that interlock otherwise are refused too.
 void require_apart(const std::vector<std::int64_t>& shape,
                    const std::vector<std::int64_t>& strides) {
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return;
+  if (std::ranges::find(shape, 0) != shape.end()) return;
   std::vector<std::size_t> dims;
   for (std::size_t d = 0; d < shape.size(); ++d)
     if (shape[d] > 1) dims.push_back(d);
-  std::sort(dims.begin(), dims.end(),
-            [&](std::size_t a, std::size_t b) { return strides[a] < strides[b]; });
+  std::ranges::sort(dims, [&](std::size_t a, std::size_t b) { return strides[a] < strides[b]; });
   std::int64_t span = 1;
   for (const std::size_t d : dims) {
     if (strides[d] < span)
@@ -94,7 +92,7 @@ at::Tensor tensor_over(const tessera_array* array, const char* name) {
   const auto dtype = dtype_of(array->dtype);
   const auto strides = strides_of(*array);
   const auto shape = shape_of(*array);
-  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+  const bool empty = std::ranges::find(shape, 0) != shape.end();
   if (!array->data && !empty) refuse(name, " has the shape ", list(shape), " and no memory");
   try {
     return at::from_blob(array->data, shape, strides, at::TensorOptions(dtype));

@@ -10,7 +10,6 @@
 #include "tessera/checkpoint/optimizer_state.h"
 
 namespace tessera::c {
-
 namespace {
 
 struct StateObject : Object {
@@ -34,9 +33,8 @@ struct StateObject : Object {
     return nullptr;
   }
   void require_new(const std::string& name) const {
-    const bool taken =
-        integers.count(name) || reals.count(name) ||
-        std::any_of(items.begin(), items.end(), [&](const Item& i) { return i.name == name; });
+    const bool taken = integers.count(name) || reals.count(name) ||
+                       std::ranges::any_of(items, [&](const Item& i) { return i.name == name; });
     if (taken) refuse("the state has something named '", name, "' already");
   }
   // Tensors and models: what a load writes into.
@@ -100,15 +98,35 @@ void load(const Call& call, StateObject& state, const std::string& folder,
   state.loaded = std::move(values);
 }
 
-template <class Value, class Get>
-Value value_of(const std::map<std::string, Value>& set, const std::string& name, const Get& get) {
-  const auto it = set.find(name);
-  if (it != set.end()) return it->second;
-  try {
-    return get();
-  } catch (const InvalidArgument&) {
-    refuse("no such value is named '", name, "': none was set, and no checkpoint brought one");
-  }
+template <class Value>
+using Values = std::map<std::string, Value> StateObject::*;
+
+template <class Value>
+tessera_result set_value(const char* call_name, tessera_state state, const char* name,
+                         Values<Value> values, Value value) {
+  return run(call_name, Reach::own, [&](Call& call) {
+    auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    if (!(its.*values).count(under)) its.require_new(under);
+    (its.*values)[under] = value;
+  });
+}
+
+template <class Value>
+tessera_result get_value(const char* call_name, tessera_state state, const char* name,
+                         Values<Value> values, Value* value,
+                         Value (CheckpointState::*brought)(const std::string&) const) {
+  return run(call_name, Reach::own, [&](Call& call) {
+    const auto& its = call.use<StateObject>(state, "state");
+    const std::string under = need_text(name, "name");
+    const auto set = (its.*values).find(under);
+    try {
+      *need(value, "value") =
+          set != (its.*values).end() ? set->second : (its.loaded.*brought)(under);
+    } catch (const InvalidArgument&) {
+      refuse("no such value is named '", under, "': none was set, and no checkpoint brought one");
+    }
+  });
 }
 
 }  // namespace
@@ -134,38 +152,21 @@ tessera_result tessera_state_add(tessera_state state, const char* name, void* ha
 }
 
 tessera_result tessera_state_set_integer(tessera_state state, const char* name, int64_t value) {
-  return run("tessera_state_set_integer", Reach::own, [&](Call& call) {
-    auto& its = call.use<StateObject>(state, "state");
-    const std::string under = need_text(name, "name");
-    if (!its.integers.count(under)) its.require_new(under);
-    its.integers[under] = value;
-  });
+  return set_value("tessera_state_set_integer", state, name, &StateObject::integers, value);
 }
 
 tessera_result tessera_state_set_real(tessera_state state, const char* name, double value) {
-  return run("tessera_state_set_real", Reach::own, [&](Call& call) {
-    auto& its = call.use<StateObject>(state, "state");
-    const std::string under = need_text(name, "name");
-    if (!its.reals.count(under)) its.require_new(under);
-    its.reals[under] = value;
-  });
+  return set_value("tessera_state_set_real", state, name, &StateObject::reals, value);
 }
 
 tessera_result tessera_state_get_integer(tessera_state state, const char* name, int64_t* value) {
-  return run("tessera_state_get_integer", Reach::own, [&](Call& call) {
-    const auto& its = call.use<StateObject>(state, "state");
-    const std::string under = need_text(name, "name");
-    *need(value, "value") =
-        value_of(its.integers, under, [&] { return its.loaded.get_integer(under); });
-  });
+  return get_value("tessera_state_get_integer", state, name, &StateObject::integers, value,
+                   &CheckpointState::get_integer);
 }
 
 tessera_result tessera_state_get_real(tessera_state state, const char* name, double* value) {
-  return run("tessera_state_get_real", Reach::own, [&](Call& call) {
-    const auto& its = call.use<StateObject>(state, "state");
-    const std::string under = need_text(name, "name");
-    *need(value, "value") = value_of(its.reals, under, [&] { return its.loaded.get_real(under); });
-  });
+  return get_value("tessera_state_get_real", state, name, &StateObject::reals, value,
+                   &CheckpointState::get_real);
 }
 
 tessera_result tessera_save(tessera_state state, const char* folder, const char* name,

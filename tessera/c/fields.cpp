@@ -14,7 +14,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::c {
-
 namespace {
 
 using Counts = std::vector<std::int64_t>;
@@ -44,7 +43,7 @@ std::vector<int> axes_of(const int* given, int dims, const DeviceMesh& mesh) {
     if (axes[d] < -1 || axes[d] >= mesh.mesh().dims())
       refuse("axes is ", list(axes), ", the mesh has ", mesh.mesh().dims(),
              ": give an axis counted from 0, or -1 for a dim that is not divided");
-    if (axes[d] >= 0 && std::count(axes.begin(), axes.end(), axes[d]) > 1)
+    if (axes[d] >= 0 && std::ranges::count(axes, axes[d]) > 1)
       refuse("axes is ", list(axes), ": an axis of the mesh divides one dim");
   }
   return axes;
@@ -65,10 +64,10 @@ std::vector<Said> gather_said(const DeviceMesh& mesh, const Said& mine) {
     const auto same = static_cast<std::ptrdiff_t>(mine.same.size());
     if (other.size() != numbers.size() ||
         !std::equal(other.begin(), other.begin() + same, mine.same.begin()))
-      throw MismatchError(concat(
+      throw MismatchError(
           "rank ", mesh.mesh().ranks()[p],
           " gives other dims, dtype, order, axes or ghost cells than this one: they are the same "
-          "on all ranks, the sizes alone differ"));
+          "on all ranks, the sizes alone differ");
     said.push_back({{}, Counts(other.begin() + same, other.end())});
   }
   return said;
@@ -81,11 +80,11 @@ Sizes sizes_of(const DeviceMesh& mesh, const std::vector<Said>& said, int dim, i
   for (std::size_t p = 0; p < said.size(); ++p) {
     const int rank = ranks.ranks()[p];
     const auto at = static_cast<std::size_t>(axis < 0 ? 0 : ranks.coordinate(rank)[axis]);
-    const std::int64_t size = said[p].owned[static_cast<std::size_t>(dim)];
+    const std::int64_t size = said[p].owned[dim];
     if (sizes[at] >= 0 && sizes[at] != size)
-      throw MismatchError(concat("dim ", dim, ": rank ", rank, " owns ", size,
-                                 " cells, a rank of the same place on the axis that divides it ",
-                                 sizes[at], ": blocks of one row have one size"));
+      throw MismatchError("dim ", dim, ": rank ", rank, " owns ", size,
+                          " cells, a rank of the same place on the axis that divides it ",
+                          sizes[at], ": blocks of one row have one size");
     sizes[at] = size;
   }
   return sizes;
@@ -100,7 +99,7 @@ ShardSpec spec_of(const DeviceMesh& mesh, const std::vector<Said>& said,
     const Sizes sizes = sizes_of(mesh, said, d, axes[d]);
     shape.push_back(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}));
     if (axes[d] < 0) continue;
-    placements[static_cast<std::size_t>(axes[d])] = Shard(d);
+    placements[axes[d]] = Shard(d);
     shards[d] = sizes;
   }
   return {mesh, shape, placements, shards};
@@ -125,9 +124,9 @@ std::shared_ptr<TensorObject> make_field(const Call& call, const DeviceMesh& mes
   mine.owned.push_back(array.strides ? 1 : 0);
   const auto said = gather_said(mesh, mine);
   const auto sum = [](const Counts& n) { return std::accumulate(n.begin(), n.end(), 0LL); };
-  const bool gaps =
-      sum(before) + sum(after) > 0 ||
-      std::any_of(said.begin(), said.end(), [](const Said& one) { return one.owned.back() != 0; });
+  const bool gaps = sum(before) + sum(after) > 0 || std::ranges::any_of(said, [](const Said& one) {
+                      return one.owned.back() != 0;
+                    });
   BlobMemory memory;
   memory.order =
       array.order == TESSERA_COLUMN_MAJOR ? MemoryOrder::column_major : MemoryOrder::row_major;
@@ -204,7 +203,7 @@ at::Tensor arranged(const at::Tensor& tensor, int dims, const int* from) {
   Counts old;
   for (const int d : wanted) {
     if (d == -1) continue;
-    if (d < 0 || d >= tensor.dim() || std::count(wanted.begin(), wanted.end(), d) != 1)
+    if (d < 0 || d >= tensor.dim() || std::ranges::count(wanted, d) != 1)
       refuse("from is ", list(wanted), ", the tensor has ", tensor.dim(),
              " dims: each of them once, counted from 0, and -1 for new ones");
     old.push_back(d);
@@ -213,7 +212,7 @@ at::Tensor arranged(const at::Tensor& tensor, int dims, const int* from) {
     refuse("from is ", list(wanted), ", the tensor has ", tensor.dim(), " dims: each of them once");
   at::Tensor result = tensor.permute(old);
   for (int i = 0; i < dims; ++i)
-    if (wanted[static_cast<std::size_t>(i)] == -1) result = result.unsqueeze(i);
+    if (wanted[i] == -1) result = result.unsqueeze(i);
   return result;
 }
 
@@ -228,12 +227,12 @@ void show_local(TensorObject& tensor, void** data, tessera_dtype* dtype, int64_t
   const tessera_dtype its = dtype_of(local.scalar_type());
   if (dtype) *dtype = its;
   if (data) *data = local.data_ptr();
-  if (shape) std::copy(local.sizes().begin(), local.sizes().end(), shape);
-  if (strides) std::copy(local.strides().begin(), local.strides().end(), strides);
+  if (shape) std::ranges::copy(local.sizes(), shape);
+  if (strides) std::ranges::copy(local.strides(), strides);
   if (offset) {
     if (sharded) {
       const Counts first = spec(tensor.value).local_offset();
-      std::copy(first.begin(), first.end(), offset);
+      std::ranges::copy(first, offset);
     } else {
       std::fill_n(offset, local.dim(), 0);
     }
@@ -321,7 +320,7 @@ tessera_result tessera_shape(tessera_tensor tensor, int* dims, int64_t* shape) {
     const at::Tensor& its = call.use<TensorObject>(tensor, "tensor").value;
     if (its.dim() > TESSERA_MAX_DIMS) refuse("the tensor has ", its.dim(), " dims");
     if (dims) *dims = static_cast<int>(its.dim());
-    if (shape) std::copy(its.sizes().begin(), its.sizes().end(), shape);
+    if (shape) std::ranges::copy(its.sizes(), shape);
   });
 }
 

@@ -12,7 +12,6 @@
 #include "tessera/launch/launch.h"
 
 namespace tessera::c {
-
 namespace {
 
 struct GroupObject : Object {
@@ -158,7 +157,7 @@ tessera_result tessera_mesh_create(tessera_job job, int axes, const char* const*
 tessera_result tessera_mesh_coordinate(tessera_mesh mesh, int* coordinate) {
   return run("tessera_mesh_coordinate", Reach::own, [&](Call& call) {
     const auto at = call.use<MeshObject>(mesh, "mesh").mesh.coordinate();
-    std::copy(at.begin(), at.end(), need(coordinate, "coordinate"));
+    std::ranges::copy(at, need(coordinate, "coordinate"));
   });
 }
 
@@ -188,7 +187,7 @@ tessera_result tessera_group_create(tessera_job job, int count, const int* ranks
 tessera_result tessera_group_rank(tessera_group group, int* rank, int* size) {
   return run("tessera_group_rank", Reach::own, [&](Call& call) {
     const auto& ranks = call.use<GroupObject>(group, "group").ranks;
-    const auto at = std::find(ranks.begin(), ranks.end(), call.manager().rank());
+    const auto at = std::ranges::find(ranks, call.manager().rank());
     if (rank) *rank = static_cast<int>(at - ranks.begin());
     if (size) *size = static_cast<int>(ranks.size());
   });

@@ -15,7 +15,6 @@
 #include "tessera/nn/distribute_module.h"
 
 namespace tessera {
-
 namespace {
 
 // By name. One for the process, since what registers a network knows no job.
@@ -35,11 +34,10 @@ void register_model(const std::string& name, MakeCModel make) {
   Registry& registry = Registry::of_process();
   const std::lock_guard lock(registry.mutex);
   if (!registry.makes.emplace(name, std::move(make)).second)
-    throw InvalidArgument(concat("a model named '", name, "' is registered already"));
+    throw InvalidArgument("a model named '", name, "' is registered already");
 }
 
 namespace c {
-
 namespace {
 
 // A registered or a loaded network, before it is distributed.
@@ -55,7 +53,7 @@ MakeCModel make_of(const std::string& name) {
   if (it != registry.makes.end()) return it->second;
   std::vector<std::string> known;
   for (const auto& [one, make] : registry.makes) known.push_back(one);
-  throw InvalidArgument(concat("no model is named '", name, "'; registered are ", list(known)));
+  throw InvalidArgument("no model is named '", name, "'; registered are ", list(known));
 }
 
 // The parameters and buffers of a script as a module of C++: the same tensors by the same names.
@@ -99,8 +97,8 @@ Made load_script(const std::string& file) {
     made.train = [script](bool on) { script->train(on); };
     return made;
   } catch (const c10::Error& error) {
-    throw FileError(
-        concat(file, ": no TorchScript file that can be read: ", error.what_without_backtrace()));
+    throw FileError(file,
+                    ": no TorchScript file that can be read: ", error.what_without_backtrace());
   }
 }
 
@@ -108,7 +106,7 @@ Made make_registered(const std::string& name, const std::string& options) {
   Made made;
   made.model = make_of(name)(options);
   if (!made.model.module || !made.model.forward)
-    throw InvalidArgument(concat("the function of model '", name, "' gives no module or forward"));
+    throw InvalidArgument("the function of model '", name, "' gives no module or forward");
   made.train = [module = made.model.module](bool on) { module->train(on); };
   return made;
 }
@@ -154,8 +152,7 @@ void forward(Call& call, tessera_model handle, int inputs, const tessera_tensor*
   if (static_cast<int>(results.size()) != outputs)
     refuse("the model gives ", results.size(), " tensors, outputs is ", outputs);
   for (int i = 0; i < outputs; ++i)
-    call.give(&output[i],
-              std::make_shared<TensorObject>(call.job(), results[static_cast<std::size_t>(i)]));
+    call.give(&output[i], std::make_shared<TensorObject>(call.job(), results[i]));
 }
 
 }  // namespace

@@ -17,7 +17,6 @@
 #include "tessera/train/strategies.h"
 
 namespace tessera::c {
-
 namespace {
 
 // "lr=0.001 momentum=0.9": names and numbers, each at most once, read in full.

@@ -12,7 +12,6 @@
 
 namespace tessera {
 
-CheckpointLocked::~CheckpointLocked() = default;
 CheckpointFile::~CheckpointFile() = default;
 CheckpointIO::~CheckpointIO() = default;
 
@@ -20,7 +19,7 @@ void CheckpointIO::make(const std::string&) {}
 void CheckpointIO::sync(const std::string&) {}
 bool CheckpointIO::is_link(const std::string&) { return false; }
 std::shared_ptr<const void> CheckpointIO::lock() {
-  throw NotAvailable(concat("'", where(""), "' has no locks"));
+  throw NotAvailable("'", where(""), "' has no locks");
 }
 
 namespace {
@@ -66,7 +65,7 @@ class LocalFolder final : public CheckpointIO {
   std::optional<std::uint64_t> size(const std::string& name) override {
     struct stat found{};
     if (!look(name, found)) return std::nullopt;
-    if (!S_ISREG(found.st_mode)) throw FileError(concat("'", where(name), "' is no regular file"));
+    if (!S_ISREG(found.st_mode)) throw FileError("'", where(name), "' is no regular file");
     return static_cast<std::uint64_t>(found.st_size);
   }
   std::shared_ptr<const ReadFile> open(const std::string& name) override {
@@ -102,7 +101,7 @@ class LocalFolder final : public CheckpointIO {
   bool look(const std::string& name, struct stat& found) const {
     if (::stat(where(name).c_str(), &found) == 0) return true;
     if (errno == ENOENT || errno == ENOTDIR) return false;
-    throw FileError(concat("'", where(name), "' cannot be looked at: ", std::strerror(errno)));
+    throw FileError("'", where(name), "' cannot be looked at: ", std::strerror(errno));
   }
 
   std::string path_;

@@ -33,7 +33,6 @@ namespace tessera {
 class CheckpointLocked : public Error {
  public:
   using Error::Error;
-  ~CheckpointLocked() override;
 };
 
 /// A file that is being written. Destroyed without commit() it is none, as far as that can be done.

@@ -11,7 +11,6 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
-#include "tessera/checkpoint/detail/spread.h"
 #include "tessera/checkpoint/detail/targets.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
@@ -21,18 +20,11 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
-
 namespace {
 
 using detail::Want;
 
 CallOptions call_within(std::chrono::milliseconds limit) { return {limit, "checkpoint"}; }
-
-Box full_box(const std::vector<std::int64_t>& shape) {
-  Box box;
-  for (const std::int64_t n : shape) box.push_back({0, n});
-  return box;
-}
 
 // What chooses the collective calls of a load.
 std::string calls_text(const LoadOptions& options) {
@@ -76,8 +68,8 @@ struct CheckpointReader::Impl {
     std::vector<std::string> known;
     for (const Entry& e : saved->manifest().entries)
       if (e.info.kind == kind) known.push_back(printable(e.info.name));
-    throw InvalidArgument(
-        concat("load: '", saved->path(), "' has no ", what, " '", name, "'; it has ", list(known)));
+    throw InvalidArgument("load: '", saved->path(), "' has no ", what, " '", name, "'; it has ",
+                          list(known));
   }
 
   bool verifies(const LoadOptions& options) const {
@@ -196,7 +188,7 @@ struct CheckpointReader::Impl {
           for (std::size_t e = 0; e < entries.size(); ++e)
             for (std::size_t r = 0; r < entries[e].records.size(); ++r) {
               if (!chosen(e, r)) continue;
-              const auto least = std::min_element(verified.begin(), verified.end());
+              const auto least = std::ranges::min_element(verified);
               *least += entries[e].records[r].bytes;
               if (least - verified.begin() == group.rank()) mine.emplace_back(e, r);
             }
@@ -211,7 +203,7 @@ struct CheckpointReader::Impl {
 
   std::string read_value(const Entry& e) const {
     std::string bytes(static_cast<std::size_t>(e.info.shape.at(0)), '\0');
-    saved->read(e, full_box(e.info.shape), bytes.data());
+    saved->read(e, whole_box(e.info.shape), bytes.data());
     return bytes;
   }
 
@@ -272,8 +264,8 @@ std::optional<SavedTensor> CheckpointReader::find(const std::string& name) const
   try {
     t.layout = layout_from_json(Json::parse(e->info.layout));
   } catch (const InvalidArgument& error) {
-    throw FileError(concat("load: '", impl_->saved->path(), "': the layout of '", printable(name),
-                           "' is damaged: ", printable(error.what(), 2000)));
+    throw FileError("load: '", impl_->saved->path(), "': the layout of '", printable(name),
+                    "' is damaged: ", printable(error.what(), 2000));
   }
   return t;
 }
@@ -311,8 +303,8 @@ void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) 
       [&] {
         const std::string wrong = impl_->misfits_of(state, options, wants);
         if (!wrong.empty())
-          throw InvalidArgument(concat("'", impl_->saved->path(), "' does not fit:", wrong,
-                                       " Build what was saved, or let LoadOptions leave the rest"));
+          throw InvalidArgument("'", impl_->saved->path(), "' does not fit:", wrong,
+                                " Build what was saved, or let LoadOptions leave the rest");
       },
       call_within(options.timeout));
   std::vector<at::Tensor> staged = impl_->read_all(wants, options);
@@ -338,10 +330,10 @@ at::Tensor CheckpointReader::read(const std::string& name, const ShardSpec& spec
                                   const LoadOptions& options) const {
   const Entry& e = impl_->need(EntryKind::tensor, name, "tensor");
   if (e.info.shape != spec.shape())
-    throw InvalidArgument(concat("load: '", name, "' in '", impl_->saved->path(), "' has shape ",
-                                 list(e.info.shape), ", asked for is ", spec));
+    throw InvalidArgument("load: '", name, "' in '", impl_->saved->path(), "' has shape ",
+                          list(e.info.shape), ", asked for is ", spec);
   if (spec.has_partial())
-    throw InvalidArgument(concat("load: '", name, "' cannot be read as a partial value: ", spec));
+    throw InvalidArgument("load: '", name, "' cannot be read as a partial value: ", spec);
   Box box;
   for (std::size_t d = 0; d < spec.shape().size(); ++d)
     box.push_back({spec.local_offset()[d], spec.local_offset()[d] + spec.local_shape()[d]});
@@ -392,8 +384,8 @@ std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& 
         if (!all.empty()) return;
         std::vector<std::string> known;
         for (const std::string& other : rank_value_names()) known.push_back(printable(other));
-        throw InvalidArgument(concat("'", impl_->saved->path(), "' has no value of ranks '", name,
-                                     "'; it has ", list(known)));
+        throw InvalidArgument("'", impl_->saved->path(), "' has no value of ranks '", name,
+                              "'; it has ", list(known));
       },
       call_within(kReadLimit));
   return all;
@@ -459,7 +451,7 @@ void CheckpointReader::export_file(const std::string& path,
     std::vector<char> bytes;
     for (std::size_t i = 0; i < whole.tensors.size(); ++i)
       for (const Record& record : whole.from[i]->records) {
-        const auto least = std::min_element(loads.begin(), loads.end());
+        const auto least = std::ranges::min_element(loads);
         *least += record.bytes;
         if (least - loads.begin() != group.rank() || record.bytes == 0) continue;
         bytes.resize(record.bytes);

@@ -29,10 +29,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
-CheckpointBusy::~CheckpointBusy() = default;
-CheckpointDamaged::~CheckpointDamaged() = default;
-
 namespace {
 
 constexpr const char* kSave = "save";
@@ -145,10 +141,10 @@ struct Checkpointer::Impl {
         const std::string name = one.items()[0].string(), sum = one.items()[1].string();
         const auto [it, fresh] = first.emplace(name, std::pair(sum, r));
         if (!fresh && it->second.first != sum)
-          throw InvalidArgument(
-              concat("save: the ranks disagree on ", name, ", which is the same on all: rank ", r,
-                     " has other contents than rank ", it->second.second,
-                     "; give each rank's own as a shard by hand or by set_of_rank()"));
+          throw InvalidArgument("save: the ranks disagree on ", name,
+                                ", which is the same on all: rank ", r,
+                                " has other contents than rank ", it->second.second,
+                                "; give each rank's own as a shard by hand or by set_of_rank()");
       }
     }
   }
@@ -162,8 +158,7 @@ struct Checkpointer::Impl {
       sums.push_back(g.plain);
       const auto first = [&](std::uint64_t PlainSums::* of) {
         return static_cast<std::uint64_t>(
-            std::find_if(sums.begin(), sums.end(),
-                         [&](const PlainSums& s) { return s.*of == g.plain.*of; }) -
+            std::ranges::find_if(sums, [&](const PlainSums& s) { return s.*of == g.plain.*of; }) -
             sums.begin());
       };
       key.insert(key.end(), {g.layout, first(&PlainSums::full), first(&PlainSums::shards)});
@@ -175,7 +170,7 @@ struct Checkpointer::Impl {
     try {
       cached_plan = std::make_shared<const WritePlan>(plan_writes(held, kSmallestPiece, sums));
     } catch (const InvalidArgument& e) {
-      throw InvalidArgument(concat("save: ", e.what()));
+      throw InvalidArgument("save: ", e.what());
     }
     cached_key = key;
     return cached_plan;
@@ -213,8 +208,7 @@ struct Checkpointer::Impl {
         },
         call);
     if (refuses) finish();
-    if (std::any_of(all.begin(), all.end(),
-                    [&](const Greeting& g) { return g.agreed != all[0].agreed; })) {
+    if (std::ranges::any_of(all, [&](const Greeting& g) { return g.agreed != all[0].agreed; })) {
       sums["the checkpoint's name"] = Checksum().add(name).value();
       compare_replicas(sums);
     }
@@ -233,7 +227,7 @@ struct Checkpointer::Impl {
     for (std::size_t i = 0; i < held.size(); ++i)
       place[{held[i].info.kind, held[i].info.name, held[i].info.rank}] = i;
     std::vector<std::size_t> sizes;
-    for (const AssignedBox& a : job.plan->ranks[static_cast<std::size_t>(group.rank())]) {
+    for (const AssignedBox& a : job.plan->ranks[group.rank()]) {
       const EntryInfo& info = job.plan->entries[a.entry];
       const std::size_t i = place.at({info.kind, info.name, info.rank});
       const std::size_t element = element_bytes(info.dtype);

@@ -36,14 +36,12 @@ namespace tessera {
 class CheckpointBusy : public Error {
  public:
   using Error::Error;
-  ~CheckpointBusy() override;
 };
 
 /// The checkpoint to go on from cannot be read.
 class CheckpointDamaged : public FileError {
  public:
   using FileError::FileError;
-  ~CheckpointDamaged() override;
 };
 
 struct CheckpointOptions {

@@ -21,18 +21,16 @@
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/internal/call_origin.h"
-#include "tessera/files/internal/safetensors_index.h"
+#include "tessera/files/internal/safetensors.h"
 #include "tessera/files/operations.h"
 #include "tessera/partition/transfer.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/internal/boxes.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera {
-
 namespace {
 
 // One rank reads and writes for all: that lasts longer than what groups otherwise wait for.
@@ -50,12 +48,6 @@ const auto kLoading =
 // Everything on the first rank of the mesh.
 Sharding on_first(const std::vector<std::int64_t>& shape) {
   return Sharding(shape, {1}, std::vector<DimSharding>(shape.size()));
-}
-
-Box whole_box(const std::vector<std::int64_t>& shape) {
-  Box box;
-  for (const auto n : shape) box.push_back({0, n});
-  return box;
 }
 
 // Shards between the mesh's ranks and its first one, which has the full tensor; ranks are mesh
@@ -194,7 +186,7 @@ NamedTensors read_all(Reading& file, const Group& all, const std::vector<ShardSp
 
 void refuse_partial(const std::string& name, const ShardSpec& spec) {
   if (spec.has_partial())
-    throw InvalidArgument(concat("load: '", name, "' cannot be loaded as a partial value: ", spec));
+    throw InvalidArgument("load: '", name, "' cannot be loaded as a partial value: ", spec);
 }
 
 // The header of a file of these tensors, which `stored` gets as the file has them.
@@ -202,9 +194,9 @@ std::string header_of(const NamedTensors& tensors, const DeviceMesh& mesh,
                       std::vector<SafetensorsTensor>& stored) {
   std::string layouts;
   for (const auto& [name, t] : tensors) {
-    if (!t.defined()) throw InvalidArgument(concat("save: '", name, "' is an undefined tensor"));
+    if (!t.defined()) throw InvalidArgument("save: '", name, "' is an undefined tensor");
     if (is_sharded(t) && !(spec(t).mesh() == mesh))
-      throw InvalidArgument(concat("save: '", name, "' lies on another mesh: ", spec(t)));
+      throw InvalidArgument("save: '", name, "' lies on another mesh: ", spec(t));
     detail::need_dense(name, t);
     stored.push_back(safetensors_tensor(name, t.scalar_type(), t.sizes().vec()));
     if (is_sharded(t))
@@ -311,8 +303,8 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
     try {
       return file.saved();
     } catch (const InvalidArgument& e) {
-      throw FileError(
-          concat("load: '", path, "': the saved layouts are damaged: ", printable(e.what(), 2000)));
+      throw FileError("load: '", path,
+                      "': the saved layouts are damaged: ", printable(e.what(), 2000));
     }
   }();
   std::vector<ShardSpec> specs;
@@ -341,11 +333,11 @@ at::Tensor load(const std::string& path, const ShardSpec& spec) {
   const Group all = spec.mesh().all();
   Reading file(all, path);
   if (file.layouts.size() != 1)
-    throw InvalidArgument(
-        concat("load: ", path, " holds ", file.layouts.size(), " tensors, where one is asked for"));
+    throw InvalidArgument("load: ", path, " holds ", file.layouts.size(),
+                          " tensors, where one is asked for");
   if (file.layouts[0].shape != spec.shape())
-    throw InvalidArgument(concat("load: ", path, " holds a tensor of shape ",
-                                 list(file.layouts[0].shape), ", asked for is ", spec));
+    throw InvalidArgument("load: ", path, " holds a tensor of shape ", list(file.layouts[0].shape),
+                          ", asked for is ", spec);
   return from_local(file.read(all, 0, spec).to(spec.mesh().manager().device()), spec);
 }
 
@@ -377,7 +369,7 @@ std::vector<Filled> matched(const NamedTensors& state, const DeviceMesh& mesh, c
   auto left_over = stored;
   std::vector<Filled> all;
   for (const auto& [name, t] : state) {
-    if (!t.defined()) throw InvalidArgument(concat("load: '", name, "' is an undefined tensor"));
+    if (!t.defined()) throw InvalidArgument("load: '", name, "' is an undefined tensor");
     const auto it = stored.find(name);
     if (it == stored.end()) {
       wrong += concat(" '", name, "' is not in the file.");
@@ -389,16 +381,16 @@ std::vector<Filled> matched(const NamedTensors& state, const DeviceMesh& mesh, c
     if (is_sharded(t)) {
       refuse_partial(name, spec(t));
       if (!(spec(t).mesh() == mesh))
-        throw InvalidArgument(concat("load: '", name, "' lies on another mesh: ", spec(t)));
+        throw InvalidArgument("load: '", name, "' lies on another mesh: ", spec(t));
     }
     left_over.erase(name);
     all.push_back({it->second, name, t});
   }
   for (const auto& [name, i] : left_over)
     wrong += concat(" '", printable(name), "' is in the file alone.");
-  if (!wrong.empty()) throw InvalidArgument(concat("load: ", path, " does not fit:", wrong));
-  std::stable_sort(all.begin(), all.end(),
-                   [](const Filled& a, const Filled& b) { return a.stored < b.stored; });
+  if (!wrong.empty()) throw InvalidArgument("load: ", path, " does not fit:", wrong);
+  std::ranges::stable_sort(all,
+                           [](const Filled& a, const Filled& b) { return a.stored < b.stored; });
   return all;
 }
 
@@ -413,11 +405,11 @@ std::string layouts_of(const std::vector<Filled>& all, const DeviceMesh& mesh) {
 at::Tensor ready_for(const Filled& filled, const at::Tensor& read) {
   const at::Tensor target = filled.local();
   if (target.is_inference() && !c10::InferenceMode::is_enabled())
-    throw InvalidArgument(concat("load: '", filled.name,
-                                 "' was made in inference mode and cannot be written to outside"));
+    throw InvalidArgument("load: '", filled.name,
+                          "' was made in inference mode and cannot be written to outside");
   if (at::has_internal_overlap(target) == at::MemOverlap::Yes)
-    throw InvalidArgument(concat("load: several elements of '", filled.name,
-                                 "' share memory; load into a tensor with memory of its own"));
+    throw InvalidArgument("load: several elements of '", filled.name,
+                          "' share memory; load into a tensor with memory of its own");
   return read.to(target.options());
 }
 

@@ -14,7 +14,6 @@
 #include "tessera/nn/deferred.h"
 
 namespace tessera {
-
 namespace {
 
 // What each "*" of the pattern matches; nothing if the name is another one. Text between two stars
@@ -42,20 +41,18 @@ std::optional<std::vector<std::string>> stars_of(std::string_view name, std::str
 std::string with_stars(const std::string& to, const std::vector<std::string>& stars) {
   std::string name;
   std::size_t next = 0;
-  for (const char c : to) {
+  for (const char c : to)
     if (c == '*')
       name += stars.at(next++);
     else
       name += c;
-  }
   return name;
 }
 
 void check_table(const NameTable& table) {
   for (const auto& [from, to] : table)
-    if (std::count(to.begin(), to.end(), '*') > std::count(from.begin(), from.end(), '*'))
-      throw InvalidArgument(
-          concat("fill_deferred: '", to, "' has more stars than '", from, "' matches"));
+    if (std::ranges::count(to, '*') > std::ranges::count(from, '*'))
+      throw InvalidArgument("fill_deferred: '", to, "' has more stars than '", from, "' matches");
 }
 
 // A tensor, and what it is filled with.
@@ -88,9 +85,9 @@ std::vector<std::pair<at::Tensor, std::vector<std::string>>> named_in_files(
   }
   for (std::size_t i = 0; i < table.size(); ++i)
     if (!used[i])
-      throw InvalidArgument(concat("fill_deferred: no parameter or buffer has a name like '",
-                                   table[i].first,
-                                   "'; names are as in named_parameters() and named_buffers()"));
+      throw InvalidArgument("fill_deferred: no parameter or buffer has a name like '",
+                            table[i].first,
+                            "'; names are as in named_parameters() and named_buffers()");
   return all;
 }
 
@@ -104,8 +101,8 @@ FillPlan plan_of(const NamedTensors& tensors, const CheckpointReader& saved, con
   std::string wrong;
   for (const auto& [t, names] : named_in_files(tensors, table)) {
     wanted.insert(names.begin(), names.end());
-    const auto name = std::find_if(names.begin(), names.end(),
-                                   [&](const std::string& n) { return there.contains(n); });
+    const auto name =
+        std::ranges::find_if(names, [&](const std::string& n) { return there.contains(n); });
     if (name == names.end()) {
       if (!options.allow_missing) wrong += concat(" '", names[0], "' is not there.");
       continue;
@@ -127,14 +124,14 @@ FillPlan plan_of(const NamedTensors& tensors, const CheckpointReader& saved, con
     for (const auto& [name, t] : there)
       if (!wanted.contains(name)) wrong += concat(" '", printable(name), "' is there alone.");
   if (!wrong.empty())
-    throw InvalidArgument(concat("fill_deferred: the files do not fit the module:", wrong,
-                                 " Give a table of names, or let LoadOptions leave the rest"));
+    throw InvalidArgument("fill_deferred: the files do not fit the module:", wrong,
+                          " Give a table of names, or let LoadOptions leave the rest");
   return plan;
 }
 
 std::vector<int> sorted_ranks(const Group& group) {
   std::vector<int> ranks = group.ranks();
-  std::sort(ranks.begin(), ranks.end());
+  std::ranges::sort(ranks);
   return ranks;
 }
 
@@ -152,9 +149,9 @@ DeferredSource source_of(const std::shared_ptr<const CheckpointReader>& saved,
     }
     const std::vector<int> here = sorted_ranks(spec->mesh().all());
     if (const std::vector<int> readers = sorted_ranks(saved->group()); here != readers)
-      throw InvalidArgument(concat("fill_deferred: '", name, "' is placed over ranks ", list(here),
-                                   " and read by ranks ", list(readers),
-                                   ": make the reader over the mesh's ranks (mesh.all())"));
+      throw InvalidArgument("fill_deferred: '", name, "' is placed over ranks ", list(here),
+                            " and read by ranks ", list(readers),
+                            ": make the reader over the mesh's ranks (mesh.all())");
     const at::Tensor read = saved->read(name, *spec, options);
     return read.scalar_type() == dtype ? read : read.to(dtype);
   };

@@ -1,7 +1,6 @@
 #include "tessera/checkpoint/layout.h"
 
 #include <numeric>
-#include <set>
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
@@ -83,7 +82,7 @@ ShardSpec fit_layout(const SavedLayout& layout, const DeviceMesh& mesh,
                     ", is not in the mesh ", list(to.names())));
       continue;
     }
-    placements[static_cast<std::size_t>(to.index(axis.name))] = p;
+    placements[to.index(axis.name)] = p;
   }
   for (std::size_t a = 0; a < placements.size(); ++a)
     if (placements[a].is_shard()) now[placements[a].dim].push_back(to.axes()[a]);
@@ -91,11 +90,10 @@ ShardSpec fit_layout(const SavedLayout& layout, const DeviceMesh& mesh,
   for (const auto& [dim, parts] : layout.sizes) {
     if (!now.contains(dim)) continue;
     const std::int64_t total = std::accumulate(parts.begin(), parts.end(), std::int64_t{0});
-    if (now[dim] == before[dim] && total == shape[static_cast<std::size_t>(dim)]) {
+    if (now[dim] == before[dim] && total == shape[dim]) {
       sizes[dim] = parts;
     } else {
-      tell(concat("dim ", dim, " was sharded as ", list(parts), ", which does not fit ",
-                  shape[static_cast<std::size_t>(dim)],
+      tell(concat("dim ", dim, " was sharded as ", list(parts), ", which does not fit ", shape[dim],
                   " indices over the mesh's axes: its shards "
                   "are even"));
     }

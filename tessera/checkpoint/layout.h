@@ -6,9 +6,7 @@
 //   fit_layout on domain 3:      [4, 7] Shard(1){4, 0, 3}; misfits: "axis 'data', which sharded
 //                                dim 0, is not in the mesh"
 
-#include <map>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "tessera/files/json.h"

@@ -26,7 +26,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
-
 namespace {
 
 using detail::named_parameters_of;
@@ -219,8 +218,8 @@ const torch::optim::LBFGS* as_lbfgs(const torch::optim::Optimizer& optimizer) {
 void refuse_shards(const std::vector<Named>& parameters, const HandShards& shards) {
   for (const Named& one : parameters)
     if (is_sharded(one.parameter) || shards.contains(one.name))
-      throw NotAvailable(concat("the state of LBFGS over '", one.name,
-                                "', which is sharded: it is kept for replicated parameters alone"));
+      throw NotAvailable("the state of LBFGS over '", one.name,
+                         "', which is sharded: it is kept for replicated parameters alone");
 }
 
 Values lbfgs_options(const LBFGSOptions& options) {
@@ -277,8 +276,8 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
     if (!t.name.starts_with(prefix)) continue;
     const std::string field = t.name.substr(prefix.size());
     if (!t.shape.empty() && t.shape != std::vector<std::int64_t>{elements})
-      throw InvalidArgument(concat("'", t.name, "' of the checkpoint has shape ", list(t.shape),
-                                   ", but the optimizer has ", elements, " elements"));
+      throw InvalidArgument("'", t.name, "' of the checkpoint has shape ", list(t.shape),
+                            ", but the optimizer has ", elements, " elements");
     fresh[field] = at::zeros(
         t.shape, parameters.at(0).parameter.options().dtype(t.dtype).requires_grad(false));
     state.add(t.name, fresh[field]);
@@ -338,20 +337,20 @@ std::vector<Values> read_group_options(const CheckpointState& state, const std::
       value = state.get_real(concat(prefix, "group", g, '.', name));
   }
   if (there != count && !may_differ)
-    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint has ", there,
-                                 " parameter groups, this one has ", count,
-                                 " (LoadOptions::allow_missing leaves their options as they are)"));
+    throw InvalidArgument("the optimizer '", prefix, "' of the checkpoint has ", there,
+                          " parameter groups, this one has ", count,
+                          " (LoadOptions::allow_missing leaves their options as they are)");
   return all;
 }
 
 void require_kind(const CheckpointReader& saved, const std::string& prefix,
                   const std::string& name) {
   const auto known = saved.value_names();
-  if (std::find(known.begin(), known.end(), prefix + "kind") == known.end())
-    throw InvalidArgument(concat("the checkpoint has no optimizer '", prefix, "'"));
+  if (std::ranges::find(known, prefix + "kind") == known.end())
+    throw InvalidArgument("the checkpoint has no optimizer '", prefix, "'");
   if (const std::string there = saved.value(prefix + "kind"); there != name)
-    throw InvalidArgument(concat("the optimizer '", prefix, "' of the checkpoint is ", there,
-                                 ", this one is ", name));
+    throw InvalidArgument("the optimizer '", prefix, "' of the checkpoint is ", there,
+                          ", this one is ", name);
 }
 
 }  // namespace

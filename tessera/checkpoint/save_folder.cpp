@@ -11,11 +11,10 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/file.h"
 #include "tessera/comm/agree/agree.h"
-#include "tessera/files/internal/safetensors_index.h"
+#include "tessera/files/internal/safetensors.h"
 #include "tessera/files/operations.h"
 
 namespace tessera {
-
 namespace {
 
 // Ranks wait while one of them writes, as in save().
@@ -30,8 +29,8 @@ std::vector<NamedTensors> in_files(const NamedTensors& tensors, std::uint64_t ma
   std::uint64_t bytes = 0;
   for (const auto& [name, t] : tensors) {
     if (!t.defined() || !names.insert(name).second)
-      throw InvalidArgument(
-          concat("save: '", name, t.defined() ? "' is there twice" : "' is an undefined tensor"));
+      throw InvalidArgument("save: '", name,
+                            t.defined() ? "' is there twice" : "' is an undefined tensor");
     const auto size = static_cast<std::uint64_t>(t.numel()) * t.element_size();
     if (files.empty() || size > max_bytes || bytes > max_bytes - size) {
       files.emplace_back();
@@ -56,7 +55,7 @@ void save_folder(const NamedTensors& tensors, const DeviceMesh& mesh, const std:
       [&] {
         std::error_code error;
         std::filesystem::create_directories(folder, error);
-        if (error) throw FileError(concat("'", folder, "' cannot be made: ", error.message()));
+        if (error) throw FileError("'", folder, "' cannot be made: ", error.message());
         if (FileOperations::system()->remove(index)) FileOperations::system()->sync_folder(folder);
       },
       call_while_saving(all));

@@ -10,14 +10,13 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
 namespace {
 
 const std::string& value_named(const std::map<std::string, std::string>& values,
                                const std::string& name) {
   const auto found = values.find(name);
   if (found == values.end())
-    throw InvalidArgument(concat("the checkpoint state has no value '", printable(name), "'"));
+    throw InvalidArgument("the checkpoint state has no value '", printable(name), "'");
   return found->second;
 }
 
@@ -32,33 +31,30 @@ std::int64_t integer_from_bytes(const std::string& bytes, const std::string& nam
     if (integer_bytes(value) == bytes) return value;
   } catch (const std::exception&) {
   }
-  throw InvalidArgument(concat("the value '", name, "' is not an integer"));
+  throw InvalidArgument("the value '", name, "' is not an integer");
 }
 
 double real_from_bytes(const std::string& bytes, const std::string& name) {
   try {
     return std::bit_cast<double>(from_hex(bytes));
   } catch (const InvalidArgument&) {
-    throw InvalidArgument(concat("the value '", name, "' is not a real number"));
+    throw InvalidArgument("the value '", name, "' is not a real number");
   }
 }
 
 CheckpointState& CheckpointState::add(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined())
-    throw InvalidArgument(concat("'", name, "' is an undefined tensor: it cannot be saved"));
-  if (!is_utf8(name))
-    throw InvalidArgument(concat("the name '", printable(name), "' is not valid UTF-8"));
+    throw InvalidArgument("'", name, "' is an undefined tensor: it cannot be saved");
+  if (!is_utf8(name)) throw InvalidArgument("the name '", printable(name), "' is not valid UTF-8");
   if (!names_.emplace(name, tensors_.size()).second)
-    throw InvalidArgument(concat("the checkpoint state has two tensors '", printable(name), "'"));
+    throw InvalidArgument("the checkpoint state has two tensors '", printable(name), "'");
   tensors_.push_back({name, tensor, std::nullopt});
   return *this;
 }
 
 CheckpointState& CheckpointState::add(const std::string& name, const at::Tensor& tensor,
                                       const HandShard& shard) {
-  const auto refuse = [&](const std::string& why) {
-    throw InvalidArgument(concat("'", name, "': ", why));
-  };
+  const auto refuse = [&](const std::string& why) { throw InvalidArgument("'", name, "': ", why); };
   if (!tensor.defined()) refuse("an undefined tensor");
   const auto sizes = tensor.sizes();
   if (shard.shape.size() != sizes.size() || shard.offset.size() != sizes.size())
@@ -91,14 +87,13 @@ CheckpointState& CheckpointState::add(const std::string& prefix, const torch::nn
   for (const auto& b : module.named_buffers()) take(b.key(), b.value());
   for (const auto& [name, shard] : shards)
     if (!known.contains(name))
-      throw InvalidArgument(concat("the module has no parameter or buffer '", name,
-                                   "', which is said to be sharded by hand"));
+      throw InvalidArgument("the module has no parameter or buffer '", name,
+                            "', which is said to be sharded by hand");
   return *this;
 }
 
 CheckpointState& CheckpointState::set(const std::string& name, const std::string& bytes) {
-  if (!is_utf8(name))
-    throw InvalidArgument(concat("the name '", printable(name), "' is not valid UTF-8"));
+  if (!is_utf8(name)) throw InvalidArgument("the name '", printable(name), "' is not valid UTF-8");
   values_[name] = bytes;
   return *this;
 }
@@ -109,8 +104,7 @@ CheckpointState& CheckpointState::set_real(const std::string& name, double value
   return set(name, real_bytes(value));
 }
 CheckpointState& CheckpointState::set_of_rank(const std::string& name, const std::string& bytes) {
-  if (!is_utf8(name))
-    throw InvalidArgument(concat("the name '", printable(name), "' is not valid UTF-8"));
+  if (!is_utf8(name)) throw InvalidArgument("the name '", printable(name), "' is not valid UTF-8");
   rank_values_[name] = bytes;
   return *this;
 }

@@ -9,10 +9,8 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/number.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr std::array<const char*, 6> kKinds = {"null",     "true or false", "a number",
@@ -74,8 +72,8 @@ class JsonParser {
 
  private:
   [[noreturn]] void fail(const char* what) const {
-    throw InvalidArgument(concat("the JSON text is broken at byte ", at_, " of ", text_.size(),
-                                 ": expected there is ", what));
+    throw InvalidArgument("the JSON text is broken at byte ", at_, " of ", text_.size(),
+                          ": expected there is ", what);
   }
   void space() {
     while (at_ < text_.size() &&
@@ -142,8 +140,8 @@ class JsonParser {
     std::unordered_set<std::string_view> names;
     for (const auto& member : out.members_)
       if (!names.insert(member.first).second)
-        throw InvalidArgument(
-            concat("the JSON text has the name '", member.first, "' twice in one object"));
+        throw InvalidArgument("the JSON text has the name '", member.first,
+                              "' twice in one object");
   }
 
   void array(Json& out, int depth) {
@@ -227,8 +225,8 @@ Json Json::parse(std::string_view text, int depth) { return JsonParser(text, dep
 
 void Json::need(Kind kind) const {
   if (kind_ != kind)
-    throw InvalidArgument(concat(kKinds[static_cast<std::size_t>(kind)], " is expected, it is ",
-                                 kKinds[static_cast<std::size_t>(kind_)]));
+    throw InvalidArgument(kKinds[static_cast<std::size_t>(kind)], " is expected, it is ",
+                          kKinds[static_cast<std::size_t>(kind_)]);
 }
 
 bool Json::boolean() const {
@@ -243,7 +241,7 @@ std::uint64_t Json::number() const {
     constexpr auto most = std::numeric_limits<std::uint64_t>::max();
     const auto digit = static_cast<std::uint64_t>(c - '0');
     if (!is_digit(c) || value > (most - digit) / 10)
-      throw InvalidArgument(concat("a whole number from 0 to 2^64 - 1 is expected, it is ", text_));
+      throw InvalidArgument("a whole number from 0 to 2^64 - 1 is expected, it is ", text_);
     value = value * 10 + digit;
   }
   return value;
@@ -252,8 +250,7 @@ std::uint64_t Json::number() const {
 double Json::real() const {
   need(Kind::number);
   const auto value = parse_real(text_);
-  if (!value)
-    throw InvalidArgument(concat("a number that a double holds is expected, it is ", text_));
+  if (!value) throw InvalidArgument("a number that a double holds is expected, it is ", text_);
   return *value;
 }
 
@@ -272,7 +269,7 @@ std::optional<std::int64_t> Json::integer() const {
 std::int64_t Json::index() const {
   const std::uint64_t value = number();
   if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
-    throw InvalidArgument(concat("a number below 2^63 is expected, it is ", value));
+    throw InvalidArgument("a number below 2^63 is expected, it is ", value);
   return static_cast<std::int64_t>(value);
 }
 
@@ -295,7 +292,7 @@ const Json* Json::find(std::string_view name) const {
 }
 const Json& Json::at(std::string_view name) const {
   const Json* found = find(name);
-  if (!found) throw InvalidArgument(concat("the name '", name, "' is missing"));
+  if (!found) throw InvalidArgument("the name '", name, "' is missing");
   return *found;
 }
 

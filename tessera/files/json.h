@@ -8,7 +8,6 @@
 // nothing follows the value but white space, and nesting is limited. Numbers are kept as they are
 // written; number() accepts whole numbers from 0 to 2^64 - 1 alone.
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>

@@ -21,12 +21,11 @@
 #include "tessera/files/internal/checksum.h"
 
 namespace tessera {
-
 namespace {
 
 [[noreturn]] void refuse_operation(const std::string& path, const std::string& what,
                                    int reason = errno) {
-  throw FileError(concat("'", path, "' cannot be ", what, ": ", std::strerror(reason)));
+  throw FileError("'", path, "' cannot be ", what, ": ", std::strerror(reason));
 }
 
 template <class Call>
@@ -128,7 +127,7 @@ std::shared_ptr<const void> FileOperations::lock(const std::string& path) {
   if (repeated([&] { return ::flock(descriptor, LOCK_EX | LOCK_NB); }) == 0) return held;
   const int reason = errno;
   if (reason == EWOULDBLOCK) return nullptr;
-  throw NotAvailable(concat("'", path, "' cannot be locked: ", std::strerror(reason)));
+  throw NotAvailable("'", path, "' cannot be locked: ", std::strerror(reason));
 }
 
 std::shared_ptr<FileOperations> FileOperations::system() {
@@ -156,7 +155,7 @@ std::vector<std::string> names_in(const std::string& folder) {
   ::closedir(opened);
   // Half a listing would pass for a folder that holds no more.
   if (reason != 0) refuse_operation(folder, "read to its end as a folder", reason);
-  std::sort(names.begin(), names.end());
+  std::ranges::sort(names);
   return names;
 }
 
@@ -194,9 +193,8 @@ void sync_moved(FileOperations& operations, const std::string& path) {
   try {
     operations.sync_folder(folder_of(path));
   } catch (const FileError& e) {
-    throw FileError(
-        concat(e.what(), "; '", path,
-               "' is complete and at its place, but a crash of the system may undo it"));
+    throw FileError(e.what(), "; '", path,
+                    "' is complete and at its place, but a crash of the system may undo it");
   }
 }
 

@@ -10,8 +10,8 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
-#include "tessera/gradient/detail/bucket.h"
 #include "tessera/gradient/detail/reducer_state.h"
+#include "tessera/gradient/internal/coalesced.h"
 #include "tessera/gradient/internal/hooks.h"
 
 namespace tessera {
@@ -80,21 +80,20 @@ struct AccumulatedHook final : detail::ChainedHook {
 void require_sound(const std::vector<ReducedParameter>& parameters, const ReducerOptions& options,
                    std::size_t groups) {
   if (options.first_bucket_bytes < 1 || options.bucket_bytes < 1)
-    throw InvalidArgument(concat("bucket limits of ", options.first_bucket_bytes, " and ",
-                                 options.bucket_bytes, " bytes; give at least 1"));
+    throw InvalidArgument("bucket limits of ", options.first_bucket_bytes, " and ",
+                          options.bucket_bytes, " bytes; give at least 1");
   std::set<const c10::TensorImpl*> seen;
   for (const ReducedParameter& p : parameters) {
     if (!p.parameter.defined() || !p.parameter.is_leaf() || !p.parameter.requires_grad())
-      throw InvalidArgument(
-          concat("parameter '", p.name,
-                 "' is no leaf that requires grad; only such have a gradient to reduce"));
+      throw InvalidArgument("parameter '", p.name,
+                            "' is no leaf that requires grad; only such have a gradient to reduce");
     if (!seen.insert(p.parameter.unsafeGetTensorImpl()).second)
-      throw InvalidArgument(
-          concat("parameter '", p.name, "' was given twice; list a shared parameter once"));
+      throw InvalidArgument("parameter '", p.name,
+                            "' was given twice; list a shared parameter once");
   }
   if (options.learn_order && groups > 1)
-    throw InvalidArgument(concat("ReducerOptions::learn_order: the parameters are reduced over ",
-                                 groups, " groups; give one GradientReducer to each"));
+    throw InvalidArgument("ReducerOptions::learn_order: the parameters are reduced over ", groups,
+                          " groups; give one GradientReducer to each");
 }
 
 // What decides the calls of a reducer, and their order.
@@ -182,7 +181,7 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   // In order of first use, which is the same on all ranks if they agree at all.
   std::vector<Group> order;
   for (const ReducedParameter& p : parameters)
-    if (std::find(order.begin(), order.end(), p.group) == order.end()) order.push_back(p.group);
+    if (std::ranges::find(order, p.group) == order.end()) order.push_back(p.group);
 
   std::vector<BucketItem> items;
   std::map<const detail::GroupState*, std::string> agreed;

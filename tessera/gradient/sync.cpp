@@ -17,7 +17,6 @@
 
 namespace tessera {
 
-GradientError::~GradientError() = default;
 GradientSync::~GradientSync() = default;
 
 std::optional<double> GradientSync::scale(const at::Tensor&) const { return std::nullopt; }
@@ -41,12 +40,11 @@ void GradientSync::resume() {
 void attach_gradient_sync(const std::vector<at::Tensor>& parameters,
                           const std::shared_ptr<GradientSync>& sync) {
   if (!sync) throw InvalidArgument("attach_gradient_sync: nothing to attach");
-  for (const at::Tensor& p : parameters) {
+  for (const at::Tensor& p : parameters)
     if (!p.defined() || !p.is_leaf() || !p.requires_grad())
       throw InvalidArgument(
           "attach_gradient_sync takes leaves that require grad; only such have a gradient to "
           "reduce");
-  }
   for (const at::Tensor& p : parameters) {
     auto hook = std::make_unique<detail::ChainedHook>();
     hook->sync = sync;
@@ -64,10 +62,9 @@ Syncs syncs_of(const at::Tensor& p) {
   if (!p.defined() || !torch::autograd::impl::get_autograd_meta(p)) return all;
   const auto* hook =
       dynamic_cast<const detail::ChainedHook*>(torch::autograd::impl::post_acc_grad_hooks(p).get());
-  for (; hook; hook = dynamic_cast<const detail::ChainedHook*>(hook->before.get())) {
+  for (; hook; hook = dynamic_cast<const detail::ChainedHook*>(hook->before.get()))
     if (auto sync = hook->sync.lock()) all.push_back(std::move(sync));
-  }
-  std::reverse(all.begin(), all.end());
+  std::ranges::reverse(all);
   return all;
 }
 
@@ -78,17 +75,15 @@ std::vector<std::shared_ptr<GradientSync>> gradient_syncs(
   std::vector<Syncs> lists;
   for (const at::Tensor& p : parameters) {
     Syncs list = syncs_of(p);
-    if (!list.empty() && std::find(lists.begin(), lists.end(), list) == lists.end())
+    if (!list.empty() && std::ranges::find(lists, list) == lists.end())
       lists.push_back(std::move(list));
   }
   // The first that stands behind no other one in any list comes next.
   Syncs all;
-  const auto done = [&](const auto& sync) {
-    return std::find(all.begin(), all.end(), sync) != all.end();
-  };
+  const auto done = [&](const auto& sync) { return std::ranges::find(all, sync) != all.end(); };
   const auto is_next = [&](const auto& sync) {
-    return std::all_of(lists.begin(), lists.end(), [&](const Syncs& list) {
-      const auto at = std::find(list.begin(), list.end(), sync);
+    return std::ranges::all_of(lists, [&](const Syncs& list) {
+      const auto at = std::ranges::find(list, sync);
       return at == list.end() || std::all_of(list.begin(), at, done);
     });
   };
@@ -116,9 +111,8 @@ bool is_mean_over(double scale, std::int64_t count) {
 
 bool GradientSum::covers(const std::vector<int>& others) const {
   if (count == 0) return true;
-  const bool all = std::all_of(others.begin(), others.end(), [&](int rank) {
-    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-  });
+  const bool all = std::ranges::all_of(
+      others, [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); });
   // Behind the ranks known here there are others if several reduce it.
   return all || (reducers > 1 && count >= static_cast<std::int64_t>(others.size()));
 }
@@ -142,10 +136,8 @@ std::optional<GradientSum> gradient_sum(const at::Tensor& parameter) {
     if (shared < 2) {
       sum.scale *= *scale;
       sum.count *= count;
-      for (const int rank : ranks) {
-        if (std::find(sum.ranks.begin(), sum.ranks.end(), rank) == sum.ranks.end())
-          sum.ranks.push_back(rank);
-      }
+      for (const int rank : ranks)
+        if (std::ranges::find(sum.ranks, rank) == sum.ranks.end()) sum.ranks.push_back(rank);
       continue;
     }
     // A mean of equal values changes nothing; one of means over as many ranks is the mean over all.
@@ -258,9 +250,8 @@ void walk(const Node& from, NodeSet& seen, const Visit& visit) {
 }  // namespace
 
 int shared_ranks(const std::vector<int>& a, const std::vector<int>& b) {
-  return static_cast<int>(std::count_if(a.begin(), a.end(), [&](int rank) {
-    return std::find(b.begin(), b.end(), rank) != b.end();
-  }));
+  return static_cast<int>(
+      std::ranges::count_if(a, [&](int rank) { return std::ranges::find(b, rank) != b.end(); }));
 }
 
 bool accumulates_into(const at::Tensor& leaf) {
@@ -275,16 +266,14 @@ void announce_gradient(GradientForm form, const std::vector<int>& ranks,
   const auto node = torch::autograd::get_current_node();
   if (ranks.size() < 2 || !node) return;
   auto& forms = Announced::now().forms;
-  auto known = std::find_if(forms.begin(), forms.end(), [&](const Announced::Forms& f) {
-    return f.form == form && f.ranks == ranks;
-  });
+  auto known = std::ranges::find_if(
+      forms, [&](const Announced::Forms& f) { return f.form == form && f.ranks == ranks; });
   if (known == forms.end()) known = forms.insert(forms.end(), {form, ranks, {}});
   walk(*node, known->seen, [&](const Node& next) {
     if (const auto* leaf = dynamic_cast<const AccumulateGrad*>(&next)) {
-      if (leaf->variable.defined() && accumulates_into(leaf->variable)) {
+      if (leaf->variable.defined() && accumulates_into(leaf->variable))
         for (const auto& sync : gradient_syncs({leaf->variable}))
           sync->receives(leaf->variable, form, ranks);
-      }
       return false;
     }
     return !stop(next);
@@ -301,7 +290,7 @@ bool averaged_above(const std::vector<int>& ranks, const Node* to) {
   if (averages.empty()) return false;
   const auto current = torch::autograd::get_current_node();
   const Node* target = to ? to : current.get();
-  return std::any_of(averages.begin(), averages.end(), [&](Announced::Average& average) {
+  return std::ranges::any_of(averages, [&](Announced::Average& average) {
     if (shared_ranks(average.ranks, ranks) < 2) return false;
     if (average.reached.empty())
       walk(*average.from, average.reached, [](const Node&) { return true; });

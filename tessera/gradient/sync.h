@@ -39,7 +39,6 @@ namespace tessera {
 class GradientError : public Error {
  public:
   using Error::Error;
-  ~GradientError() override;
 };
 
 /// What a gradient that backward hands from a sharded tensor to a plain one is.

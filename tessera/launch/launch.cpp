@@ -119,7 +119,7 @@ namespace {
 // The hosts and the counts of ranks on them, where they are known.
 void validate_hosts(const Launch& launch) {
   auto fail = [&](const std::string& why) {
-    throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why));
+    throw ConfigurationError("launcher ", launch.launcher, ": ", why);
   };
   auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
   const auto& counts = launch.ranks_per_host;
@@ -132,9 +132,8 @@ void validate_hosts(const Launch& launch) {
                 list(launch.hosts)));
   }
   if (counts.empty()) return;
-  for (int count : counts) {
+  for (int count : counts)
     if (count < 0) fail(concat("ranks_per_host ", list(counts), " holds a negative number"));
-  }
   if (std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size) {
     fail(concat(
         "ranks_per_host ", list(counts), " (",
@@ -145,8 +144,7 @@ void validate_hosts(const Launch& launch) {
     fail(concat(show("node_rank", launch.node_rank),
                 " is not below the number of hosts in ranks_per_host ", list(counts)));
   }
-  if (launch.node_rank >= 0 &&
-      counts[static_cast<std::size_t>(launch.node_rank)] != launch.local_size) {
+  if (launch.node_rank >= 0 && counts[launch.node_rank] != launch.local_size) {
     fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank,
                 " of ranks_per_host ", list(counts)));
   }
@@ -156,7 +154,7 @@ void validate_hosts(const Launch& launch) {
 
 void validate(const Launch& launch) {
   auto fail = [&](const std::string& why) {
-    throw ConfigurationError(concat("launcher ", launch.launcher, ": ", why));
+    throw ConfigurationError("launcher ", launch.launcher, ": ", why);
   };
   auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
   if (launch.world_size < 1)
@@ -207,8 +205,8 @@ void require_rendezvous(const Launch& launch) {
     advice += ", and pass them on: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500 ...";
   if (launch.launcher == "code")
     advice = "give address and port in code, beside rank and world_size";
-  throw ConfigurationError(concat("launcher ", launch.launcher, ": ", launch.world_size,
-                                  " ranks on several hosts have no address to meet at; ", advice));
+  throw ConfigurationError("launcher ", launch.launcher, ": ", launch.world_size,
+                           " ranks on several hosts have no address to meet at; ", advice);
 }
 
 int derived_port(unsigned long long job_id, unsigned long long step_id) {

@@ -14,7 +14,6 @@ namespace tessera {
 class GroupConfigError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;
-  ~GroupConfigError() override;
 };
 
 /// The sizes do not multiply up to the world, or do not divide it.
@@ -22,7 +21,6 @@ class WorldSizeMismatch : public GroupConfigError {
  public:
   WorldSizeMismatch(const std::string& what, long long world_size, long long product)
       : GroupConfigError(what), world_size_(world_size), product_(product) {}
-  ~WorldSizeMismatch() override;
   long long world_size() const { return world_size_; }
   /// Product of the sizes that were given.
   long long product() const { return product_; }
@@ -35,28 +33,24 @@ class WorldSizeMismatch : public GroupConfigError {
 class UnsetSize : public GroupConfigError {
  public:
   using GroupConfigError::GroupConfigError;
-  ~UnsetSize() override;
 };
 
 /// Two nodes, groups or views share a name.
 class RepeatedName : public GroupConfigError {
  public:
   using GroupConfigError::GroupConfigError;
-  ~RepeatedName() override;
 };
 
 /// A node, group, parent, scope or axis that does not exist.
 class UnknownName : public GroupConfigError {
  public:
   using GroupConfigError::GroupConfigError;
-  ~UnknownName() override;
 };
 
 /// A node that is its own ancestor.
 class GroupCycle : public GroupConfigError {
  public:
   using GroupConfigError::GroupConfigError;
-  ~GroupCycle() override;
 };
 
 /// The rule of orthogonality (groups/orthogonal.h) does not hold; `ranks()` are the ranks that
@@ -65,7 +59,6 @@ class OrthogonalityError : public GroupConfigError {
  public:
   OrthogonalityError(const std::string& what, std::vector<int> ranks)
       : GroupConfigError(what), ranks_(std::move(ranks)) {}
-  ~OrthogonalityError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 
  private:
@@ -76,14 +69,12 @@ class OrthogonalityError : public GroupConfigError {
 class ViewMismatch : public OrthogonalityError {
  public:
   using OrthogonalityError::OrthogonalityError;
-  ~ViewMismatch() override;
 };
 
 /// A mapping of ranks to devices that is invalid or does not fit the machines.
 class MappingError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;
-  ~MappingError() override;
 };
 
 }  // namespace tessera

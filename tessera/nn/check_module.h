@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "tessera/nn/distribute_module.h"
-#include "tessera/tensor/refusals.h"
+#include "tessera/tensor/policy.h"
 
 namespace tessera {
 

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/gradient/mean_loss.h"
+#include "tessera/gradient/step_weight.h"
 #include "tessera/gradient/reducer.h"
 #include "tessera/gradient/sync.h"
 

@@ -13,7 +13,7 @@
 #include <optional>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 

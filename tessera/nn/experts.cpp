@@ -15,7 +15,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/nn/detail/routes.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -59,8 +59,7 @@ const std::unordered_map<std::string_view, Kind>& kinds() {
       {"aten::_scaled_dot_product_flash_attention_for_cpu", Kind::attention},
       {"aten::_scaled_dot_product_efficient_attention", Kind::attention},
       {"aten::_scaled_dot_product_cudnn_attention", Kind::attention},
-      {"aten::einsum", Kind::einsum},
-  };
+      {"aten::einsum", Kind::einsum}};
   return all;
 }
 

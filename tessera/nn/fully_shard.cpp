@@ -11,9 +11,8 @@
 #include "tessera/nn/detail/gather_units.h"
 #include "tessera/nn/detail/parameter_gradient.h"
 #include "tessera/nn/distribute_module.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 

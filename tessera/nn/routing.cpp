@@ -16,7 +16,7 @@
 #include "tessera/nn/experts.h"
 #include "tessera/partition/partition.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera {
 

@@ -13,7 +13,7 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/nn/detail/flat_plan.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 

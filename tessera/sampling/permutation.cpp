@@ -1,7 +1,6 @@
 #include "tessera/sampling/permutation.h"
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -33,8 +32,7 @@ double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t cou
 
 KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream)
     : size_(size) {
-  if (size > 1ull << 63)
-    throw InvalidArgument(concat("a permutation of ", size, " numbers; at most 2^63"));
+  if (size > 1ull << 63) throw InvalidArgument("a permutation of ", size, " numbers; at most 2^63");
   // smaller networks have too few round functions to reach all orders; cycle walking above 2^8 is
   // cheap
   int bits = 8;
@@ -52,8 +50,8 @@ KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::
 void KeyedPermutation::fill(std::uint64_t first, std::span<std::uint64_t> out) const {
   if (out.empty()) return;
   if (first >= size_ || out.size() > size_ - first)
-    throw InvalidArgument(
-        concat(out.size(), " indices from ", first, " on of a permutation of ", size_, " numbers"));
+    throw InvalidArgument(out.size(), " indices from ", first, " on of a permutation of ", size_,
+                          " numbers");
   // Each lane walks its own cycle and takes the next index when it has arrived: a single network
   // would wait for its multiplications. There are no branches on the values, which cannot be
   // predicted: each turn of a lane writes its element, the last time with the final value.

@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -18,29 +17,27 @@ BatchSchedule::BatchSchedule(std::vector<Entry> entries) : entries_(std::move(en
     throw InvalidArgument("a batch schedule needs a first entry, from step 0");
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     if (entries_[i].size == 0)
-      throw InvalidArgument(
-          concat("the batch size from step ", entries_[i].from, " is 0; give at least 1"));
+      throw InvalidArgument("the batch size from step ", entries_[i].from,
+                            " is 0; give at least 1");
     if (i > 0 && entries_[i].from <= entries_[i - 1].from)
-      throw InvalidArgument(concat("batch schedule entries must ascend: step ", entries_[i].from,
-                                   " follows step ", entries_[i - 1].from));
+      throw InvalidArgument("batch schedule entries must ascend: step ", entries_[i].from,
+                            " follows step ", entries_[i - 1].from);
   }
 }
 
 std::uint64_t BatchSchedule::size(std::uint64_t step) const {
-  const auto after = std::upper_bound(entries_.begin(), entries_.end(), step,
-                                      [](std::uint64_t s, const Entry& e) { return s < e.from; });
-  return std::prev(after)->size;
+  return std::prev(std::ranges::upper_bound(entries_, step, {}, &Entry::from))->size;
 }
 
 SampleOrder::SampleOrder(SampleOrderOptions options, BatchSchedule schedule)
     : options_(options), schedule_(std::move(schedule)) {
   if (options_.samples == 0 || options_.samples > 1ull << 63)
-    throw InvalidArgument(concat("an order of ", options_.samples, " samples; give 1 to 2^63"));
+    throw InvalidArgument("an order of ", options_.samples, " samples; give 1 to 2^63");
   for (const auto& entry : schedule_.entries())
     if (options_.last == LastBatch::drop && entry.size > options_.samples)
-      throw InvalidArgument(concat(
+      throw InvalidArgument(
           "a batch of ", entry.size, " from ", options_.samples,
-          " samples with LastBatch::drop would never be full; use a smaller batch, keep or pad"));
+          " samples with LastBatch::drop would never be full; use a smaller batch, keep or pad");
 }
 
 std::uint64_t SampleOrder::steps_left(std::uint64_t offset, std::uint64_t size) const {
@@ -118,8 +115,7 @@ std::uint64_t SampleOrder::sample(const Batch& batch, std::uint64_t i) const {
 void SampleOrder::samples(const Batch& batch, std::uint64_t first,
                           std::span<std::uint64_t> out) const {
   if (first > batch.size || out.size() > batch.size - first)
-    throw InvalidArgument(
-        concat(out.size(), " samples from ", first, " on of a batch of ", batch.size));
+    throw InvalidArgument(out.size(), " samples from ", first, " on of a batch of ", batch.size);
   const KeyedPermutation order = permutation(batch.epoch);
   auto put = [&](std::uint64_t position, std::span<std::uint64_t> part) {
     if (options_.shuffle) return order.fill(position, part);

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <map>
 #include <numeric>
-#include <sstream>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -20,11 +19,11 @@ double checked_sum(const std::vector<double>& weights) {
   double sum = 0;
   for (double w : weights) {
     if (!(w >= 0) || !std::isfinite(w))
-      throw InvalidArgument(concat("weight ", w, "; weights are finite and at least 0"));
+      throw InvalidArgument("weight ", w, "; weights are finite and at least 0");
     sum += w;
   }
   if (!(sum > 0) || !std::isfinite(sum))
-    throw InvalidArgument(concat("the weights add up to ", sum, "; give a finite sum above 0"));
+    throw InvalidArgument("the weights add up to ", sum, "; give a finite sum above 0");
   return sum;
 }
 
@@ -51,8 +50,8 @@ WeightedDraws::WeightedDraws(const std::vector<double>& weights, std::uint64_t s
   }
   // Buckets that rounding leaves over are full, except that an index of weight zero must never be
   // drawn.
-  const auto heaviest = static_cast<std::uint64_t>(
-      std::max_element(weights.begin(), weights.end()) - weights.begin());
+  const auto heaviest =
+      static_cast<std::uint64_t>(std::ranges::max_element(weights) - weights.begin());
   for (auto i : large) threshold_[i] = 1;
   for (auto i : small) {
     threshold_[i] = weights[i] > 0 ? 1 : 0;
@@ -84,18 +83,16 @@ Mixture::Mixture(std::vector<Dataset> datasets, std::vector<Stage> stages, std::
   for (std::size_t s = 0; s < stages_.size(); ++s) {
     Stage& stage = stages_[s];
     if (s > 0 && stage.from <= stages_[s - 1].from)
-      throw InvalidArgument(
-          concat("stages must ascend: draw ", stage.from, " follows draw ", stages_[s - 1].from));
+      throw InvalidArgument("stages must ascend: draw ", stage.from, " follows draw ",
+                            stages_[s - 1].from);
     if (stage.weights.size() != datasets_.size())
-      throw InvalidArgument(concat("the stage from draw ", stage.from, " has ",
-                                   stage.weights.size(), " weights for ", datasets_.size(),
-                                   " datasets"));
+      throw InvalidArgument("the stage from draw ", stage.from, " has ", stage.weights.size(),
+                            " weights for ", datasets_.size(), " datasets");
     const double sum = checked_sum(stage.weights);
     for (std::size_t d = 0; d < datasets_.size(); ++d) {
       if (stage.weights[d] > 0 && (datasets_[d].samples == 0 || datasets_[d].samples > 1ull << 63))
-        throw InvalidArgument(concat("dataset '", datasets_[d].name, "' has ", datasets_[d].samples,
-                                     " samples but weight ", stage.weights[d],
-                                     "; 1 to 2^63 are possible"));
+        throw InvalidArgument("dataset '", datasets_[d].name, "' has ", datasets_[d].samples,
+                              " samples but weight ", stage.weights[d], "; 1 to 2^63 are possible");
       stage.weights[d] /= sum;
     }
   }
@@ -132,15 +129,14 @@ Mixture::Draw Mixture::next(Cursor& cursor) const {
 
 void Mixture::next(Cursor& cursor, std::span<Draw> out) const {
   if (cursor.taken.size() != datasets_.size() || cursor.credit.size() != datasets_.size())
-    throw InvalidArgument(concat("a cursor of ", cursor.taken.size(), " datasets for a mixture of ",
-                                 datasets_.size()));
+    throw InvalidArgument("a cursor of ", cursor.taken.size(), " datasets for a mixture of ",
+                          datasets_.size());
   std::vector<std::vector<std::size_t>> places(datasets_.size());
-  auto after = std::upper_bound(stages_.begin(), stages_.end(), cursor.drawn,
-                                [](std::uint64_t n, const Stage& s) { return n < s.from; });
+  auto after = std::ranges::upper_bound(stages_, cursor.drawn, {}, &Stage::from);
   for (std::size_t i = 0; i < out.size(); ++i) {
     if (after != stages_.end() && after->from == cursor.drawn) ++after;
     out[i].dataset = choose(cursor, std::prev(after)->weights);
-    places[static_cast<std::size_t>(out[i].dataset)].push_back(i);
+    places[out[i].dataset].push_back(i);
   }
   // For each dataset consecutive positions of its order, epoch by epoch.
   std::vector<std::uint64_t> samples;
@@ -167,6 +163,46 @@ std::string Mixture::describe() const {
     for (double w : stage.weights) text << ' ' << w;
   }
   return std::move(text).str();
+}
+
+std::uint64_t token_budget_batch(const TokenBudget& budget, std::uint64_t offset, std::uint64_t end,
+                                 const LengthAt& length) {
+  if (budget.tokens == 0)
+    throw InvalidArgument("a token budget of 0; give at least the length of the longest sample");
+  std::uint64_t count = 0, sum = 0, longest = 0;
+  for (; offset + count < end && (budget.max_samples == 0 || count < budget.max_samples); ++count) {
+    const std::uint64_t n = length(offset + count);
+    if (n > budget.tokens)
+      throw InvalidArgument("the sample at position ", offset + count, " has ", n,
+                            " tokens, the budget of a batch is ", budget.tokens,
+                            "; shorten the sample, leave it out, or raise the budget");
+    // By division and difference, so that nothing can overflow.
+    longest = std::max(longest, n);
+    if (budget.padded ? longest > budget.tokens / (count + 1) : n > budget.tokens - sum) break;
+    sum += budget.padded ? 0 : n;
+  }
+  return count;
+}
+
+std::vector<std::vector<Packed>> pack_batch(std::uint64_t rows, std::uint64_t capacity,
+                                            std::uint64_t offset, std::uint64_t end,
+                                            const LengthAt& length) {
+  if (rows == 0 || capacity == 0)
+    throw InvalidArgument("a packed batch of ", rows, " rows of ", capacity,
+                          " tokens; give at least 1 of each");
+  std::vector<std::vector<Packed>> packed(rows);
+  std::vector<std::uint64_t> used(rows, 0);
+  for (; offset < end; ++offset) {
+    const std::uint64_t n = length(offset);
+    if (n > capacity)
+      throw InvalidArgument("the sample at position ", offset, " has ", n, " tokens, a row holds ",
+                            capacity, "; split the sample, leave it out, or use longer rows");
+    const auto row = std::ranges::find_if(used, [&](std::uint64_t u) { return n <= capacity - u; });
+    if (row == used.end()) break;
+    packed[row - used.begin()].push_back({offset, *row, n});
+    *row += n;
+  }
+  return packed;
 }
 
 }  // namespace tessera

@@ -53,7 +53,6 @@ ScheduleSyntaxError::ScheduleSyntaxError(int line, int column, const std::string
     : InvalidArgument(concat("line ", line, ", column ", column, ": ", what)),
       line_(line),
       column_(column) {}
-ScheduleSyntaxError::~ScheduleSyntaxError() = default;
 
 int detail::read_number(std::string_view text, std::size_t& at, int largest, const char* what,
                         int line, int column) {
@@ -66,12 +65,10 @@ int detail::read_number(std::string_view text, std::size_t& at, int largest, con
     value = value * 10 + (text[at] - '0');
     if (value > largest) return fail(begin, concat(what, " is above ", largest, ", the largest"));
   }
-  if (at == begin) {
+  if (at == begin)
     return fail(at, concat("expected ", what, ", a number, instead of ", found(text, at)));
-  }
-  if (text[begin] == '0' && at - begin > 1) {
+  if (text[begin] == '0' && at - begin > 1)
     return fail(begin, concat(what, " has a zero before it: ", text.substr(begin, at - begin)));
-  }
   return value;
 }
 
@@ -86,7 +83,7 @@ PipelineAction parse_action(std::string_view text, int line, int column) {
   action.stage = detail::read_number(text, at, kLargestId, "a stage", line, column);
   std::size_t end = at;
   while (end < text.size() && is_letter(text[end])) ++end;
-  const auto* const known = std::find(kLetters.begin(), kLetters.end(), text.substr(at, end - at));
+  const auto* const known = std::ranges::find(kLetters, text.substr(at, end - at));
   if (known == kLetters.end()) {
     throw ScheduleSyntaxError(
         line, column + static_cast<int>(at),
@@ -96,9 +93,8 @@ PipelineAction parse_action(std::string_view text, int line, int column) {
   }
   action.kind = static_cast<ActionKind>(known - kLetters.begin());
   at = end;
-  if (has_micro_batch(action.kind)) {
+  if (has_micro_batch(action.kind))
     action.micro_batch = detail::read_number(text, at, kLargestId, "a micro-batch", line, column);
-  }
   if (at < text.size()) {
     throw ScheduleSyntaxError(line, column + static_cast<int>(at),
                               concat("expected the end of the action ", to_string(action),

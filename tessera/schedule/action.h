@@ -73,7 +73,6 @@ std::ostream& operator<<(std::ostream& out, const PipelineAction& action);
 class ScheduleSyntaxError : public InvalidArgument {
  public:
   ScheduleSyntaxError(int line, int column, const std::string& what);
-  ~ScheduleSyntaxError() override;
   int line() const { return line_; }
   int column() const { return column_; }
 

@@ -1,12 +1,11 @@
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 
 #include <algorithm>
 #include <limits>
 #include <optional>
 #include <queue>
 
-#include "tessera/base/text.h"
-#include "tessera/schedule/detail/limits.h"
+#include "tessera/schedule/detail/positions.h"
 #include "tessera/schedule/schedule.h"
 
 namespace tessera {
@@ -20,7 +19,7 @@ struct Job {
 // The latest of end + tail in the best order of one machine that may be interrupted: the longest
 // tail of what is ready goes first.
 double jackson(std::vector<Job> jobs) {
-  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.head < b.head; });
+  std::ranges::sort(jobs, [](const Job& a, const Job& b) { return a.head < b.head; });
   const auto shorter = [](const Job& a, const Job& b) { return a.tail < b.tail; };
   std::priority_queue<Job, std::vector<Job>, decltype(shorter)> ready(shorter);
   double now = 0, latest = 0;
@@ -52,8 +51,8 @@ struct Line {
 
 // The largest of the lines for each n from 1 to `count`.
 std::vector<double> largest(std::vector<Line> lines, int count) {
-  std::sort(lines.begin(), lines.end(),
-            [](const Line& x, const Line& y) { return x.b != y.b ? x.b < y.b : x.a < y.a; });
+  std::ranges::sort(
+      lines, [](const Line& x, const Line& y) { return x.b != y.b ? x.b < y.b : x.a < y.a; });
   // Those that are the largest somewhere, by slope: a line is none if its neighbours meet above it.
   std::vector<Line> hull;
   for (const Line& line : lines) {
@@ -163,10 +162,9 @@ MakespanBound makespan_bound(const std::vector<int>& placement, int micro_batche
   // Each position is looked at from each other.
   if (stages > detail::kMostBoundStages || micro_batches < 1 ||
       micro_batches > detail::kMostCells / stages) {
-    throw InvalidArgument(concat("a bound for ", micro_batches, " micro-batches of ", stages,
-                                 " stages; there may be ", detail::kMostBoundStages,
-                                 " stages, and 1 to ", detail::kMostCells / stages,
-                                 " micro-batches of these"));
+    throw InvalidArgument("a bound for ", micro_batches, " micro-batches of ", stages,
+                          " stages; there may be ", detail::kMostBoundStages, " stages, and 1 to ",
+                          detail::kMostCells / stages, " micro-batches of these");
   }
   costs.check(stages, micro_batches);
   // Positions count micro-batches, not which: where these differ, each has the least size, and the
@@ -175,7 +173,7 @@ MakespanBound makespan_bound(const std::vector<int>& placement, int micro_batche
   if (!costs.sizes.empty()) {
     all = 0;
     for (const double one : costs.sizes) all += one;
-    size = *std::min_element(costs.sizes.begin(), costs.sizes.end());
+    size = *std::ranges::min_element(costs.sizes);
   }
   const Way way(placement, costs, size);
   const Way one(placement, costs, 1);

@@ -9,14 +9,13 @@ namespace tessera {
 namespace {
 
 void check_value(double value, const std::string& what) {
-  if (!std::isfinite(value) || value < 0) {
-    throw InvalidArgument(concat(what, " is ", value, "; it must be a finite number, 0 or above"));
-  }
+  if (!std::isfinite(value) || value < 0)
+    throw InvalidArgument(what, " is ", value, "; it must be a finite number, 0 or above");
 }
 
 void check_count(std::size_t count, int expected, bool may_be_empty, const char* what) {
   if (count == static_cast<std::size_t>(expected) || (may_be_empty && count == 0)) return;
-  throw InvalidArgument(concat("costs of ", count, " ", what, "; the schedule has ", expected));
+  throw InvalidArgument("costs of ", count, " ", what, "; the schedule has ", expected);
 }
 
 }  // namespace
@@ -49,8 +48,8 @@ void PipelineCosts::check(int stage_count, int micro_batches) const {
     if (c.kept_for_weight) {
       check_value(*c.kept_for_weight, "what is kept for the weight gradient" + of);
       if (*c.kept_for_weight > c.activation) {
-        throw InvalidArgument(concat(*c.kept_for_weight, " is kept for the weight gradient", of,
-                                     ", more than ", c.activation, ", its activation"));
+        throw InvalidArgument(*c.kept_for_weight, " is kept for the weight gradient", of,
+                              ", more than ", c.activation, ", its activation");
       }
     }
     check_value(c.working, "the working memory" + of);
@@ -68,9 +67,8 @@ double PipelineCosts::time(const PipelineAction& action) const {
   double time = c.forward;
   if (action.kind == ActionKind::input_gradient) time = c.input_gradient + again;
   if (action.kind == ActionKind::weight_gradient) time = c.weight_gradient + again;
-  if (action.kind == ActionKind::backward) {
+  if (action.kind == ActionKind::backward)
     time = c.backward.value_or(c.input_gradient + c.weight_gradient + again);
-  }
   return time * size(action.micro_batch);
 }
 

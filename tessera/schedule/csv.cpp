@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "tessera/base/text.h"
-#include "tessera/schedule/detail/limits.h"
+#include "tessera/schedule/detail/positions.h"
 #include "tessera/schedule/detail/text.h"
 
 namespace tessera {
@@ -18,8 +18,8 @@ class Lines {
  public:
   Lines(std::string_view text, const CsvLimits& limits) : text_(text), limits_(limits) {
     if (text.size() > limits.bytes) {
-      throw InvalidArgument(concat("a schedule of ", text.size(), " bytes; at most ", limits.bytes,
-                                   " are read (CsvLimits::bytes)"));
+      throw InvalidArgument("a schedule of ", text.size(), " bytes; at most ", limits.bytes,
+                            " are read (CsvLimits::bytes)");
     }
   }
 
@@ -76,9 +76,8 @@ class Lines {
 
   // Moves `at` behind a word of the header.
   void word(std::string_view line, std::size_t& at, std::string_view expected) const {
-    if (line.substr(at, expected.size()) != expected) {
+    if (line.substr(at, expected.size()) != expected)
       fail(at, concat("expected \"", expected, "\" instead of ", detail::found(line, at)));
-    }
     at += expected.size();
   }
 
@@ -105,7 +104,7 @@ void read_rows(Lines& lines, PipelineSchedule& schedule, bool bubbles) {
 }  // namespace
 
 std::string to_csv(const PipelineSchedule& schedule) {
-  if (!std::all_of(schedule.name.begin(), schedule.name.end(), plain)) {
+  if (!std::ranges::all_of(schedule.name, plain)) {
     throw InvalidArgument(
         "the schedule's name has a comma, a quote or a control character, which CSV cannot hold "
         "here");
@@ -129,11 +128,9 @@ PipelineSchedule schedule_from_csv(std::string_view text, const CsvLimits& limit
   std::size_t at = 0;
   lines.word(line, at, "schedule,1,");
   schedule.name = line.substr(at);
-  for (std::size_t i = at; i < line.size(); ++i) {
-    if (!plain(line[i])) {
+  for (std::size_t i = at; i < line.size(); ++i)
+    if (!plain(line[i]))
       lines.fail(i, concat("expected the end of the name instead of ", detail::found(line, i)));
-    }
-  }
   line = lines.next("\"micro_batches,NUMBER\"");
   lines.word(line, at = 0, "micro_batches,");
   schedule.micro_batches = detail::read_number(line, at, kLargestId + 1,

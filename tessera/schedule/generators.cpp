@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-#include "tessera/base/text.h"
-#include "tessera/schedule/detail/limits.h"
+#include "tessera/schedule/detail/positions.h"
 
 namespace tessera {
 namespace {
@@ -15,8 +14,8 @@ PipelineSchedule begin(const std::string& name, std::vector<int> placement, int 
   schedule.actions.resize(ranks_of(placement));
   const int most = detail::kMostCells / static_cast<int>(placement.size());
   if (micro_batches < 1 || micro_batches > most) {
-    throw InvalidArgument(concat(micro_batches, " micro-batches of ", placement.size(),
-                                 " stages; there must be 1 to ", most));
+    throw InvalidArgument(micro_batches, " micro-batches of ", placement.size(),
+                          " stages; there must be 1 to ", most);
   }
   schedule.placement = std::move(placement);
   schedule.micro_batches = micro_batches;
@@ -80,9 +79,8 @@ PipelineSchedule schedule_interleaved(int ranks, int chunks, int micro_batches) 
   // they differ by one at most.
   const int groups = std::max(1, micro_batches / ranks);
   std::vector<int> begins(1, 0);
-  for (int g = 0; g < groups; ++g) {
+  for (int g = 0; g < groups; ++g)
     begins.push_back(begins.back() + micro_batches / groups + (g < micro_batches % groups ? 1 : 0));
-  }
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<PipelineAction> forwards, backwards;
     for (int g = 0; g < groups; ++g) {

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "tessera/base/text.h"
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 #include "tessera/schedule/detail/dispatch.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/passes.h"
@@ -30,10 +30,9 @@ class Best {
 
   void show(PipelineSchedule schedule) {
     const Timeline timeline = simulate(schedule, costs_);
-    for (std::size_t r = 0; r < limits_.size(); ++r) {
+    for (std::size_t r = 0; r < limits_.size(); ++r)
       if (timeline.peak[r] > limits_[r] * (1 + 1e-9)) return;
-    }
-    const double memory = *std::max_element(timeline.peak.begin(), timeline.peak.end());
+    const double memory = *std::ranges::max_element(timeline.peak);
     const double nothing = 1e-9 * timeline.makespan;
     const bool shorter = timeline.makespan < makespan_ - nothing;
     if (shorter || (timeline.makespan < makespan_ + nothing && memory < memory_)) {
@@ -78,11 +77,9 @@ std::vector<DispatchRule> rules() {
   for (const double patience : {0.0, 0.5, 1.0}) {
     for (const double weight_patience : {0.0, 0.5, 0.25, 1.0}) {
       for (const First first : {First::gradients, First::forwards, First::alternate}) {
-        for (const bool deep_gradients : {false, true}) {
-          for (const bool deep_forwards : {true, false}) {
+        for (const bool deep_gradients : {false, true})
+          for (const bool deep_forwards : {true, false})
             rules.push_back({first, deep_forwards, deep_gradients, patience, weight_patience});
-          }
-        }
       }
     }
   }
@@ -102,7 +99,7 @@ std::vector<std::vector<double>> tried_limits(const std::vector<double>& least,
           std::isinf(share) ? share : std::max(least[r] * ranks * share, least[r]);
       limits.push_back(std::min(wanted, given[r]));
     }
-    if (std::find(tried.begin(), tried.end(), limits) == tried.end()) tried.push_back(limits);
+    if (std::ranges::find(tried, limits) == tried.end()) tried.push_back(limits);
   }
   return tried;
 }
@@ -113,15 +110,15 @@ std::vector<double> given_limits(const std::vector<double>& least,
   if (options.memory_limit.size() == 1) given.assign(least.size(), options.memory_limit[0]);
   if (options.memory_limit.size() == least.size()) given = options.memory_limit;
   if (options.memory_limit.size() > 1 && options.memory_limit.size() != least.size()) {
-    throw InvalidArgument(concat(options.memory_limit.size(),
-                                 " memory limits; give one, or one for each of the ", least.size(),
-                                 " ranks"));
+    throw InvalidArgument(options.memory_limit.size(),
+                          " memory limits; give one, or one for each of the ", least.size(),
+                          " ranks");
   }
   for (std::size_t r = 0; r < least.size(); ++r) {
     if (!(given[r] >= least[r] * (1 - 1e-9))) {
-      throw InvalidArgument(concat("rank ", r, " may hold ", given[r],
-                                   ", and one micro-batch in all its stages takes ", least[r],
-                                   ": raise the limit, make micro-batches smaller or recompute"));
+      throw InvalidArgument("rank ", r, " may hold ", given[r],
+                            ", and one micro-batch in all its stages takes ", least[r],
+                            ": raise the limit, make micro-batches smaller or recompute");
     }
   }
   return given;
@@ -202,14 +199,13 @@ PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batc
   const int stages = static_cast<int>(placement.size());
   const MakespanBound bound = makespan_bound(placement, micro_batches, costs);
   if (options.tries < 1 || options.improvements < 0 || !(options.target >= 1)) {
-    throw InvalidArgument(concat(options.tries, " tries and ", options.improvements,
-                                 " improvements with a target of ", options.target,
-                                 " times the bound; tries and target must be at least 1"));
+    throw InvalidArgument(options.tries, " tries and ", options.improvements,
+                          " improvements with a target of ", options.target,
+                          " times the bound; tries and target must be at least 1");
   }
   detail::DispatchProblem problem{placement, micro_batches, costs, {}};
-  for (const StageCosts& stage : costs.stages) {
+  for (const StageCosts& stage : costs.stages)
     problem.whole.push_back(stage.recompute || !options.split_backward);
-  }
   const std::vector<double> least = detail::least_memory(placement, costs);
   const std::vector<double> given = given_limits(least, options);
   Best best(costs, given, bound.makespan * options.target * (1 + 1e-9));
@@ -218,10 +214,8 @@ PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batc
   const int affordable = static_cast<int>(std::max(1.0, kMostPlaced / placed));
   const int most_tries = std::min(options.tries, affordable);
   int tries = 0;
-  for (PipelineSchedule& known :
-       known_schedules(placement, micro_batches, options.split_backward)) {
+  for (PipelineSchedule& known : known_schedules(placement, micro_batches, options.split_backward))
     best.show(join_backward(known, problem.whole));
-  }
   const auto limits = tried_limits(least, given);
   for (const DispatchRule& rule : rules()) {
     for (const auto& limit : limits) {

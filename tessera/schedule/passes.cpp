@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "tessera/base/text.h"
 #include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"
 
@@ -15,8 +14,8 @@ void refuse_where(const PipelineSchedule& schedule, const char* what, const Pred
   for (const auto& row : schedule.actions) {
     for (const PipelineAction& a : row) {
       if (is(a.kind)) {
-        throw InvalidArgument(concat(schedule.name.empty() ? "the schedule" : schedule.name,
-                                     " has ", what, " already: ", a));
+        throw InvalidArgument(schedule.name.empty() ? "the schedule" : schedule.name, " has ", what,
+                              " already: ", a);
       }
     }
   }
@@ -30,18 +29,17 @@ void refuse_lowered(const PipelineSchedule& schedule) {
 void check_flags(const PipelineSchedule& schedule, const std::vector<bool>& flags,
                  const char* what) {
   if (flags.size() == static_cast<std::size_t>(schedule.stages())) return;
-  throw InvalidArgument(concat(flags.size(), " values that say which stages are ", what,
-                               "; the schedule has ", schedule.stages(), " stages"));
+  throw InvalidArgument(flags.size(), " values that say which stages are ", what,
+                        "; the schedule has ", schedule.stages(), " stages");
 }
 
 // Also schedules of forwards alone.
 void check_either(const PipelineSchedule& schedule) {
   ValidateOptions options;
   options.backward = false;
-  for (const auto& row : schedule.actions) {
+  for (const auto& row : schedule.actions)
     for (const PipelineAction& a : row)
       options.backward |= is_compute(a.kind) && a.kind != ActionKind::forward;
-  }
   check(schedule, options);
 }
 
@@ -78,7 +76,7 @@ std::vector<Event> events_of(const PipelineSchedule& schedule, const Timeline& t
       events.push_back({now, order, true, rank, i});
     }
   }
-  std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) {
+  std::ranges::sort(events, [](const Event& a, const Event& b) {
     if (a.time != b.time) return a.time < b.time;
     if (a.order != b.order) return a.order < b.order;
     return !a.end && b.end;
@@ -93,9 +91,8 @@ class Gathers {
       : row_(row), sharded_(sharded), here_(sharded.size()) {
     std::size_t used = 0;
     uses_.resize(sharded.size());
-    for (std::size_t i = 0; i < row.size(); ++i) {
+    for (std::size_t i = 0; i < row.size(); ++i)
       if (needs(i)) uses_[row[i].stage].push_back(i);
-    }
     for (const auto& uses : uses_) used += uses.empty() ? 0 : 1;
     room_ = at_once == 0 ? std::max<std::size_t>(used, 1) : static_cast<std::size_t>(at_once);
   }
@@ -123,7 +120,7 @@ class Gathers {
 
   std::size_t next_use(int stage, std::size_t from) const {
     const auto& uses = uses_[stage];
-    const auto use = std::lower_bound(uses.begin(), uses.end(), from);
+    const auto use = std::ranges::lower_bound(uses, from);
     return use == uses.end() ? std::numeric_limits<std::size_t>::max() : *use;
   }
 
@@ -131,9 +128,8 @@ class Gathers {
     if (here_[stage]) return;
     if (gathered_ == room_) {
       int last = -1;
-      for (int s = 0; s < static_cast<int>(here_.size()); ++s) {
+      for (int s = 0; s < static_cast<int>(here_.size()); ++s)
         if (here_[s] && (last < 0 || next_use(s, i) > next_use(last, i))) last = s;
-      }
       release(last);
     }
     out_.push_back({ActionKind::gather, stage, -1});
@@ -194,7 +190,7 @@ PipelineSchedule insert_messages(const PipelineSchedule& schedule) {
 PipelineSchedule insert_gathers(const PipelineSchedule& schedule, const std::vector<bool>& sharded,
                                 int at_once) {
   check_flags(schedule, sharded, "sharded");
-  if (at_once < 0) throw InvalidArgument(concat(at_once, " stages gathered at once; 0 means all"));
+  if (at_once < 0) throw InvalidArgument(at_once, " stages gathered at once; 0 means all");
   refuse_where(schedule, "gathers or releases", [](ActionKind kind) {
     return kind == ActionKind::gather || kind == ActionKind::release;
   });
@@ -269,9 +265,8 @@ PipelineSchedule merge_backward(const PipelineSchedule& schedule, const Pipeline
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     for (std::size_t i = 0; i < schedule.actions[rank].size(); ++i) {
       const PipelineAction& a = schedule.actions[rank][i];
-      if (makes_input_gradient(a.kind) && a.stage + 1 < schedule.stages()) {
+      if (makes_input_gradient(a.kind) && a.stage + 1 < schedule.stages())
         used[cell(a.stage + 1, a.micro_batch)] = timeline.spans[rank][i].start;
-      }
     }
   }
   PipelineSchedule next = without_actions(schedule);
@@ -302,9 +297,8 @@ PipelineSchedule forward_only(const PipelineSchedule& schedule) {
   check_either(schedule);
   PipelineSchedule next = without_actions(schedule);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    for (const PipelineAction& a : schedule.actions[rank]) {
+    for (const PipelineAction& a : schedule.actions[rank])
       if (a.kind == ActionKind::forward) next.actions[rank].push_back(a);
-    }
   }
   return next;
 }

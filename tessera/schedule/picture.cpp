@@ -1,8 +1,7 @@
-#include "tessera/schedule/picture.h"
+#include "tessera/schedule/simulate.h"
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 
 #include "tessera/base/internal/svg.h"
 #include "tessera/base/number.h"
@@ -37,10 +36,8 @@ void check_spans(const PipelineSchedule& schedule, const Timeline& timeline) {
   }
   if (!same)
     throw InvalidArgument("a timeline of another schedule: ranks or actions differ in number");
-  if (actions > kMostDrawn) {
-    throw InvalidArgument(
-        concat("a picture of ", actions, " actions; at most ", kMostDrawn, " are drawn"));
-  }
+  if (actions > kMostDrawn)
+    throw InvalidArgument("a picture of ", actions, " actions; at most ", kMostDrawn, " are drawn");
 }
 
 class Picture {
@@ -68,9 +65,8 @@ class Picture {
     // The shortest action that takes time has room for a digit, but a long step stays a picture.
     double shortest = timeline.makespan;
     for (int r = 0; r < schedule.ranks(); ++r) {
-      for (const ActionSpan& span : timeline.spans[r]) {
+      for (const ActionSpan& span : timeline.spans[r])
         if (span.end > span.start) shortest = std::min(shortest, span.end - span.start);
-      }
     }
     return std::clamp(shortest > 0 ? 16 * timeline.makespan / shortest : 0, 480.0, 4000.0);
   }
@@ -96,7 +92,7 @@ class Picture {
       const ActionSpan span = timeline_.spans[rank][i];
       const double x = kLeft + span.start * scale_, width = (span.end - span.start) * scale_;
       if (is_compute(a.kind)) {
-        const auto chunk = std::find(stages.begin(), stages.end(), a.stage) - stages.begin();
+        const auto chunk = std::ranges::find(stages, a.stage) - stages.begin();
         box(a, x, y, width, static_cast<int>(chunk));
       } else if (width > 0) {
         svg_.rect(x, y + kRow - kBeside + 1, width, kBeside - 1, "fill=\"#868e96\"", concat(a));

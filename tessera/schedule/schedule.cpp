@@ -3,15 +3,15 @@
 #include <algorithm>
 
 #include "tessera/base/text.h"
-#include "tessera/schedule/detail/limits.h"
+#include "tessera/schedule/detail/positions.h"
 
 namespace tessera {
 namespace {
 
 void check_shape(int ranks, int chunks) {
   if (ranks < 1 || chunks < 1 || ranks > detail::kMostStages / chunks) {
-    throw InvalidArgument(concat(ranks, " ranks with ", chunks, " stages each: both must be at ",
-                                 "least 1, and all stages at most ", detail::kMostStages));
+    throw InvalidArgument(ranks, " ranks with ", chunks, " stages each: both must be at ",
+                          "least 1, and all stages at most ", detail::kMostStages);
   }
 }
 
@@ -19,9 +19,8 @@ void check_shape(int ranks, int chunks) {
 
 std::vector<int> PipelineSchedule::stages_of(int rank) const {
   std::vector<int> mine;
-  for (int s = 0; s < stages(); ++s) {
+  for (int s = 0; s < stages(); ++s)
     if (placement[s] == rank) mine.push_back(s);
-  }
   return mine;
 }
 
@@ -45,25 +44,24 @@ int ranks_of(const std::vector<int>& placement) {
   const auto stages =
       static_cast<int>(std::min<std::size_t>(placement.size(), detail::kMostStages));
   if (placement.empty() || placement.size() > static_cast<std::size_t>(detail::kMostStages)) {
-    throw InvalidArgument(concat("a placement of ", placement.size(),
-                                 " stages; there must be 1 to ", detail::kMostStages));
+    throw InvalidArgument("a placement of ", placement.size(), " stages; there must be 1 to ",
+                          detail::kMostStages);
   }
   std::vector<bool> holds(placement.size());
   int ranks = 0;
   for (int s = 0; s < stages; ++s) {
     const int rank = placement[s];
     if (rank < 0 || rank >= stages) {
-      throw InvalidArgument(concat("stage ", s, " is placed on rank ", rank, "; with ", stages,
-                                   " stages, and one at least on each rank, ranks are 0 to ",
-                                   stages - 1));
+      throw InvalidArgument("stage ", s, " is placed on rank ", rank, "; with ", stages,
+                            " stages, and one at least on each rank, ranks are 0 to ", stages - 1);
     }
     holds[rank] = true;
     ranks = std::max(ranks, rank + 1);
   }
   for (int rank = 0; rank < ranks; ++rank) {
     if (!holds[rank]) {
-      throw InvalidArgument(concat("rank ", rank, " of ", ranks, " holds no stage; the placement ",
-                                   list(placement), " must name it, or be numbered without it"));
+      throw InvalidArgument("rank ", rank, " of ", ranks, " holds no stage; the placement ",
+                            list(placement), " must name it, or be numbered without it");
     }
   }
   return ranks;
@@ -83,8 +81,8 @@ PipelineMessage message_of(const PipelineSchedule& schedule, const PipelineActio
   if (!is_message(action.kind) || action.stage < 0 || action.stage >= stages || other < 0 ||
       other >= stages || action.micro_batch < 0 || action.micro_batch >= schedule.micro_batches ||
       action.micro_batch >= detail::kMostCells / stages) {
-    throw InvalidArgument(concat(action, " is no message between two stages of ", stages,
-                                 " for one of ", schedule.micro_batches, " micro-batches"));
+    throw InvalidArgument(action, " is no message between two stages of ", stages, " for one of ",
+                          schedule.micro_batches, " micro-batches");
   }
   // Counted by micro-batch, receiving stage and direction; kMostCells keeps it an int.
   const int tag = (action.micro_batch * stages + target) * 2 + (activation ? 0 : 1);

@@ -29,9 +29,8 @@ class Simulation {
         gathered_(schedule.stages(), 0.0),
         free_(schedule.ranks(), 0.0),
         beside_(schedule.ranks(), 0.0) {
-    for (const auto& row : schedule.actions) {
+    for (const auto& row : schedule.actions)
       for (const PipelineAction& action : row) lowered_ |= is_message(action.kind);
-    }
     timeline_.spans.resize(schedule.ranks());
     timeline_.order.resize(schedule.ranks());
     timeline_.busy.assign(schedule.ranks(), 0.0);
@@ -41,9 +40,8 @@ class Simulation {
     // A valid schedule ends: some rank can always go on.
     for (bool moved = true; moved;) {
       moved = false;
-      for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      for (int rank = 0; rank < schedule_.ranks(); ++rank)
         while (advance(rank)) moved = true;
-      }
     }
     timeline_.peak = peak_memory(schedule_, costs_);
     return std::move(timeline_);
@@ -65,9 +63,8 @@ class Simulation {
     const Values& values = forward ? activations_ : gradients_;
     const int other = forward ? a.stage - 1 : a.stage + 1;
     const std::size_t at = cell(a.stage, a.micro_batch);
-    if (!lowered_ || schedule_.placement[other] == schedule_.placement[a.stage]) {
+    if (!lowered_ || schedule_.placement[other] == schedule_.placement[a.stage])
       return values.sent[at];
-    }
     const bool known = values.sent[at] >= 0 && values.posted[at] >= 0;
     return known ? std::max(values.sent[at], values.posted[at]) : kUnknown;
   }
@@ -95,12 +92,10 @@ class Simulation {
       end = start + costs_.time(a);
       free_[rank] = end;
       timeline_.busy[rank] += end - start;
-      if (a.kind == ActionKind::forward && by_itself(a.stage, a.stage + 1)) {
+      if (a.kind == ActionKind::forward && by_itself(a.stage, a.stage + 1))
         deliver(activations_, a.stage, a.stage + 1, a.micro_batch, end);
-      }
-      if (makes_input_gradient(a.kind) && by_itself(a.stage, a.stage - 1)) {
+      if (makes_input_gradient(a.kind) && by_itself(a.stage, a.stage - 1))
         deliver(gradients_, a.stage, a.stage - 1, a.micro_batch, end);
-      }
     } else if (a.kind == ActionKind::send_activation) {
       deliver(activations_, a.stage, a.stage + 1, a.micro_batch, end);
     } else if (a.kind == ActionKind::send_gradient) {
@@ -134,9 +129,7 @@ class Simulation {
 
 }  // namespace
 
-double Timeline::work() const {
-  return busy.empty() ? 0.0 : *std::max_element(busy.begin(), busy.end());
-}
+double Timeline::work() const { return busy.empty() ? 0.0 : *std::ranges::max_element(busy); }
 
 double Timeline::bubble() const {
   const double all = makespan * static_cast<double>(busy.size());
@@ -147,11 +140,9 @@ Timeline simulate(const PipelineSchedule& schedule, const PipelineCosts& costs) 
   ValidateOptions options;
   // Schedules for evaluation have times too.
   options.backward = false;
-  for (const auto& row : schedule.actions) {
-    for (const PipelineAction& a : row) {
+  for (const auto& row : schedule.actions)
+    for (const PipelineAction& a : row)
       options.backward |= is_compute(a.kind) && a.kind != ActionKind::forward;
-    }
-  }
   options.sends = SendMode::buffered;
   check(schedule, options);
   costs.check(schedule.stages(), schedule.micro_batches);
@@ -161,12 +152,11 @@ Timeline simulate(const PipelineSchedule& schedule, const PipelineCosts& costs) 
 std::string timeline_text(const PipelineSchedule& schedule, const Timeline& timeline, double unit,
                           int columns) {
   if (!std::isfinite(unit) || unit <= 0 || columns < 1) {
-    throw InvalidArgument(concat("a letter for each ", unit, " of time in ", columns,
-                                 " columns; both must be above 0"));
+    throw InvalidArgument("a letter for each ", unit, " of time in ", columns,
+                          " columns; both must be above 0");
   }
-  if (timeline.spans.size() != schedule.actions.size()) {
+  if (timeline.spans.size() != schedule.actions.size())
     throw InvalidArgument("a timeline of another schedule: the numbers of ranks differ");
-  }
   const double length = std::ceil(timeline.makespan / unit - 1e-9);
   const bool cut = length > columns;
   const auto width = static_cast<std::size_t>(cut ? columns : length);
@@ -176,9 +166,9 @@ std::string timeline_text(const PipelineSchedule& schedule, const Timeline& time
   std::string text;
   for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank) {
     if (timeline.spans[rank].size() != schedule.actions[rank].size()) {
-      throw InvalidArgument(concat("a timeline of another schedule: rank ", rank, " has ",
-                                   schedule.actions[rank].size(), " actions, the timeline ",
-                                   timeline.spans[rank].size()));
+      throw InvalidArgument("a timeline of another schedule: rank ", rank, " has ",
+                            schedule.actions[rank].size(), " actions, the timeline ",
+                            timeline.spans[rank].size());
     }
     std::string line(width, '.');
     for (std::size_t i = 0; i < timeline.spans[rank].size(); ++i) {

@@ -2,17 +2,156 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
-#include "tessera/schedule/detail/deadlock.h"
-#include "tessera/schedule/detail/limits.h"
 #include "tessera/schedule/detail/positions.h"
 
 namespace tessera {
 namespace {
 
 using detail::Positions;
+
+// ---- ranks that wait for each other, found by trying the schedule out ----
+
+// An action of another rank.
+struct Wait {
+  int rank;
+  int position;
+};
+
+class Trial {
+ public:
+  Trial(const PipelineSchedule& schedule, const Positions& at, bool lowered, SendMode sends)
+      : schedule_(schedule),
+        at_(at),
+        lowered_(lowered),
+        sends_(sends),
+        next_(schedule.ranks(), 0) {}
+
+  std::vector<ScheduleFault> run() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+        while (!done(rank) && !waits(rank)) {
+          ++next_[rank];
+          moved = true;
+        }
+      }
+    }
+    std::vector<ScheduleFault> faults;
+    // 0: not looked at; else the number of the walk that came by.
+    std::vector<int> seen(schedule_.ranks(), 0);
+    for (int first = 0; first < schedule_.ranks(); ++first) {
+      int rank = first;
+      while (!done(rank) && seen[rank] == 0) {
+        seen[rank] = first + 1;
+        rank = waits(rank)->rank;
+      }
+      if (!done(rank) && seen[rank] == first + 1) faults.push_back(cycle(rank));
+    }
+    return faults;
+  }
+
+ private:
+  bool done(int rank) const {
+    return next_[rank] == static_cast<int>(schedule_.actions[rank].size());
+  }
+
+  // What the rank's next action waits for.
+  std::optional<Wait> waits(int rank) const {
+    const PipelineAction& a = schedule_.actions[rank][next_[rank]];
+    if (!detail::known(schedule_, a, rank)) return std::nullopt;
+    if (is_compute(a.kind))
+      return a.kind == ActionKind::weight_gradient ? std::nullopt : value(rank, a);
+    if (is_message(a.kind) && sends_ == SendMode::rendezvous &&
+        detail::no_edge(schedule_, a).empty())
+      return other_end(a);
+    return std::nullopt;
+  }
+
+  // A value that comes from another rank.
+  std::optional<Wait> value(int rank, const PipelineAction& a) const {
+    const bool forward = a.kind == ActionKind::forward;
+    const int other = forward ? a.stage - 1 : a.stage + 1;
+    if (other < 0 || other >= schedule_.stages() || schedule_.placement[other] == rank)
+      return std::nullopt;
+    int from = -1;
+    if (!lowered_) {
+      from = forward ? at_.of(ActionKind::forward, other, a.micro_batch)
+                     : at_.input_gradient(other, a.micro_batch);
+    } else if (sends_ == SendMode::buffered) {
+      from = at_.of(forward ? ActionKind::send_activation : ActionKind::send_gradient, other,
+                    a.micro_batch);
+    }
+    return until({schedule_.placement[other], from}, false);
+  }
+
+  // Both ends of a message go on when both are there.
+  std::optional<Wait> other_end(const PipelineAction& a) const {
+    PipelineAction other = a;
+    switch (a.kind) {
+      case ActionKind::send_activation:
+        other = {ActionKind::receive_activation, a.stage + 1, a.micro_batch};
+        break;
+      case ActionKind::receive_activation:
+        other = {ActionKind::send_activation, a.stage - 1, a.micro_batch};
+        break;
+      case ActionKind::send_gradient:
+        other = {ActionKind::receive_gradient, a.stage - 1, a.micro_batch};
+        break;
+      default:
+        other = {ActionKind::send_gradient, a.stage + 1, a.micro_batch};
+    }
+    return until({schedule_.placement[other.stage], at_.of(other)}, true);
+  }
+
+  // Nothing if the action is missing, done, or, where that is enough, next.
+  std::optional<Wait> until(Wait wait, bool next_is_enough) const {
+    const int reached = next_[wait.rank] + (next_is_enough ? 1 : 0);
+    if (wait.position < 0 || wait.position < reached) return std::nullopt;
+    return wait;
+  }
+
+  ScheduleFault cycle(int rank) const {
+    // It begins with its lowest rank, so that the same cycle is always told alike.
+    int lowest = rank;
+    for (int r = waits(rank)->rank; r != rank; r = waits(r)->rank) lowest = std::min(lowest, r);
+    ScheduleFault fault{ScheduleFaultKind::deadlock, lowest, next_[lowest],
+                        schedule_.actions[lowest][next_[lowest]], ""};
+    int r = lowest, told = 0;
+    do {
+      const Wait wait = *waits(r);
+      if (told++ < 16) {
+        fault.why += concat(told == 1 ? "" : "; ", "rank ", r, " waits in action ", next_[r], " (",
+                            schedule_.actions[r][next_[r]], ") for action ", wait.position, " (",
+                            schedule_.actions[wait.rank][wait.position], ") of rank ", wait.rank);
+      }
+      r = wait.rank;
+    } while (r != lowest);
+    fault.why += told > 16 ? concat("; ... (", told, " ranks in all)") : "";
+    fault.why += "; none of them goes on";
+    return fault;
+  }
+
+  const PipelineSchedule& schedule_;
+  const Positions& at_;
+  bool lowered_;
+  SendMode sends_;
+  // The action that each rank does next.
+  std::vector<int> next_;
+};
+
+// A fault for each cycle of waiting ranks, at the one of the lowest rank. What is missing is taken
+// to be there, so that a cycle is one of what the lists hold. `lowered`: values cross ranks by
+// sends and receives only.
+std::vector<ScheduleFault> find_deadlocks(const PipelineSchedule& schedule, const Positions& at,
+                                          bool lowered, SendMode sends) {
+  return Trial(schedule, at, lowered, sends).run();
+}
+
+// ---- all faults ----
 
 class Validator {
  public:
@@ -22,9 +161,8 @@ class Validator {
   std::vector<ScheduleFault> run() {
     if (!shape()) return std::move(faults_);
     at_.emplace(schedule_);
-    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank)
       for (int i = 0; i < count(rank); ++i) action(rank, i);
-    }
     for (int s = 0; s < schedule_.stages(); ++s) {
       for (int k = 0; k < schedule_.micro_batches && faults_.size() <= detail::kMostFaults; ++k) {
         missing(s, k);
@@ -34,9 +172,8 @@ class Validator {
     }
     for (int rank = 0; rank < schedule_.ranks(); ++rank) parameters(rank);
     reductions();
-    for (ScheduleFault& fault : detail::find_deadlocks(schedule_, *at_, lowered_, options_.sends)) {
+    for (ScheduleFault& fault : find_deadlocks(schedule_, *at_, lowered_, options_.sends))
       faults_.push_back(std::move(fault));
-    }
     if (!options_.memory_limit.empty()) memory();
     if (faults_.size() > detail::kMostFaults) faults_.resize(detail::kMostFaults);
     return std::move(faults_);
@@ -76,9 +213,8 @@ class Validator {
   // What can be said of an action alone, and whether it was there before.
   void action(int rank, int i) {
     const PipelineAction& a = get(rank, i);
-    if (static_cast<std::size_t>(a.kind) >= detail::kKinds) {
+    if (static_cast<std::size_t>(a.kind) >= detail::kKinds)
       return fault(ScheduleFaultKind::unknown, rank, -1, concat("action ", i, " is of no kind"));
-    }
     const std::string why = detail::unknown_id(schedule_, a);
     if (!why.empty()) return fault(ScheduleFaultKind::unknown, rank, i, why);
     if (schedule_.placement[a.stage] != rank) {
@@ -98,9 +234,8 @@ class Validator {
     }
     if (a.kind == ActionKind::gather || a.kind == ActionKind::release) return;
     const int before = at_->of(a);
-    if (before >= 0 && before < i) {
+    if (before >= 0 && before < i)
       fault(ScheduleFaultKind::duplicate, rank, i, concat("it was action ", before, " already"));
-    }
     if (a.kind == ActionKind::input_gradient || a.kind == ActionKind::weight_gradient) {
       const int whole = at_->of(ActionKind::backward, a.stage, a.micro_batch);
       if (whole >= 0) {
@@ -199,9 +334,8 @@ class Validator {
         fault(ScheduleFaultKind::parameters, rank, i,
               "the stage's parameters are gathered already");
       }
-      if ((a.kind == ActionKind::release || is_compute(a.kind)) && !here[a.stage]) {
+      if ((a.kind == ActionKind::release || is_compute(a.kind)) && !here[a.stage])
         fault(ScheduleFaultKind::parameters, rank, i, "the stage's parameters are not gathered");
-      }
       if (a.kind == ActionKind::gather) here[a.stage] = true;
       if (a.kind == ActionKind::release) here[a.stage] = false;
     }
@@ -219,11 +353,9 @@ class Validator {
       const int reduced = at_->of({ActionKind::reduce_gradient, s, -1});
       if (reduced < 0) continue;
       int last = -1;
-      for (int k = 0; k < schedule_.micro_batches; ++k) {
-        for (const ActionKind kind : {ActionKind::backward, ActionKind::weight_gradient}) {
+      for (int k = 0; k < schedule_.micro_batches; ++k)
+        for (const ActionKind kind : {ActionKind::backward, ActionKind::weight_gradient})
           last = std::max(last, at_->of(kind, s, k));
-        }
-      }
       if (last > reduced) {
         fault(ScheduleFaultKind::parameters, rank, reduced,
               concat(get(rank, last), ", action ", last, ", still adds to the gradients"));
@@ -292,19 +424,17 @@ std::string told(const std::string& name, const std::vector<ScheduleFault>& faul
 
 ScheduleError::ScheduleError(const std::string& name, std::vector<ScheduleFault> faults)
     : Error(told(name, faults)), faults_(std::move(faults)) {}
-ScheduleError::~ScheduleError() = default;
 
 std::vector<ScheduleFault> validate(const PipelineSchedule& schedule,
                                     const ValidateOptions& options) {
   const std::size_t limits = options.memory_limit.size();
   if (limits > 1 && limits != schedule.actions.size()) {
-    throw InvalidArgument(concat(limits, " memory limits; give one, or one for each of the ",
-                                 schedule.actions.size(), " ranks"));
+    throw InvalidArgument(limits, " memory limits; give one, or one for each of the ",
+                          schedule.actions.size(), " ranks");
   }
-  for (const double limit : options.memory_limit) {
+  for (const double limit : options.memory_limit)
     if (!(limit >= 0))
-      throw InvalidArgument(concat("a memory limit of ", limit, "; it must be 0 or above"));
-  }
+      throw InvalidArgument("a memory limit of ", limit, "; it must be 0 or above");
   if (options.costs) options.costs->check(schedule.stages(), schedule.micro_batches);
   return Validator(schedule, options).run();
 }
@@ -321,7 +451,7 @@ std::vector<double> peak_memory(const PipelineSchedule& schedule, const Pipeline
     double held = 0, peak = 0;
     for (const PipelineAction& a : row) {
       const std::string why = detail::unknown_id(schedule, a);
-      if (!why.empty()) throw InvalidArgument(concat(a, ": ", why));
+      if (!why.empty()) throw InvalidArgument(a, ": ", why);
       held += costs.held_at_start(a);
       peak = std::max(peak, held);
       held += costs.held_at_end(a);

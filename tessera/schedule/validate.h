@@ -60,7 +60,6 @@ struct ScheduleFault {
 class ScheduleError : public Error {
  public:
   ScheduleError(const std::string& name, std::vector<ScheduleFault> faults);
-  ~ScheduleError() override;
   const std::vector<ScheduleFault>& faults() const { return faults_; }
 
  private:

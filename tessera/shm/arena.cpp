@@ -3,15 +3,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "tessera/base/text.h"
-
 namespace tessera::shm {
-
 namespace {
 constexpr std::size_t kAlignment = 64;
 }  // namespace
-
-ArenaFull::~ArenaFull() = default;
 
 Arena::Arena(std::shared_ptr<const void> keep, std::byte* begin, std::size_t bytes)
     : keep_(std::move(keep)), begin_(begin), bytes_(bytes) {
@@ -37,10 +32,10 @@ std::byte* Arena::try_allocate(std::size_t bytes) {
 
 std::byte* Arena::allocate(std::size_t bytes) {
   if (std::byte* data = try_allocate(bytes)) return data;
-  throw ArenaFull(concat("shm: ", bytes, " bytes are asked of an arena of ", bytes_,
-                         " bytes, of which ", used(), " are taken and ", largest_free(),
-                         " are free in one piece: give the group a larger one "
-                         "(Options::arena_bytes), or free what is not needed"));
+  throw ArenaFull("shm: ", bytes, " bytes are asked of an arena of ", bytes_, " bytes, of which ",
+                  used(), " are taken and ", largest_free(),
+                  " are free in one piece: give the group a larger one "
+                  "(Options::arena_bytes), or free what is not needed");
 }
 
 void Arena::deallocate(std::byte* data) {

@@ -40,7 +40,7 @@ std::size_t total(const std::vector<std::size_t>& sizes) {
 
 void require_data(const void* data, std::size_t size, const char* what) {
   if (data == nullptr && size > 0)
-    throw InvalidArgument(concat("shm: ", what, " of ", size, " bytes is null"));
+    throw InvalidArgument("shm: ", what, " of ", size, " bytes is null");
 }
 
 }  // namespace
@@ -55,13 +55,12 @@ struct GroupState {
   milliseconds limit(Call call) const { return call.timeout.count() > 0 ? call.timeout : timeout; }
   void require_rank(int rank, const char* what) const {
     if (rank < 0 || rank >= core->size())
-      throw InvalidArgument(
-          concat("shm: ", what, " ", rank, " of a group of ", core->size(), " ranks"));
+      throw InvalidArgument("shm: ", what, " ", rank, " of a group of ", core->size(), " ranks");
   }
   void require_sizes(const std::vector<std::size_t>& sizes) const {
     if (sizes.size() != static_cast<std::size_t>(core->size()))
-      throw InvalidArgument(
-          concat("shm: ", sizes.size(), " sizes for a group of ", core->size(), " ranks"));
+      throw InvalidArgument("shm: ", sizes.size(), " sizes for a group of ", core->size(),
+                            " ranks");
   }
 
   const std::shared_ptr<Core> core;
@@ -330,8 +329,8 @@ void fill(Batch& batch, const Core& core, std::span<const Message> messages) {
   for (const auto& m : messages) {
     const bool any = m.kind == Message::Kind::receive && m.peer == Message::kAnySource;
     if (!any && (m.peer < 0 || m.peer >= core.size()))
-      throw InvalidArgument(concat("shm: a message ", m.kind == Message::Kind::send ? "to" : "from",
-                                   " rank ", m.peer, " in a group of ", core.size(), " ranks"));
+      throw InvalidArgument("shm: a message ", m.kind == Message::Kind::send ? "to" : "from",
+                            " rank ", m.peer, " in a group of ", core.size(), " ranks");
     require_data(m.data, m.bytes, "a message");
     add(batch, m, m.tag | std::uint64_t{m.type} << detail::kTypeAt);
   }
@@ -347,8 +346,8 @@ void fill_all_to_all(Batch& batch, const Core& core, const void* input,
   require_data(output, total(output_sizes), "the output");
   const auto own = static_cast<std::size_t>(me);
   if (input_sizes[own] != output_sizes[own])
-    throw InvalidArgument(concat("shm: all_to_all: rank ", me, " sends ", input_sizes[own],
-                                 " bytes to itself and expects ", output_sizes[own]));
+    throw InvalidArgument("shm: all_to_all: rank ", me, " sends ", input_sizes[own],
+                          " bytes to itself and expects ", output_sizes[own]);
   const auto start = [](const std::vector<std::size_t>& sizes, int rank) {
     return std::accumulate(sizes.begin(), sizes.begin() + rank, std::size_t{0});
   };
@@ -357,11 +356,10 @@ void fill_all_to_all(Batch& batch, const Core& core, const void* input,
   // Every rank begins with another one.
   for (int step = 1; step < ranks; ++step) {
     const int from = (me - step + ranks) % ranks, to = (me + step) % ranks;
-    batch.receives.push_back({bytes(output) + start(output_sizes, from),
-                              output_sizes[static_cast<std::size_t>(from)], from,
+    batch.receives.push_back({bytes(output) + start(output_sizes, from), output_sizes[from], from,
                               kCollective | number});
-    batch.sends.push_back({bytes(input) + start(input_sizes, to),
-                           input_sizes[static_cast<std::size_t>(to)], to, kCollective | number});
+    batch.sends.push_back(
+        {bytes(input) + start(input_sizes, to), input_sizes[to], to, kCollective | number});
   }
   detail::copy_bytes(bytes(output) + start(output_sizes, me), bytes(input) + start(input_sizes, me),
                      input_sizes[own]);

@@ -112,7 +112,6 @@ class Arena {
 class ArenaFull : public Error {
  public:
   using Error::Error;
-  ~ArenaFull() override;
 };
 
 /// Options of one call.

@@ -22,7 +22,6 @@
 #include "tessera/shm/detail/socket.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 
 constexpr std::size_t kLeastSlot = 131072, kMostSlot = 524288, kSlotForEach = 16384;
@@ -38,8 +37,7 @@ constexpr std::size_t kMostArena = std::size_t{1} << 40;
 
 void require_rank(int rank, int size) {
   if (size < 1 || rank < 0 || rank >= size)
-    throw InvalidArgument(
-        concat("shm: rank ", rank, " of ", size, " ranks: ranks are 0 to size - 1"));
+    throw InvalidArgument("shm: rank ", rank, " of ", size, " ranks: ranks are 0 to size - 1");
 }
 
 Layout layout_of(int size, const Options& options) {
@@ -49,8 +47,8 @@ Layout layout_of(int size, const Options& options) {
                             " can: make groups of groups"));
   if (options.arena_bytes > kMostArena || options.slot_bytes > kMostArena ||
       options.frame_bytes > kMostArena)
-    throw InvalidArgument(
-        concat("shm: sizes of arena, slots and frames are at most ", kMostArena, " bytes"));
+    throw InvalidArgument("shm: sizes of arena, slots and frames are at most ", kMostArena,
+                          " bytes");
   const auto n = static_cast<std::size_t>(size);
   const std::size_t slot = options.slot_bytes != 0
                                ? std::max(options.slot_bytes, n * kLineBytes)
@@ -135,11 +133,10 @@ class Meeting {
         key_(concat("shm/", options.name, "/")) {}
 
   std::shared_ptr<Core> run() {
-    if (rank_ == 0) {
+    if (rank_ == 0)
       lead();
-    } else {
+    else
       follow();
-    }
     finish();
     return std::move(core_);
   }
@@ -201,10 +198,8 @@ class Meeting {
       admit(reception, guests);
       hand_out(guests);
       for (int r = 1; r < size_; ++r)
-        rethrow_failure(
-            receive_text(guests[static_cast<std::size_t>(r)].socket, nullptr, deadline_));
-      for (int r = 1; r < size_; ++r)
-        send_text(guests[static_cast<std::size_t>(r)].socket, "yes", {}, deadline_);
+        rethrow_failure(receive_text(guests[r].socket, nullptr, deadline_));
+      for (int r = 1; r < size_; ++r) send_text(guests[r].socket, "yes", {}, deadline_);
     } catch (const std::exception& error) {
       leave(failure_key, failure_text(error));
       for (const auto& guest : guests)
@@ -227,7 +222,7 @@ class Meeting {
     for (int r = 1; r < size_; ++r) {
       try {
         rethrow_failure(get(concat("met/", r), r));
-        met[static_cast<std::size_t>(r)] = true;
+        met[r] = true;
       } catch (const SetupError& error) {
         if (!failure) failure = SetupError(error.cause(), concat(error.what(), " (rank ", r, ")"));
       }
@@ -281,8 +276,7 @@ class Meeting {
     TextStream text;
     text << "memory " << (crowded_ ? 1 : 0) << ' ' << (barriers_ ? 1 : 0);
     for (const Probe& probe : probes_) text << ' ' << probe.address << ' ' << probe.value;
-    for (int r = 1; r < size_; ++r)
-      send_text(guests[static_cast<std::size_t>(r)].socket, text.str(), descriptors, deadline_);
+    for (int r = 1; r < size_; ++r) send_text(guests[r].socket, text.str(), descriptors, deadline_);
     claim(file_, layout_.region(0), layout_.region_bytes());
     for (auto& guest : guests) processes_.push_back(std::move(guest.process));
     make_core();
@@ -438,7 +432,7 @@ ChosenStores Meeting::fastest_stores(Core& core) const {
     }
   }
   reduce(best.data(), best.size(), Element::float64, Reduction::Kind::sum);
-  const auto fastest = std::min_element(best.begin(), best.end());
+  const auto fastest = std::ranges::min_element(best);
   const double enough = kClearlyFaster * best.front();
   return {*fastest < enough ? kKinds[fastest - best.begin()] : Stores::cached,
           best.back() < enough};
@@ -451,9 +445,8 @@ bool each_has_a_core(const std::vector<std::vector<int>>& cpus) {
   std::map<int, int> owners;
   std::set<int> tried;
   const std::function<bool(int)> seat = [&](int rank) {
-    const auto& own = cpus[static_cast<std::size_t>(rank)];
-    const auto free =
-        std::find_if(own.begin(), own.end(), [&](int cpu) { return !owners.contains(cpu); });
+    const auto& own = cpus[rank];
+    const auto free = std::ranges::find_if(own, [&](int cpu) { return !owners.contains(cpu); });
     if (free != own.end()) {
       owners[*free] = rank;
       return true;

@@ -2,11 +2,6 @@
 
 namespace tessera::shm {
 
-SetupError::~SetupError() = default;
-TimeoutError::~TimeoutError() = default;
-PeerLostError::~PeerLostError() = default;
-MismatchError::~MismatchError() = default;
-
 std::size_t size_of(Element element) {
   switch (element) {
     case Element::boolean:

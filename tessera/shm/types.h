@@ -3,7 +3,6 @@
 // errors. No libtorch.
 
 #include <cstddef>
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -93,7 +92,6 @@ const char* to_string(Cause cause);
 class SetupError : public Error {
  public:
   SetupError(Cause cause, const std::string& what) : Error(what), cause_(cause) {}
-  ~SetupError() override;
   Cause cause() const { return cause_; }
 
  private:
@@ -105,7 +103,6 @@ class TimeoutError : public Error {
  public:
   TimeoutError(const std::string& what, std::vector<int> missing, bool heard = false)
       : Error(what), missing_(std::move(missing)), heard_(heard) {}
-  ~TimeoutError() override;
   const std::vector<int>& missing() const { return missing_; }
   /// True if another rank's wait ran into its limit and ended the group for all.
   bool heard() const { return heard_; }
@@ -120,7 +117,6 @@ class PeerLostError : public Error {
  public:
   PeerLostError(const std::string& what, std::vector<int> ranks)
       : Error(what), ranks_(std::move(ranks)) {}
-  ~PeerLostError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 
  private:
@@ -131,7 +127,6 @@ class PeerLostError : public Error {
 class MismatchError : public Error {
  public:
   using Error::Error;
-  ~MismatchError() override;
 };
 
 }  // namespace tessera::shm

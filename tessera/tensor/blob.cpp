@@ -4,11 +4,10 @@
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 
 namespace tessera {
-
 namespace {
 
 using detail::Dims;
@@ -22,28 +21,25 @@ Dims strides_of(const Dims& sizes, MemoryOrder order) {
 
 void require_dims(const char* what, const Dims& given, const ShardSpec& spec) {
   if (!given.empty() && static_cast<int>(given.size()) != spec.dims())
-    throw InvalidArgument(concat("from_blob: ", what, " ", list(given), " are ", given.size(),
-                                 " numbers, the tensor has ", spec.dims(), " dims: ", spec));
+    throw InvalidArgument("from_blob: ", what, " ", list(given), " are ", given.size(),
+                          " numbers, the tensor has ", spec.dims(), " dims: ", spec);
 }
 
 void require_inside(const Dims& allocated, const Dims& before, const ShardSpec& spec) {
   const Dims& local = spec.local_shape();
-  for (std::size_t d = 0; d < local.size(); ++d) {
+  for (std::size_t d = 0; d < local.size(); ++d)
     if (before[d] < 0 || allocated[d] - before[d] < local[d])
-      throw InvalidArgument(concat("from_blob: the local ", list(local), " with ", list(before),
-                                   " cells before it does not fit into the allocated ",
-                                   list(allocated)));
-  }
+      throw InvalidArgument("from_blob: the local ", list(local), " with ", list(before),
+                            " cells before it does not fit into the allocated ", list(allocated));
 }
 
 // Elements that lie over each other would be written twice.
 void require_apart(const Dims& strides, const ShardSpec& spec) {
   const Dims& local = spec.local_shape();
-  for (std::size_t d = 0; d < local.size(); ++d) {
+  for (std::size_t d = 0; d < local.size(); ++d)
     if (local[d] > 1 && strides[d] < 1)
-      throw InvalidArgument(concat("from_blob: strides ", list(strides), " of a local ",
-                                   list(local), ": dim ", d, " needs one of at least 1"));
-  }
+      throw InvalidArgument("from_blob: strides ", list(strides), " of a local ", list(local),
+                            ": dim ", d, " needs one of at least 1");
 }
 
 }  // namespace
@@ -55,10 +51,9 @@ at::Tensor from_blob(void* data, const ShardSpec& spec, const BlobMemory& memory
   require_dims("the cells before it", memory.before, spec);
   require_dims("strides", memory.strides, spec);
   if (!data && spec.local_numel() > 0)
-    throw InvalidArgument(concat("from_blob: no memory for the local of ", spec));
+    throw InvalidArgument("from_blob: no memory for the local of ", spec);
   if (spec.has_partial())
-    throw InvalidArgument(
-        concat("from_blob: a solver's memory holds values, not summands: ", spec));
+    throw InvalidArgument("from_blob: a solver's memory holds values, not summands: ", spec);
   const Dims& local = spec.local_shape();
   const Dims before = memory.before.empty() ? Dims(local.size(), 0) : memory.before;
   const Dims block = memory.allocated.empty() ? local : memory.allocated;
@@ -70,9 +65,8 @@ at::Tensor from_blob(void* data, const ShardSpec& spec, const BlobMemory& memory
   // What the tensor shows follows from what all ranks share: of memory with gaps, the strides of a
   // whole with a gap after each row.
   Dims shown = spec.shape();
-  if (!memory.allocated.empty() || !memory.strides.empty()) {
+  if (!memory.allocated.empty() || !memory.strides.empty())
     for (auto& n : shown) ++n;
-  }
   const auto bytes = first * static_cast<std::int64_t>(options.dtype().itemsize());
   void* at = data ? static_cast<char*>(data) + bytes : nullptr;
   const detail::LocalCallGuard guard;

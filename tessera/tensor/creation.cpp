@@ -11,11 +11,10 @@
 #include <functional>
 #include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/tensor/detail/plain.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
@@ -23,7 +22,6 @@
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera {
-
 namespace {
 
 at::Tensor made(const ShardSpec& spec, const at::TensorOptions& options,
@@ -34,8 +32,7 @@ at::Tensor made(const ShardSpec& spec, const at::TensorOptions& options,
 }
 
 void refuse_partial(const ShardSpec& spec, const char* what) {
-  if (spec.has_partial())
-    throw InvalidArgument(concat(what, ": a new tensor cannot be partial: ", spec));
+  if (spec.has_partial()) throw InvalidArgument(what, ": a new tensor cannot be partial: ", spec);
 }
 
 }  // namespace
@@ -44,8 +41,8 @@ at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec) {
   detail::ensure_registered();
   detail::require_plain(full, "distribute_tensor");
   if (full.sizes() != at::IntArrayRef(spec.shape()))
-    throw InvalidArgument(
-        concat("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ", spec));
+    throw InvalidArgument("distribute_tensor: a tensor of shape ", full.sizes(), " for the spec ",
+                          spec);
   return redistribute(detail::promote(full, detail::context_of(spec)), spec);
 }
 
@@ -59,7 +56,7 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
                    const std::vector<Placement>& placements, const ShardSizes& sizes, int root) {
   const Group all = mesh.all();
   if (root < 0 || root >= all.size())
-    throw InvalidArgument(concat("scatter: root ", root, " of a mesh of ", all.size()));
+    throw InvalidArgument("scatter: root ", root, " of a mesh of ", all.size());
   // The other ranks give no tensor, and learn this one's dtype and shape.
   const auto said = agree::all<std::vector<std::int64_t>, ShardingError>(
       all, "scatter",
@@ -96,9 +93,8 @@ at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
   std::vector<Message> messages;
   if (all.rank() == root) {
     mine = part_of(root).clone();
-    for (int r = 0; r < all.size(); ++r) {
+    for (int r = 0; r < all.size(); ++r)
       if (r != root) messages.push_back({Message::Kind::send, part_of(r), r});
-    }
   } else {
     mine =
         at::empty(target.local_shape(), at::TensorOptions(dtype).device(mesh.manager().device()));
@@ -132,8 +128,7 @@ at::Tensor arange(const ShardSpec& spec, const at::TensorOptions& options) {
 at::Tensor arange(const ShardSpec& spec, const at::Scalar& start, const at::Scalar& step,
                   const at::TensorOptions& options) {
   refuse_partial(spec, "arange");
-  if (spec.dims() != 1)
-    throw InvalidArgument(concat("arange: a spec of one dim is needed, not ", spec));
+  if (spec.dims() != 1) throw InvalidArgument("arange: a spec of one dim is needed, not ", spec);
   const std::int64_t begin = spec.local_offset()[0];
   const bool integral = start.isIntegral(false) && step.isIntegral(false);
   const auto dtype = options.has_dtype() ? c10::typeMetaToScalarType(options.dtype())

@@ -9,8 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/partition/transfer.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -18,7 +17,6 @@
 #include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera {
-
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -82,8 +80,7 @@ at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh&
   const Sharding b(source.shape, axis_sizes(to.mesh()), std::move(dims), to.mesh().ranks());
   const TransferPlan plan = transfer_plan(a, b, me);
   const auto peer = [&](int rank) {
-    return static_cast<int>(std::find(both.ranks().begin(), both.ranks().end(), rank) -
-                            both.ranks().begin());
+    return static_cast<int>(std::ranges::find(both.ranks(), rank) - both.ranks().begin());
   };
   const detail::LocalCallGuard guard;
   at::Tensor result;
@@ -124,7 +121,7 @@ Source describe(const at::Tensor& t) {
 std::vector<int> all_ranks(const DeviceMesh& from, const DeviceMesh& to) {
   std::vector<int> ranks = from.mesh().ranks();
   ranks.insert(ranks.end(), to.mesh().ranks().begin(), to.mesh().ranks().end());
-  std::sort(ranks.begin(), ranks.end());
+  std::ranges::sort(ranks);
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   return ranks;
 }
@@ -156,12 +153,10 @@ at::Tensor reduced(const at::Tensor& t) {
   if (!s.has_partial()) return t;
   auto placements = s.placements();
   int dim = -1;
-  for (int d = 0; d < s.dims(); ++d) {
+  for (int d = 0; d < s.dims(); ++d)
     if (!s.is_sharded(d) && (dim < 0 || s.shape()[d] > s.shape()[dim])) dim = d;
-  }
-  for (Placement& p : placements) {
+  for (Placement& p : placements)
     if (p.is_partial()) p = dim >= 0 ? Shard(dim) : Replicate();
-  }
   return redistribute(t, placements);
 }
 
@@ -173,9 +168,9 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   const int me = from.manager().rank();
   if (!(from.manager() == to.manager()))
     throw InvalidArgument("redistribute: the two meshes belong to different managers");
-  if (!std::binary_search(ranks.begin(), ranks.end(), me)) {
-    throw InvalidArgument(concat("redistribute: rank ", me,
-                                 " is in neither mesh; only the ranks of one of them call this"));
+  if (!std::ranges::binary_search(ranks, me)) {
+    throw InvalidArgument("redistribute: rank ", me,
+                          " is in neither mesh; only the ranks of one of them call this");
   }
   const bool same_ranks =
       ranks.size() == from.mesh().ranks().size() && ranks.size() == to.mesh().ranks().size();
@@ -185,17 +180,16 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   const auto all = agree::all<std::string, ShardingError>(
       both, "redistribute to another mesh",
       [&]() -> std::string {
-        for (const Placement& p : placements) {
+        for (const Placement& p : placements)
           if (p.is_partial())
-            throw InvalidArgument(concat("the target may not be partial: ", list(placements),
-                                         "; redistribute once it is there"));
-        }
+            throw InvalidArgument("the target may not be partial: ", list(placements),
+                                  "; redistribute once it is there");
         if (!from.contains_me()) {
           if (!t.defined()) return {};
-          throw InvalidArgument(concat("rank ", me, " is not in `from` but gives a tensor"));
+          throw InvalidArgument("rank ", me, " is not in `from` but gives a tensor");
         }
         if (!is_sharded(t) || !(spec(t).mesh() == from))
-          throw InvalidArgument(concat("rank ", me, " does not give a tensor on `from`"));
+          throw InvalidArgument("rank ", me, " does not give a tensor on `from`");
         t = reduced(t);
         return write(describe(t));
       },
@@ -209,10 +203,9 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& from, const 
   }
   const Source source = read(description);
   if (source.requires_grad && !same_ranks) {
-    throw ShardingError(
-        concat("redistribute: a tensor that requires grad cannot go from ranks ",
-               list(from.mesh().ranks()), " to ranks ", list(to.mesh().ranks()),
-               ": backward would miss ranks. Detach it, or use meshes of the same ranks."));
+    throw ShardingError("redistribute: a tensor that requires grad cannot go from ranks ",
+                        list(from.mesh().ranks()), " to ranks ", list(to.mesh().ranks()),
+                        ": backward would miss ranks. Detach it, or use meshes of the same ranks.");
   }
   if (same_ranks) return ToMesh::apply(t, ShardSpec(to, source.shape, placements, sizes));
   auto normal = placements;

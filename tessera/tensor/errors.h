@@ -9,7 +9,6 @@ namespace tessera {
 class ShardingError : public Error {
  public:
   using Error::Error;
-  ~ShardingError() override;
 };
 
 /// Thrown where an operator has no rule for sharded inputs. The message names the operator, the
@@ -17,7 +16,6 @@ class ShardingError : public Error {
 class NoRuleError : public ShardingError {
  public:
   using ShardingError::ShardingError;
-  ~NoRuleError() override;
 };
 
 /// Thrown where a rule's plan does not fit the call, which means that the rule is wrong and not the
@@ -25,7 +23,6 @@ class NoRuleError : public ShardingError {
 class RuleError : public Error {
  public:
   using Error::Error;
-  ~RuleError() override;
 };
 
 /// Thrown where an operator would move data between ranks by itself and
@@ -33,7 +30,6 @@ class RuleError : public Error {
 class ImplicitRedistributionError : public ShardingError {
  public:
   using ShardingError::ShardingError;
-  ~ImplicitRedistributionError() override;
 };
 
 }  // namespace tessera

@@ -1,5 +1,7 @@
 #include "tessera/tensor/policy.h"
 
+#include <utility>
+
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
@@ -52,5 +54,18 @@ void set_random_state(const DistributedManager& manager, const RandomState& rand
   const auto read = state->met_when_read.find({random.seed, random.stream});
   state->met = read == state->met_when_read.end() ? detail::GeneratorMeetings() : read->second;
 }
+
+RefusalScope::RefusalScope(const DistributedManager& manager)
+    : state_(detail::rank_state(manager)), notes_(std::make_shared<detail::RefusalNotes>()) {
+  const std::lock_guard lock(state_->mutex);
+  before_ = std::exchange(state_->refusals, notes_);
+}
+
+RefusalScope::~RefusalScope() {
+  const std::lock_guard lock(state_->mutex);
+  state_->refusals = std::move(before_);
+}
+
+std::vector<Refusal> RefusalScope::refusals() const { return notes_->all(); }
 
 }  // namespace tessera

@@ -1,17 +1,13 @@
 #include "tessera/tensor/redistribution.h"
 
-#include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/internal/sparse_rows.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera {
-
 namespace {
 
 using detail::LocalCallGuard;
@@ -52,11 +48,10 @@ ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& place
   ShardSizes all = sizes;
   // Checks the placements, and makes negative dims non-negative.
   const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
-  for (int d = 0; d < from.dims(); ++d) {
+  for (int d = 0; d < from.dims(); ++d)
     if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) &&
         target.dim(d).axes == from.dim(d).axes)
       all[d] = from.dim(d).partition.sizes();
-  }
   return ShardSpec(from.mesh(), from.shape(), placements, all);
 }
 
@@ -111,10 +106,8 @@ Pending<at::Tensor> start_redistribute(const at::Tensor& t,
 }
 
 std::vector<RedistributionCall> explain_redistribution(const ShardSpec& from, const ShardSpec& to) {
-  if (from.shape() != to.shape() || detail::context_of(from) != detail::context_of(to)) {
-    throw InvalidArgument(
-        concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
-  }
+  if (from.shape() != to.shape() || detail::context_of(from) != detail::context_of(to))
+    throw InvalidArgument("cannot redistribute ", from, " as ", to, ": mesh or shape differ");
   std::vector<RedistributionCall> calls;
   if (from == to) return calls;
   using Plan = detail::RedistributionPlan;

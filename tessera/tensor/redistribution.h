@@ -10,7 +10,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>

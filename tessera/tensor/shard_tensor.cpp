@@ -15,19 +15,17 @@
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/tensor/detail/plain.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/detail/shard_dims.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera {
 
@@ -87,10 +85,9 @@ void share_version(const at::Tensor& a, const at::Tensor& b) {
 std::vector<int> ranks_along(const ShardSpec& spec, bool replicated) {
   const auto& context = detail::context_of(spec);
   std::vector<int> axes;
-  for (int axis = 0; axis < spec.mesh_dims(); ++axis) {
+  for (int axis = 0; axis < spec.mesh_dims(); ++axis)
     if (spec.placements()[axis].is_replicate() == replicated && context->sizes[axis] > 1)
       axes.push_back(axis);
-  }
   const Mesh& layout = context->mesh.mesh();
   return axes.empty() ? std::vector<int>() : layout.group(axes, layout.ranks()[context->position]);
 }
@@ -98,12 +95,12 @@ std::vector<int> ranks_along(const ShardSpec& spec, bool replicated) {
 // Checks that backward enters the sharded tensors with gradients of the sum of the ranks' losses.
 void require_sum(const ShardSpec& gradient, const char* name) {
   if (detail::averaged_above(ranks_along(gradient, false)))
-    throw GradientError(concat(
+    throw GradientError(
         name,
         ": its gradient comes from a mean_loss that is scaled for a mean over ranks, but gradients "
         "of sharded tensors are sums over ranks: they would be too large by their number. Give "
         "mean_loss the operation ReduceOp::sum, and DistributedDataParallelOptions::reduction the "
-        "same."));
+        "same.");
 }
 
 // A solver that goes on in its own memory, and sees nothing of the tensor, is told once.
@@ -161,7 +158,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
 
  private:
   static bool of_values(const ShardSpec& spec) {
-    return std::any_of(spec.placements().begin(), spec.placements().end(), [](const Placement& p) {
+    return std::ranges::any_of(spec.placements(), [](const Placement& p) {
       return p.is_partial() && !p.is_partial(ReduceOp::Kind::sum) &&
              !p.is_partial(ReduceOp::Kind::avg);
     });
@@ -181,13 +178,12 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
         gradient = gradient / ranks;
         continue;
       }
-      if (std::count_if(summands.placements().begin(), summands.placements().end(),
-                        [](const Placement& q) { return q.is_partial(); }) > 1)
-        throw ShardingError(concat("from_local: the gradient of the summands of ", summands,
-                                   " is not defined here: make one axis Partial at a time"));
+      if (std::ranges::count_if(summands.placements(),
+                                [](const Placement& q) { return q.is_partial(); }) > 1)
+        throw ShardingError("from_local: the gradient of the summands of ", summands,
+                            " is not defined here: make one axis Partial at a time");
       if (at::GradMode::is_enabled())
-        throw ShardingError(
-            concat("from_local: the summands of a ", p, " have no second derivative"));
+        throw ShardingError("from_local: the summands of a ", p, " have no second derivative");
       const at::Tensor own = local.detach();
       const Group group = context->group(axis);
       at::Tensor gathered = at::empty({ranks * own.numel()}, own.options());
@@ -198,9 +194,8 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       const at::Tensor each = gathered.view(shape);
       if (p.is_partial(ReduceOp::Kind::product)) {
         const int me = context->coordinate[axis];
-        for (int r = 0; r < ranks; ++r) {
+        for (int r = 0; r < ranks; ++r)
           if (r != me) gradient = gradient * each[r].conj();
-        }
       } else {
         const at::Tensor value = p.is_partial(ReduceOp::Kind::max) ? each.amax(0) : each.amin(0);
         gradient = gradient * own.eq(value) / each.eq(value).sum(0);
@@ -288,9 +283,8 @@ std::vector<std::vector<std::int64_t>> gather_shapes(
   std::string alike = concat(kind, ", placements ", list(placements));
   for (const auto& [dim, sizes] : given) alike += concat(", dim ", dim, " sizes ", list(sizes));
   std::string mine = alike + "|";
-  if (!wrong) {
+  if (!wrong)
     for (const auto n : local.sizes()) mine += concat(n, ",");
-  }
   const auto all = agree::all<std::string, ShardingError>(mesh.all(), "from_local",
                                                           [&] {
                                                             if (wrong)
@@ -304,9 +298,9 @@ std::vector<std::vector<std::int64_t>> gather_shapes(
     const auto end = text.find('|');
     if (shapes.empty()) first = text.substr(0, end);
     if (first != text.substr(0, end))
-      throw InvalidArgument(concat("from_local: the ranks' locals differ: at mesh position 0 ",
-                                   first, "; at ", shapes.size(), " ", text.substr(0, end),
-                                   ": give them one dtype, device and placements"));
+      throw InvalidArgument("from_local: the ranks' locals differ: at mesh position 0 ", first,
+                            "; at ", shapes.size(), " ", text.substr(0, end),
+                            ": give them one dtype, device and placements");
     std::vector<std::int64_t> shape;
     for (std::size_t at = end + 1; at < text.size();) {
       const auto comma = text.find(',', at);
@@ -331,9 +325,8 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
                                   all, ". Shard the dims in which they differ, and no others"));
   };
   const std::size_t dims = shapes[0].size();
-  for (const auto& s : shapes) {
+  for (const auto& s : shapes)
     if (s.size() != dims) throw say("the ranks' locals have different numbers of dims", -1);
-  }
   std::vector<std::int64_t> shape(dims);
   ShardSizes sizes;
   for (std::size_t d = 0; d < dims; ++d) {
@@ -388,8 +381,8 @@ at::Tensor from_local(const at::Tensor& local, const ShardSpec& spec) {
   detail::ensure_registered();
   detail::require_plain(local, "from_local");
   if (local.sizes() != at::IntArrayRef(spec.local_shape())) {
-    throw InvalidArgument(concat("from_local: the local has shape ", local.sizes(), ", the spec ",
-                                 spec, " says ", list(spec.local_shape()), " for this rank"));
+    throw InvalidArgument("from_local: the local has shape ", local.sizes(), ", the spec ", spec,
+                          " says ", list(spec.local_shape()), " for this rank");
   }
   return FromLocal::apply(local, spec);
 }
@@ -426,7 +419,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh,
 at::Tensor from_blob(void* data, const ShardSpec& spec, const at::TensorOptions& options,
                      std::function<void(void*)> deleter) {
   if (!data && spec.local_numel() > 0)
-    throw InvalidArgument(concat("from_blob: no memory for the local of ", spec));
+    throw InvalidArgument("from_blob: no memory for the local of ", spec);
   return from_local(
       at::from_blob(
           data, spec.local_shape(), deleter ? std::move(deleter) : [](void*) {}, options),
@@ -437,8 +430,8 @@ at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placeme
   const ShardSpec own = spec(t);
   const ShardSpec wanted = gradient_spec(own, gradient);
   if (wanted.local_shape() != own.local_shape()) {
-    throw InvalidArgument(concat("to_local: a gradient placed as ", list(*gradient),
-                                 " has another local shape than the tensor, ", own));
+    throw InvalidArgument("to_local: a gradient placed as ", list(*gradient),
+                          " has another local shape than the tensor, ", own);
   }
   return ToLocal::apply(t, wanted);
 }
@@ -446,12 +439,11 @@ at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placeme
 at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Placement>>& gradient) {
   const ShardSpec own = spec(t), whole = ShardSpec::replicated(own.mesh(), own.shape());
   if (gradient) {
-    for (const Placement& p : *gradient) {
+    for (const Placement& p : *gradient)
       if (p.is_shard())
         throw InvalidArgument(
-            concat("full_tensor: every rank's gradient is complete, it cannot be placed as ",
-                   list(*gradient)));
-    }
+            "full_tensor: every rank's gradient is complete, it cannot be placed as ",
+            list(*gradient));
   }
   return FullTensor::apply(t.is_sparse() ? detail::with_dense_locals(t) : t, whole,
                            gradient ? whole.with_placements(*gradient) : whole);

@@ -5,7 +5,6 @@
 
 #include "../support/folder.h"
 #include "tessera/base/text.h"
-#include "tessera/files/chart.h"
 #include "tessera/files/page.h"
 
 namespace tessera {

@@ -1,4 +1,4 @@
-#include "tessera/gradient/mean_loss.h"
+#include "tessera/gradient/step_weight.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

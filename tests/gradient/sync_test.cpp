@@ -8,9 +8,8 @@
 
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/threads.h"
-#include "tessera/gradient/mean_loss.h"
-#include "tessera/gradient/reducer.h"
 #include "tessera/gradient/step_weight.h"
+#include "tessera/gradient/reducer.h"
 
 namespace tessera {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "../comm/fork_ranks.h"
 #include "pipeline_support.h"
-#include "tessera/schedule/picture.h"
+#include "tessera/schedule/simulate.h"
 
 namespace tessera {
 namespace {

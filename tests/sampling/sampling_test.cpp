@@ -7,7 +7,6 @@
 
 #include "generate.h"
 #include "tessera/base/error.h"
-#include "tessera/sampling/packing.h"
 
 namespace tessera {
 namespace {

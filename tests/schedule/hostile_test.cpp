@@ -5,7 +5,7 @@
 #include "../support/hostile.h"
 #include "draw.h"
 #include "interpret.h"
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 #include "tessera/schedule/csv.h"
 #include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"

@@ -11,7 +11,7 @@
 
 #include "draw.h"
 #include "interpret.h"
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"

@@ -6,10 +6,9 @@
 #include <limits>
 
 #include "draw.h"
-#include "tessera/schedule/bound.h"
+#include "tessera/schedule/costs.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/passes.h"
-#include "tessera/schedule/picture.h"
 #include "tessera/schedule/validate.h"
 
 using namespace tessera;

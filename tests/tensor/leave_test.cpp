@@ -13,7 +13,7 @@
 #include "tessera/comm/group/values.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/redistribution.h"
-#include "tessera/tensor/spec/visualize.h"
+#include "tessera/tensor/spec/spec.h"
 
 namespace tessera::test {
 

@@ -21,8 +21,7 @@ class Descriptor {
   // Non-blocking, since opening a named pipe waits for its other end.
   explicit Descriptor(const std::string& path)
       : number(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)) {
-    if (number < 0)
-      throw FileError(concat("'", path, "' cannot be opened: ", std::strerror(errno)));
+    if (number < 0) throw FileError("'", path, "' cannot be opened: ", std::strerror(errno));
   }
   ~Descriptor() {
     if (number >= 0) close(number);
@@ -44,7 +43,7 @@ RandomAccessFile::RandomAccessFile(const std::string& path) : path_(path), file_
   Descriptor file(path);
   struct stat status{};
   if (fstat(file.number, &status) != 0 || !S_ISREG(status.st_mode))
-    throw FileError(concat("'", path, "' is no regular file"));
+    throw FileError("'", path, "' is no regular file");
   size_ = static_cast<std::uint64_t>(status.st_size);
   file_ = file.release();
 }
@@ -57,11 +56,10 @@ void RandomAccessFile::read(std::uint64_t offset, void* out, std::size_t bytes) 
     const ssize_t size = pread(file_, at, bytes, static_cast<off_t>(offset));
     if (size < 0 && errno == EINTR) continue;
     if (size < 0)
-      throw FileError(
-          concat("'", path_, "' cannot be read at byte ", offset, ": ", std::strerror(errno)));
+      throw FileError("'", path_, "' cannot be read at byte ", offset, ": ", std::strerror(errno));
     if (size == 0)
-      throw FileError(concat("'", path_, "' had ", size_, " bytes when it was opened and ends at ",
-                             offset, " now: it was truncated or replaced while it was being read"));
+      throw FileError("'", path_, "' had ", size_, " bytes when it was opened and ends at ", offset,
+                      " now: it was truncated or replaced while it was being read");
     at += size;
     offset += static_cast<std::uint64_t>(size);
     bytes -= static_cast<std::size_t>(size);
@@ -77,19 +75,18 @@ std::string read_whole_file(const std::string& path, std::size_t most) {
     if (size == 0) return text;
     if (size > 0) {
       if (text.size() + static_cast<std::size_t>(size) > most)
-        throw FileError(concat("'", path, "' has more than ", most, " bytes"));
+        throw FileError("'", path, "' has more than ", most, " bytes");
       text.append(buffer, static_cast<std::size_t>(size));
       continue;
     }
     if (errno == EINTR) continue;
-    if (errno != EAGAIN)
-      throw FileError(concat("'", path, "' cannot be read: ", std::strerror(errno)));
+    if (errno != EAGAIN) throw FileError("'", path, "' cannot be read: ", std::strerror(errno));
     pollfd ready{file.number, POLLIN, 0};
     const int events = poll(&ready, 1, kPipeLimitMs);
     if (events == 0)
-      throw FileError(concat("'", path, "' has delivered nothing for ", kPipeLimitMs / 1000, " s"));
+      throw FileError("'", path, "' has delivered nothing for ", kPipeLimitMs / 1000, " s");
     if (events < 0 && errno != EINTR)
-      throw FileError(concat("'", path, "' cannot be read: ", std::strerror(errno)));
+      throw FileError("'", path, "' cannot be read: ", std::strerror(errno));
   }
 }
 

@@ -28,7 +28,7 @@ inline std::size_t letters_apart(const std::string& a, const std::string& b) {
 /// The first of those that are fewest letters apart; empty where there are no names.
 inline std::string nearest(const std::string& word, const std::vector<std::string>& names) {
   const auto found =
-      std::min_element(names.begin(), names.end(), [&](const std::string& a, const std::string& b) {
+      std::ranges::min_element(names, [&](const std::string& a, const std::string& b) {
         return letters_apart(word, a) < letters_apart(word, b);
       });
   return found == names.end() ? std::string() : *found;

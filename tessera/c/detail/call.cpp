@@ -6,7 +6,6 @@
 #include <exception>
 #include <new>
 #include <numeric>
-#include <typeinfo>
 
 #include "tessera/c/detail/refuse.h"
 #include "tessera/comm/group/types.h"
@@ -16,7 +15,6 @@
 
 namespace tessera::c {
 
-Misuse::~Misuse() = default;
 Object::~Object() = default;
 
 namespace {
@@ -76,8 +74,8 @@ class Table {
     std::vector<std::size_t> mine;
     for (std::size_t at = 0; at < slots_.size(); ++at)
       if (slots_[at].object && slots_[at].object->job.get() == job) mine.push_back(at);
-    std::sort(mine.begin(), mine.end(),
-              [&](std::size_t a, std::size_t b) { return slots_[a].made > slots_[b].made; });
+    std::ranges::sort(
+        mine, [&](std::size_t a, std::size_t b) { return slots_[a].made > slots_[b].made; });
     std::vector<std::shared_ptr<Object>> removed;
     for (const std::size_t at : mine) removed.push_back(empty(at, true));
     return removed;
@@ -112,15 +110,15 @@ class Table {
   }
 
   [[noreturn]] void refuse_null(const char* name, std::optional<Kind> wanted) const {
-    const bool any = std::any_of(slots_.begin(), slots_.end(),
-                                 [](const Slot& s) { return s.object && s.kind == Kind::job; });
+    const bool any =
+        std::ranges::any_of(slots_, [](const Slot& s) { return s.object && s.kind == Kind::job; });
     if (!any)
-      throw Misuse(TESSERA_ERROR_NO_JOB, concat(name,
-                                                " is NULL, and no job runs: tessera_start() or "
-                                                "tessera_start_mpi() comes first"));
-    throw Misuse(TESSERA_ERROR_HANDLE,
-                 concat(name, " is NULL, where a ", wanted ? to_string(*wanted) : "handle",
-                        " is wanted: the call that was to make it failed, or was not made"));
+      throw Misuse(TESSERA_ERROR_NO_JOB, name,
+                   " is NULL, and no job runs: tessera_start() or "
+                   "tessera_start_mpi() comes first");
+    throw Misuse(TESSERA_ERROR_HANDLE, name, " is NULL, where a ",
+                 wanted ? to_string(*wanted) : "handle",
+                 " is wanted: the call that was to make it failed, or was not made");
   }
 
   std::size_t index(const void* handle, const char* name, std::optional<Kind> wanted) const {
@@ -131,18 +129,17 @@ class Table {
     const auto use = static_cast<std::uint32_t>(number);
     if (kind < Kind::job || kind > Kind::state || at >= slots_.size() || use == 0 ||
         use > slots_[at].use || (use == slots_[at].use && kind != slots_[at].kind))
-      throw Misuse(TESSERA_ERROR_HANDLE,
-                   concat(name, " is no handle of Tessera: it was never set, or is an address"));
+      throw Misuse(TESSERA_ERROR_HANDLE, name,
+                   " is no handle of Tessera: it was never set, or is an address");
     const Slot& slot = slots_[at];
     if (use != slot.use || !slot.object) {
       const bool ended = use == slot.use && slot.ended;
-      throw Misuse(ended ? TESSERA_ERROR_NO_JOB : TESSERA_ERROR_HANDLE,
-                   concat(name, " is a ", to_string(kind),
-                          ended ? " whose job has ended" : " that was freed already"));
+      throw Misuse(ended ? TESSERA_ERROR_NO_JOB : TESSERA_ERROR_HANDLE, name, " is a ",
+                   to_string(kind), ended ? " whose job has ended" : " that was freed already");
     }
     if (wanted && kind != *wanted)
-      throw Misuse(TESSERA_ERROR_HANDLE, concat(name, " is a ", to_string(kind), ", where a ",
-                                                to_string(*wanted), " is wanted"));
+      throw Misuse(TESSERA_ERROR_HANDLE, name, " is a ", to_string(kind), ", where a ",
+                   to_string(*wanted), " is wanted");
     return at;
   }
 
@@ -202,25 +199,10 @@ tessera_result caught(const char* name) noexcept {
 }  // namespace
 
 const char* to_string(Kind kind) {
-  switch (kind) {
-    case Kind::job:
-      return "job";
-    case Kind::mesh:
-      return "mesh";
-    case Kind::group:
-      return "group";
-    case Kind::tensor:
-      return "tensor";
-    case Kind::model:
-      return "model";
-    case Kind::optimizer:
-      return "optimizer";
-    case Kind::session:
-      return "session";
-    case Kind::state:
-      return "state";
-  }
-  return "handle";
+  static constexpr const char* kNames[] = {"handle", "job",       "mesh",    "group", "tensor",
+                                           "model",  "optimizer", "session", "state"};
+  const auto i = static_cast<std::size_t>(kind);
+  return kNames[i < std::size(kNames) ? i : 0];
 }
 
 std::string need_text(const char* text, const char* name) {
@@ -329,26 +311,24 @@ extern "C" {
 const char* tessera_message(void) { return message().c_str(); }
 
 const char* tessera_result_name(tessera_result result) {
-  static constexpr const char* names[] = {
-      "TESSERA_OK",
-      "TESSERA_ERROR_ARGUMENT",
-      "TESSERA_ERROR_HANDLE",
-      "TESSERA_ERROR_NO_JOB",
-      "TESSERA_ERROR_THREAD",
-      "TESSERA_ERROR_CONFIGURATION",
-      "TESSERA_ERROR_FILE",
-      "TESSERA_ERROR_NOT_AVAILABLE",
-      "TESSERA_ERROR_MISMATCH",
-      "TESSERA_ERROR_TIMEOUT",
-      "TESSERA_ERROR_PEER_LOST",
-      "TESSERA_ERROR_PEER_FAILED",
-      "TESSERA_ERROR_COMMUNICATION",
-      "TESSERA_ERROR_SHARDING",
-      "TESSERA_ERROR_GRADIENT",
-      "TESSERA_ERROR_TORCH",
-      "TESSERA_ERROR_MEMORY",
-      "TESSERA_ERROR_OTHER",
-  };
+  static constexpr const char* names[] = {"TESSERA_OK",
+                                          "TESSERA_ERROR_ARGUMENT",
+                                          "TESSERA_ERROR_HANDLE",
+                                          "TESSERA_ERROR_NO_JOB",
+                                          "TESSERA_ERROR_THREAD",
+                                          "TESSERA_ERROR_CONFIGURATION",
+                                          "TESSERA_ERROR_FILE",
+                                          "TESSERA_ERROR_NOT_AVAILABLE",
+                                          "TESSERA_ERROR_MISMATCH",
+                                          "TESSERA_ERROR_TIMEOUT",
+                                          "TESSERA_ERROR_PEER_LOST",
+                                          "TESSERA_ERROR_PEER_FAILED",
+                                          "TESSERA_ERROR_COMMUNICATION",
+                                          "TESSERA_ERROR_SHARDING",
+                                          "TESSERA_ERROR_GRADIENT",
+                                          "TESSERA_ERROR_TORCH",
+                                          "TESSERA_ERROR_MEMORY",
+                                          "TESSERA_ERROR_OTHER"};
   const auto number = static_cast<std::size_t>(result);
   return number < std::size(names) ? names[number] : "no result of Tessera";
 }

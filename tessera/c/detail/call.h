@@ -30,8 +30,9 @@ namespace tessera::c {
 /// A mistake of the caller, seen before anything was sent.
 class Misuse : public Error {
  public:
-  Misuse(tessera_result result, const std::string& what) : Error(what), result_(result) {}
-  ~Misuse() override;
+  template <class... Args>
+  explicit Misuse(tessera_result result, const Args&... args)
+      : Error(concat(args...)), result_(result) {}
   tessera_result result() const { return result_; }
 
  private:
@@ -41,7 +42,7 @@ class Misuse : public Error {
 /// Throws Misuse with TESSERA_ERROR_ARGUMENT.
 template <class... Args>
 [[noreturn]] void refuse(const Args&... args) {
-  throw Misuse(TESSERA_ERROR_ARGUMENT, concat(args...));
+  throw Misuse(TESSERA_ERROR_ARGUMENT, args...);
 }
 
 /// Throws Misuse for a pointer that is NULL.

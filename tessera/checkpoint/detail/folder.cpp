@@ -11,7 +11,6 @@
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 
 namespace tessera::detail {
-
 namespace {
 
 constexpr std::string_view kClaim = ".claim-";
@@ -45,10 +44,10 @@ WriteHold CheckpointFolder::hold() {
     }
     return {};
   }
-  throw CheckpointLocked(
-      concat("'", io_->where(""), "': another job saves or removes a checkpoint there at ",
-             "this moment, and holds '", io_->where(".lock"),
-             "': wait until it has ended, or give each job a folder of its own"));
+  throw CheckpointLocked("'", io_->where(""),
+                         "': another job saves or removes a checkpoint there at ",
+                         "this moment, and holds '", io_->where(".lock"),
+                         "': wait until it has ended, or give each job a folder of its own");
 }
 
 WriteHold CheckpointFolder::hold_for_save() {
@@ -68,7 +67,7 @@ std::uint64_t CheckpointFolder::claim() {
   std::uint64_t mine = highest_claim() + 1;
   for (int tries = 0; !io_->put(name(mine), "", true); ++mine)
     if (++tries == kMostClaims)
-      throw CheckpointLocked(concat("'", io_->where(""), "': other jobs save there all the time"));
+      throw CheckpointLocked("'", io_->where(""), "': other jobs save there all the time");
   try {
     for (const std::string& other : io_->list(""))
       if (const std::uint64_t n = claim_of(other); n > 0 && n < mine) io_->remove(other);
@@ -80,9 +79,9 @@ std::uint64_t CheckpointFolder::claim() {
 
 void CheckpointFolder::confirm(const WriteHold& hold) {
   if (hold.claim == 0 || highest_claim() == hold.claim) return;
-  throw CheckpointLocked(concat("'", io_->where(""),
-                                "': another job has begun to save or remove a checkpoint there, "
-                                "and this one gives way: give each job a folder of its own"));
+  throw CheckpointLocked("'", io_->where(""),
+                         "': another job has begun to save or remove a checkpoint there, "
+                         "and this one gives way: give each job a folder of its own");
 }
 
 std::uint64_t CheckpointFolder::next_sequence(const WriteHold& hold) {
@@ -90,10 +89,10 @@ std::uint64_t CheckpointFolder::next_sequence(const WriteHold& hold) {
   const std::uint64_t highest = highest_sequence(*io_, unread);
   // Those that were there before can all be outnumbered by what was known when all could be read.
   if (!unread.empty() && !known_sequence_)
-    throw FileError(concat("'", io_->where(""),
-                           "' may hold later checkpoints than those that can be read, and the new "
-                           "one must come after them: ",
-                           unread.front(), "; make it readable, or move it out of the folder"));
+    throw FileError("'", io_->where(""),
+                    "' may hold later checkpoints than those that can be read, and the new "
+                    "one must come after them: ",
+                    unread.front(), "; make it readable, or move it out of the folder");
   warn(unread);
   // Claims differ, so that two jobs never give one number.
   known_sequence_ = std::max(std::max(highest, known_sequence_.value_or(0)) + 1, hold.claim);
@@ -128,11 +127,11 @@ std::string CheckpointFolder::to_resume() const {
   for (const CheckpointName& one : whole) names.push_back(printable(one.name));
   for (const DamagedCheckpoint& one : damaged) {
     if (!whole.empty() && one.sequence && *one.sequence < whole.back().sequence) continue;
-    throw CheckpointDamaged(concat(
+    throw CheckpointDamaged(
         "'", printable(one.name), "' in '", io_->where(""), "' is damaged, and ",
         one.sequence ? "is the latest" : "may be the latest", ": ", one.damage, "; ",
         names.empty() ? "no other one is whole" : "whole, earliest first, are " + list(names),
-        ". Name the one to go on from, or move the damaged one out of the folder"));
+        ". Name the one to go on from, or move the damaged one out of the folder");
   }
   return whole.empty() ? "" : whole.back().name;
 }

@@ -6,14 +6,12 @@
 #include <cstring>
 
 #include "tessera/base/internal/name.h"
-#include "tessera/base/text.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/layout.h"
 #include "tessera/tensor/shard_tensor.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail {
-
 namespace {
 
 HeldShard described_value(EntryKind kind, const std::string& name, int rank, std::size_t bytes) {
@@ -37,11 +35,14 @@ void need_dense(const std::string& name, const at::Tensor& tensor) {
   const char* what = nullptr;
   if (tensor.layout() != at::kStrided) what = "is not dense";
   if (tensor.is_nested()) what = "is nested";
-  if (tensor.is_meta()) what = "has no data (device meta)";
+  if (tensor.is_meta())
+    throw InvalidArgument("'", printable(name),
+                          "' has no data (device meta): place its module first (fully_shard(), "
+                          "distribute_module()), or materialize() it");
   if (what)
-    throw InvalidArgument(concat("'", printable(name), "' ", what, " (layout ", tensor.layout(),
-                                 "): give its dense values, such as to_dense() or its indices and "
-                                 "values as tensors of their own"));
+    throw InvalidArgument("'", printable(name), "' ", what, " (layout ", tensor.layout(),
+                          "): give its dense values, such as to_dense() or its indices and "
+                          "values as tensors of their own");
 }
 
 HeldShard describe(const CheckpointState::Tensor& tensor) {
@@ -52,8 +53,7 @@ HeldShard describe(const CheckpointState::Tensor& tensor) {
   held.info.dtype = safetensors_tensor(tensor.name, t.scalar_type(), {1}).dtype;
   if (tensor.shard) {
     if (is_sharded(t))
-      throw InvalidArgument(
-          concat("'", tensor.name, "' is a sharded tensor: it needs no shard by hand"));
+      throw InvalidArgument("'", tensor.name, "' is a sharded tensor: it needs no shard by hand");
     held.info.shape = tensor.shard->shape;
     for (std::size_t d = 0; d < held.info.shape.size(); ++d) {
       const std::int64_t begin = tensor.shard->offset[d];
@@ -63,7 +63,7 @@ HeldShard describe(const CheckpointState::Tensor& tensor) {
   }
   held.info.shape = t.sizes().vec();
   if (!is_sharded(t)) {
-    for (const std::int64_t n : held.info.shape) held.box.push_back({0, n});
+    held.box = whole_box(held.info.shape);
     return held;
   }
   const ShardSpec s = spec(t);

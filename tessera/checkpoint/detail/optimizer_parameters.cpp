@@ -13,7 +13,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera::detail {
-
 namespace {
 
 constexpr std::string_view kNames = "parameters.";
@@ -80,9 +79,9 @@ std::vector<NamedParameter> named_parameters_of(const torch::optim::Optimizer& o
     for (const at::Tensor& p : optimizer.param_groups()[g].params()) {
       const auto found = names.find(p.unsafeGetTensorImpl());
       if (found == names.end())
-        throw InvalidArgument(concat("parameter number ", position,
-                                     " of the optimizer is not the module's: give the module that "
-                                     "all its parameters belong to"));
+        throw InvalidArgument("parameter number ", position,
+                              " of the optimizer is not the module's: give the module that "
+                              "all its parameters belong to");
       if (seen.insert(p.unsafeGetTensorImpl()).second) all.push_back({found->second, p, g});
       ++position;
     }
@@ -126,7 +125,7 @@ void check_parameter_names(const CheckpointReader& saved, const std::string& pre
     if (!anywhere) wrong += concat(" '", printable(name), "' is in the checkpoint alone;");
     ++i;
   }
-  if (!wrong.empty()) throw InvalidArgument(concat("load: ", refuse(wrong).what()));
+  if (!wrong.empty()) throw InvalidArgument("load: ", refuse(wrong).what());
 }
 
 }  // namespace tessera::detail

@@ -5,13 +5,19 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
+#include "tessera/launch/internal/cores.h"
 #include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // True if the target's memory takes the bytes of the file as they are.
@@ -39,8 +45,7 @@ void stage_what_shares_memory(const std::vector<Want>& wants, std::vector<bool>&
     memory.push_back(memory_of(wants[i].into));
     if (memory.back().first) order.push_back(i);
   }
-  std::sort(order.begin(), order.end(),
-            [&](std::size_t a, std::size_t b) { return memory[a] < memory[b]; });
+  std::ranges::sort(order, [&](std::size_t a, std::size_t b) { return memory[a] < memory[b]; });
   for (std::size_t first = 0; first < order.size();) {
     const char* end = memory[order[first]].second;
     std::size_t after = first + 1;
@@ -73,7 +78,7 @@ std::vector<bool> read_straight(const std::vector<Want>& wants, const LoadOption
     if (!takes_bytes(want)) continue;
     const auto uses = SavedCheckpoint::uses(*want.entry, want.box);
     if (options.all_or_nothing &&
-        std::any_of(uses.begin(), uses.end(), [](const auto& use) { return !use.whole; }))
+        std::ranges::any_of(uses, [](const auto& use) { return !use.whole; }))
       continue;
     if (room > 0 && want.into.nbytes() <= room) {
       room -= want.into.nbytes();
@@ -85,6 +90,46 @@ std::vector<bool> read_straight(const std::vector<Want>& wants, const LoadOption
   }
   stage_what_shares_memory(wants, all);
   return all;
+}
+
+namespace {
+
+// More readers of one disk gain nothing, and copies alone are bound by the memory.
+constexpr int kMostThreads = 4;
+
+}  // namespace
+
+int threads_of_rank(int asked, int ranks) {
+  if (asked < 0)
+    throw InvalidArgument("LoadOptions::threads is ", asked, "; 0 leaves the choice open");
+  return asked > 0 ? asked : std::min(kMostThreads, threads_per_rank(cpu_budget().usable(), ranks));
+}
+
+void spread(int threads, std::size_t count,
+            const std::function<void(std::size_t i, std::size_t worker)>& work) {
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr thrown;
+  const auto run = [&](std::size_t worker) {
+    try {
+      for (std::size_t i = next++; i < count; i = next++) work(i, worker);
+    } catch (...) {
+      next = count;
+      const std::lock_guard lock(mutex);
+      if (!thrown) thrown = std::current_exception();
+    }
+  };
+  std::vector<std::thread> others;
+  const std::size_t most = std::min(static_cast<std::size_t>(std::max(threads, 1)), count);
+  others.reserve(most);
+  try {
+    while (others.size() + 1 < most) others.emplace_back(run, others.size() + 1);
+  } catch (const std::exception&) {
+    // The system has no more threads, or no memory for one: those that are there do the work.
+  }
+  run(0);
+  for (std::thread& other : others) other.join();
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 }  // namespace tessera::detail

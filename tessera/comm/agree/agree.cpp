@@ -78,8 +78,7 @@ std::vector<std::string> texts_that_differ(const Group& group, const std::string
   const CallOptions options{.name = kCall};
   const auto hashes =
       exchange_rows(group, Wire<std::uint64_t>::write(value), sizeof value, false, options);
-  if (std::all_of(hashes.begin(), hashes.end(),
-                  [&](const std::string& h) { return h == hashes.front(); }))
+  if (std::ranges::all_of(hashes, [&](const std::string& h) { return h == hashes.front(); }))
     return {};
   // all ranks take this branch together, since all hold the same hashes
   return group.all_gather_bytes(text, options);
@@ -99,8 +98,7 @@ std::string failure_of(std::span<const Kind> kinds, const std::function<void()>&
   } catch (const c10::Error& e) {
     return text(kinds.size(), e.what_without_backtrace());
   } catch (const std::exception& e) {
-    const auto it =
-        std::find_if(kinds.begin(), kinds.end(), [&](const Kind& k) { return k.is(e); });
+    const auto it = std::ranges::find_if(kinds, [&](const Kind& k) { return k.is(e); });
     return text(static_cast<std::size_t>(it - kinds.begin()), e.what());
   } catch (...) {
     return text(kinds.size(), "something was thrown that is no std::exception");
@@ -122,7 +120,7 @@ std::vector<std::string> exchange(const Group& group, const std::string& what,
   std::vector<std::string> all =
       fixed ? exchange_rows(group, mine, static_cast<std::size_t>(size), !failure.empty(), options)
             : group.all_gather_bytes(failure.empty() ? kGood + mine : failure, options);
-  if (std::any_of(all.begin(), all.end(), [](const auto& text) { return text[0] != kGood; })) {
+  if (std::ranges::any_of(all, [](const auto& text) { return text[0] != kGood; })) {
     if (fixed)
       all = group.all_gather_bytes(failure.empty() ? std::string(1, kGood) : failure, options);
     for (std::size_t r = 0; r < all.size(); ++r)
@@ -145,17 +143,15 @@ void require_same(const Group& group, const std::string& what,
                   const std::vector<std::string>& texts) {
   for (std::size_t r = 1; r < texts.size(); ++r)
     if (texts[r] != texts[0])
-      throw InvalidArgument(concat(what, ": rank ", group.ranks()[0], " was given ", texts[0],
-                                   ", rank ", group.ranks()[r], ' ', texts[r],
-                                   "; give all ranks the same"));
+      throw InvalidArgument(what, ": rank ", group.ranks()[0], " was given ", texts[0], ", rank ",
+                            group.ranks()[r], ' ', texts[r], "; give all ranks the same");
 }
 
 void same(const Group& group, const std::string& subject, const std::string& text) {
   const auto texts = texts_that_differ(group, text);
   if (texts.empty()) return;
   const auto second = static_cast<std::size_t>(
-      std::find_if(texts.begin(), texts.end(),
-                   [&](const std::string& t) { return t != texts.front(); }) -
+      std::ranges::find_if(texts, [&](const std::string& t) { return t != texts.front(); }) -
       texts.begin());
   const auto a = lines_of(texts.front()), b = lines_of(texts[second]);
   std::size_t line = 0;
@@ -166,11 +162,11 @@ void same(const Group& group, const std::string& subject, const std::string& tex
   std::vector<int> with_first, with_other;
   for (std::size_t r = 0; r < texts.size(); ++r)
     (texts[r] == texts.front() ? with_first : with_other).push_back(group.ranks()[r]);
-  throw MismatchError(concat("group '", group.name(), "': the ranks disagree about ", subject,
-                             ". First difference, line ", line + 1, ": ranks ", list(with_first),
-                             " have ", shown(a), ", rank ", group.ranks()[second], " has ",
-                             shown(b), " (ranks that differ from the first: ", list(with_other),
-                             "). Give every rank the same."));
+  throw MismatchError("group '", group.name(), "': the ranks disagree about ", subject,
+                      ". First difference, line ", line + 1, ": ranks ", list(with_first), " have ",
+                      shown(a), ", rank ", group.ranks()[second], " has ", shown(b),
+                      " (ranks that differ from the first: ", list(with_other),
+                      "). Give every rank the same.");
 }
 
 }  // namespace tessera::agree

@@ -22,32 +22,31 @@ using Tensors = std::vector<at::Tensor>;
 // ---- checks ----
 
 void require_cpu(const char* name, const at::Tensor& tensor) {
-  if (!tensor.defined()) throw InvalidArgument(concat(name, ": a tensor is undefined"));
+  if (!tensor.defined()) throw InvalidArgument(name, ": a tensor is undefined");
   if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
-    throw InvalidArgument(
-        concat(name, ": this backend moves dense CPU tensors, and this one is ", tensor.toString(),
-               "; copy it to the CPU, or give the group a backend for its device"));
+    throw InvalidArgument(name, ": this backend moves dense CPU tensors, and this one is ",
+                          tensor.toString(),
+                          "; copy it to the CPU, or give the group a backend for its device");
 }
 
 const at::Tensor& only(const char* name, const Tensors& tensors) {
   if (tensors.size() != 1)
-    throw InvalidArgument(concat(name, " takes one tensor a call, and got ", tensors.size()));
+    throw InvalidArgument(name, " takes one tensor a call, and got ", tensors.size());
   require_cpu(name, tensors.front());
   return tensors.front();
 }
 
 void require_same_type(const char* name, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type())
-    throw InvalidArgument(concat(name, ": input is ", c10::toString(a.scalar_type()),
-                                 " and output ", c10::toString(b.scalar_type()),
-                                 "; they must be the same"));
+    throw InvalidArgument(name, ": input is ", c10::toString(a.scalar_type()), " and output ",
+                          c10::toString(b.scalar_type()), "; they must be the same");
 }
 
 void require_numel(const char* name, const char* which, const at::Tensor& tensor,
                    std::int64_t expected) {
   if (tensor.numel() != expected)
-    throw InvalidArgument(concat(name, ": the ", which, " holds ", tensor.numel(),
-                                 " elements, and ", expected, " are needed"));
+    throw InvalidArgument(name, ": the ", which, " holds ", tensor.numel(), " elements, and ",
+                          expected, " are needed");
 }
 
 /// Converts rows to elements; a row of `like` has the elements of its dims after the first. Throws
@@ -59,8 +58,8 @@ TransportCall::Counts elements_of(const TransportCall::Counts& rows, const at::T
   for (auto& n : result)
     // A product that wrapped around would pass for the size of a small tensor.
     if (__builtin_mul_overflow(n, row, &n) || __builtin_add_overflow(sum, n, &sum))
-      throw InvalidArgument(concat("sizes ", list(rows), " of rows of ", row,
-                                   " elements are more than any tensor has"));
+      throw InvalidArgument("sizes ", list(rows), " of rows of ", row,
+                            " elements are more than any tensor has");
   return result;
 }
 
@@ -120,9 +119,9 @@ Recipe c10d_reduction(TransportCall& call, const char* name, const Abilities& ca
              c10::isIntegralType(dtype, /*includeBool=*/true)) {
     return recipe;
   }
-  throw InvalidArgument(concat(name, ": ", c10::toString(dtype),
-                               " has no such reduction over this backend; the calls of "
-                               "tessera::Group have more"));
+  throw InvalidArgument(name, ": ", c10::toString(dtype),
+                        " has no such reduction over this backend; the calls of "
+                        "tessera::Group have more");
 }
 
 }  // namespace
@@ -166,13 +165,13 @@ TransportCall AsC10d::call_of(OpType type, const How& options) const {
 
 int AsC10d::required_rank(std::int64_t rank, const char* what) const {
   if (rank < 0 || rank >= size_)
-    throw InvalidArgument(concat(what, " is rank ", rank, " in a group of ", size_, " ranks"));
+    throw InvalidArgument(what, " is rank ", rank, " in a group of ", size_, " ranks");
   return static_cast<int>(rank);
 }
 
 void AsC10d::require_list(const TensorLists& lists, const char* name, const char* what) const {
   if (lists.size() != 1 || static_cast<int>(lists.front().size()) != size_)
-    throw InvalidArgument(concat(name, " needs one list of ", size_, ' ', what));
+    throw InvalidArgument(name, " needs one list of ", size_, ' ', what);
   for (const auto& t : lists.front()) {
     require_cpu(name, t);
     require_same_type(name, lists.front().front(), t);
@@ -181,9 +180,8 @@ void AsC10d::require_list(const TensorLists& lists, const char* name, const char
 
 void AsC10d::require_each(const Tensors& wholes, const Tensors& parts, const char* name) const {
   if (wholes.size() != parts.size())
-    throw InvalidArgument(concat(name,
-                                 " of several tensors needs as many inputs as outputs, and got ",
-                                 parts.size(), " and ", wholes.size()));
+    throw InvalidArgument(name, " of several tensors needs as many inputs as outputs, and got ",
+                          parts.size(), " and ", wholes.size());
   for (std::size_t i = 0; i < parts.size(); ++i) {
     require_cpu(name, parts[i]);
     require_cpu(name, wholes[i]);
@@ -196,18 +194,17 @@ AsC10d::Counts AsC10d::counts_of_splits(const at::Tensor& tensor, const Counts& 
                                         const char* which) const {
   if (!splits.empty()) {
     if (static_cast<int>(splits.size()) != size_)
-      throw InvalidArgument(
-          concat("all_to_all: ", splits.size(), " sizes for ", size_, " ranks: ", list(splits)));
-    if (std::any_of(splits.begin(), splits.end(), [](std::int64_t n) { return n < 0; }))
-      throw InvalidArgument(concat("all_to_all: a size is negative: ", list(splits)));
+      throw InvalidArgument("all_to_all: ", splits.size(), " sizes for ", size_,
+                            " ranks: ", list(splits));
+    if (std::ranges::any_of(splits, [](std::int64_t n) { return n < 0; }))
+      throw InvalidArgument("all_to_all: a size is negative: ", list(splits));
     Counts counts = elements_of(splits, tensor);
     require_numel("all_to_all", which, tensor, total_of(counts));
     return counts;
   }
   if (tensor.numel() % size_ != 0)
-    throw InvalidArgument(concat("all_to_all: the ", which, " of ", tensor.numel(),
-                                 " elements cannot be divided among ", size_,
-                                 " ranks; give sizes"));
+    throw InvalidArgument("all_to_all: the ", which, " of ", tensor.numel(),
+                          " elements cannot be divided among ", size_, " ranks; give sizes");
   return Counts(size_, tensor.numel() / size_);
 }
 
@@ -262,7 +259,7 @@ AsC10d::WorkPtr AsC10d::reduce_scatter(TransportCall& call, const at::Tensor& ou
   const at::NoGradGuard no_grad;
   const Recipe recipe = c10d_reduction(call, "reduce_scatter", can_, input, op,
                                        can_.reduce_scatters ? can_.reduce_scatters : can_.reduces);
-  require_numel("reduce_scatter", "output", output, counts[static_cast<std::size_t>(rank_)]);
+  require_numel("reduce_scatter", "output", output, counts[rank_]);
   call.input = flat(recipe.outgoing(input, false));
   call.counts = times(std::move(counts), recipe.width());
   call.results = {output};
@@ -309,7 +306,7 @@ AsC10d::WorkPtr AsC10d::allgather(TensorLists& outputs, Tensors& inputs,
   require_same_type("all_gather", input, out.front());
   TransportCall call = call_of(OpType::ALLGATHER, options);
   call.counts = numels(out);
-  require_numel("all_gather", "input", input, call.counts[static_cast<std::size_t>(rank_)]);
+  require_numel("all_gather", "input", input, call.counts[rank_]);
   call.input = values_of(input);
   call.output = target_of(call, out);
   return hand(call, &Transport::all_gather);
@@ -319,9 +316,9 @@ AsC10d::WorkPtr AsC10d::allgather_coalesced(TensorLists& outputs, Tensors& input
                                             const c10d::AllgatherOptions& options) {
   constexpr auto kName = "all_gather of several tensors";
   if (inputs.empty() || static_cast<int>(outputs.size()) != size_)
-    throw InvalidArgument(concat(kName, " needs tensors and a list of outputs for each of ", size_,
-                                 " ranks, and got ", inputs.size(), " tensors and ", outputs.size(),
-                                 " lists"));
+    throw InvalidArgument(kName, " needs tensors and a list of outputs for each of ", size_,
+                          " ranks, and got ", inputs.size(), " tensors and ", outputs.size(),
+                          " lists");
   const at::NoGradGuard no_grad;
   Tensors bytes, results;
   for (const auto& t : inputs) {
@@ -330,8 +327,8 @@ AsC10d::WorkPtr AsC10d::allgather_coalesced(TensorLists& outputs, Tensors& input
   }
   for (const auto& list : outputs) {
     if (list.size() != inputs.size())
-      throw InvalidArgument(
-          concat(kName, ": a list of ", list.size(), " outputs for ", inputs.size(), " inputs"));
+      throw InvalidArgument(kName, ": a list of ", list.size(), " outputs for ", inputs.size(),
+                            " inputs");
     for (std::size_t i = 0; i < list.size(); ++i) {
       require_cpu(kName, list[i]);
       require_same_type(kName, inputs[i], list[i]);
@@ -459,7 +456,7 @@ AsC10d::WorkPtr AsC10d::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensor
 
 AsC10d::WorkPtr AsC10d::message(Message::Kind kind, OpType type, const at::Tensor& tensor, int peer,
                                 int tag) {
-  if (tag < 0) throw InvalidArgument(concat("message tag ", tag, " is negative"));
+  if (tag < 0) throw InvalidArgument("message tag ", tag, " is negative");
   TransportCall call;
   call.type = type;
   call.tag = tag;

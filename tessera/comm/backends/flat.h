@@ -45,8 +45,7 @@ inline std::int64_t total_of(const std::vector<std::int64_t>& counts) {
 }
 
 inline bool all_equal(const std::vector<std::int64_t>& counts) {
-  return std::all_of(counts.begin(), counts.end(),
-                     [&](std::int64_t n) { return n == counts.front(); });
+  return std::ranges::all_of(counts, [&](std::int64_t n) { return n == counts.front(); });
 }
 
 inline std::vector<std::int64_t> times(std::vector<std::int64_t> counts, std::int64_t factor) {

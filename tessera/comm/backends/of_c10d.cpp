@@ -64,7 +64,7 @@ void OfC10d::all_gather(TransportCall& call) {
     return add(call,
                backend_->_allgather_base(output, input, options<c10d::AllgatherOptions>(call)));
   const auto parts = split_flat(output, counts);
-  const std::int64_t largest = *std::max_element(counts.begin(), counts.end()),
+  const std::int64_t largest = *std::ranges::max_element(counts),
                      levels = std::bit_width(static_cast<unsigned>(size_ - 1));
   if (size_ == 2) {
     const int peer = 1 - rank_;
@@ -90,30 +90,26 @@ void OfC10d::all_gather(TransportCall& call) {
   all_to_all(call, output, counts, copies, Counts(size_, input.numel()));
 }
 
-void OfC10d::gather(TransportCall& call) {
-  if (all_equal(call.counts)) {
-    auto how = options<c10d::GatherOptions>(call);
-    how.rootRank = call.root;
-    std::vector<Tensors> wholes;
-    if (rank_ == call.root) wholes.push_back(split_flat(call.output, call.counts));
-    Tensors parts{call.input};
-    return add(call, backend_->gather(wholes, parts, how));
-  }
-  rooted_as_all_to_all(call, rank_, true);
-  all_to_all(call, call.output, call.counts, call.input, call.input_counts);
-}
+void OfC10d::gather(TransportCall& call) { rooted<c10d::GatherOptions>(call, true); }
 
-void OfC10d::scatter(TransportCall& call) {
-  if (all_equal(call.counts)) {
-    auto how = options<c10d::ScatterOptions>(call);
-    how.rootRank = call.root;
-    std::vector<Tensors> wholes;
-    if (rank_ == call.root) wholes.push_back(split_flat(call.input, call.counts));
-    Tensors parts{call.output};
-    return add(call, backend_->scatter(parts, wholes, how));
+void OfC10d::scatter(TransportCall& call) { rooted<c10d::ScatterOptions>(call, false); }
+
+template <class Options>
+void OfC10d::rooted(TransportCall& call, bool gathers) {
+  if (!all_equal(call.counts)) {
+    rooted_as_all_to_all(call, rank_, gathers);
+    return all_to_all(call, call.output, call.counts, call.input, call.input_counts);
   }
-  rooted_as_all_to_all(call, rank_, false);
-  all_to_all(call, call.output, call.counts, call.input, call.input_counts);
+  auto how = options<Options>(call);
+  how.rootRank = call.root;
+  std::vector<Tensors> wholes;
+  if (rank_ == call.root)
+    wholes.push_back(split_flat(gathers ? call.output : call.input, call.counts));
+  Tensors parts{gathers ? call.input : call.output};
+  if constexpr (std::is_same_v<Options, c10d::GatherOptions>)
+    add(call, backend_->gather(wholes, parts, how));
+  else
+    add(call, backend_->scatter(parts, wholes, how));
 }
 
 void OfC10d::all_to_all(TransportCall& call) {
@@ -168,7 +164,7 @@ void rooted_as_all_to_all(TransportCall& call, int rank, bool gathers) {
   const auto ranks = call.counts.size();
   auto &whole = gathers ? call.output : call.input, &part = gathers ? call.input : call.output;
   TransportCall::Counts of_whole(ranks, 0), of_part(ranks, 0);
-  of_part[static_cast<std::size_t>(call.root)] = part.numel();
+  of_part[call.root] = part.numel();
   if (rank == call.root)
     of_whole = call.counts;
   else

@@ -69,6 +69,8 @@ class OfC10d : public Transport {
   void all_to_all(TransportCall& call, at::Tensor output, Counts output_counts, at::Tensor input,
                   Counts input_counts);
   void all_to_all_pairs(TransportCall& call);
+  template <class Options>
+  void rooted(TransportCall& call, bool gathers);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::string name_;

@@ -56,11 +56,11 @@ bool OwnWork::has_open_future() const {
 // ---- several works as one ----
 
 bool WorksInTurn::isCompleted() {
-  return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isCompleted(); });
+  return std::ranges::all_of(works_, [](auto& w) { return w->isCompleted(); });
 }
 
 bool WorksInTurn::isSuccess() const {
-  return std::all_of(works_.begin(), works_.end(), [](auto& w) { return w->isSuccess(); });
+  return std::ranges::all_of(works_, [](auto& w) { return w->isSuccess(); });
 }
 
 std::exception_ptr WorksInTurn::exception() const {
@@ -70,7 +70,7 @@ std::exception_ptr WorksInTurn::exception() const {
 }
 
 bool WorksInTurn::wait(std::chrono::milliseconds timeout) {
-  return std::all_of(works_.begin(), works_.end(), [&](auto& w) { return w->wait(timeout); });
+  return std::ranges::all_of(works_, [&](auto& w) { return w->wait(timeout); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorksInTurn::getFuture() {

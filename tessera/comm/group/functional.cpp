@@ -61,8 +61,8 @@ double weight(const Group& group, ReduceOp op, const char* call) {
     case ReduceOp::Kind::premultiplied:
       return op.factor;
     default:
-      throw InvalidArgument(concat("functional::", call, " with ", to_string(op.kind),
-                                   " is not linear; use sum, avg or premultiplied"));
+      throw InvalidArgument("functional::", call, " with ", to_string(op.kind),
+                            " is not linear; use sum, avg or premultiplied");
   }
 }
 
@@ -99,9 +99,9 @@ std::int64_t rows_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
 
 std::int64_t equal_rows(const Group& group, const Tensor& x, const char* call) {
   if (rows_of(x) % group.size() != 0)
-    throw InvalidArgument(concat("functional::", call, " in group '", group.name(),
-                                 "': ", rows_of(x), " rows cannot be divided evenly among ",
-                                 group.size(), " ranks; give sizes"));
+    throw InvalidArgument("functional::", call, " in group '", group.name(), "': ", rows_of(x),
+                          " rows cannot be divided evenly among ", group.size(),
+                          " ranks; give sizes");
   return rows_of(x) / group.size();
 }
 
@@ -152,9 +152,9 @@ Tensor all_gather(const Group& group, const Tensor& x, const Sizes& sizes, Cotan
 
 Tensor own_rows(const Group& group, const Tensor& x, const Sizes& sizes) {
   if (static_cast<int>(sizes.size()) != group.size() || detail::total_of(sizes) != rows_of(x))
-    throw InvalidArgument(concat("functional::own_rows in group '", group.name(), "' of ",
-                                 group.size(), " ranks: sizes ", list(sizes),
-                                 " are not one per rank for ", rows_of(x), " rows"));
+    throw InvalidArgument("functional::own_rows in group '", group.name(), "' of ", group.size(),
+                          " ranks: sizes ", list(sizes), " are not one per rank for ", rows_of(x),
+                          " rows");
   const auto begin = std::accumulate(sizes.begin(), sizes.begin() + group.rank(), std::int64_t{0});
   return apply(
       x, [=](const Tensor& t) { return t.narrow(0, begin, sizes[group.rank()]).clone(); },
@@ -222,8 +222,8 @@ Tensor gather(const Group& group, const Tensor& x, int root, const Sizes& sizes)
 Tensor scatter(const Group& group, const Tensor& x, int root, const Sizes& sizes) {
   const auto options = options_for(x);
   if (static_cast<int>(sizes.size()) != group.size())
-    throw InvalidArgument(concat("functional::scatter in group '", group.name(),
-                                 "': ", sizes.size(), " sizes for ", group.size(), " ranks"));
+    throw InvalidArgument("functional::scatter in group '", group.name(), "': ", sizes.size(),
+                          " sizes for ", group.size(), " ranks");
   // The gradient of `x` on a rank other than the root has the shape given there: zeros.
   const auto shape = x.sizes().vec();
   return apply(x,

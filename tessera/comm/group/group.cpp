@@ -17,18 +17,20 @@ namespace {
 using detail::GroupState;
 using detail::RequestState;
 
-// A blocking call keeps its state on the stack, and its backend is told that it blocks.
-template <class Result, class Launch>
+// A blocking call keeps its state on the stack, and its backend is told that it blocks. `launch` is
+// one of collectives.h.
+template <class Result, class Launch, class... Arguments>
 Result make(const std::shared_ptr<GroupState>& group, const char* operation,
-            const CallOptions& options, Launch&& launch) {
+            const CallOptions& options, const Launch& launch, const Arguments&... arguments) {
+  const auto body = [&](RequestState& call) { launch(call, arguments...); };
   if constexpr (std::is_void_v<Result>) {
     RequestState call(*group, operation, options, true);
-    call.start(launch);
+    call.start(body);
     call.wait();
   } else {
     auto call = std::make_shared<RequestState>(*group, operation, options, false);
     call->keep_group(group);
-    call->start(launch);
+    call->start(body);
     return Request(std::move(call));
   }
 }
@@ -75,92 +77,81 @@ c10::intrusive_ptr<c10d::ProcessGroup> Group::process_group() const {
 template <class Result>
 Result Collectives<Result>::broadcast(const at::Tensor& tensor, int root,
                                       const CallOptions& options) const {
-  return make<Result>(state_, "broadcast", options,
-                      [&](RequestState& call) { launch_broadcast(call, tensor, root); });
+  return make<Result>(state_, "broadcast", options, detail::launch_broadcast, tensor, root);
 }
 
 template <class Result>
 Result Collectives<Result>::all_reduce(const at::Tensor& tensor, ReduceOp op,
                                        const CallOptions& options) const {
-  return make<Result>(state_, "all_reduce", options,
-                      [&](RequestState& call) { launch_all_reduce(call, tensor, op); });
+  return make<Result>(state_, "all_reduce", options, detail::launch_all_reduce, tensor, op);
 }
 
 template <class Result>
 Result Collectives<Result>::reduce(const at::Tensor& tensor, int root, ReduceOp op,
                                    const CallOptions& options) const {
-  return make<Result>(state_, "reduce", options,
-                      [&](RequestState& call) { launch_reduce(call, tensor, root, op); });
+  return make<Result>(state_, "reduce", options, detail::launch_reduce, tensor, root, op);
 }
 
 template <class Result>
 Result Collectives<Result>::all_gather(const at::Tensor& output, const at::Tensor& input,
                                        const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "all_gather", options,
-                      [&](RequestState& call) { launch_all_gather(call, output, input, sizes); });
+  return make<Result>(state_, "all_gather", options, detail::launch_all_gather, output, input,
+                      sizes);
 }
 
 template <class Result>
 Result Collectives<Result>::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                            ReduceOp op, const Sizes& sizes,
                                            const CallOptions& options) const {
-  return make<Result>(state_, "reduce_scatter", options, [&](RequestState& call) {
-    launch_reduce_scatter(call, output, input, op, sizes);
-  });
+  return make<Result>(state_, "reduce_scatter", options, detail::launch_reduce_scatter, output,
+                      input, op, sizes);
 }
 
 template <class Result>
 Result Collectives<Result>::all_to_all(const at::Tensor& output, const at::Tensor& input,
                                        const Sizes& output_sizes, const Sizes& input_sizes,
                                        const CallOptions& options) const {
-  return make<Result>(state_, "all_to_all", options, [&](RequestState& call) {
-    launch_all_to_all(call, output, input, output_sizes, input_sizes);
-  });
+  return make<Result>(state_, "all_to_all", options, detail::launch_all_to_all, output, input,
+                      output_sizes, input_sizes);
 }
 
 template <class Result>
 Result Collectives<Result>::gather(const at::Tensor& output, const at::Tensor& input, int root,
                                    const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "gather", options, [&](RequestState& call) {
-    launch_rooted(call, output, input, root, sizes, true);
-  });
+  return make<Result>(state_, "gather", options, detail::launch_rooted, output, input, root, sizes,
+                      true);
 }
 
 template <class Result>
 Result Collectives<Result>::scatter(const at::Tensor& output, const at::Tensor& input, int root,
                                     const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "scatter", options, [&](RequestState& call) {
-    launch_rooted(call, input, output, root, sizes, false);
-  });
+  return make<Result>(state_, "scatter", options, detail::launch_rooted, input, output, root, sizes,
+                      false);
 }
 
 template <class Result>
 Result Collectives<Result>::send(const at::Tensor& tensor, int to,
                                  const CallOptions& options) const {
-  return make<Result>(state_, "send", options, [&](RequestState& call) {
-    launch_exchange(call, {{Message::Kind::send, tensor, to}});
-  });
+  return make<Result>(state_, "send", options, detail::launch_exchange,
+                      std::vector<Message>{{Message::Kind::send, tensor, to}});
 }
 
 template <class Result>
 Result Collectives<Result>::receive(const at::Tensor& tensor, int from,
                                     const CallOptions& options) const {
-  return make<Result>(state_, "receive", options, [&](RequestState& call) {
-    launch_exchange(call, {{Message::Kind::receive, tensor, from}});
-  });
+  return make<Result>(state_, "receive", options, detail::launch_exchange,
+                      std::vector<Message>{{Message::Kind::receive, tensor, from}});
 }
 
 template <class Result>
 Result Collectives<Result>::exchange(const std::vector<Message>& messages,
                                      const CallOptions& options) const {
-  return make<Result>(state_, "exchange", options,
-                      [&](RequestState& call) { launch_exchange(call, messages); });
+  return make<Result>(state_, "exchange", options, detail::launch_exchange, messages);
 }
 
 template <class Result>
 Result Collectives<Result>::barrier(const CallOptions& options) const {
-  return make<Result>(state_, "barrier", options,
-                      [&](RequestState& call) { launch_barrier(call); });
+  return make<Result>(state_, "barrier", options, detail::launch_barrier);
 }
 
 template class Collectives<void>;
@@ -168,14 +159,12 @@ template class Collectives<Request>;
 
 void inclusive_scan(const Group& group, const at::Tensor& tensor, ReduceOp op,
                     const CallOptions& options) {
-  make<void>(group.state(), "inclusive_scan", options,
-             [&](RequestState& call) { launch_scan(call, tensor, op); });
+  make<void>(group.state(), "inclusive_scan", options, detail::launch_scan, tensor, op);
 }
 
 Request start_inclusive_scan(const Group& group, const at::Tensor& tensor, ReduceOp op,
                              const CallOptions& options) {
-  return make<Request>(group.state(), "inclusive_scan", options,
-                       [&](RequestState& call) { launch_scan(call, tensor, op); });
+  return make<Request>(group.state(), "inclusive_scan", options, detail::launch_scan, tensor, op);
 }
 
 }  // namespace tessera

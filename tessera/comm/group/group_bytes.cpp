@@ -4,7 +4,6 @@
 
 #include <cstring>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/group.h"
@@ -110,8 +109,8 @@ std::string Group::scatter_bytes(const std::vector<std::string>& parts, int root
   broadcast(lengths, root, options);
   sizes = values(lengths);
   if (sizes[0] < 0)
-    throw InvalidArgument(concat("scatter_bytes in group '", name(), "': the root, rank ", root,
-                                 ", gave ", -1 - sizes[0], " texts for ", size(), " ranks"));
+    throw InvalidArgument("scatter_bytes in group '", name(), "': the root, rank ", root, ", gave ",
+                          -1 - sizes[0], " texts for ", size(), " ranks");
   auto mine = at::empty({sizes[rank()]}, at::TensorOptions(at::kByte).device(device));
   scatter(mine, rank() == root ? to_tensor(joined, device) : at::Tensor(), root, sizes, options);
   return to_string(mine);

@@ -23,6 +23,8 @@ double microseconds(std::chrono::steady_clock::duration d) {
   return std::chrono::duration<double, std::micro>(d).count();
 }
 
+thread_local WaitTime* innermost = nullptr;
+
 }  // namespace
 
 CommTrace::CommTrace() : origin_(std::chrono::steady_clock::now()) {}
@@ -56,8 +58,8 @@ std::vector<CommSummary> CommTrace::summary() const {
     sum.group = key.second;
     out.push_back(std::move(sum));
   }
-  std::stable_sort(out.begin(), out.end(),
-                   [](const auto& a, const auto& b) { return a.microseconds > b.microseconds; });
+  std::ranges::stable_sort(
+      out, [](const auto& a, const auto& b) { return a.microseconds > b.microseconds; });
   return out;
 }
 
@@ -118,8 +120,8 @@ void CommTrace::write_timeline(const std::string& path, int rank) const {
   file << timeline(rank);
   file.close();
   if (!file)
-    throw Error(concat("the timeline could not be written to '", path,
-                       "': check that the folder exists and has room"));
+    throw Error("the timeline could not be written to '", path,
+                "': check that the folder exists and has room");
 }
 
 void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> trace) {
@@ -142,6 +144,17 @@ CommTraceScope::CommTraceScope(const Group& group) : trace_(std::make_shared<Com
 }
 
 CommTraceScope::~CommTraceScope() { end_(); }
+
+WaitTime::WaitTime() : outer_(innermost) { innermost = this; }
+
+WaitTime::~WaitTime() {
+  innermost = outer_;
+  if (outer_) outer_->total_ += total_;
+}
+
+bool WaitTime::counts() { return innermost != nullptr; }
+
+void WaitTime::add(Clock::duration waited) { innermost->total_ += waited; }
 
 namespace detail {
 

@@ -52,7 +52,6 @@ struct CallOptions {
 class CommError : public Error {
  public:
   using Error::Error;
-  ~CommError() override;
 };
 
 /// A wait ran into its limit. `missing` holds the global ranks that are known not to have arrived
@@ -61,7 +60,6 @@ class TimeoutError : public CommError {
  public:
   TimeoutError(const std::string& what, std::vector<int> missing)
       : CommError(what), missing_(std::move(missing)) {}
-  ~TimeoutError() override;
   const std::vector<int>& missing() const { return missing_; }
 
  private:
@@ -74,7 +72,6 @@ class PeerLostError : public CommError {
  public:
   PeerLostError(const std::string& what, std::vector<int> ranks)
       : CommError(what), ranks_(std::move(ranks)) {}
-  ~PeerLostError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 
  private:
@@ -96,14 +93,12 @@ class PeerLostError : public CommError {
 class PeerFailedError : public PeerLostError {
  public:
   using PeerLostError::PeerLostError;
-  ~PeerFailedError() override;
 };
 
 /// Ranks called different things; thrown on every rank, before data moves if it is noticed in time.
 class MismatchError : public CommError {
  public:
   using CommError::CommError;
-  ~MismatchError() override;
 };
 
 }  // namespace tessera

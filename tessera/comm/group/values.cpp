@@ -13,8 +13,8 @@ namespace {
 
 void require_root(const Group& group, const char* call, int root) {
   if (root < 0 || root >= group.size())
-    throw InvalidArgument(concat(call, ": root ", root, " in a group of ", group.size(),
-                                 " ranks; it is a group rank, 0 to the size - 1"));
+    throw InvalidArgument(call, ": root ", root, " in a group of ", group.size(),
+                          " ranks; it is a group rank, 0 to the size - 1");
 }
 
 std::vector<c10::IValue> values_of(const std::vector<std::string>& texts) {
@@ -31,18 +31,18 @@ std::string value_bytes(const c10::IValue& value) {
     if (!part.isTensor() || !part.toTensor().defined()) return false;
     const at::Tensor& t = part.toTensor();
     if (!t.is_cpu() || t.layout() != at::kStrided || !t.has_storage())
-      throw InvalidArgument(concat("a value to be sent holds a tensor of shape ", list(t.sizes()),
-                                   " on ", t.device(),
-                                   ", which is not plain memory of the CPU; "
-                                   "give its local part, or a copy on the CPU"));
+      throw InvalidArgument("a value to be sent holds a tensor of shape ", list(t.sizes()), " on ",
+                            t.device(),
+                            ", which is not plain memory of the CPU; "
+                            "give its local part, or a copy on the CPU");
     return false;
   });
   try {
     const std::vector<char> bytes = torch::jit::pickle_save(value);
     return {bytes.begin(), bytes.end()};
   } catch (const c10::Error& error) {
-    throw InvalidArgument(concat("a value of type ", value.tagKind(),
-                                 " cannot be sent: ", error.what_without_backtrace()));
+    throw InvalidArgument("a value of type ", value.tagKind(),
+                          " cannot be sent: ", error.what_without_backtrace());
   }
 }
 
@@ -50,7 +50,7 @@ c10::IValue value_of_bytes(const std::string& bytes) {
   try {
     return torch::jit::pickle_load({bytes.begin(), bytes.end()});
   } catch (const c10::Error& error) {
-    throw Error(concat(bytes.size(), " bytes are no value: ", error.what_without_backtrace()));
+    throw Error(bytes.size(), " bytes are no value: ", error.what_without_backtrace());
   }
 }
 
@@ -60,7 +60,7 @@ c10::IValue broadcast_value(const Group& group, const c10::IValue& value, int ro
   const auto texts = agree::all<std::string>(
       group, "broadcast_value",
       [&] { return group.rank() == root ? value_bytes(value) : std::string(); }, options);
-  return value_of_bytes(texts[static_cast<std::size_t>(root)]);
+  return value_of_bytes(texts[root]);
 }
 
 std::vector<c10::IValue> all_gather_values(const Group& group, const c10::IValue& mine,

@@ -35,10 +35,9 @@ C10dRanks checked(C10dRanks ranks, const ManagerOptions& options) {
   if (ranks.group) {
     if (ranks.size != 0 &&
         (ranks.rank != ranks.group->getRank() || ranks.size != ranks.group->getSize()))
-      throw InvalidArgument(concat("manager_of() was given rank ", ranks.rank, " of ", ranks.size,
-                                   " and a process group in which this is rank ",
-                                   ranks.group->getRank(), " of ", ranks.group->getSize(),
-                                   "; give the group alone"));
+      throw InvalidArgument("manager_of() was given rank ", ranks.rank, " of ", ranks.size,
+                            " and a process group in which this is rank ", ranks.group->getRank(),
+                            " of ", ranks.group->getSize(), "; give the group alone");
     ranks.rank = ranks.group->getRank();
     ranks.size = ranks.group->getSize();
     if (!ranks.store) ranks.store = ranks.group->getStore();
@@ -49,16 +48,16 @@ C10dRanks checked(C10dRanks ranks, const ManagerOptions& options) {
                                       : "manager_of() was given neither a process group nor a "
                                         "store of c10d's; give one of them");
   if (ranks.rank < 0 || ranks.rank >= ranks.size)
-    throw InvalidArgument(concat("manager_of() was given rank ", ranks.rank, " of ", ranks.size,
-                                 " ranks; ranks are 0 to their number - 1"));
+    throw InvalidArgument("manager_of() was given rank ", ranks.rank, " of ", ranks.size,
+                          " ranks; ranks are 0 to their number - 1");
   std::vector<std::string> own;
   for (const auto& [name, make] : ranks.backends) {
     const std::vector<std::string> taken{"",     "auto", "gloo",    "shm",   "mpi",
                                          "nccl", "self", "threads", "store", kGivenGroup};
-    if (!make || std::find(taken.begin(), taken.end(), name) != taken.end())
-      throw InvalidArgument(concat("manager_of() was given a backend '", name, "' ",
-                                   make ? "whose name is the library's; give it another one"
-                                        : "without a function that makes it"));
+    if (!make || std::ranges::find(taken, name) != taken.end())
+      throw InvalidArgument("manager_of() was given a backend '", name, "' ",
+                            make ? "whose name is the library's; give it another one"
+                                 : "without a function that makes it");
     own.push_back(name);
   }
   if (ranks.group) own.emplace_back(kGivenGroup);
@@ -104,21 +103,20 @@ Launch launch_of(const C10dRanks& ranks, const std::vector<std::string>& hosts) 
   launch.world_size = ranks.size;
   const auto me = hosts.begin() + ranks.rank;
   launch.local_rank = static_cast<int>(std::count(hosts.begin(), me, *me));
-  launch.local_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *me));
+  launch.local_size = static_cast<int>(std::ranges::count(hosts, *me));
   bool one_after_another = true;
   for (auto host = hosts.begin(); host != hosts.end(); ++host) {
     const bool next = host == hosts.begin() || *host != host[-1];
-    const auto known = std::find(launch.hosts.begin(), launch.hosts.end(), *host);
+    const auto known = std::ranges::find(launch.hosts, *host);
     if (known == launch.hosts.end()) {
       launch.hosts.push_back(*host);
       launch.ranks_per_host.push_back(1);
     } else {
-      ++launch.ranks_per_host[static_cast<std::size_t>(known - launch.hosts.begin())];
+      ++launch.ranks_per_host[known - launch.hosts.begin()];
       one_after_another = one_after_another && !next;
     }
   }
-  launch.node_rank = static_cast<int>(std::find(launch.hosts.begin(), launch.hosts.end(), *me) -
-                                      launch.hosts.begin());
+  launch.node_rank = static_cast<int>(std::ranges::find(launch.hosts, *me) - launch.hosts.begin());
   // The counts say which ranks a host has, if they follow one another.
   if (!one_after_another) launch.ranks_per_host.clear();
   launch.address = launch.hosts.size() == 1 ? "127.0.0.1"
@@ -153,11 +151,10 @@ std::shared_ptr<detail::GroupState> over_given_group(const detail::GroupSpec& sp
   std::vector<int> all(static_cast<std::size_t>(group.getSize()));
   std::iota(all.begin(), all.end(), 0);
   if (spec.ranks != all)
-    throw InvalidArgument(concat("group '", spec.name,
-                                 "' over c10d: the process group that "
-                                 "manager_of() was given serves all its ",
-                                 all.size(),
-                                 " ranks in their order, and no others; use another backend"));
+    throw InvalidArgument("group '", spec.name,
+                          "' over c10d: the process group that "
+                          "manager_of() was given serves all its ",
+                          all.size(), " ranks in their order, and no others; use another backend");
   auto state = std::make_shared<detail::GroupState>(spec);
   for (const c10::Device device : group.getDeviceTypes()) {
     const bool mine = device.type() == spec.device.type();
@@ -180,9 +177,9 @@ std::shared_ptr<detail::GroupState> own_group(const detail::GroupSpec& spec,
   const auto backend = own->second(spec.store, spec.rank, size, spec.timeout);
   if (!backend || backend->getRank() != spec.rank || backend->getSize() != size)
     throw InvalidArgument(
-        concat("group '", spec.name, "': the program's backend '", spec.backend,
-               "' was asked for rank ", spec.rank, " of ", size, " and gave ",
-               backend ? concat("rank ", backend->getRank(), " of ", backend->getSize()) : "none"));
+        "group '", spec.name, "': the program's backend '", spec.backend, "' was asked for rank ",
+        spec.rank, " of ", size, " and gave ",
+        backend ? concat("rank ", backend->getRank(), " of ", backend->getSize()) : "none");
   auto state = std::make_shared<detail::GroupState>(spec);
   state->set_endpoint(c10::DeviceType::CPU, over<detail::OfC10d>(backend, spec), "asked for");
   if (spec.device.is_cuda())

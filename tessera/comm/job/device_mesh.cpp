@@ -21,17 +21,16 @@ struct DeviceMesh::State {
 DeviceMesh::DeviceMesh(Mesh mesh, DistributedManager manager, AxisGroupOptions options)
     : state_(new State{std::move(mesh), std::move(manager), std::move(options), {}, {}, 0}) {
   for (const auto& [axes, ignored] : state_->options)
-    if (!std::is_sorted(axes.begin(), axes.end()) ||
-        std::any_of(axes.begin(), axes.end(),
-                    [&](int a) { return a < 0 || a >= state_->mesh.dims(); }))
-      throw InvalidArgument(concat("group options for the axes ", list(axes), " of the mesh ",
-                                   state_->mesh.to_string(),
-                                   "; name axes by their indices in ascending order"));
+    if (!std::ranges::is_sorted(axes) ||
+        std::ranges::any_of(axes, [&](int a) { return a < 0 || a >= state_->mesh.dims(); }))
+      throw InvalidArgument("group options for the axes ", list(axes), " of the mesh ",
+                            state_->mesh.to_string(),
+                            "; name axes by their indices in ascending order");
   const int world = state_->manager.world_size();
   for (const int rank : state_->mesh.ranks())
     if (rank >= world)
-      throw InvalidArgument(concat("rank ", rank, " of the mesh is not in a world of ", world,
-                                   " ranks; give ranks 0 to ", world - 1));
+      throw InvalidArgument("rank ", rank, " of the mesh is not in a world of ", world,
+                            " ranks; give ranks 0 to ", world - 1);
 }
 
 const Mesh& DeviceMesh::mesh() const { return state_->mesh; }
@@ -52,7 +51,7 @@ Group DeviceMesh::group(int axis) const { return group(std::vector<int>{axis}); 
 
 Group DeviceMesh::group(const std::vector<int>& axes) const {
   auto key = axes;
-  std::sort(key.begin(), key.end());
+  std::ranges::sort(key);
   const auto generation = state_->manager.state()->generation();
   {
     const std::lock_guard lock(state_->mutex);

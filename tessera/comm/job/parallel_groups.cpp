@@ -17,9 +17,6 @@
 #include "tessera/mesh/order.h"
 
 namespace tessera {
-
-ParallelismError::~ParallelismError() = default;
-
 namespace {
 
 /// Number of rows of each of `parts` slices of n rows: the first n mod parts have one more.
@@ -70,11 +67,10 @@ class Gather : public torch::autograd::Function<Gather> {
 };
 
 std::int64_t checked_dim(const char* call, const at::Tensor& tensor, std::int64_t dim) {
-  if (!tensor.defined()) throw InvalidArgument(concat(call, " was given an undefined tensor"));
+  if (!tensor.defined()) throw InvalidArgument(call, " was given an undefined tensor");
   if (dim < -tensor.dim() || dim >= tensor.dim())
-    throw InvalidArgument(concat(call, " along dim ", dim, " of a tensor with ", tensor.dim(),
-                                 " dims; give a dim from ", -tensor.dim(), " to ",
-                                 tensor.dim() - 1));
+    throw InvalidArgument(call, " along dim ", dim, " of a tensor with ", tensor.dim(),
+                          " dims; give a dim from ", -tensor.dim(), " to ", tensor.dim() - 1);
   return dim < 0 ? dim + tensor.dim() : dim;
 }
 
@@ -89,10 +85,10 @@ GroupInfo info_of(Group group) {
 
 void require_no_graph(const char* call, const at::Tensor& tensor, const char* instead) {
   if (tensor.defined() && tensor.requires_grad() && at::GradMode::is_enabled())
-    throw InvalidArgument(concat(call,
-                                 " was given a tensor that requires grad, and is not recorded "
-                                 "by autograd: its gradient would be wrong; ",
-                                 instead, ", or give tensor.detach()"));
+    throw InvalidArgument(call,
+                          " was given a tensor that requires grad, and is not recorded "
+                          "by autograd: its gradient would be wrong; ",
+                          instead, ", or give tensor.detach()");
 }
 
 std::string words(const GroupOptions& options) {
@@ -105,9 +101,9 @@ DeviceMesh mesh_of(const DistributedManager& manager, const ParallelOptions& opt
   try {
     mesh = parallel_mesh(manager.world_size(), options.model, options.pipeline);
   } catch (const GroupConfigError& error) {
-    throw ParallelismError(concat("model parallelism ", options.model, " and pipeline parallelism ",
-                                  options.pipeline, " on ", manager.world_size(),
-                                  " ranks: ", error.what()));
+    throw ParallelismError("model parallelism ", options.model, " and pipeline parallelism ",
+                           options.pipeline, " on ", manager.world_size(),
+                           " ranks: ", error.what());
   }
   agree::same(Group(manager.state()->meeting_place()), "model and pipeline parallelism",
               concat("model ", options.model, "\npipeline ", options.pipeline,
@@ -163,8 +159,8 @@ Pending<at::Tensor> GroupInfo::start_gather_to(int root, const at::Tensor& tenso
   dim = checked_dim("gather_to", tensor, dim);
   require_no_graph("gather_to", tensor, "use all_gather, which is");
   if (root < 0 || root >= world_size)
-    throw InvalidArgument(concat("gather_to rank ", root, " of a group of ", world_size,
-                                 " ranks; give 0 to ", world_size - 1));
+    throw InvalidArgument("gather_to rank ", root, " of a group of ", world_size,
+                          " ranks; give 0 to ", world_size - 1);
   if (world_size == 1) return Pending<at::Tensor>(tensor);
   const Sizes sizes = all_sizes(group, tensor.size(dim));
   const at::Tensor rows = tensor.movedim(dim, 0).contiguous();

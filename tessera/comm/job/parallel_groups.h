@@ -26,7 +26,6 @@ namespace tessera {
 class ParallelismError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;
-  ~ParallelismError() override;
 };
 
 /// One kind of parallelism, as seen from this rank.

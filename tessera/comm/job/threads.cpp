@@ -38,7 +38,7 @@ class ThreadsHub {
     const std::lock_guard lock(mutex_);
     const int round = members_[rank].rounds[name]++;
     auto& room = rooms_[{name, round}];
-    if (!room) room = std::make_shared<ThreadsRoom>(name, ranks);
+    if (!room) room = make_threads_room(name, ranks);
     return room;
   }
 
@@ -47,10 +47,9 @@ class ThreadsHub {
     Member& member = members_[rank];
     member.left = !receiver;
     member.receiver = std::move(receiver);
-    if (!member.left) {
+    if (!member.left)
       for (const auto& [group, poison] : std::exchange(member.news, {}))
         member.receiver(group, poison);
-    }
     // a rank that enters late must not wait for one that has failed
     if (members_[rank].receiver && failed_ && *failed_->ranks.begin() != rank)
       members_[rank].receiver("", *failed_);
@@ -68,11 +67,10 @@ class ThreadsHub {
     for (const int rank : to) {
       Member& member = members_[rank];
       if (rank == from || member.left) continue;
-      if (member.receiver) {
+      if (member.receiver)
         member.receiver(group, poison);
-      } else if (!group.empty()) {  // it has not entered yet
+      else if (!group.empty())  // it has not entered yet
         member.news.emplace_back(group, poison);
-      }
     }
   }
   void leave(int rank) { set_receiver(rank, {}); }
@@ -156,7 +154,7 @@ DistributedManager make_manager(const std::shared_ptr<ThreadsHub>& hub, int rank
       auto state = std::make_shared<GroupState>(spec);
       if (spec.ranks.size() > 1) {
         state->set_endpoint(c10::DeviceType::CPU,
-                            std::make_shared<detail::ThreadsTransport>(
+                            detail::make_threads_transport(
                                 hub->room(spec.name, spec.ranks, rank), spec.rank,
                                 static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
       }
@@ -213,13 +211,12 @@ struct ThreadRanks::State {
 
 ThreadRanks::ThreadRanks(int ranks, const ManagerOptions& options) {
   if (ranks < 1)
-    throw InvalidArgument(
-        concat("run_threads was asked for ", ranks, " ranks; at least 1 is needed"));
+    throw InvalidArgument("run_threads was asked for ", ranks, " ranks; at least 1 is needed");
   if (!options.backend.empty() && options.backend != "threads" && options.backend != "gloo" &&
       options.backend != "shm" && options.backend != "auto") {
-    throw InvalidArgument(concat(
+    throw InvalidArgument(
         "run_threads with backend '", options.backend,
-        "': ranks that are threads of one process can use 'threads', 'gloo', 'shm' or 'auto'"));
+        "': ranks that are threads of one process can use 'threads', 'gloo', 'shm' or 'auto'");
   }
   state_ = std::make_shared<State>(ranks, options);
 }
@@ -228,12 +225,12 @@ int ThreadRanks::size() const { return state_->hub->size(); }
 
 DistributedManager ThreadRanks::enter(int rank) const {
   if (rank < 0 || rank >= size())
-    throw InvalidArgument(concat("rank ", rank, " of ", size(), " ranks as threads"));
+    throw InvalidArgument("rank ", rank, " of ", size(), " ranks as threads");
   auto manager = make_manager(state_->hub, rank, state_->options);
   // libtorch has one cache of autocast's results per process: the rank that leaves its region first
   // would clear it under the others, which would then differ in what they reduce. Whether it is
   // used is set per thread.
-  auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
+  auto& before = state_->cast_cache_before[rank];
   if (!before) before = at::autocast::is_autocast_cache_enabled();
   at::autocast::set_autocast_cache_enabled(false);
   return manager;
@@ -247,7 +244,7 @@ void ThreadRanks::fail(int rank, const std::string& what) const {
 
 void ThreadRanks::leave(int rank) const {
   state_->hub->leave(rank);
-  auto& before = state_->cast_cache_before[static_cast<std::size_t>(rank)];
+  auto& before = state_->cast_cache_before[rank];
   if (before) at::autocast::set_autocast_cache_enabled(*before);
   before.reset();
 }
@@ -308,9 +305,7 @@ void run_threads(int ranks, const std::function<void(DistributedManager&)>& body
   if (problem.empty()) run(0);
   for (auto& thread : threads) thread.join();
   if (!problem.empty()) throw Error(problem);
-  if (first) {
-    rethrow_with_rank(first, first_rank);
-  }
+  if (first) rethrow_with_rank(first, first_rank);
 }
 
 }  // namespace tessera

@@ -2,13 +2,15 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
+#include <cstring>
 #include <thread>
 
 #include "tessera/base/text.h"
-#include "tessera/comm/store/detail/agent_store.h"
 #include "tessera/comm/store/detail/job_store.h"
 #include "tessera/comm/store/detail/secret_file.h"
 #include "tessera/comm/store/detail/socket.h"
@@ -26,7 +28,6 @@ using detail::Socket;
 using detail::StoreConnection;
 using detail::StoreServer;
 
-RendezvousError::~RendezvousError() = default;
 Rendezvous::Rendezvous() = default;
 Rendezvous::Rendezvous(Rendezvous&&) noexcept = default;
 Rendezvous& Rendezvous::operator=(Rendezvous&&) noexcept = default;
@@ -69,8 +70,8 @@ Socket listen(const Launch& launch, const Hello& hello, int port, Deadline deadl
       throw RendezvousError(concat("rank 0 cannot serve the job's store: ", reason,
                                    "; give the address of rank 0's host"));
     const auto own = detail::own_addresses();
-    const auto mine = std::find_if(addresses.begin(), addresses.end(), [&](const std::string& a) {
-      return detail::is_loopback_address(a) || std::find(own.begin(), own.end(), a) != own.end();
+    const auto mine = std::ranges::find_if(addresses, [&](const std::string& a) {
+      return detail::is_loopback_address(a) || std::ranges::find(own, a) != own.end();
     });
     address = mine == addresses.end() ? addresses.front() : *mine;
   }
@@ -118,6 +119,57 @@ Published read_published(c10d::Store& board, Deadline deadline) {
   return where;
 }
 
+// ---- torchrun's agent ----
+
+// c10d's own greeting (TCPStoreBackend.hpp: query numbers and magic), sent here first because c10d
+// waits for the answer without a limit.
+constexpr std::uint8_t kValidate = 0, kPing = 13;
+constexpr std::uint32_t kMagic = 0x3C85F7CE;
+
+// Returns the numeric address at which the store answers: c10d looks up names without a limit,
+// too.
+std::string probe(const std::string& host, int port, Deadline deadline) {
+  const Socket socket = detail::connect_to(host, port, false, deadline);
+  const std::uint32_t nonce = 0x7e55e7a;
+  char question[10];
+  question[0] = kValidate;
+  std::memcpy(question + 1, &kMagic, 4);
+  question[5] = kPing;
+  std::memcpy(question + 6, &nonce, 4);
+  std::uint32_t answer = 0;
+  const auto sent = detail::send_all(socket, question, sizeof question, deadline);
+  const auto got = sent == detail::Transfer::done
+                       ? detail::receive_all(socket, &answer, sizeof answer, deadline)
+                       : sent;
+  if (got == detail::Transfer::done && answer == nonce) return detail::peer_address(socket);
+  throw RendezvousError(concat("torchrun's agent should serve a store on ", host, ":", port,
+                               ", but ",
+                               got == detail::Transfer::late ? "what listens there is silent"
+                                                             : "something else listens there",
+                               "; give the job a port that no other program uses"));
+}
+
+// torchrun's agent serves a c10d store before its workers start. It is used for one thing: to find
+// where rank 0's own store listens. Throws RendezvousError if something else answers there, or
+// nothing does by the deadline.
+c10::intrusive_ptr<c10d::Store> agent_store(const std::string& host, int port, Deadline deadline) {
+  const std::string address = probe(host, port, deadline);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(port);
+  options.isServer = false;
+  options.waitWorkers = false;
+  // c10d counts whole seconds
+  options.timeout = std::max(std::chrono::milliseconds(1000), time_left(deadline));
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(address, options);
+  } catch (const c10::Error& error) {
+    throw RendezvousError(concat("the store of torchrun's agent on ", host, ":", port, ": ",
+                                 error.what_without_backtrace()));
+  }
+}
+
+// ---- the meeting ----
+
 // A larger number is a mistake (an overflow, a variable that means something else), and the state
 // kept for every rank would not fit into memory.
 constexpr int kMostRanks = 1 << 23;
@@ -138,8 +190,7 @@ void check(const Launch& launch, std::chrono::milliseconds limit, bool needs_por
   if (limit.count() < 1)
     throw RendezvousError(
         concat("the rendezvous was given ", limit.count(), " ms; give a positive limit"));
-  if (launch.world_size == 1) return;
-  if (!needs_port) return;
+  if (launch.world_size == 1 || !needs_port) return;
   if (launch.port < 1 || launch.port > 65535)
     throw RendezvousError(concat("a job of ", launch.world_size,
                                  " ranks needs a port for its store, and ", launch.port,
@@ -261,9 +312,7 @@ Rendezvous Rendezvous::meet(const Launch& launch, std::chrono::milliseconds limi
     hello.secret = Secret::none();
   else if (!launch.secret.empty())
     hello.secret = Secret::given(launch.secret);
-  else
-    hello.secret = {};
-  if (launch.agent_serves_store) board = detail::agent_store(host, launch.port, deadline);
+  if (launch.agent_serves_store) board = agent_store(host, launch.port, deadline);
   if (board) hello.job = "job " + new_secret();
   if (launch.rank == 0)
     serve(meeting, launch, std::move(hello), board.get(), deadline);

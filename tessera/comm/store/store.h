@@ -41,7 +41,6 @@ class RendezvousError : public CommError {
  public:
   explicit RendezvousError(const std::string& what, std::vector<int> ranks = {})
       : CommError(what), ranks_(std::move(ranks)) {}
-  ~RendezvousError() override;
   const std::vector<int>& ranks() const { return ranks_; }
 
  private:

@@ -5,10 +5,8 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr std::uint64_t kPrime1 = 0x9E3779B185EBCA87ull, kPrime2 = 0xC2B2AE3D27D4EB4Full,
@@ -104,8 +102,7 @@ std::uint64_t from_hex(std::string_view text) {
     right = right && (digit || letter);
     value = value << 4 | static_cast<std::uint64_t>(digit ? c - '0' : c - 'a' + 10);
   }
-  if (!right)
-    throw InvalidArgument(concat("'", text, "' is not a checksum of sixteen hexadecimal digits"));
+  if (!right) throw InvalidArgument("'", text, "' is not a checksum of sixteen hexadecimal digits");
   return value;
 }
 

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
+#include <filesystem>
 #include <numeric>
 #include <set>
+#include <system_error>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
@@ -13,7 +15,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr std::array<SafetensorsDtype, 22> kDtypes = {{
@@ -28,8 +29,8 @@ constexpr const char* kMetadata = "__metadata__";
 
 // `why` quotes names of the file, which may hold anything.
 [[noreturn]] void refuse_header(const std::string& path, const std::string& why) {
-  throw FileError(
-      concat("'", path, "' is not a safetensors file, or a damaged one: ", printable(why, 2000)));
+  throw FileError("'", path,
+                  "' is not a safetensors file, or a damaged one: ", printable(why, 2000));
 }
 
 SafetensorsTensor parse_tensor(const std::string& name, const Json& about) {
@@ -63,29 +64,29 @@ const SafetensorsTensor* SafetensorsHeader::find(std::string_view name) const {
 std::uint64_t safetensors_bytes(const SafetensorsTensor& tensor) {
   const SafetensorsDtype* dtype = find_safetensors_dtype(tensor.dtype);
   if (!dtype)
-    throw InvalidArgument(
-        concat("the dtype ", tensor.dtype, ", which the safetensors format does not have"));
+    throw InvalidArgument("the dtype ", tensor.dtype,
+                          ", which the safetensors format does not have");
   // Zeros come last: a product that overflows is refused even if it ends in zero.
   std::uint64_t bits = static_cast<std::uint64_t>(dtype->bits);
   bool empty = false;
   for (const std::int64_t n : tensor.shape) {
-    if (n < 0) throw InvalidArgument(concat("the negative shape ", list(tensor.shape)));
+    if (n < 0) throw InvalidArgument("the negative shape ", list(tensor.shape));
     empty = empty || n == 0;
     if (n > 0 && bits > (std::uint64_t{1} << 62) / static_cast<std::uint64_t>(n))
-      throw InvalidArgument(concat("the shape ", list(tensor.shape), ", which is too large"));
+      throw InvalidArgument("the shape ", list(tensor.shape), ", which is too large");
     bits *= static_cast<std::uint64_t>(std::max<std::int64_t>(n, 1));
   }
   if (empty) return 0;
   if (bits % 8 != 0)
-    throw InvalidArgument(concat("the shape ", list(tensor.shape), " of ", dtype->name,
-                                 ", which does not fill whole bytes"));
+    throw InvalidArgument("the shape ", list(tensor.shape), " of ", dtype->name,
+                          ", which does not fill whole bytes");
   return bits / 8;
 }
 
 std::vector<std::size_t> safetensors_data_order(const std::vector<SafetensorsTensor>& tensors) {
   std::vector<std::size_t> order(tensors.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+  std::ranges::stable_sort(order, [&](std::size_t a, std::size_t b) {
     return std::pair(tensors[a].begin, tensors[a].end) <
            std::pair(tensors[b].begin, tensors[b].end);
   });
@@ -116,16 +117,16 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, std::uint64_t 
         try {
           return safetensors_bytes(t);
         } catch (const InvalidArgument& e) {
-          throw InvalidArgument(concat("it has ", e.what()));
+          throw InvalidArgument("it has ", e.what());
         }
       }();
       if (t.begin > t.end || t.end > data_bytes)
-        throw InvalidArgument(concat("it lies in bytes ", t.begin, " to ", t.end,
-                                     " of the data, of which the file holds ", data_bytes,
-                                     ": the file is truncated or damaged"));
+        throw InvalidArgument("it lies in bytes ", t.begin, " to ", t.end,
+                              " of the data, of which the file holds ", data_bytes,
+                              ": the file is truncated or damaged");
       if (t.bytes() != bytes)
-        throw InvalidArgument(concat("its shape ", list(t.shape), " of ", t.dtype, " takes ", bytes,
-                                     " bytes, its data_offsets hold ", t.bytes()));
+        throw InvalidArgument("its shape ", list(t.shape), " of ", t.dtype, " takes ", bytes,
+                              " bytes, its data_offsets hold ", t.bytes());
       header.tensors.push_back(std::move(t));
     } catch (const InvalidArgument& e) {
       refuse_header(path, what + e.what());
@@ -174,20 +175,20 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
   std::vector<std::uint64_t> sizes;
   for (const SafetensorsTensor& t : tensors) {
     if (t.name == kMetadata || !names.insert(t.name).second)
-      throw InvalidArgument(concat("the tensor name '", t.name, "' is ",
-                                   t.name == kMetadata ? "reserved" : "given twice",
-                                   ": give each tensor a name of its own"));
+      throw InvalidArgument("the tensor name '", t.name, "' is ",
+                            t.name == kMetadata ? "reserved" : "given twice",
+                            ": give each tensor a name of its own");
     if (!is_utf8(t.name))
-      throw InvalidArgument(concat("the tensor name '", t.name, "' is not valid UTF-8"));
+      throw InvalidArgument("the tensor name '", t.name, "' is not valid UTF-8");
     try {
       sizes.push_back(safetensors_bytes(t));
     } catch (const InvalidArgument& e) {
-      throw InvalidArgument(concat("tensor '", t.name, "' has ", e.what()));
+      throw InvalidArgument("tensor '", t.name, "' has ", e.what());
     }
   }
   std::vector<std::size_t> order(tensors.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+  std::ranges::stable_sort(order, [&](std::size_t a, std::size_t b) {
     return find_safetensors_dtype(tensors[a].dtype)->bits >
            find_safetensors_dtype(tensors[b].dtype)->bits;
   });
@@ -201,7 +202,7 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
     std::string pairs;
     for (const auto& [key, value] : metadata) {
       if (!is_utf8(key) || !is_utf8(value))
-        throw InvalidArgument(concat("the metadata of '", key, "' are not valid UTF-8"));
+        throw InvalidArgument("the metadata of '", key, "' are not valid UTF-8");
       pairs += concat(pairs.empty() ? "" : ",", json_text(key), ':', json_text(value));
     }
     json += concat('"', kMetadata, "\":{", pairs, '}');
@@ -215,12 +216,82 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
   json += '}';
   json.resize((json.size() + 7) / 8 * 8, ' ');
   if (json.size() > kLongestSafetensorsHeader)
-    throw InvalidArgument(concat("a safetensors header of ", json.size(), " bytes, of at most ",
-                                 kLongestSafetensorsHeader,
-                                 ": save fewer tensors or metadata in one file"));
+    throw InvalidArgument("a safetensors header of ", json.size(), " bytes, of at most ",
+                          kLongestSafetensorsHeader,
+                          ": save fewer tensors or metadata in one file");
   std::string out;
   for (int i = 0; i < 8; ++i) out += static_cast<char>(json.size() >> 8 * i & 0xff);
   return out + json;
+}
+
+namespace {
+
+bool is_folder(const std::string& path) {
+  std::error_code error;
+  return std::filesystem::is_directory(path, error);
+}
+
+// A name that leads nowhere else.
+bool in_folder(const std::string& file) {
+  return !file.empty() && file != "." && file != ".." && file.find('/') == std::string::npos &&
+         file.find('\0') == std::string::npos;
+}
+
+// The names of the tensors in each file, by the file's path.
+std::map<std::string, std::set<std::string>> names_by_file(const std::string& folder) {
+  const std::string path = concat(folder, '/', kSafetensorsIndex);
+  const ReadFile file(path);
+  std::string text(file.size(), '\0');
+  file.read(text.data(), text.size(), 0);
+  std::map<std::string, std::set<std::string>> files;
+  try {
+    const Json json = Json::parse(text);
+    for (const auto& [name, value] : json.at("weight_map").members()) {
+      if (!in_folder(value.string()))
+        throw InvalidArgument("'", printable(name),
+                              "' is in a file outside of the folder: ", printable(value.string()));
+      files[concat(folder, '/', value.string())].insert(name);
+    }
+  } catch (const InvalidArgument& e) {
+    throw FileError("'", path, "' cannot be read: ", e.what());
+  }
+  return files;
+}
+
+SafetensorsFile opened(const std::string& path) {
+  auto file = std::make_shared<const ReadFile>(path);
+  SafetensorsHeader header = read_safetensors_header(*file);
+  return {std::move(file), std::move(header)};
+}
+
+}  // namespace
+
+std::vector<SafetensorsFile> open_safetensors(const std::string& path) {
+  if (!is_folder(path)) return {opened(path)};
+  std::vector<SafetensorsFile> all;
+  for (auto& [file, names] : names_by_file(path)) {
+    all.push_back(opened(file));
+    for (const SafetensorsTensor& t : all.back().header.tensors)
+      if (names.erase(t.name) == 0)
+        throw FileError("'", file, "' holds '", printable(t.name), "', which ", kSafetensorsIndex,
+                        " beside it has nowhere, or in another file");
+    if (!names.empty())
+      throw FileError("'", file, "' does not hold '", printable(*names.begin()), "', as ",
+                      kSafetensorsIndex, " beside it says");
+  }
+  return all;
+}
+
+std::string safetensors_index(const std::map<std::string, std::string>& files,
+                              std::uint64_t total_bytes) {
+  std::string text =
+      concat("{\n  \"metadata\": {\"total_size\": ", total_bytes, "},\n  \"weight_map\": {");
+  const char* before = "\n    ";
+  for (const auto& [name, file] : files) {
+    text += concat(before, json_text(name), ": ", json_text(file));
+    before = ",\n    ";
+  }
+  return text + "\n  }\n}\n";
 }
 
 }  // namespace tessera

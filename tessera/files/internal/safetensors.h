@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -79,5 +80,25 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
 std::uint64_t safetensors_bytes(const SafetensorsTensor& tensor);
 /// Indices of the tensors in the order of their bytes.
 std::vector<std::size_t> safetensors_data_order(const std::vector<SafetensorsTensor>& tensors);
+
+// The index of a folder of safetensors files, as Hugging Face's tools write and read it:
+// model.safetensors.index.json says which file has each tensor, {"metadata": {"total_size": n},
+// "weight_map": {name: file}}.
+
+inline constexpr const char* kSafetensorsIndex = "model.safetensors.index.json";
+
+/// A file that is open, and its header.
+struct SafetensorsFile {
+  std::shared_ptr<const ReadFile> file;
+  SafetensorsHeader header;
+};
+/// What `path` names: one safetensors file, or the files that the index of a folder names, sorted.
+/// Throws FileError as read_safetensors_header() does, for a folder without an index, an index that
+/// is not of this format or names a file outside of its folder, and with the tensor where the files
+/// do not hold what the index says, each in its file.
+std::vector<SafetensorsFile> open_safetensors(const std::string& path);
+/// The text of an index: the file of each tensor, by name.
+std::string safetensors_index(const std::map<std::string, std::string>& files,
+                              std::uint64_t total_bytes);
 
 }  // namespace tessera

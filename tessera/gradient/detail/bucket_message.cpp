@@ -6,7 +6,6 @@
 #include <cstring>
 
 namespace tessera::detail {
-
 namespace {
 
 // A place in `flat` that is not a view to autograd: a gradient that is one could not be detached in
@@ -46,11 +45,10 @@ std::int64_t copy_rows(const at::Tensor& flat, std::int64_t offset, const at::Te
 }  // namespace
 
 void BucketMessage::pack() {
-  if (scatters_) {
+  if (scatters_)
     pack_scattered();
-  } else {
+  else
     pack_full();
-  }
   for (Item& item : items_) {
     item.dtype = item.gradient.value.scalar_type();
     item.gradient.value.reset();
@@ -120,9 +118,8 @@ void BucketMessage::next() {
 void BucketMessage::wait() {
   next();
   request_.wait();
-  for (Item& item : items_) {
+  for (Item& item : items_)
     if (item.reduced.scalar_type() != item.dtype) item.reduced = item.reduced.to(item.dtype);
-  }
 }
 
 }  // namespace tessera::detail

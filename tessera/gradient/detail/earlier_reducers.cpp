@@ -8,14 +8,12 @@
 #include "tessera/gradient/internal/announce.h"
 
 namespace tessera {
-
 namespace {
 
 // The place of `one` among `all`, of which it becomes one.
 template <class T>
 std::size_t place_among(std::vector<std::weak_ptr<T>>& all, const std::shared_ptr<T>& one) {
-  const auto at =
-      std::find_if(all.begin(), all.end(), [&](const auto& weak) { return weak.lock() == one; });
+  const auto at = std::ranges::find_if(all, [&](const auto& weak) { return weak.lock() == one; });
   const auto place = static_cast<std::size_t>(at - all.begin());
   if (at == all.end()) all.push_back(one);
   return place;
@@ -38,8 +36,8 @@ std::string GradientReducer::State::find_earlier(const ReducedParameter& p,
     if (other->access(at).uniform() ||
         detail::shared_ranks(entry.group.ranks(), p.group.ranks()) < 2)
       continue;
-    auto of = std::find_if(preceded.begin(), preceded.end(),
-                           [&](const Preceded& known) { return known.group == p.group; });
+    auto of = std::ranges::find_if(preceded,
+                                   [&](const Preceded& known) { return known.group == p.group; });
     if (of == preceded.end()) of = preceded.insert(of, {p.group, {}});
     text += concat(", reduced already by earlier reducer ", place_among(of->by, other), " (",
                    to_string(entry.op.kind), "), which is still alive");

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "tessera/base/host_lock.h"
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
@@ -59,13 +58,13 @@ void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm 
   if (shared < 2) return;
   const bool partial = form == GradientForm::partial;
   const auto refuse = [&](std::string_view what) {
-    throw GradientError(concat("the gradient of parameter '", entry.name, "' ", what, " (", shared,
-                               " ranks of group '", entry.group.name(),
-                               "'). Give another ReducedParameter::op, or "
-                               "DistributedDataParallelOptions::reduction: ReduceOp::sum where "
-                               "sharded tensors are made of what ranks compute (from_local), "
-                               "ReduceOp::avg where they take replicated values, "
-                               "ReduceOp::premultiplied(w) to weight it by hand."));
+    throw GradientError("the gradient of parameter '", entry.name, "' ", what, " (", shared,
+                        " ranks of group '", entry.group.name(),
+                        "'). Give another ReducedParameter::op, or "
+                        "DistributedDataParallelOptions::reduction: ReduceOp::sum where "
+                        "sharded tensors are made of what ranks compute (from_local), "
+                        "ReduceOp::avg where they take replicated values, "
+                        "ReduceOp::premultiplied(w) to weight it by hand.");
   };
   if (partial && entry.op.kind == ReduceOp::Kind::avg)
     refuse("is a part of a sum on each rank, and its mean would be too small by their number");
@@ -85,10 +84,9 @@ void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm 
   std::erase_if(known, [&](const Announcement& a) {
     return a.backward != backward_now && (!accumulated || (a.form == form && a.ranks == ranks));
   });
-  for (const Announcement& a : known) {
+  for (const Announcement& a : known)
     if (a.form != form && detail::shared_ranks(a.ranks, ranks) > 1)
       refuse("is partly a part of a sum and partly complete, which no one reduction joins");
-  }
   known.push_back({form, ranks, backward_now});
 }
 
@@ -102,11 +100,11 @@ at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor&
   if (!weighted &&
       detail::averaged_above(entry.group.ranks(),
                              torch::autograd::impl::gradient_edge(parameter).function.get()))
-    throw GradientError(concat(
+    throw GradientError(
         "the gradient of parameter '", entry.name, "' is summed over group '", entry.group.name(),
         "', but comes from a mean_loss that is scaled for a mean over its ranks: it would "
         "be too large by their number. Give mean_loss the operation ReduceOp::sum, or use "
-        "DistributedDataParallel::mean_loss, which does."));
+        "DistributedDataParallel::mean_loss, which does.");
   if (reduced[i] && !pending[i] && !entry.first() && parameter.grad().defined())
     access(i).start_from_nothing(parameter);
   return weighted ? gradient * entry.op.factor : gradient;
@@ -132,11 +130,11 @@ void GradientReducer::State::accumulated(std::size_t i) {
       return;
     }
     if (bucket.started)
-      throw InvalidArgument(concat("the gradient of parameter '", parameters[i].name,
-                                   "' was accumulated a second time in one backward, after its "
-                                   "reduction had started (a nested backward, such as reentrant "
-                                   "checkpointing). Give ReducerOptions::overlap = false, which "
-                                   "reduces at the end of backward."));
+      throw InvalidArgument("the gradient of parameter '", parameters[i].name,
+                            "' was accumulated a second time in one backward, after its "
+                            "reduction had started (a nested backward, such as reentrant "
+                            "checkpointing). Give ReducerOptions::overlap = false, which "
+                            "reduces at the end of backward.");
     return;
   }
   fired[i] = true;
@@ -199,7 +197,7 @@ void GradientReducer::State::abandon() {
     TORCH_WARN("gradients of a backward that failed could not be reduced: ", e.what());
     leave_shared_memory();
   }
-  std::fill(came.begin(), came.end(), false);
+  came.assign(came.size(), false);
   reset();
 }
 
@@ -213,21 +211,20 @@ void GradientReducer::State::start_uniform(Bucket& bucket) {
     UnreducedGradient gradient =
         access(slot.parameter).unreduced(parameter, parameters[slot.parameter].group);
     if (!gradient.value.defined()) continue;
-    auto message = std::find_if(bucket.messages.begin(), bucket.messages.end(),
-                                [&](const detail::BucketMessage& m) { return m.takes(gradient); });
+    auto message = std::ranges::find_if(
+        bucket.messages, [&](const detail::BucketMessage& m) { return m.takes(gradient); });
     if (message == bucket.messages.end())
       message = bucket.messages.emplace(bucket.messages.end(), gradient, bucket.op);
     message->add(slot.parameter, std::move(gradient));
   }
-  bucket.scatters = std::any_of(bucket.messages.begin(), bucket.messages.end(),
-                                [](const detail::BucketMessage& m) { return m.scatters(); });
+  bucket.scatters = std::ranges::any_of(
+      bucket.messages, [](const detail::BucketMessage& m) { return m.scatters(); });
   if (bucket.scatters) make_room_for(bucket);
   for (detail::BucketMessage& message : bucket.messages) {
     message.pack();
-    for (const auto& item : message.items()) {
+    for (const auto& item : message.items())
       if (const at::Tensor parameter = parameters[item.parameter].tensor(); parameter.defined())
         access(item.parameter).packed(parameter);
-    }
     message.start();
   }
 }
@@ -299,14 +296,14 @@ void GradientReducer::State::start(Bucket& bucket) {
                                 : at::Tensor();
     if (mine.defined() && mine.layout() != at::kStrided)
       throw InvalidArgument(
-          concat("the gradient of parameter '", parameters[slot.parameter].name, "' has layout ",
-                 mine.layout(),
-                 "; only dense gradients are reduced (make the embedding with sparse = false)"));
+          "the gradient of parameter '", parameters[slot.parameter].name, "' has layout ",
+          mine.layout(),
+          "; only dense gradients are reduced (make the embedding with sparse = false)");
     if (mine.defined() && mine.sizes() != slot.like.sizes())
-      throw GradientError(concat("the gradient of parameter '", parameters[slot.parameter].name,
-                                 "' has shape ", mine.sizes(), " here, and ", slot.like.sizes(),
-                                 " is what is reduced: it has not become the parameter's own yet, "
-                                 "or the parameter has changed since its reducer was made"));
+      throw GradientError("the gradient of parameter '", parameters[slot.parameter].name,
+                          "' has shape ", mine.sizes(), " here, and ", slot.like.sizes(),
+                          " is what is reduced: it has not become the parameter's own yet, "
+                          "or the parameter has changed since its reducer was made");
     if (!mine.defined())
       part.zero_();
     else if (bucket.factor != 1.0)
@@ -320,7 +317,7 @@ void GradientReducer::State::start(Bucket& bucket) {
   // Filled where they lie: a copy of host memory would make the host wait for the device.
   const at::Tensor flags = bucket.flat.narrow(0, bucket.numel, slots).fill_(1);
   for (std::int64_t s = 0; s < slots; ++s)
-    if (used[static_cast<std::size_t>(s)] == 0) flags.narrow(0, s, 1).zero_();
+    if (used[s] == 0) flags.narrow(0, s, 1).zero_();
   bucket.started = true;
   bucket.request = bucket.group.started().all_reduce(bucket.flat, bucket.op, {.name = "gradients"});
 }
@@ -329,8 +326,8 @@ void GradientReducer::State::write_back(Bucket& bucket) {
   if (bucket.uniform) return complete(bucket);
   const at::NoGradGuard no_grad;
   // The flags are read only where they matter: reading them makes the host wait for the device.
-  const bool all_used_here = std::all_of(bucket.slots.begin(), bucket.slots.end(),
-                                         [&](const Slot& s) { return pending[s.parameter]; });
+  const bool all_used_here =
+      std::ranges::all_of(bucket.slots, [&](const Slot& s) { return pending[s.parameter]; });
   at::Tensor flags;
   if (!all_used_here)
     flags = at::real(
@@ -423,7 +420,7 @@ void GradientReducer::State::learn() {
   if (buckets.front().uniform && arrival.empty()) return;
   if (!arrival.empty())
     for (const std::size_t b : order)
-      if (std::find(arrival.begin(), arrival.end(), b) == arrival.end()) arrival.push_back(b);
+      if (std::ranges::find(arrival, b) == arrival.end()) arrival.push_back(b);
   Bucket& first = buckets.front();
   if (first.uniform && has_ended(first.group)) {
     for (const Slot& slot : first.slots) {
@@ -448,7 +445,7 @@ void GradientReducer::State::reset() {
     bucket.request = Request();
     bucket.messages.clear();
   }
-  std::fill(fired.begin(), fired.end(), false);
+  fired.assign(fired.size(), false);
   announced.clear();
   next = 0;
   late = false;

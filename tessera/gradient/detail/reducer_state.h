@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "tessera/comm/group/shared_memory.h"
-#include "tessera/gradient/detail/bucket.h"
 #include "tessera/gradient/detail/bucket_message.h"
+#include "tessera/gradient/internal/coalesced.h"
 #include "tessera/gradient/reducer.h"
 
 namespace tessera {
@@ -129,9 +129,8 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   bool syncing() const override { return sync; }
   void set_syncing(bool on) override { sync = on; }
   void reduce() override {
-    for (const auto& weak : earlier) {
+    for (const auto& weak : earlier)
       if (const auto inner = weak.lock()) inner->reduce();
-    }
     const std::lock_guard lock(mutex);
     forget_order();
     finish();

@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "tessera/comm/group/group.h"
@@ -15,5 +17,23 @@ namespace tessera {
 /// message of its own). Collective; the ranks' tensors agree in number, shape, dtype and order.
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group, int root,
                          std::int64_t bytes = 25 << 20);
+
+// Which gradients share a bucket. Arithmetic only.
+
+/// One gradient: its bytes, and a key that separates what cannot share a message (dtype, device,
+/// group, operation).
+struct BucketItem {
+  std::int64_t bytes;
+  std::uint64_t key;
+};
+
+/// Buckets of item indices, in the order in which backward is expected to finish them: last item
+/// first. A bucket is closed when it holds at least its limit; the first bucket of a key has a
+/// smaller one, so that communication starts early. An item larger than the limit has a bucket of
+/// its own size.
+///
+///   assign_buckets({{4, 0}, {4, 0}, {4, 0}}, 4, 8) -> {{2}, {1, 0}}
+std::vector<std::vector<std::size_t>> assign_buckets(std::span<const BucketItem> items,
+                                                     std::int64_t first_limit, std::int64_t limit);
 
 }  // namespace tessera

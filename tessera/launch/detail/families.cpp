@@ -22,9 +22,8 @@ namespace {
 
 std::function<bool(const Environment&)> any_of(std::vector<const char*> names) {
   return [names](const Environment& e) {
-    for (const char* name : names) {
+    for (const char* name : names)
       if (e.has(name)) return true;
-    }
     return false;
   };
 }
@@ -165,11 +164,10 @@ void read_jsm(LaunchReader& in) {
   }
   launch.node_rank = -1;
   const std::string& me = in.environment().hostname;
-  for (int h = 0; h < hosts; ++h) {
+  for (int h = 0; h < hosts; ++h)
     if (hosts == 1 || (!me.empty() && launch.hosts[h].substr(0, launch.hosts[h].find('.')) ==
                                           me.substr(0, me.find('.'))))
       launch.node_rank = h;
-  }
   in.note("node_rank", launch.node_rank < 0 ? "this host's name is not in LSB_DJOB_RANKFILE"
                                             : "place of this host in LSB_DJOB_RANKFILE");
   launch.address = launch.hosts.front();
@@ -290,7 +288,7 @@ void read_slurm(LaunchReader& in) {
                    ", which names ", launch.hosts.size(), " hosts"));
   }
   if (static_cast<std::size_t>(launch.node_rank) < launch.ranks_per_host.size()) {
-    launch.local_size = launch.ranks_per_host[static_cast<std::size_t>(launch.node_rank)];
+    launch.local_size = launch.ranks_per_host[launch.node_rank];
     in.note("local_size",
             concat("entry ", launch.node_rank, " of SLURM_STEP_TASKS_PER_NODE=", counts));
   } else {

@@ -16,7 +16,7 @@ LaunchReader::LaunchReader(const Environment& environment, const LaunchOverrides
 }
 
 void LaunchReader::fail(const std::string& why) const {
-  throw ConfigurationError(concat("launcher ", launch_.launcher, ": ", why));
+  throw ConfigurationError("launcher ", launch_.launcher, ": ", why);
 }
 
 std::string LaunchReader::shown(const std::string& name) const {
@@ -33,8 +33,7 @@ void LaunchReader::require(const std::vector<std::string>& names) const {
   // Among them the variables that have been read already.
   for (const auto& [field, origin] : launch_.origin) {
     const std::string name = origin.substr(0, origin.find('='));
-    if (has(name) && std::find(names.begin(), names.end(), name) == names.end())
-      set.push_back(shown(name));
+    if (has(name) && std::ranges::find(names, name) == names.end()) set.push_back(shown(name));
   }
   fail(concat("the environment is incomplete: not set are ", list(missing), ", while set are ",
               list(set),
@@ -43,9 +42,8 @@ void LaunchReader::require(const std::vector<std::string>& names) const {
 }
 
 std::string LaunchReader::first_set(const std::vector<std::string>& names) const {
-  for (const auto& name : names) {
+  for (const auto& name : names)
     if (has(name)) return name;
-  }
   return names.front();
 }
 

@@ -39,9 +39,8 @@ std::vector<LineSplitter::Line> LineSplitter::add(std::string_view bytes) {
     partial_.clear();
   }
   if (!carriage_returns_) {
-    for (Line& line : lines) {
+    for (Line& line : lines)
       if (!line.text.empty() && line.text.back() == '\r') line.text.pop_back();
-    }
   }
   return lines;
 }
@@ -140,12 +139,12 @@ bool LineSpool::get(Item* item) {
   std::size_t header[2];
   if (std::fseek(file_.get(), read_at_, SEEK_SET) != 0 ||
       std::fread(header, sizeof header, 1, file_.get()) != 1) {
-    throw Error(concat("cannot read back a rank's output: ", std::strerror(errno)));
+    throw Error("cannot read back a rank's output: ", std::strerror(errno));
   }
   item->channel = static_cast<int>(header[0]);
   item->text.resize(header[1]);
   if (std::fread(item->text.data(), 1, header[1], file_.get()) != header[1])
-    throw Error(concat("cannot read back a rank's output: ", std::strerror(errno)));
+    throw Error("cannot read back a rank's output: ", std::strerror(errno));
   read_at_ += static_cast<long>(sizeof header + header[1]);
   if (empty()) {
     read_at_ = write_at_ = 0;

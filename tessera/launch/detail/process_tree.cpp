@@ -34,9 +34,8 @@ std::multimap<pid_t, pid_t> process_table() {
     // "pid (name) state ppid ...": the name may hold anything, so look for the last parenthesis.
     const char* end = std::strrchr(text, ')');
     int parent = 0;
-    if (end && std::sscanf(end + 1, " %*c %d", &parent) == 1) {
+    if (end && std::sscanf(end + 1, " %*c %d", &parent) == 1)
       table.insert({parent, static_cast<pid_t>(std::atoi(entry->d_name))});
-    }
   }
   closedir(dir);
   return table;
@@ -46,15 +45,12 @@ std::multimap<pid_t, pid_t> process_table() {
 
 std::vector<pid_t> descendants(pid_t root) {
   const auto table = process_table();
-  std::vector<pid_t> found;
-  std::vector<pid_t> open_ends{root};
-  for (std::size_t i = 0; i < open_ends.size(); ++i) {
-    const auto [first, last] = table.equal_range(open_ends[i]);
-    for (auto it = first; it != last; ++it) {
-      found.push_back(it->second);
-      open_ends.push_back(it->second);
-    }
+  std::vector<pid_t> found{root};
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const auto [first, last] = table.equal_range(found[i]);
+    for (auto it = first; it != last; ++it) found.push_back(it->second);
   }
+  found.erase(found.begin());
   return found;
 }
 

@@ -28,8 +28,7 @@ RankOutputs::RankOutputs(const LocalRun& run)
   if (run.log_folder.empty()) return;
   std::error_code error;
   std::filesystem::create_directories(run.log_folder, error);
-  if (error)
-    throw Error(concat("cannot make the log folder '", run.log_folder, "': ", error.message()));
+  if (error) throw Error("cannot make the log folder '", run.log_folder, "': ", error.message());
 }
 
 RankOutputs::~RankOutputs() {
@@ -65,7 +64,7 @@ int RankOutputs::open_log(int rank, const char* ending) const {
   // Non-blocking: a named pipe of that name without a reader would block the launcher.
   const int fd =
       open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0666);
-  if (fd < 0) throw Error(concat("cannot write the log file '", path, "': ", std::strerror(errno)));
+  if (fd < 0) throw Error("cannot write the log file '", path, "': ", std::strerror(errno));
   return fd;
 }
 
@@ -87,17 +86,15 @@ void RankOutputs::watch(std::vector<pollfd>& fds) const {
   for (const Rank& rank : ranks_) {
     // If the order was given up, a rank's kept lines come before its next ones.
     if (!ordered_ && !rank.spool.empty()) continue;
-    for (const Stream& s : rank.streams) {
+    for (const Stream& s : rank.streams)
       if (s.fd >= 0 && reading) fds.push_back({s.fd, POLLIN, 0});
-    }
   }
-  for (const OutputStream* s : {&out_, &err_}) {
+  for (const OutputStream* s : {&out_, &err_})
     if (s->pending()) fds.push_back({s->fd(), POLLOUT, 0});
-  }
 }
 
 void RankOutputs::read(int r, bool gone) {
-  Rank& rank = ranks_[static_cast<std::size_t>(r)];
+  Rank& rank = ranks_[r];
   for (int channel = 0; channel < 2; ++channel) {
     Stream& s = rank.streams[channel];
     if (s.fd < 0 || sink(channel).backlog() >= max_backlog) continue;
@@ -132,7 +129,7 @@ void RankOutputs::write_log(int rank, Stream& s, const char* data, std::size_t s
 }
 
 void RankOutputs::emit(int r, int channel, std::vector<LineSplitter::Line> lines) {
-  Rank& rank = ranks_[static_cast<std::size_t>(r)];
+  Rank& rank = ranks_[r];
   for (LineSplitter::Line& line : lines) {
     const bool waits = !rank.spool.empty() || (ordered_ && r > turn_);
     if (!waits || (line.end == '\n' && !keep(rank, channel, line.text)))
@@ -173,15 +170,14 @@ void RankOutputs::stop_ordering(const std::string& why) {
 void RankOutputs::release() {
   LineSpool::Item item;
   if (!ordered_) {
-    for (Rank& rank : ranks_) {
+    for (Rank& rank : ranks_)
       while (!full() && rank.spool.get(&item)) sink(item.channel).put(rank.prefix, item.text);
-    }
     spools_stopped_ = full();
     return;
   }
   const int last = static_cast<int>(ranks_.size()) - 1;
   for (;;) {
-    Rank& rank = ranks_[static_cast<std::size_t>(turn_)];
+    Rank& rank = ranks_[turn_];
     while (!full() && rank.spool.get(&item)) sink(item.channel).put(rank.prefix, item.text);
     spools_stopped_ = full();
     if (spools_stopped_ || turn_ >= last || !drained(turn_)) return;
@@ -203,7 +199,7 @@ void RankOutputs::close_stream(Stream& s) {
 }
 
 void RankOutputs::close_rank(int rank) {
-  for (Stream& s : ranks_[static_cast<std::size_t>(rank)].streams) close_stream(s);
+  for (Stream& s : ranks_[rank].streams) close_stream(s);
 }
 
 void RankOutputs::give_up() {
@@ -216,14 +212,13 @@ void RankOutputs::give_up() {
 }
 
 bool RankOutputs::drained(int rank) const {
-  const Rank& r = ranks_[static_cast<std::size_t>(rank)];
+  const Rank& r = ranks_[rank];
   return r.streams[0].fd < 0 && r.streams[1].fd < 0;
 }
 
 bool RankOutputs::all_read() const {
-  for (std::size_t r = 0; r < ranks_.size(); ++r) {
+  for (std::size_t r = 0; r < ranks_.size(); ++r)
     if (!drained(static_cast<int>(r)) || !ranks_[r].spool.empty()) return false;
-  }
   return true;
 }
 
@@ -231,7 +226,7 @@ std::uint64_t RankOutputs::lost() const { return out_.lost() + err_.lost(); }
 
 void RankOutputs::say_last_lines(int rank, std::size_t count) {
   for (int channel : {1, 0}) {
-    const auto& lines = ranks_[static_cast<std::size_t>(rank)].streams[channel].last;
+    const auto& lines = ranks_[rank].streams[channel].last;
     if (lines.empty()) continue;
     say(concat("last lines of rank ", rank, " on its standard ", channel ? "error:" : "output:"));
     for (std::size_t i = lines.size() > count ? lines.size() - count : 0; i < lines.size(); ++i)

@@ -1,18 +1,23 @@
 #include "tessera/launch/detail/run_scope.h"
 
 #include <arpa/inet.h>
+#include <elf.h>
 #include <errno.h>
+#include <features.h>
 #include <netinet/in.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
-#include "tessera/launch/detail/allocator.h"
 #include "tessera/launch/internal/cores.h"
 #include "tessera/launch/internal/secret.h"
 
@@ -21,44 +26,88 @@ extern char** environ;
 namespace tessera::detail {
 namespace {
 
-// If inherited, they would tell every rank that it is one process of the outer launcher.
-bool belongs_to_outer_launcher(const std::string& variable) {
-  for (const char* prefix : {"TESSERA_RANK=",
-                             "TESSERA_WORLD_SIZE=",
-                             "TESSERA_LOCAL_",
-                             "TESSERA_NODE_RANK=",
-                             "TESSERA_ADDRESS=",
-                             "TESSERA_PORT=",
-                             "TESSERA_SECRET=",
-                             "TESSERA_TERMINAL_COLUMNS=",
-                             "TORCHELASTIC_",
-                             "GROUP_RANK=",
-                             "GROUP_WORLD_SIZE=",
-                             "ROLE_RANK=",
-                             "ROLE_WORLD_SIZE=",
-                             "ROLE_NAME=",
-                             "RANK=",
-                             "WORLD_SIZE=",
-                             "LOCAL_RANK=",
-                             "LOCAL_WORLD_SIZE=",
-                             "NODE_RANK=",
-                             "MASTER_ADDR=",
-                             "MASTER_PORT=",
-                             "OMPI_COMM_WORLD_",
-                             "OMPI_UNIVERSE_SIZE=",
-                             "OMPI_MCA_ess",
-                             "OMPI_MCA_orte_",
-                             "PMIX_",
-                             "PMI_",
-                             "MPI_LOCALRANKID=",
-                             "MPI_LOCALNRANKS=",
-                             "JSM_NAMESPACE_",
-                             "SLURM_PROCID=",
-                             "SLURM_LOCALID=",
-                             "SLURM_NODEID=",
-                             "SLURM_STEP"}) {
-    if (variable.rfind(prefix, 0) == 0) return true;
+// ---- the memory allocator of the ranks ----
+
+// glibc's malloc: everything from the heap, nothing of it back to the system before the end.
+// top_pad: the heap grows by 16 MiB, and not by a request at a time.
+constexpr const char* kKeep =
+    "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:"
+    "glibc.malloc.top_pad=16777216";
+
+std::string value_of(const std::vector<std::string>& environment, const std::string& name) {
+  for (const std::string& variable : environment)
+    if (variable.rfind(name + "=", 0) == 0) return variable.substr(name.size() + 1);
+  return "";
+}
+
+// The start of an ELF file: its class, its byte order, its type and the machine it is for.
+std::array<unsigned char, 20> elf_start(const std::string& path) {
+  std::array<unsigned char, 20> start{};
+  std::ifstream file(path, std::ios::binary);
+  file.read(reinterpret_cast<char*>(start.data()), start.size());
+  if (!file || std::memcmp(start.data(), ELFMAG, SELFMAG) != 0) return {};
+  return start;
+}
+
+// The dynamic linker only warns of a file that it cannot load, and starts the program without it.
+std::string loadable(const std::string& path) {
+  std::error_code error;
+  const std::string found = std::filesystem::canonical(path, error);
+  if (error) throw InvalidArgument("--allocator ", path, ": ", error.message());
+  const auto library = elf_start(found), own = elf_start("/proc/self/exe");
+  constexpr std::size_t kType = 16, kMachine = 18;
+  const bool same = library[0] != 0 && library[EI_CLASS] == own[EI_CLASS] &&
+                    library[EI_DATA] == own[EI_DATA] && library[kMachine] == own[kMachine] &&
+                    library[kMachine + 1] == own[kMachine + 1];
+  if (!same || library[kType + (own[EI_DATA] == ELFDATA2MSB ? 1 : 0)] != ET_DYN)
+    throw InvalidArgument("--allocator ", path,
+                          " is not a shared library for programs of this machine");
+  if (found.find_first_of(" :") != std::string::npos)
+    throw InvalidArgument("--allocator ", found,
+                          ": the dynamic linker takes no path with a blank or a colon");
+  return found;
+}
+
+// The variables, with their values, by which a program that is started with them uses
+// LocalRun::allocator; `inherited` gives the present value of a variable, which ours are added to.
+// Throws InvalidArgument for a choice that does not exist and a file that the programs of this
+// machine cannot load, and NotAvailable for "keep" where the C library is not glibc.
+std::vector<std::pair<std::string, std::string>> allocator_variables(
+    const std::string& choice, const std::vector<std::string>& inherited) {
+  if (choice == "system") return {};
+  if (choice == "keep") {
+#ifdef __GLIBC__
+    // Of two values of one setting the later counts: what the user has set stays.
+    const std::string theirs = value_of(inherited, "GLIBC_TUNABLES");
+    return {{"GLIBC_TUNABLES", concat(kKeep, theirs.empty() ? "" : ":", theirs)}};
+#else
+    throw NotAvailable(
+        "--allocator keep sets glibc's malloc, and this C library is another one; give the path "
+        "of an allocator's shared library");
+#endif
   }
+  if (choice.find('/') == std::string::npos)
+    throw InvalidArgument("--allocator ", choice,
+                          ": give system, keep, or the path of a shared library, with a /");
+  const std::string theirs = value_of(inherited, "LD_PRELOAD");
+  return {{"LD_PRELOAD", concat(loadable(choice), theirs.empty() ? "" : ":", theirs)}};
+}
+
+// ---- their environment ----
+
+// If inherited, they would tell every rank that it is one process of the outer launcher.
+constexpr const char* kOuterLaunchers =
+    "TESSERA_RANK= TESSERA_WORLD_SIZE= TESSERA_LOCAL_ TESSERA_NODE_RANK= TESSERA_ADDRESS= "
+    "TESSERA_PORT= TESSERA_SECRET= TESSERA_TERMINAL_COLUMNS= TORCHELASTIC_ GROUP_RANK= "
+    "GROUP_WORLD_SIZE= ROLE_RANK= ROLE_WORLD_SIZE= ROLE_NAME= RANK= WORLD_SIZE= LOCAL_RANK= "
+    "LOCAL_WORLD_SIZE= NODE_RANK= MASTER_ADDR= MASTER_PORT= OMPI_COMM_WORLD_ OMPI_UNIVERSE_SIZE= "
+    "OMPI_MCA_ess OMPI_MCA_orte_ PMIX_ PMI_ MPI_LOCALRANKID= MPI_LOCALNRANKS= JSM_NAMESPACE_ "
+    "SLURM_PROCID= SLURM_LOCALID= SLURM_NODEID= SLURM_STEP";
+
+bool belongs_to_outer_launcher(const std::string& variable) {
+  TextReader prefixes(kOuterLaunchers);
+  for (std::string prefix; prefixes >> prefix;)
+    if (variable.starts_with(prefix)) return true;
   return false;
 }
 
@@ -95,7 +144,7 @@ ReservedPort::ReservedPort() {
                   std::strerror(errno));
     if (fd_ >= 0) close(fd_);
   }
-  throw Error(concat("no free port on this host's loopback interface (", why, ")"));
+  throw Error("no free port on this host's loopback interface (", why, ")");
 }
 
 ReservedPort::~ReservedPort() { close(fd_); }

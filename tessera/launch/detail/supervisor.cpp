@@ -8,14 +8,13 @@
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 #include "tessera/launch/detail/process_tree.h"
 
 namespace tessera::detail {
@@ -50,7 +49,7 @@ int become_rank(const RankCommand& command, const RankPipes& pipes, pid_t superv
     return errno;
   if (null > 2) close(null);
   if (!command.cpus.empty()) {
-    const int size = *std::max_element(command.cpus.begin(), command.cpus.end()) + 1;
+    const int size = *std::ranges::max_element(command.cpus) + 1;
     cpu_set_t* set = CPU_ALLOC(size);
     const std::size_t bytes = CPU_ALLOC_SIZE(size);
     CPU_ZERO_S(bytes, set);
@@ -181,9 +180,8 @@ class Supervisor {
 
   void read_signals() {
     signalfd_siginfo info;
-    while (read(signals_, &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
+    while (read(signals_, &info, sizeof info) == static_cast<ssize_t>(sizeof info))
       if (info.ssi_signo != SIGCHLD) signal_rank(static_cast<int>(info.ssi_signo));
-    }
   }
 
   // How long descendants are waited for that /proc does not show.
@@ -229,17 +227,14 @@ class Supervisor {
 }
 
 void close_all(std::initializer_list<int> fds) {
-  for (int fd : fds) {
+  for (int fd : fds)
     if (fd >= 0) close(fd);
-  }
 }
 
 }  // namespace
 
 std::int64_t monotonic_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 SupervisedRank start_supervised(const RankCommand& command, const std::vector<int>& inherited,
@@ -260,9 +255,8 @@ SupervisedRank start_supervised(const RankCommand& command, const std::vector<in
   close_all({control[1], out[1], err[1]});
   if (pid < 0) {
     close_all({control[0], out[0], err[0]});
-    throw Error(
-        concat("cannot start a process: ", std::strerror(error),
-               " (see ulimit -u and ulimit -n: a rank takes two processes and four descriptors)"));
+    throw Error("cannot start a process: ", std::strerror(error),
+                " (see ulimit -u and ulimit -n: a rank takes two processes and four descriptors)");
   }
   for (int fd : {control[0], out[0], err[0]}) fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   return {pid, control[0], out[0], err[0]};

@@ -31,9 +31,8 @@ std::vector<int> affinity() {
     CPU_ZERO_S(bytes, set);
     std::vector<int> cpus;
     const bool ok = sched_getaffinity(0, bytes, set) == 0;
-    for (int cpu = 0; ok && cpu < size; ++cpu) {
+    for (int cpu = 0; ok && cpu < size; ++cpu)
       if (CPU_ISSET_S(cpu, bytes, set)) cpus.push_back(cpu);
-    }
     CPU_FREE(set);
     if (ok) return cpus;
   }
@@ -95,7 +94,7 @@ CpuBudget cpu_budget() {
   };
   std::vector<std::tuple<int, int, int>> places;
   for (int cpu : budget.cpus) places.push_back(place(cpu));
-  std::sort(places.begin(), places.end());
+  std::ranges::sort(places);
   budget.cpus.clear();
   for (const auto& p : places) budget.cpus.push_back(std::get<2>(p));
   budget.quota = control_group_quota();
@@ -103,25 +102,21 @@ CpuBudget cpu_budget() {
 }
 
 int threads_per_rank(int usable, int ranks) {
-  if (ranks < 1)
-    throw InvalidArgument(concat("threads_per_rank: ", ranks, " ranks; at least 1 is needed"));
+  if (ranks < 1) throw InvalidArgument("threads_per_rank: ", ranks, " ranks; at least 1 is needed");
   return std::max(1, usable / ranks);
 }
 
 std::vector<std::vector<int>> share_cpus(const std::vector<int>& cpus, int ranks) {
-  if (ranks < 1)
-    throw InvalidArgument(concat("share_cpus: ", ranks, " ranks; at least 1 is needed"));
+  if (ranks < 1) throw InvalidArgument("share_cpus: ", ranks, " ranks; at least 1 is needed");
   if (cpus.empty())
     throw InvalidArgument("share_cpus: no CPU to share; give the CPU numbers of cpu_budget()");
   std::vector<std::vector<int>> shares(ranks);
   const std::size_t n = cpus.size();
-  for (int r = 0; r < ranks; ++r) {
-    if (n < static_cast<std::size_t>(ranks)) {
+  for (int r = 0; r < ranks; ++r)
+    if (n < static_cast<std::size_t>(ranks))
       shares[r] = {cpus[r % n]};
-    } else {
+    else
       shares[r].assign(cpus.begin() + n * r / ranks, cpus.begin() + n * (r + 1) / ranks);
-    }
-  }
   return shares;
 }
 

@@ -41,8 +41,7 @@ class Reader {
     return std::string(text_.substr(begin, at_ - begin));
   }
   [[noreturn]] void fail(const std::string& why) const {
-    throw ConfigurationError(
-        concat(what_, " '", printable(text_), "', character ", at_ + 1, ": ", why));
+    throw ConfigurationError(what_, " '", printable(text_), "', character ", at_ + 1, ": ", why);
   }
 
  private:
@@ -117,9 +116,8 @@ std::vector<std::string> expand_node_list(std::string_view text) {
       require_room(names.size() * numbers.size(), 0);
       std::vector<std::string> longer;
       longer.reserve(names.size() * numbers.size());
-      for (const auto& name : names) {
+      for (const auto& name : names)
         for (const auto& number : numbers) longer.push_back(name + number);
-      }
       names = std::move(longer);
     }
     if (names.size() == 1 && names[0].empty()) in.fail("a host name is missing");

@@ -11,24 +11,15 @@ namespace tessera {
 namespace {
 
 const char* kind_name(GroupFamily::Kind kind) {
-  switch (kind) {
-    case GroupFamily::Kind::axes:
-      return "axes";
-    case GroupFamily::Kind::node:
-      return "node";
-    case GroupFamily::Kind::leaf:
-      return "leaf";
-    case GroupFamily::Kind::orthogonal:
-      return "orthogonal";
-  }
-  return "?";
+  static constexpr const char* kNames[] = {"axes", "node", "leaf", "orthogonal"};
+  return kNames[static_cast<std::size_t>(kind)];
 }
 
 /// The ranks that two groups of rank `first` have in common.
 std::vector<int> common(const std::vector<int>& a, const std::vector<int>& b) {
   std::vector<int> both;
   for (int rank : a)
-    if (std::find(b.begin(), b.end(), rank) != b.end()) both.push_back(rank);
+    if (std::ranges::find(b, rank) != b.end()) both.push_back(rank);
   return both;
 }
 
@@ -68,10 +59,10 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
   const auto scope = axes_of_node(config, mesh, family.scope);
   const auto mine = mesh.group(inside, first), around = mesh.group(scope, first);
   for (int axis : inside) {
-    if (std::find(scope.begin(), scope.end(), axis) != scope.end()) continue;
+    if (std::ranges::find(scope, axis) != scope.end()) continue;
     std::vector<int> outside;
     for (int rank : mine)
-      if (std::find(around.begin(), around.end(), rank) == around.end()) outside.push_back(rank);
+      if (std::ranges::find(around, rank) == around.end()) outside.push_back(rank);
     // axes of size 1: no rank is outside, but the scope is still no ancestor
     if (outside.empty()) outside = mine;
     throw OrthogonalityError(
@@ -125,8 +116,8 @@ GroupPlan::GroupPlan(const MeshViews& views) : views_(views.all()) {
     const Mesh& mesh = views_[v].second;
     for (int i = 0; i < mesh.dims(); ++i) {
       const auto& name = mesh.axes()[i].name;
-      const bool known = std::any_of(families_.begin(), families_.end(),
-                                     [&](const GroupFamily& f) { return f.name == name; });
+      const bool known =
+          std::ranges::any_of(families_, [&](const GroupFamily& f) { return f.name == name; });
       if (!known) add({name, GroupFamily::Kind::axes, v, {i}, {}, {}, ""});
     }
   }
@@ -153,14 +144,14 @@ void GroupPlan::add(GroupFamily family) {
   if (family.name.empty()) throw GroupConfigError("a group family has an empty name; give it one");
   for (const auto& known : families_)
     if (known.name == family.name)
-      throw RepeatedName(concat("there are two group families named '", family.name, "' (",
-                                kind_name(known.kind), " and ", kind_name(family.kind),
-                                "); give each its own name"));
+      throw RepeatedName("there are two group families named '", family.name, "' (",
+                         kind_name(known.kind), " and ", kind_name(family.kind),
+                         "); give each its own name");
   if (family.view < 0 || family.view >= static_cast<int>(views_.size()))
-    throw InvalidArgument(concat("group family '", family.name, "' is of view ", family.view,
-                                 ", but the plan has ", views_.size(), " views"));
+    throw InvalidArgument("group family '", family.name, "' is of view ", family.view,
+                          ", but the plan has ", views_.size(), " views");
   mesh(family).group_size(family.axes);
-  std::sort(family.axes.begin(), family.axes.end());
+  std::ranges::sort(family.axes);
   families_.push_back(std::move(family));
 }
 
@@ -168,8 +159,8 @@ void GroupPlan::add_axes(const std::string& names) {
   const auto axes = split_order(names);
   for (const auto& axis : axes)
     if (!mesh().has_axis(axis))
-      throw UnknownName(concat("group '", names, "' names the axis '", axis, "'; the axes are ",
-                               list(mesh().names())));
+      throw UnknownName("group '", names, "' names the axis '", axis, "'; the axes are ",
+                        list(mesh().names()));
   const auto indices = mesh().indices(axes);
   for (const auto& known : families_)
     if (known.name == names && known.view == 0 && known.axes == indices) return;
@@ -182,7 +173,7 @@ const GroupFamily& GroupPlan::family(const std::string& name) const {
     if (family.name == name) return family;
     names.push_back(family.name);
   }
-  throw UnknownName(concat("the plan has no groups '", name, "'; it has ", list(names)));
+  throw UnknownName("the plan has no groups '", name, "'; it has ", list(names));
 }
 
 int GroupPlan::group_size(const std::string& name) const {

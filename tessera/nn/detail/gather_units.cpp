@@ -18,7 +18,7 @@
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/nn/detail/parameter_copy.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 

@@ -12,7 +12,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/nn/detail/gather_units.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 
 namespace tessera::detail {
 

@@ -5,7 +5,7 @@
 
 #include "tessera/nn/detail/gather_units.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/comm/group/group.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/spec.h"
 

@@ -11,7 +11,7 @@
 #include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 

@@ -8,13 +8,11 @@
 
 #include <cmath>
 
-#include "tessera/base/error.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/op_info.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 
 namespace tessera::detail::elementwise_rules {
-
 namespace {
 
 // Labels count the result's dims.
@@ -58,18 +56,16 @@ Plan pointwise(const OpCall& call) {
   for (const TensorInfo& t : call.tensors())
     loop.add_owned_const_input(at::detail::empty_strided_meta(t.spec.shape(), t.strides, t.dtype));
   const std::vector<std::int64_t> strides = loop.build().output().strides().vec();
-  for (Plan::Output& out : plan.outputs) {
+  for (Plan::Output& out : plan.outputs)
     if (out.spec) out.strides = strides;
-  }
   return plan;
 }
 
 // Its result is row-major whatever the input is.
 Plan log_sigmoid(const OpCall& call) {
   Plan plan = pointwise(call);
-  for (Plan::Output& out : plan.outputs) {
+  for (Plan::Output& out : plan.outputs)
     if (out.spec) out.strides = contiguous_strides(out.spec.shape());
-  }
   return plan;
 }
 
@@ -158,9 +154,8 @@ void with_any_number(const OpCall& call, Plan& plan, bool divides) {
 Plan linear_in_each(const OpCall& call) {
   LabelProblem p = broadcast(call);
   p.linear = LabelProblem::Linear::one;
-  for (std::size_t i = 0; i < call.tensors().size(); ++i) {
+  for (std::size_t i = 0; i < call.tensors().size(); ++i)
     if (summands_keep_type(call, call.tensor(i))) p.linear_in.insert(static_cast<int>(i));
-  }
   Plan plan = solve(p);
   with_any_number(call, plan, false);
   return plan;
@@ -255,9 +250,8 @@ Plan foreach (const OpCall& call) {
     const TensorInfo* its = lists.of(t);
     if (its && t.spec.shape() != its->spec.shape() &&
         (t.spec.numel() != 1 || t.spec.dims() > its->spec.dims()))
-      throw ShardingError(concat(call.name(), " of elements of shapes ", list(its->spec.shape()),
-                                 " and ", list(t.spec.shape()),
-                                 " has no rule: expand them to one shape first"));
+      throw ShardingError(call.name(), " of elements of shapes ", list(its->spec.shape()), " and ",
+                          list(t.spec.shape()), " has no rule: expand them to one shape first");
     plan.inputs.push_back(lists.placed(t));
   }
   for (const TensorInfo* t : lists.first)
@@ -346,5 +340,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::elementwise_rules

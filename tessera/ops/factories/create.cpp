@@ -7,7 +7,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::create_rules {
-
 namespace {
 
 // The result has the input's placements, with Replicate in place of Partial.
@@ -20,9 +19,8 @@ Plan like(const OpCall& call) {
 // True if only dims that are not sharded differ in size.
 bool fits(const ShardSpec& in, const Shape& size) {
   if (static_cast<int>(size.size()) != in.dims()) return false;
-  for (int d = 0; d < in.dims(); ++d) {
+  for (int d = 0; d < in.dims(); ++d)
     if (in.is_sharded(d) && size[d] != in.shape()[d]) return false;
-  }
   return true;
 }
 
@@ -62,7 +60,7 @@ Plan zeros_of_base(const OpCall& call) {
   if (call.integer("self_num_batch_dims") != 0)
     throw ShardingError("forward mode of sharded tensors cannot be batched");
   const TensorInfo* base = call.find("other");
-  if (!base) throw ShardingError(concat(call.name(), " of a plain base"));
+  if (!base) throw ShardingError(call.name(), " of a plain base");
   Plan plan;
   plan.outputs = {{without_partial(base->spec), base->strides}};
   plan.local = [](const OperatorHandle&, const Stack& a) {
@@ -76,9 +74,9 @@ Plan set(const OpCall& call) {
   const TensorInfo *self = call.find("self"), *source = call.find("source");
   if (!self || !source || !(self->spec == source->spec) || self->strides != source->strides ||
       self->dtype != source->dtype)
-    throw ShardingError(concat(call.name(), " of ", call.tensor(0).spec,
-                               ": the source must lie as the target does. First redistribute it, "
-                               "or write to the target with copy_()."));
+    throw ShardingError(call.name(), " of ", call.tensor(0).spec,
+                        ": the source must lie as the target does. First redistribute it, "
+                        "or write to the target with copy_().");
   Plan plan;
   plan.outputs = {{source->spec, source->strides}};
   plan.local = [](const OperatorHandle&, const Stack& a) { return Stack{a[1]}; };
@@ -102,5 +100,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::create_rules

@@ -16,11 +16,10 @@
 #include <tuple>
 
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 
 namespace tessera::detail::fft_rules {
-
 namespace {
 
 enum class Kind : unsigned char { c2c, r2c, c2r };
@@ -39,23 +38,20 @@ class Stages {
   void complex(std::int64_t later) {
     const auto remaining = [&] {
       Shape some;
-      for (const auto d : left_) {
+      for (const auto d : left_)
         if (d != later) some.push_back(d);
-      }
       return some;
     };
     while (!remaining().empty()) {
       Shape ready;
-      for (const auto d : remaining()) {
+      for (const auto d : remaining())
         if (!now_.is_sharded(static_cast<int>(d))) ready.push_back(d);
-      }
       if (ready.empty()) {
         gather_dim(static_cast<int>(remaining()[0]));
         continue;
       }
       steps.push_back({Step::What::complex, ready, now_, now_});
-      std::erase_if(
-          left_, [&](auto d) { return std::find(ready.begin(), ready.end(), d) != ready.end(); });
+      std::erase_if(left_, [&](auto d) { return std::ranges::find(ready, d) != ready.end(); });
     }
   }
 
@@ -82,7 +78,7 @@ class Stages {
     std::tuple<bool, bool, std::int64_t> most(false, false, -1);
     for (int d = 0; d < now_.dims(); ++d) {
       if (d == dim) continue;
-      const bool done = std::find(left_.begin(), left_.end(), d) == left_.end();
+      const bool done = std::ranges::find(left_, d) == left_.end();
       const std::tuple merit(done, !now_.is_sharded(d), now_.shape()[d]);
       if (merit > most) {
         most = merit;
@@ -90,9 +86,8 @@ class Stages {
       }
     }
     auto placements = now_.placements();
-    for (Placement& p : placements) {
+    for (Placement& p : placements)
       if (p.is_shard(dim)) p = best < 0 ? Replicate() : Shard(best);
-    }
     const ShardSpec to = now_.with_placements(placements);
     steps.push_back({Step::What::move, {}, now_, to});
     now_ = to;
@@ -107,8 +102,7 @@ Plan transform(const OpCall& call, Kind kind) {
   const int n = x.spec.dims();
   Shape dims;
   for (const auto d : call.integers("dim")) dims.push_back(normal_dim(d, n));
-  if (dims.empty())
-    throw ShardingError(concat(call.name(), " of ", x.spec, " over no dims has no rule"));
+  if (dims.empty()) throw ShardingError(call.name(), " of ", x.spec, " over no dims has no rule");
   const std::int64_t last = dims.back();
   const bool onesided = kind == Kind::r2c && call.boolean("onesided");
   const std::int64_t before = x.spec.shape()[last], extent = kind == Kind::c2r
@@ -135,9 +129,8 @@ Plan transform(const OpCall& call, Kind kind) {
                 context = context_of(x.spec)](const OperatorHandle&, Stack a) {
     at::Tensor t = a[0].toTensor();
     std::vector<ImplicitMove> moves;
-    for (const Step& s : steps) {
+    for (const Step& s : steps)
       if (s.what == Step::What::move) moves.push_back({"self", s.from, s.to, t.element_size()});
-    }
     if (!moves.empty()) check_implicit_moves(name, moves, *context);
     for (const Step& s : steps) {
       if (s.what == Step::What::move) {
@@ -242,5 +235,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::fft_rules

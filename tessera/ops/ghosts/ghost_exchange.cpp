@@ -18,8 +18,7 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {

@@ -16,9 +16,8 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/indexed_rows.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/before_rule.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/shard_tensor.h"
 

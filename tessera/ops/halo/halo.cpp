@@ -110,26 +110,24 @@ Request launch(const HaloState& state, const PeerBuffers& buffers, bool back) {
 
 void check_shape(const at::Tensor& t, const std::vector<std::int64_t>& shape, const char* what) {
   if (is_sharded(t))
-    throw InvalidArgument(concat(what, " is a ShardTensor; it must be this rank's, to_local()"));
+    throw InvalidArgument(what, " is a ShardTensor; it must be this rank's, to_local()");
   if (t.sizes() != at::IntArrayRef(shape))
-    throw InvalidArgument(concat(what, " has shape ", t.sizes(), "; it must be ", list(shape)));
+    throw InvalidArgument(what, " has shape ", t.sizes(), "; it must be ", list(shape));
 }
 
 // A box whose elements cannot be counted would come out as one of any size.
 void require_countable(const Box& box) {
   std::int64_t all = 1, size = 0;
-  for (const Interval& i : box) {
+  for (const Interval& i : box)
     if (__builtin_sub_overflow(i.end, i.begin, &size) ||
         __builtin_mul_overflow(all, std::max<std::int64_t>(size, 1), &all))
-      throw InvalidArgument(
-          concat("a halo whose box ", list(box), " has more elements than can be ", "counted"));
-  }
+      throw InvalidArgument("a halo whose box ", list(box), " has more elements than can be ",
+                            "counted");
 }
 
 bool contains(const Box& outer, const Box& inner) {
-  for (std::size_t d = 0; d < outer.size(); ++d) {
+  for (std::size_t d = 0; d < outer.size(); ++d)
     if (!outer[d].contains(inner[d])) return false;
-  }
   return true;
 }
 
@@ -140,8 +138,8 @@ std::set<int> travelled_axes(const Sharding& sharding, const std::vector<Edge>& 
   for (int p = 0; p < sharding.positions(); ++p) {
     const Box box = needed(p);
     if (box.size() != sharding.shape().size())
-      throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(),
-                                   " dims of a field with ", sharding.shape().size()));
+      throw InvalidArgument("position ", p, " needs a box of ", box.size(),
+                            " dims of a field with ", sharding.shape().size());
     require_countable(box);
     if (volume(box) == 0) continue;
     const Box own = sharding.box(p);
@@ -174,9 +172,9 @@ bool everyone_needs_everyone(const Sharding& sharding, const std::vector<Edge>& 
 Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, HaloOptions options)
     : state_(std::make_shared<HaloState>()) {
   if (field.has_partial())
-    throw InvalidArgument(concat("a halo of a partial field, ", field, ": redistribute it first"));
+    throw InvalidArgument("a halo of a partial field, ", field, ": redistribute it first");
   if (static_cast<int>(edges.size()) != field.dims())
-    throw InvalidArgument(concat(edges.size(), " edges for a field of ", field.dims(), " dims"));
+    throw InvalidArgument(edges.size(), " edges for a field of ", field.dims(), " dims");
   if (!needed) throw InvalidArgument("a halo without a function that says which box is needed");
   HaloState& s = *state_;
   s.field = field;
@@ -211,8 +209,8 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
   const auto by_group = [&](const HaloPiece& a, const HaloPiece& b) {
     return s.group_rank[a.rank] < s.group_rank[b.rank];
   };
-  std::stable_sort(s.plan.sends.begin(), s.plan.sends.end(), by_group);
-  std::stable_sort(s.plan.receives.begin(), s.plan.receives.end(), by_group);
+  std::ranges::stable_sort(s.plan.sends, by_group);
+  std::ranges::stable_sort(s.plan.receives, by_group);
   for (const HaloPiece& piece : s.plan.sends)
     s.send_counts[s.group_rank[piece.rank]] += volume(piece.source);
   for (const HaloPiece& piece : s.plan.receives)
@@ -306,8 +304,7 @@ at::Tensor HaloValues::assemble(const Box& box) {
   State& f = *state_;
   const HaloState& s = *f.halo;
   if (box.size() != s.owned.size())
-    throw InvalidArgument(
-        concat("a box of ", box.size(), " dims of a field with ", s.owned.size()));
+    throw InvalidArgument("a box of ", box.size(), " dims of a field with ", s.owned.size());
   if (volume(box) > 0 && contains(s.owned, box)) return view_of(f.local, s.owned, box);
   request.wait();
   struct Part {
@@ -333,9 +330,8 @@ at::Tensor HaloValues::assemble(const Box& box) {
     covered += volume(own);
     parts.push_back({&kOwn, &f.local, &s.owned, own});
   }
-  for (const HaloPiece& piece : s.plan.copies) {
+  for (const HaloPiece& piece : s.plan.copies)
     if (piece.target != piece.source) add(piece, f.local, s.owned);
-  }
   for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
     add(s.plan.receives[i], f.transfer.buffers->receive_pieces[i], s.plan.receives[i].source);
 
@@ -348,14 +344,12 @@ at::Tensor HaloValues::assemble(const Box& box) {
   if (covered != volume(box)) {
     // What is missing is usually beyond zero edges.
     Box inside = box;
-    for (std::size_t d = 0; d < box.size(); ++d) {
+    for (std::size_t d = 0; d < box.size(); ++d)
       if (s.edges[d] == Edge::zero) inside[d] = intersect(inside[d], {0, s.field.shape()[d]});
-    }
-    if (covered == volume(inside)) {
+    if (covered == volume(inside))
       for (const Box& strip : difference(box, inside)) view_of(result, box, strip).zero_();
-    } else {
+    else
       result.zero_();
-    }
   }
   for (const Part& part : parts) view_of(result, box, part.at).copy_(values(part));
   return result;
@@ -383,9 +377,8 @@ at::Tensor Sum::finish() {
   const HaloState& s = *state_;
   const auto& copies = s.plan.copies;
   // Usually one copy of everything that is owned comes first.
-  const auto whole = std::find_if(copies.begin(), copies.end(), [&](const HaloPiece& p) {
-    return p.source == s.owned && p.target == s.owned;
-  });
+  const auto whole = std::ranges::find_if(
+      copies, [&](const HaloPiece& p) { return p.source == s.owned && p.target == s.owned; });
   at::Tensor result;
   if (whole != copies.end()) {
     result = view_of(gradient_, s.plan.needed, s.owned).clone(at::MemoryFormat::Contiguous);
@@ -393,10 +386,9 @@ at::Tensor Sum::finish() {
     result =
         at::empty(s.field.local_shape(), gradient_.options().memory_format(std::nullopt)).zero_();
   }
-  for (auto it = copies.begin(); it != copies.end(); ++it) {
+  for (auto it = copies.begin(); it != copies.end(); ++it)
     if (it != whole)
       view_of(result, s.owned, it->source).add_(folded(gradient_, s.plan.needed, *it));
-  }
   transfer_.request.wait();
   for (std::size_t i = 0; i < s.plan.sends.size(); ++i)
     view_of(result, s.owned, s.plan.sends[i].source).add_(transfer_.buffers->send_pieces[i]);

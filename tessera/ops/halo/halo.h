@@ -26,7 +26,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "tessera/comm/group/group.h"

@@ -4,11 +4,10 @@
 
 #include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
-
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -49,18 +48,17 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
   std::set<int> named;
   for (const auto& [dim, width] : widths) {
     if (width.before < 0 || width.after < 0)
-      throw InvalidArgument(concat("a halo of ", width.before, " and ", width.after, " in dim ",
-                                   dim, "; give at least 0"));
+      throw InvalidArgument("a halo of ", width.before, " and ", width.after, " in dim ", dim,
+                            "; give at least 0");
     if (dim < -field.dims() || dim >= field.dims())
-      throw InvalidArgument(
-          concat("a halo in dim ", dim, " of a field of ", field.dims(), " dims"));
+      throw InvalidArgument("a halo in dim ", dim, " of a field of ", field.dims(), " dims");
     const int d = dim < 0 ? dim + field.dims() : dim;
     if (!named.insert(d).second)
-      throw InvalidArgument(concat("a halo of dim ", d, " is given twice, from the end as well"));
+      throw InvalidArgument("a halo of dim ", d, " is given twice, from the end as well");
     std::int64_t last = 0;
     if (__builtin_add_overflow(field.shape()[d], width.after, &last))
-      throw InvalidArgument(concat("a halo of ", width.after, " after dim ", d, " of ",
-                                   field.shape()[d], " is longer than can be counted"));
+      throw InvalidArgument("a halo of ", width.after, " after dim ", d, " of ", field.shape()[d],
+                            " is longer than can be counted");
     of_dim[d] = width;
   }
   for (const HaloWidth& w : of_dim) {

@@ -8,7 +8,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::advanced_index_rules {
-
 namespace {
 
 bool is_mask(const TensorInfo& t) { return t.dtype == at::kBool || t.dtype == at::kByte; }
@@ -51,7 +50,7 @@ struct Advanced {
     }
     if (!inserted_) insert();
   }
-  bool covers(int d) const { return std::find(dims.begin(), dims.end(), d) != dims.end(); }
+  bool covers(int d) const { return std::ranges::find(dims, d) != dims.end(); }
 
  private:
   void insert() {
@@ -72,11 +71,10 @@ Plan index(const OpCall& call) {
   const int n = x.spec.dims();
   LabelProblem p(call);
   Labels self = all_labels(n);
-  if (a.dims.size() > 1 || !has_sums(x.dtype)) {
+  if (a.dims.size() > 1 || !has_sums(x.dtype))
     for (const int d : a.dims) self[d] = kUnsharded;
-  } else {
+  else
     p.contract = {a.dims[0]};
-  }
   p.inputs = {self};
   for (const TensorInfo* t : a.indices) {
     const Shape& s = t->spec.shape();
@@ -116,8 +114,8 @@ Plan put_where(const OpCall& call, const Advanced& a) {
   const TensorInfo &x = *call.find("self"), &mask = *a.indices[0], &values = *call.find("values");
   const int n = x.spec.dims(), first = a.dims[0], covered = mask.spec.dims();
   if (values.dtype != x.dtype)
-    throw InvalidArgument(concat(call.name(), ": values are ", c10::toString(values.dtype),
-                                 ", and self is ", c10::toString(x.dtype), "; convert them"));
+    throw InvalidArgument(call.name(), ": values are ", c10::toString(values.dtype),
+                          ", and self is ", c10::toString(x.dtype), "; convert them");
   LabelProblem p(call);
   p.inputs = {all_labels(n), Labels(covered, kUnsharded), Labels(values.spec.dims(), kUnsharded)};
   p.outputs = {all_labels(n)};
@@ -170,9 +168,9 @@ Plan put_by_masks(const OpCall& call, const Advanced& a) {
     const auto covered = static_cast<std::ptrdiff_t>(mask.size());
     if (a.dims[0] + covered > n ||
         !std::equal(mask.begin(), mask.end(), x.spec.shape().begin() + a.dims[0]))
-      throw InvalidArgument(concat(call.name(), ": a mask of shape ", list(mask), " at dim ",
-                                   a.dims[0], " of a tensor of shape ", list(x.spec.shape()),
-                                   "; give one value per element that it selects from"));
+      throw InvalidArgument(call.name(), ": a mask of shape ", list(mask), " at dim ", a.dims[0],
+                            " of a tensor of shape ", list(x.spec.shape()),
+                            "; give one value per element that it selects from");
     if (values.spec.numel() != 1) return put_where(call, a);
   }
   // One value where the mask is true.
@@ -212,9 +210,8 @@ Plan index_put(const OpCall& call) {
   const ShardSpec& spec = *plan.inputs[0];
   if (std::ranges::none_of(a.dims, [&](int d) { return spec.is_sharded(d); })) return plan;
   Shape local = a.result;
-  for (std::size_t i = 0; i < local.size(); ++i) {
+  for (std::size_t i = 0; i < local.size(); ++i)
     if (a.result_labels[i] < kIndex) local[i] = spec.local_shape()[a.result_labels[i]];
-  }
   std::vector<DimShard> parts;
   for (const int d : a.dims) parts.push_back(part_of(spec, d));
   plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
@@ -232,7 +229,7 @@ Plan index_put(const OpCall& call) {
     const at::Tensor positions = mine.nonzero().view(-1);
     c10::List<std::optional<at::Tensor>> list;
     for (int d = 0; d <= dims.back(); ++d) {
-      const auto it = std::find(dims.begin(), dims.end(), d);
+      const auto it = std::ranges::find(dims, d);
       const auto i = static_cast<std::size_t>(it - dims.begin());
       list.push_back(it == dims.end() ? std::nullopt
                                       : std::optional<at::Tensor>(
@@ -257,5 +254,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::advanced_index_rules

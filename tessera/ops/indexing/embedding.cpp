@@ -22,8 +22,7 @@
 #include <tuple>
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/indexing/detail/index_range.h"
-#include "tessera/ops/indexing/detail/table_bags.h"
+#include "tessera/ops/indexing/detail/table_rows.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
@@ -31,7 +30,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::embedding_rules {
-
 namespace {
 
 // The rows of the table that this rank has at these indices, zeros for the others.
@@ -102,8 +100,8 @@ ShardSpec along_sequence(const OpCall& call, const TensorInfo& weight, const Sha
 Plan embedding(const OpCall& call) {
   const TensorInfo &weight = *call.find("weight"), &indices = *call.find("indices");
   if (weight.spec.dims() != 2)
-    throw InvalidArgument(concat("aten::embedding: weight has ", weight.spec.dims(),
-                                 " dims, and needs 2: rows and columns"));
+    throw InvalidArgument("aten::embedding: weight has ", weight.spec.dims(),
+                          " dims, and needs 2: rows and columns");
   if (auto plan = exchanged(call, weight, indices)) return *plan;
   const int n = indices.spec.dims();
   LabelProblem p(call);
@@ -171,8 +169,8 @@ Plan renorm(const OpCall& call) {
   Plan plan;
   for (const TensorInfo& t : call.tensors()) plan.inputs.emplace_back(replicated(t.spec));
   if (weight.spec.dims() != 2)
-    throw InvalidArgument(concat(call.name(), ": the table has ", weight.spec.dims(),
-                                 " dims, and needs two: rows and columns"));
+    throw InvalidArgument(call.name(), ": the table has ", weight.spec.dims(),
+                          " dims, and needs two: rows and columns");
   const ShardSpec table = without_partial(weight.spec);
   plan.inputs[0] = table;
   plan.outputs = {{table}};
@@ -254,10 +252,10 @@ void check_bags(const at::Tensor& weight, const at::Tensor& given, const at::Ten
     return t.scalar_type() == at::kLong || t.scalar_type() == at::kInt;
   };
   if (!at::isFloatingType(weight.scalar_type()) || !is_index(given) || !is_index(given_offsets))
-    throw InvalidArgument(concat("embedding_bag of ", c10::toString(weight.scalar_type()), " at ",
-                                 c10::toString(given.scalar_type()), " indices and ",
-                                 c10::toString(given_offsets.scalar_type()),
-                                 " offsets: give floating-point values, and int or long indices"));
+    throw InvalidArgument("embedding_bag of ", c10::toString(weight.scalar_type()), " at ",
+                          c10::toString(given.scalar_type()), " indices and ",
+                          c10::toString(given_offsets.scalar_type()),
+                          " offsets: give floating-point values, and int or long indices");
   TORCH_CHECK(mode >= kSum && mode <= kMax, "embedding_bag: mode ", mode, " is none of 0 to 2");
   TORCH_CHECK(!weights.defined() || mode == kSum, "embedding_bag: per_sample_weights are for sums");
   TORCH_CHECK(!weights.defined() || weights.numel() == given.numel(), "embedding_bag: there are ",
@@ -330,5 +328,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::embedding_rules

@@ -8,15 +8,12 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::index_select_rules {
-
 namespace {
 
 Plan index_select(const OpCall& call) {
@@ -117,11 +114,10 @@ Plan searchsorted(const OpCall& call) {
   for (const TensorInfo& t : call.tensors()) {
     Labels labels =
         by_row && t.spec.dims() == n ? all_labels(n) : Labels(t.spec.dims(), kUnsharded);
-    if (&t == &values) {
+    if (&t == &values)
       labels = all_labels(n);
-    } else if (!labels.empty()) {
+    else if (!labels.empty())
       labels.back() = kUnsharded;
-    }
     p.inputs.push_back(labels);
   }
   p.outputs = {all_labels(n)};
@@ -166,5 +162,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::index_select_rules

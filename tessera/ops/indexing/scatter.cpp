@@ -7,12 +7,10 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "tessera/ops/indexing/detail/dim_shard.h"
-#include "tessera/ops/indexing/detail/index_range.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail::scatter_rules {
-
 namespace {
 
 // Kernels check only slices that are written, which not every rank has.
@@ -24,16 +22,15 @@ void require_slices(const OpCall& call, const TensorInfo& x, const TensorInfo& i
   Shape needed = x.spec.shape();
   needed[d] = count;
   if (source.spec.shape() != needed)
-    throw InvalidArgument(concat(call.name(), ": source has shape ", list(source.spec.shape()),
-                                 ", and needs ", list(needed), " for ", count,
-                                 " indices along dim ", d, " of ", list(x.spec.shape())));
+    throw InvalidArgument(call.name(), ": source has shape ", list(source.spec.shape()),
+                          ", and needs ", list(needed), " for ", count, " indices along dim ", d,
+                          " of ", list(x.spec.shape()));
 }
 
 // Where the result has no elements no rank looks at the indices.
 void require_elements(const OpCall& call, const TensorInfo& x, const TensorInfo& index, int d) {
   if (x.spec.shape()[d] == 0 && index.spec.numel() > 0)
-    throw InvalidArgument(
-        concat(call.name(), ": there are indices along dim ", d, ", which has size 0"));
+    throw InvalidArgument(call.name(), ": there are indices along dim ", d, ", which has size 0");
 }
 
 // The plan of a result that is placed as `out`; if it `sums` along the index, what ranks write is
@@ -56,21 +53,18 @@ Plan slices(const OpCall& call, bool adds) {
   if (n == 0) return on_gathered(call);
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   if (index.spec.dims() > 1)
-    throw InvalidArgument(
-        concat(call.name(), ": index has ", index.spec.dims(), " dims, and needs one"));
+    throw InvalidArgument(call.name(), ": index has ", index.spec.dims(), " dims, and needs one");
   if (source) require_slices(call, x, index, *source, d);
   require_elements(call, x, index, d);
   const bool sums = adds && index.spec.dims() == 1;
   LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors()) {
-    if (&t == &x) {
+  for (const TensorInfo& t : call.tensors())
+    if (&t == &x)
       p.inputs.push_back(all_labels(n));
-    } else if (&t == source && t.spec.dims() == n) {
+    else if (&t == source && t.spec.dims() == n)
       p.inputs.push_back(except(n, d, sums ? kIndex : kUnsharded));
-    } else {
+    else
       p.inputs.push_back(Labels(t.spec.dims(), &t == &index && sums ? kIndex : kUnsharded));
-    }
-  }
   Plan plan = solve_written(p, all_labels(n), x, sums);
   plan.local = [d, part = part_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
@@ -157,8 +151,8 @@ const TensorInfo& given(const OpCall& call, const char* name) { return *call.fin
 // Checks what libtorch refuses, before any rank begins.
 void require_type(const OpCall& call, const char* name, at::ScalarType type) {
   if (const auto got = given(call, name).dtype; got != type)
-    throw InvalidArgument(concat(call.name(), ": ", name, " is ", c10::toString(got),
-                                 ", and must be ", c10::toString(type), "; convert it"));
+    throw InvalidArgument(call.name(), ": ", name, " is ", c10::toString(got), ", and must be ",
+                          c10::toString(type), "; convert it");
 }
 
 // The elements of the source are taken in order where the mask is true: the global mask determines
@@ -196,8 +190,8 @@ Plan put(const OpCall& call) {
   require_type(call, "source", given(call, "self").dtype);
   if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel();
       n != values)
-    throw InvalidArgument(
-        concat(call.name(), ": ", values, " values for ", n, " indices; give one per index"));
+    throw InvalidArgument(call.name(), ": ", values, " values for ", n,
+                          " indices; give one per index");
   Plan plan = written_part(call);
   const ShardSpec& spec = *plan.inputs[0];
   plan.local = [shape = spec.shape(), offset = spec.local_offset(), local = spec.local_shape(),
@@ -232,9 +226,8 @@ Plan diagonal_scatter(const OpCall& call) {
   LabelProblem p(call);
   Labels self = all_labels(n), src;
   self[a] = self[b] = kUnsharded;
-  for (int d = 0; d < n; ++d) {
+  for (int d = 0; d < n; ++d)
     if (d != a && d != b) src.push_back(d);
-  }
   src.push_back(kUnsharded);
   p.inputs = {self, src};
   p.outputs = {self};
@@ -268,5 +261,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::scatter_rules

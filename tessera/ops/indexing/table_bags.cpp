@@ -1,4 +1,4 @@
-#include "tessera/ops/indexing/detail/table_bags.h"
+#include "tessera/ops/indexing/detail/table_rows.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -16,12 +16,11 @@
 
 #include "tessera/base/text.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
-
 namespace {
 
 Sizes numbers(const at::Tensor& t) {
@@ -42,15 +41,15 @@ ShardSpec cut_as(const ShardSpec& like, const std::vector<Placement>& placements
                  const Sizes& sizes) {
   std::int64_t all = 0;
   for (const std::int64_t n : sizes) all += n;
-  const bool is_cut = std::any_of(placements.begin(), placements.end(),
-                                  [](const Placement& p) { return p.is_shard(); });
+  const bool is_cut =
+      std::ranges::any_of(placements, [](const Placement& p) { return p.is_shard(); });
   return {like.mesh(), {all}, placements, is_cut ? ShardSizes{{0, sizes}} : ShardSizes{}};
 }
 
 [[noreturn]] void wrong_offsets(const std::string& what) {
-  throw InvalidArgument(concat("embedding_bag: ", what,
-                               ": offsets begin at 0, do not decrease, and are at most the number "
-                               "of indices"));
+  throw InvalidArgument("embedding_bag: ", what,
+                        ": offsets begin at 0, do not decrease, and are at most the number "
+                        "of indices");
 }
 
 // Of offsets that are whole here: a bag is made where the first of its indices lies.
@@ -58,7 +57,7 @@ BagCut cut_where_indices_lie(const Sizes& offsets, bool include_last, const Shar
   const std::int64_t count = indices.shape()[0];
   if (offsets.empty() && include_last)
     throw InvalidArgument("embedding_bag: include_last_offset without offsets");
-  if (!std::is_sorted(offsets.begin(), offsets.end())) wrong_offsets("offsets decrease");
+  if (!std::ranges::is_sorted(offsets)) wrong_offsets("offsets decrease");
   if (!offsets.empty() && offsets.front() != 0)
     wrong_offsets(concat("offsets[0] is ", offsets.front()));
   if (!offsets.empty() && offsets.back() > count)
@@ -92,7 +91,7 @@ BagCut cut_where_offsets_lie(const at::Tensor& offsets, bool include_last, std::
   const ShardSpec& spec = meta_of(offsets)->spec();
   BagCut cut;
   cut.begins = numbers(meta_of(offsets)->local);
-  const bool ordered = std::is_sorted(cut.begins.begin(), cut.begins.end());
+  const bool ordered = std::ranges::is_sorted(cut.begins);
   const Group ranks = context_of(spec)->mesh.group(spec.dim(0).axes);
   const std::int64_t none = -1;
   const at::Tensor ends =
@@ -123,7 +122,7 @@ BagCut cut_where_offsets_lie(const at::Tensor& offsets, bool include_last, std::
     --bags[r - 1];
     if (static_cast<int>(r) - 1 == ranks.rank()) cut.begins.pop_back();
   }
-  if (std::all_of(bags.begin(), bags.end(), [](auto n) { return n == 0; })) end = 0;
+  if (std::ranges::all_of(bags, [](auto n) { return n == 0; })) end = 0;
   for (std::size_t r = bags.size(); r-- > 0;) {
     if (bags[r] == 0) continue;
     lengths[r] = end - of_all[3 * r];

@@ -21,11 +21,9 @@
 
 #include "tessera/comm/group/group.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/before_rule.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -34,7 +32,6 @@
 namespace tessera::detail {
 
 namespace asked_rows {
-
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -99,8 +96,8 @@ std::vector<bool> whose_counts(const Exchange& e, const std::vector<Placement>& 
     int rest = r;
     bool count = true;
     for (auto a = axes.rbegin(); a != axes.rend(); ++a) {
-      const int size = context.sizes[static_cast<std::size_t>(*a)];
-      count &= sharded_by[static_cast<std::size_t>(*a)].is_shard() || rest % size == 0;
+      const int size = context.sizes[*a];
+      count &= sharded_by[*a].is_shard() || rest % size == 0;
       rest /= size;
     }
     counts.push_back(count);
@@ -125,10 +122,9 @@ Transfer of_gradients(const Exchange& e, const at::Tensor& unique,
                       const std::vector<Placement>& sharded_by) {
   Transfer t = e.values;
   const std::vector<bool> counts = whose_counts(e, sharded_by);
-  if (e.options.padding < 0 && std::all_of(counts.begin(), counts.end(), [](bool b) { return b; }))
-    return t;
+  if (e.options.padding < 0 && std::ranges::all_of(counts, [](bool b) { return b; })) return t;
   at::Tensor here = unique.ne(e.options.padding);
-  if (!counts[static_cast<std::size_t>(e.ranks.rank())]) here.fill_(false);
+  if (!counts[e.ranks.rank()]) here.fill_(false);
   at::Tensor there = t.rows.ne(e.options.padding - e.table.local_offset()[0]);
   std::int64_t begin = 0;
   for (std::size_t r = 0; r < counts.size(); ++r) {
@@ -227,7 +223,7 @@ at::Tensor gradient_of_rows(const Exchange& e, const at::Tensor& g) {
 ShardSpec gradient_of_table(const Exchange& e) {
   auto placements = e.table.placements();
   if (!e.options.sparse)
-    for (const int a : e.others) placements[static_cast<std::size_t>(a)] = Partial();
+    for (const int a : e.others) placements[a] = Partial();
   return make_spec(context_of(e.table), e.table.shape(), std::move(placements),
                    std::vector<const DimSharding*>{&e.table.dim(0), &e.table.dim(1)});
 }
@@ -334,7 +330,6 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace asked_rows
 
 bool rows_are_asked_for(const at::Tensor& weight, bool sparse) {

@@ -12,10 +12,9 @@
 #include "tessera/ops/matmul/detail/contract.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/dispatch/internal/cast_parameters.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 
 namespace tessera::detail::einsum_rules {
-
 namespace {
 
 using Indices = std::vector<std::int64_t>;
@@ -27,7 +26,7 @@ struct Factor {
 };
 
 bool has(const Indices& labels, std::int64_t l) {
-  return std::find(labels.begin(), labels.end(), l) != labels.end();
+  return std::ranges::find(labels, l) != labels.end();
 }
 
 // Whether all factors may be multiplied by contract(): what is cast on the way is left to libtorch.
@@ -52,7 +51,7 @@ bool contractible(at::ArrayRef<at::Tensor> tensors) {
 void reduce_alone(Factor& f, const Factor& other, const Indices& out) {
   for (std::int64_t d = f.t.dim() - 1; d >= 0; --d) {
     const auto l = f.labels[d];
-    const auto at = std::find(other.labels.begin(), other.labels.end(), l);
+    const auto at = std::ranges::find(other.labels, l);
     const bool stretched = f.t.size(d) == 1 && at != other.labels.end() &&
                            other.t.size(at - other.labels.begin()) != 1;
     if (!stretched && (at != other.labels.end() || has(out, l))) continue;
@@ -72,7 +71,7 @@ bool torn(const Factor& f, const Factor& other, const Indices& out, const Indice
   if (!meta) return false;
   std::set<int> begun;
   for (const auto l : order) {
-    const auto at = std::find(f.labels.begin(), f.labels.end(), l);
+    const auto at = std::ranges::find(f.labels, l);
     if (at == f.labels.end()) continue;
     const int d = static_cast<int>(at - f.labels.begin());
     if (f.t.size(d) == 1) continue;
@@ -106,7 +105,7 @@ std::optional<at::Tensor> product(Factor a, Factor b, const Indices& out, const 
   const auto renumbered = [&](Indices labels) {
     for (auto& l : labels) {
       if (!has(used, l)) used.push_back(l);
-      l = std::find(used.begin(), used.end(), l) - used.begin();
+      l = std::ranges::find(used, l) - used.begin();
     }
     return labels;
   };
@@ -188,13 +187,11 @@ std::optional<Equation> parsed(c10::string_view text, at::TensorList tensors) {
     if (!out) return std::nullopt;
     e.out = *out;
   } else {
-    for (std::int64_t l = 0; l < kLetters; ++l) {
+    for (std::int64_t l = 0; l < kLetters; ++l)
       if (seen[l] == 1) e.out.push_back(l);
-    }
   }
-  for (const auto l : e.out) {
+  for (const auto l : e.out)
     if (seen[l] == 0) return std::nullopt;
-  }
   return e;
 }
 
@@ -226,17 +223,14 @@ at::Tensor einsum(c10::string_view equation, at::TensorList tensors, at::Optiona
       kept.insert(e->terms[j].begin(), e->terms[j].end());
     kept.insert(e->out.begin(), e->out.end());
     Indices out;
-    for (const auto l : e->out) {
+    for (const auto l : e->out)
       if (has(left.labels, l) || has(right.labels, l)) out.push_back(l);
-    }
-    for (std::int64_t l = 0; l < kLetters && !last; ++l) {
+    for (std::int64_t l = 0; l < kLetters && !last; ++l)
       if (kept.contains(l) && !has(out, l) && (has(left.labels, l) || has(right.labels, l)))
         out.push_back(l);
-    }
     Indices order = out;
-    for (std::int64_t l = 0; l < kLabels; ++l) {
+    for (std::int64_t l = 0; l < kLabels; ++l)
       if (!has(out, l)) order.push_back(l);
-    }
     auto made = product(left, right, out, order);
     if (!made && tensors.size() == 2) return at::native::einsum(equation, tensors, path);
     left = {made ? *made
@@ -264,9 +258,8 @@ at::Tensor tensordot(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef d
     summed.push_back(next++);
   }
   for (Indices* labels : {&f.labels, &g.labels}) {
-    for (auto& l : *labels) {
+    for (auto& l : *labels)
       if (l < 0) out.push_back(l = next++);
-    }
   }
   Indices order = out;
   order.insert(order.end(), summed.begin(), summed.end());
@@ -280,5 +273,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::einsum_rules

@@ -20,7 +20,6 @@
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 
 namespace tessera::detail::linear_algebra_rules {
-
 namespace {
 
 // ---- batches of matrices ----
@@ -53,32 +52,28 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
   Shape extent(batches, 1);
   for (const TensorInfo& t : call.tensors()) {
     const int lead = t.spec.dims() - own(t);
-    for (int d = 0; d < lead; ++d) {
+    for (int d = 0; d < lead; ++d)
       if (t.spec.shape()[d] != 1) extent[batches - lead + d] = t.spec.shape()[d];
-    }
   }
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
     Labels labels(t.spec.dims(), kUnsharded);
     const int lead = t.spec.dims() - own(t);
-    for (int d = 0; d < lead; ++d) {
+    for (int d = 0; d < lead; ++d)
       if (t.spec.shape()[d] == extent[batches - lead + d]) labels[d] = batches - lead + d;
-    }
     p.inputs.push_back(std::move(labels));
   }
   for (const OutputInfo& out : *outputs) {
     Labels labels(out.shape.size(), kUnsharded);
-    for (int d = 0; d < batches && d < static_cast<int>(out.shape.size()) && out.defined; ++d) {
+    for (int d = 0; d < batches && d < static_cast<int>(out.shape.size()) && out.defined; ++d)
       if (out.shape[d] == extent[d]) labels[d] = d;
-    }
     p.outputs.push_back(std::move(labels));
     // A result without some batch dim would be wrong on every rank but one: then nothing is
     // sharded.
-    for (int d = 0; d < batches; ++d) {
+    for (int d = 0; d < batches; ++d)
       if (out.defined && out.shape != Shape{0} &&
           (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d]))
         return on_gathered(call);
-    }
     if (out.defined && out.shape == Shape{0} && batches > 0) return on_gathered(call);
   }
   return solve(p);
@@ -131,12 +126,11 @@ at::Tensor& kron_out(const at::Tensor& self, const at::Tensor& other, at::Tensor
               "but one of the arguments requires grad.");
   const at::Tensor made = at::kron(self, other);
   if (!c10::canCast(made.scalar_type(), out.scalar_type()))
-    throw InvalidArgument(concat("aten::kron.out: the result is ", toString(made.scalar_type()),
-                                 ", which out, being ", toString(out.scalar_type()),
-                                 ", cannot hold"));
+    throw InvalidArgument("aten::kron.out: the result is ", toString(made.scalar_type()),
+                          ", which out, being ", toString(out.scalar_type()), ", cannot hold");
   if (out.sizes() != made.sizes())
-    throw ShardingError(concat("aten::kron.out: the result has shape ", made.sizes(),
-                               ", out has shape ", out.sizes(), ", and shards keep their shape"));
+    throw ShardingError("aten::kron.out: the result has shape ", made.sizes(), ", out has shape ",
+                        out.sizes(), ", and shards keep their shape");
   out.copy_(made);
   return out;
 }
@@ -175,45 +169,29 @@ bool differentiable_exp(Stack* stack) {
   return true;
 }
 
+// Of which each argument is matrices.
+constexpr const char* kOfMatrices =
+    "linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_cholesky_ex cholesky_inverse linalg_qr "
+    "geqrf _linalg_svd _linalg_eigh linalg_eig linalg_eigvals _linalg_eigvals _linalg_det "
+    "_linalg_slogdet linalg_ldl_factor_ex linalg_matrix_exp cholesky_solve "
+    "linalg_solve_triangular triangular_solve linalg_matrix_sqrth linalg_polar cholesky inverse";
+
 const AtStart registered([] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
-      {{"linalg_inv_ex",
-        "linalg_lu_factor_ex",
-        "linalg_lu",
-        "linalg_cholesky_ex",
-        "cholesky_inverse",
-        "linalg_qr",
-        "geqrf",
-        "_linalg_svd",
-        "_linalg_eigh",
-        "linalg_eig",
-        "linalg_eigvals",
-        "_linalg_eigvals",
-        "_linalg_det",
-        "_linalg_slogdet",
-        "linalg_ldl_factor_ex",
-        "linalg_matrix_exp",
-        "cholesky_solve",
-        "linalg_solve_triangular",
-        "triangular_solve",
-        "linalg_matrix_sqrth",
-        "linalg_polar",
-        "cholesky",
-        "inverse"},
-       {}},
       {{"lu_unpack"}, {{"LU_pivots", 1}}},
       {{"linalg_lu_solve"}, {{"pivots", 1}}},
       {{"linalg_ldl_solve"}, {{"pivots", 1}}},
       {{"linalg_householder_product", "ormqr"}, {{"tau", 1}, {"input2", 1}}},
       {{"_linalg_solve_ex"}, {{"B", -1}}},
-      {{"linalg_lstsq"}, {{"b", -1}}},
-  };
-  for (const auto& [ops, trailing] : linear_algebra) {
+      {{"linalg_lstsq"}, {{"b", -1}}}};
+  for (const auto& [ops, trailing] : linear_algebra)
     for (const char* op : ops)
       register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) {
                       return batched(c, trailing);
                     }));
-  }
+  TextReader of_matrices(kOfMatrices);
+  for (std::string op; of_matrices >> op;)
+    register_rule("aten::" + op, guarded([](const OpCall& c) { return batched(c, {}); }));
   // Made of a factorisation and products, which autocast casts.
   register_rule("aten::linalg_pinv.atol_rtol_tensor",
                 guarded([](const OpCall& c) { return batched(c, {{"atol", 0}, {"rtol", 0}}); }),
@@ -230,5 +208,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::linear_algebra_rules

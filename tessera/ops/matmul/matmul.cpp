@@ -11,7 +11,6 @@
 #include "tessera/ops/rules/index_rule.h"
 
 namespace tessera::detail::matmul_rules {
-
 namespace {
 
 void check_added(const char* name, const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
@@ -58,21 +57,19 @@ at::Tensor addmv(const at::Tensor& self, const at::Tensor& a, const at::Tensor& 
 Rule with_whole_factors(Rule rule) {
   return [rule = std::move(rule)](const OpCall& call) {
     Plan plan = rule(call);
-    const bool partial =
-        plan.outputs[0].spec.has_partial() ||
-        std::any_of(plan.inputs.begin(), plan.inputs.end(),
-                    [](const std::optional<ShardSpec>& s) { return s && s->has_partial(); });
+    const bool partial = plan.outputs[0].spec.has_partial() ||
+                         std::ranges::any_of(plan.inputs, [](const std::optional<ShardSpec>& s) {
+                           return s && s->has_partial();
+                         });
     // Summands that are infinite, or 0 times infinity, do not add up to the result.
-    for (const char* name : {"beta", "alpha"}) {
+    for (const char* name : {"beta", "alpha"})
       if (partial && !call.value(name).toScalar().isComplex() && !std::isfinite(call.number(name)))
         return on_gathered(call);
-    }
     const TensorInfo& x = call.tensor(1);
     if (plan.local || !at::isIntegralType(x.dtype, true) || x.spec.shape().back() == 0) return plan;
     plan.local = [](const OperatorHandle& op, Stack a) {
-      for (c10::IValue& v : a) {
+      for (c10::IValue& v : a)
         if (v.isDouble()) v = static_cast<std::int64_t>(v.toDouble());
-      }
       op.callBoxed(a);
       return a;
     };
@@ -103,5 +100,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::matmul_rules

@@ -13,7 +13,6 @@
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 
 namespace tessera::detail::batch_norm_rules {
-
 namespace {
 
 // Everything but channels (dim 1) is summed over.
@@ -26,8 +25,8 @@ struct BatchNorm {
   explicit BatchNorm(const OpCall& call) : problem(call), x(*call.find("input")) {
     dims = x.spec.dims();
     if (dims < 2)
-      throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
-                                   ": it needs samples and channels"));
+      throw InvalidArgument(call.name(), " of an input of shape ", list(x.spec.shape()),
+                            ": it needs samples and channels");
     const Labels data = all_labels(dims);
     // A forward without training saves empty statistics.
     for (const TensorInfo& t : call.tensors())
@@ -63,11 +62,10 @@ at::Tensor over_channels(const at::Tensor& t, std::int64_t dims) {
 // libtorch's kernels divide by the number of channels or samples. If a rank has none there is
 // nothing to compute.
 bool nothing_here(const Plan& plan, const OpCall& call) {
-  for (const TensorInfo& t : call.tensors()) {
+  for (const TensorInfo& t : call.tensors())
     if (t.spec.shape() == call.find("input")->spec.shape() &&
         plan.inputs[call.index_of(t)]->local_numel() == 0)
       return true;
-  }
   return false;
 }
 
@@ -106,8 +104,8 @@ struct Running {
       const TensorInfo* t = call.find(name);
       if (!t) return;
       if (t->spec.has_partial())
-        throw ShardingError(concat(call.name(), " would update ", name,
-                                   ", which is partial: ", t->spec, ". Redistribute it."));
+        throw ShardingError(call.name(), " would update ", name, ", which is partial: ", t->spec,
+                            ". Redistribute it.");
       spec = t->spec;
       plan.inputs[call.index_of(*t)] = t->spec;
     };
@@ -126,8 +124,8 @@ struct Running {
 Plan batch_norm(const OpCall& call) {
   if (optional_tensor(call.value("running_mean")).defined() !=
       optional_tensor(call.value("running_var")).defined())
-    throw InvalidArgument(
-        concat(call.name(), ": running_mean and running_var are given together, or none"));
+    throw InvalidArgument(call.name(),
+                          ": running_mean and running_var are given together, or none");
   BatchNorm b(call);
   Plan plan = solve(b.problem);
   plan.outputs[0].strides = b.strides();
@@ -191,9 +189,8 @@ Plan batch_norm_backward(const OpCall& call) {
   plan.local = nothing_here(plan, call) ? zeros_of(plan, of_gradients) : backward_in_order;
   if (!call.boolean("train")) return plan;  // sample by sample; the sums are partial
   // not read: they stay as they are sharded
-  for (const char* name : {"running_mean", "running_var"}) {
+  for (const char* name : {"running_mean", "running_var"})
     if (const TensorInfo* t = call.find(name)) plan.inputs[call.index_of(*t)] = t->spec;
-  }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   if (axes.empty()) return plan;
@@ -225,5 +222,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::batch_norm_rules

@@ -18,7 +18,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::group_norm_rules {
-
 namespace {
 
 // One call: samples x channels x space, and the labels of its tensors.
@@ -26,14 +25,14 @@ struct Groups {
   Groups(const OpCall& call, const TensorInfo& input)
       : x(input), n(x.spec.dims()), count(call.integer("group")) {
     if (n < 2 || count < 1 || x.spec.shape()[1] % count != 0)
-      throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
-                                   " in ", count, " groups: the channels do not divide into them"));
+      throw InvalidArgument(call.name(), " of an input of shape ", list(x.spec.shape()), " in ",
+                            count, " groups: the channels do not divide into them");
     const Shape& sizes = x.spec.shape();
     if (call.argument("N") >= 0 &&
         (call.integer("N") != sizes[0] || call.integer("C") != sizes[1] ||
          call.integer("HxW") != c10::multiply_integers(sizes.begin() + 2, sizes.end())))
-      throw InvalidArgument(concat(call.name(), " of an input of shape ", list(x.spec.shape()),
-                                   ": N, C and HxW are not its sizes"));
+      throw InvalidArgument(call.name(), " of an input of shape ", list(x.spec.shape()),
+                            ": N, C and HxW are not its sizes");
     for (int d = 1; d < n; ++d) sharded |= x.spec.is_sharded(d);
     data = sharded ? all_labels(n) : first_dims_free(n, 1);
     channels = {sharded ? 1 : kUnsharded};
@@ -107,9 +106,8 @@ Plan group_norm(const OpCall& call) {
   const Labels samples = first_dims_free(2, 1);
   p.outputs = {g.data, samples, samples};
   p.output_shapes = {g.x.spec.shape(), g.statistics, g.statistics};
-  if (g.sharded) {
+  if (g.sharded)
     for (int d = 1; d < g.n; ++d) p.contract.insert(d);
-  }
   Plan plan = solve(p);
   const ShardSpec& in = *plan.inputs[0];
   const std::vector<int> axes = axes_within(in, 1);
@@ -173,9 +171,8 @@ Plan group_norm_backward(const OpCall& call) {
   p.outputs = {g.data, g.channels, g.channels};
   p.output_shapes = {g.x.spec.shape(), of_channels, of_channels};
   p.contract = {0};
-  if (g.sharded) {
+  if (g.sharded)
     for (int d = 2; d < g.n; ++d) p.contract.insert(d);
-  }
   Plan plan = solve(p);
   const ShardSpec& in = *plan.inputs[call.index_of(g.x)];
   const std::vector<int> axes = axes_within(in, 1);
@@ -227,5 +224,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::group_norm_rules

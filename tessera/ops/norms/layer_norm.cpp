@@ -17,7 +17,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::layer_norm_rules {
-
 namespace {
 
 // Which dims are normalized, how many elements a row has, and how rows are sharded.
@@ -28,9 +27,9 @@ struct Rows {
     free = n - static_cast<int>(normalized.size());
     if (free < 0 || normalized.empty() ||
         !std::equal(normalized.begin(), normalized.end(), x.spec.shape().begin() + free))
-      throw InvalidArgument(concat(call.name(), " over dims of sizes ", list(normalized),
-                                   " of an input of shape ", list(x.spec.shape()),
-                                   ": they must be its last dims"));
+      throw InvalidArgument(call.name(), " over dims of sizes ", list(normalized),
+                            " of an input of shape ", list(x.spec.shape()),
+                            ": they must be its last dims");
     for (int d = free; d < n; ++d) {
       dims.push_back(d);
       inner.push_back(d);
@@ -64,9 +63,8 @@ Plan layer_norm(const OpCall& call) {
   if (r.sharded) p.contract.insert(r.inner.begin(), r.inner.end());
   Plan plan = solve(p);
   // in the dtype that the kernel returns
-  if (const auto* known = call.outputs(); known && known->size() == 3) {
+  if (const auto* known = call.outputs(); known && known->size() == 3)
     for (std::size_t o = 0; o < 3; ++o) plan.outputs[o].strides = (*known)[o].strides;
-  }
   reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   const std::vector<int> axes = axes_within(*plan.inputs[0], r.free);
@@ -176,5 +174,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::layer_norm_rules

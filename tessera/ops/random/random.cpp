@@ -23,7 +23,6 @@
 namespace tessera::detail {
 
 namespace random_rules {
-
 namespace {
 
 using Words = std::array<std::uint32_t, 4>;
@@ -37,13 +36,12 @@ void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64
   const auto stands = agree::all<std::string>(
       all, "random numbers", [&] { return concat("draw ", stream, " from seed ", seed); },
       {.name = "random numbers"});
-  for (std::size_t r = 1; r < stands.size(); ++r) {
+  for (std::size_t r = 1; r < stands.size(); ++r)
     if (stands[r] != stands[0])
-      throw MismatchError(
-          concat("the random numbers of sharded tensors have come apart: rank ", all.ranks()[0],
-                 " makes ", stands[0], ", rank ", all.ranks()[r], " ", stands[r],
-                 ". Draw on all ranks alike, or set_random_state() on all of them"));
-  }
+      throw MismatchError("the random numbers of sharded tensors have come apart: rank ",
+                          all.ranks()[0], " makes ", stands[0], ", rank ", all.ranks()[r], " ",
+                          stands[r],
+                          ". Draw on all ranks alike, or set_random_state() on all of them");
 }
 
 // Where one rank failed alone, others had perhaps drawn further: at the first draw afterwards the
@@ -72,7 +70,6 @@ void meet_after_failures(const MeshContext& context) {
 }
 
 }  // namespace
-
 }  // namespace random_rules
 
 DrawPosition next_draw(const MeshContext& context) {
@@ -98,7 +95,6 @@ at::Tensor dropout_mask(const DrawPosition& draw, const std::vector<std::int64_t
 }
 
 namespace random_rules {
-
 namespace {
 
 // One draw: the numbers for the elements of a spec.
@@ -144,9 +140,9 @@ double normal(const Words& w) {
 
 void refuse_generator(const OpCall& call) {
   if (call.argument("generator") >= 0 && call.has("generator")) {
-    throw ShardingError(concat(call.name(),
-                               ": a generator is given, but sharded tensors draw by global index: "
-                               "leave it out and use tessera::manual_seed"));
+    throw ShardingError(call.name(),
+                        ": a generator is given, but sharded tensors draw by global index: "
+                        "leave it out and use tessera::manual_seed");
   }
 }
 
@@ -154,7 +150,7 @@ void refuse_generator(const OpCall& call) {
 using Check = std::function<void(const OpCall&)>;
 
 [[noreturn]] void refuse(const OpCall& call, const std::string& what) {
-  throw InvalidArgument(concat(call.name(), what));
+  throw InvalidArgument(call.name(), what);
 }
 at::ScalarType drawn_type(const OpCall& call) {
   if (call.argument("dtype") >= 0 && call.has("dtype")) return call.value("dtype").toScalarType();
@@ -401,6 +397,5 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace random_rules
 }  // namespace tessera::detail

@@ -24,16 +24,15 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::sample_rules {
-
 namespace {
 
 using MaybeGenerator = std::optional<at::Generator>;
 
 void refuse_given(const char* op, const MaybeGenerator& generator) {
   if (generator && generator->defined())
-    throw ShardingError(concat("aten::", op,
-                               ": a generator is given, but sharded tensors draw by global index: "
-                               "leave it out and use tessera::manual_seed"));
+    throw ShardingError("aten::", op,
+                        ": a generator is given, but sharded tensors draw by global index: "
+                        "leave it out and use tessera::manual_seed");
 }
 
 // The row-major numbers in [0, 1) of rows `first`, ... of a tensor [rows, columns].
@@ -67,7 +66,7 @@ std::vector<double> running_sums(const double* weights, std::int64_t categories)
 void with_replacement(const std::vector<double>& sums, const double* numbers, std::int64_t count,
                       std::int64_t* drawn) {
   for (std::int64_t k = 0; k < count; ++k) {
-    const auto at = std::upper_bound(sums.begin(), sums.end(), numbers[k] * sums.back());
+    const auto at = std::ranges::upper_bound(sums, numbers[k] * sums.back());
     drawn[k] = at - sums.begin();
   }
 }
@@ -83,7 +82,7 @@ void without_replacement(const double* weights, const double* numbers, std::int6
                        c);
   }
   std::partial_sort(times.begin(), times.begin() + count, times.end());
-  for (std::int64_t k = 0; k < count; ++k) drawn[k] = times[static_cast<std::size_t>(k)].second;
+  for (std::int64_t k = 0; k < count; ++k) drawn[k] = times[k].second;
 }
 
 // Rows may be sharded, a row's categories may not.
@@ -125,11 +124,10 @@ Plan multinomial(const OpCall& call) {
     auto* drawn = result.mutable_data_ptr<std::int64_t>();
     for (std::int64_t left = result.numel() / count; left > 0; --left) {
       const std::vector<double> sums = running_sums(row, categories);
-      if (replace) {
+      if (replace)
         with_replacement(sums, number, count, drawn);
-      } else {
+      else
         without_replacement(row, number, categories, count, drawn);
-      }
       row += categories;
       number += replace ? count : categories;
       drawn += count;
@@ -274,11 +272,11 @@ Plan each_by_itself(const OpCall& call, int trailing, Draw draw) {
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
     if (!at::isFloatingType(t.dtype))
-      throw InvalidArgument(concat(call.name(), " of ", c10::toString(t.dtype),
-                                   " parameters: give floating-point ones"));
+      throw InvalidArgument(call.name(), " of ", c10::toString(t.dtype),
+                            " parameters: give floating-point ones");
     if (t.spec.shape() != first.spec.shape())
-      throw ShardingError(concat(call.name(), " of parameters of shapes ", list(first.spec.shape()),
-                                 " and ", list(t.spec.shape()), ": expand them to one shape"));
+      throw ShardingError(call.name(), " of parameters of shapes ", list(first.spec.shape()),
+                          " and ", list(t.spec.shape()), ": expand them to one shape");
     p.inputs.push_back(last_dims_unsharded(t.spec.dims(), trailing));
   }
   p.outputs = {p.inputs[0]};
@@ -422,5 +420,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::sample_rules

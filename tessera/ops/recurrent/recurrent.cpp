@@ -27,7 +27,6 @@
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail::recurrent_rules {
-
 namespace {
 
 using torch::autograd::variable_list;
@@ -56,11 +55,10 @@ struct Call {
 struct AtNode final : torch::autograd::FunctionPreHook {
   AtNode(std::shared_ptr<Call> c, bool b) : call(std::move(c)), begins(b) {}
   variable_list operator()(const variable_list& gradients) override {
-    if (begins) {
+    if (begins)
       call->begin(call);
-    } else {
+    else
       call->end();
-    }
     return gradients;
   }
   std::shared_ptr<Call> call;
@@ -201,8 +199,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mkldnn_rnn_layer(
 std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& input, const at::Tensor& lengths,
                                         bool batch_first) {
   if (input.dim() < 2)
-    throw InvalidArgument(concat("_pack_padded_sequence of a tensor of ", input.dim(),
-                                 " dims: it needs samples and steps"));
+    throw InvalidArgument("_pack_padded_sequence of a tensor of ", input.dim(),
+                          " dims: it needs samples and steps");
   const at::Tensor plain = is_sharded(lengths) ? full_tensor(lengths) : lengths;
   const auto rows = input.size(0), columns = input.size(1);
   const at::Tensor places = at::arange(rows * columns, at::kLong).view({rows, columns});
@@ -231,7 +229,7 @@ std::tuple<at::Tensor, at::Tensor> unpack(const at::Tensor& data, const at::Tens
 at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double padding,
                         std::string_view side) {
   if (side != "left" && side != "right")
-    throw InvalidArgument(concat("pad_sequence: padding_side is '", side, "'; left or right"));
+    throw InvalidArgument("pad_sequence: padding_side is '", side, "'; left or right");
   std::int64_t longest = 0;
   for (const at::Tensor& t : sequences) longest = std::max(longest, t.size(0));
   std::vector<at::Tensor> padded;
@@ -259,5 +257,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::recurrent_rules

@@ -16,7 +16,6 @@
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 
 namespace tessera::detail::reductions_rules {
-
 namespace {
 
 Plan sum(const OpCall& call) {
@@ -33,7 +32,7 @@ Plan mean(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
   const auto* out = call.outputs();
   if (!out || out->empty())
-    throw ShardingError(concat(call.name(), " with out= has no rule: use the form that returns"));
+    throw ShardingError(call.name(), " with out= has no rule: use the form that returns");
   if (summands_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) {
     p.linear = LabelProblem::Linear::one;
     p.linear_in = {0};
@@ -68,9 +67,8 @@ bool mean_of_sum(Stack* stack, bool of_dims) {
   Shape dims;
   if (of_dims && !(*stack)[first + 1].isNone()) dims = (*stack)[first + 1].toIntVector();
   const std::int64_t n = self.dim();
-  if (dims.empty()) {
+  if (dims.empty())
     for (std::int64_t d = 0; d < n; ++d) dims.push_back(d);
-  }
   double elements = 1;
   bool sharded = false;
   for (const std::int64_t d : dims) {
@@ -92,11 +90,10 @@ Plan count(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::su
 Plan extremum(const OpCall& call, bool max) {
   LabelProblem p = reduction(call, max ? ReduceOp::Kind::max : ReduceOp::Kind::min);
   Plan plan = solve(p);
-  for (const int d : p.contract) {
+  for (const int d : p.contract)
     if (call.tensor(0).spec.shape()[d] == 0)
-      throw InvalidArgument(concat(call.name(), ": dim ", d, " of ",
-                                   list(call.tensor(0).spec.shape()), " has no elements"));
-  }
+      throw InvalidArgument(call.name(), ": dim ", d, " of ", list(call.tensor(0).spec.shape()),
+                            " has no elements");
   if (plan.inputs[0]->local_numel() == 0) {
     plan.local = [shape = plan.outputs[0].spec.local_shape(), max](const OperatorHandle&,
                                                                    Stack arguments) {
@@ -175,5 +172,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::reductions_rules

@@ -24,7 +24,6 @@
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 
 namespace tessera::detail::sort_and_scan_rules {
-
 namespace {
 
 // For an operator of one tensor that needs complete lines along `dims`, which are sharded: the axes
@@ -39,11 +38,10 @@ std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
       std::ranges::any_of(dims, [&](int d) { return is_distributed(x.spec, d); });
   if (!distributed) return std::nullopt;
   const ShardSpec in = with_other_dims_sharded(x.spec, dims);
-  for (std::size_t a = 0; a < in.placements().size(); ++a) {
+  for (std::size_t a = 0; a < in.placements().size(); ++a)
     if (context_of(in)->sizes[a] > 1 && x.spec.placements()[a].is_shard() &&
         in.placements()[a].is_replicate())
       return std::nullopt;
-  }
   Plan plan;
   plan.inputs = {in};
   const ShardSpec out = mapped_spec(in, result, from, false);
@@ -178,9 +176,8 @@ Plan along(const OpCall& call) {
     if (call.argument(name) < 0 || !call.has(name)) continue;
     for (const auto d : call.integers(name)) whole.insert(static_cast<int>(normal_dim(d, n)));
   }
-  if (whole.empty()) {
+  if (whole.empty())
     for (int d = 0; d < n; ++d) whole.insert(d);
-  }
   const auto* made = call.outputs();
   const Shape& shape = call.tensor(0).spec.shape();
   if (n > 0 && (!made || (!made->empty() && (*made)[0].shape == shape))) {
@@ -188,9 +185,8 @@ Plan along(const OpCall& call) {
   }
   LabelProblem p(call);
   Labels labels = all_labels(n);
-  for (const int d : whole) {
+  for (const int d : whole)
     if (d < n) labels[d] = kUnsharded;
-  }
   for (const TensorInfo& t : call.tensors()) {
     Labels own = t.spec.dims() == n ? labels : Labels(t.spec.dims(), kUnsharded);
     for (int d = 0; d < t.spec.dims() && t.spec.dims() == n; ++d) {
@@ -200,9 +196,8 @@ Plan along(const OpCall& call) {
     p.inputs.push_back(own);
   }
   for (Labels& own : p.inputs) {
-    for (std::size_t d = 0; d < own.size() && own.size() == labels.size(); ++d) {
+    for (std::size_t d = 0; d < own.size() && own.size() == labels.size(); ++d)
       if (labels[d] == kUnsharded) own[d] = kUnsharded;
-    }
   }
   p.outputs.assign(call.schema().returns().size(), labels);
   // the result of a backward has the shape of what was differentiated
@@ -395,5 +390,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::sort_and_scan_rules

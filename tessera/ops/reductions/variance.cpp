@@ -17,14 +17,13 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::variance_rules {
-
 namespace {
 
 Plan variance(const OpCall& call, bool root, bool with_mean) {
   const TensorInfo& x = call.tensor(0);
   if (!at::isFloatingType(x.dtype) && !at::isComplexType(x.dtype))
-    throw InvalidArgument(concat(call.name(), " of ", c10::toString(x.dtype),
-                                 " values: give floating-point or complex ones"));
+    throw InvalidArgument(call.name(), " of ", c10::toString(x.dtype),
+                          " values: give floating-point or complex ones");
   const std::set<int> dims = reduced_dims(call);
   const bool keep = keeps(call);
   const double correction = call.has("correction") ? call.number("correction") : 1.0;
@@ -123,8 +122,7 @@ Plan norm(const OpCall& call) {
 Plan renorm(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   if (n < 2)
-    throw InvalidArgument(
-        concat("aten::renorm: the tensor has ", n, " dims, and needs at least 2"));
+    throw InvalidArgument("aten::renorm: the tensor has ", n, " dims, and needs at least 2");
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   LabelProblem p(call);
   p.inputs = {Labels(n, kUnsharded)};
@@ -164,5 +162,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::variance_rules

@@ -8,7 +8,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr int kEllipsis = -2;
@@ -45,8 +44,8 @@ struct Notation {
   }
 
   [[noreturn]] void fail(const std::string& why) const {
-    throw RuleError(concat("the index notation '", text, "' cannot be read: ", why,
-                           ". An example: \"m k, k n -> m n\""));
+    throw RuleError("the index notation '", text, "' cannot be read: ", why,
+                    ". An example: \"m k, k n -> m n\"");
   }
 
  private:
@@ -65,9 +64,8 @@ struct Notation {
     std::istringstream words(tensor);
     for (std::string word; words >> word;) {
       if (word == "...") {
-        for (const NamedDim& d : all) {
+        for (const NamedDim& d : all)
           if (d.label == kEllipsis) fail("a tensor has '...' twice");
-        }
         all.push_back({kEllipsis, false, false});
         continue;
       }
@@ -79,9 +77,8 @@ struct Notation {
           }))
         fail(concat("'", word, "' is not a name"));
       const int label = labels.emplace(word, static_cast<int>(labels.size())).first->second;
-      for (const NamedDim& d : all) {
+      for (const NamedDim& d : all)
         if (d.label == label) fail(concat("a tensor has the dim '", word, "' twice"));
-      }
       all.push_back({label, unsharded, stretched});
     }
     return all;
@@ -116,27 +113,25 @@ std::vector<std::size_t> places(const OpCall& call, const Notation& n) {
   const auto& arguments = call.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     auto type = arguments[i].type();
-    for (;;) {
-      if (const auto optional = type->cast<c10::OptionalType>()) {
+    for (;;)
+      if (const auto optional = type->cast<c10::OptionalType>())
         type = optional->getElementType();
-      } else if (const auto list = type->cast<c10::ListType>()) {
+      else if (const auto list = type->cast<c10::ListType>())
         type = list->getElementType();
-      } else {
+      else
         break;
-      }
-    }
     const bool written_result = arguments[i].is_out();
     if (type->kind() == c10::TypeKind::TensorType && !written_result)
       place_of.emplace(static_cast<int>(i), place_of.size());
   }
   if (place_of.size() != n.inputs.size())
-    throw RuleError(concat("the index notation '", n.text, "' has ", n.inputs.size(),
-                           " inputs, but ", call.name(), " takes ", place_of.size(), " tensors"));
+    throw RuleError("the index notation '", n.text, "' has ", n.inputs.size(), " inputs, but ",
+                    call.name(), " takes ", place_of.size(), " tensors");
   std::vector<std::size_t> all;
   for (const TensorInfo& t : call.tensors()) {
     const auto it = place_of.find(t.argument);
     if (it == place_of.end())
-      throw ShardingError(concat(call.name(), " with out= has no rule: use the form that returns"));
+      throw ShardingError(call.name(), " with out= has no rule: use the form that returns");
     all.push_back(it->second);
   }
   return all;
@@ -152,8 +147,8 @@ std::size_t dims_of_ellipsis(const OpCall& call, const Notation& n,
     if (!has_ellipsis(dims)) continue;
     const auto given = static_cast<std::size_t>(tensors[i].spec.dims());
     if (given + 1 < dims.size() || (of_ellipsis && *of_ellipsis != given + 1 - dims.size()))
-      throw InvalidArgument(concat(call.name(), ": ", argument_of(call, tensors[i]), " has ", given,
-                                   " dims, which does not agree with '", n.text, "'"));
+      throw InvalidArgument(call.name(), ": ", argument_of(call, tensors[i]), " has ", given,
+                            " dims, which does not agree with '", n.text, "'");
     of_ellipsis = given + 1 - dims.size();
   }
   return of_ellipsis.value_or(0);
@@ -163,13 +158,11 @@ void apply(const IndexRuleOptions& options, const std::vector<std::size_t>& plac
            const Notation& n, detail::LabelProblem& p) {
   p.contract = n.reduced;
   p.reduce = options.reduce;
-  for (std::size_t i = 0; i < place.size(); ++i) {
-    if (options.added.contains(static_cast<int>(place[i]))) {
+  for (std::size_t i = 0; i < place.size(); ++i)
+    if (options.added.contains(static_cast<int>(place[i])))
       p.additive.insert(static_cast<int>(i));
-    } else if (options.linear) {
+    else if (options.linear)
       p.linear_in.insert(static_cast<int>(i));
-    }
-  }
   if (options.linear) p.linear = detail::LabelProblem::Linear::one;
 }
 
@@ -185,12 +178,11 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
     const auto& shape = tensors[i].spec.shape();
     while (dims.size() > shape.size() && dims.front().stretched) dims.erase(dims.begin());
     if (dims.size() != shape.size())
-      throw InvalidArgument(concat(call.name(), ": ", argument_of(call, tensors[i]), " of shape ",
-                                   list(shape), " has ", shape.size(), " dims, and needs ",
-                                   dims.size(), " ('", n.text, "')"));
-    for (std::size_t d = 0; d < dims.size(); ++d) {
+      throw InvalidArgument(call.name(), ": ", argument_of(call, tensors[i]), " of shape ",
+                            list(shape), " has ", shape.size(), " dims, and needs ", dims.size(),
+                            " ('", n.text, "')");
+    for (std::size_t d = 0; d < dims.size(); ++d)
       if (!dims[d].stretched) extent.emplace(dims[d].label, shape[d]);
-    }
     inputs.push_back(std::move(dims));
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -201,9 +193,9 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
       const std::int64_t size = extent.emplace(dim.label, shape[d]).first->second;
       const bool stretched = dim.stretched && shape[d] == 1 && size != 1;
       if (size != shape[d] && !stretched)
-        throw InvalidArgument(concat(
-            call.name(), ": dim ", d, " of ", argument_of(call, tensors[i]), " has size ", shape[d],
-            ", and the same dim of another argument has ", size, " ('", n.text, "')"));
+        throw InvalidArgument(call.name(), ": dim ", d, " of ", argument_of(call, tensors[i]),
+                              " has size ", shape[d], ", and the same dim of another argument has ",
+                              size, " ('", n.text, "')");
       labels.push_back(dim.unsharded || stretched ? detail::kUnsharded : dim.label);
     }
     p.inputs.push_back(std::move(labels));
@@ -216,9 +208,9 @@ Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& opti
       labels.push_back(dim.unsharded ? detail::kUnsharded : dim.label);
       const auto known = extent.find(dim.label);
       if (known == extent.end() && !inferred)
-        throw ShardingError(concat("the rule of ", call.name(), " ('", n.text,
-                                   "') does not know the size of a dim of its result: register a "
-                                   "kernel for the Meta key"));
+        throw ShardingError("the rule of ", call.name(), " ('", n.text,
+                            "') does not know the size of a dim of its result: register a "
+                            "kernel for the Meta key");
       shape.push_back(known == extent.end() ? 0 : known->second);
     }
     p.outputs.push_back(std::move(labels));

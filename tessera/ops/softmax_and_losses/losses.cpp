@@ -19,11 +19,10 @@
 #include <limits>
 #include <string>
 
-#include "tessera/ops/indexing/detail/index_range.h"
+#include "tessera/ops/indexing/detail/dim_shard.h"
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::losses_rules {
-
 namespace {
 
 // A mean: the sum, divided by the global count. In float32 if the inputs are of half precision: the
@@ -61,7 +60,7 @@ Plan loss(const OpCall& call) {
   const int n = static_cast<int>(shape.size());
   const std::int64_t reduction = call.integer("reduction");
   if (reduction < at::Reduction::None || reduction > at::Reduction::Sum)
-    throw InvalidArgument(concat(call.name(), ": reduction ", reduction, " is none of 0 to 2"));
+    throw InvalidArgument(call.name(), ": reduction ", reduction, " is none of 0 to 2");
   for (const TensorInfo& t : call.tensors()) {
     if (is_weight(call, t)) {
       p.inputs.push_back(broadcast_labels(call, t, shape));
@@ -69,8 +68,8 @@ Plan loss(const OpCall& call) {
     }
     if (t.spec.shape() != shape)
       throw ShardingError(
-          concat(call.name(),
-                 " of sharded tensors of different shapes has no rule: expand the target first"));
+          call.name(),
+          " of sharded tensors of different shapes has no rule: expand the target first");
     p.inputs.push_back(all_labels(n));
   }
   p.outputs = {reduction == at::Reduction::None ? all_labels(n) : Labels{}};
@@ -87,9 +86,8 @@ Plan loss_backward(const OpCall& call) {
   const TensorInfo& x = *call.find("self");
   const int n = x.spec.dims();
   const std::int64_t reduction = call.integer("reduction");
-  for (const TensorInfo& t : call.tensors()) {
+  for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : unsharded_labels(t));
-  }
   p.outputs = {all_labels(n)};
   p.output_shapes = {x.spec.shape()};
   Plan plan = solve(p);
@@ -120,11 +118,11 @@ Plan along_dim(const OpCall& call, const TensorInfo& x, const Local& local) {
 Plan softmax(const OpCall& call, bool logarithm) {
   const TensorInfo& x = call.tensor(0);
   if (!at::isFloatingType(x.dtype))
-    throw InvalidArgument(
-        concat(call.name(), " of ", c10::toString(x.dtype), " values: give floating-point ones"));
+    throw InvalidArgument(call.name(), " of ", c10::toString(x.dtype),
+                          " values: give floating-point ones");
   if (call.argument("half_to_float") >= 0 && call.boolean("half_to_float") && x.dtype != at::kHalf)
-    throw InvalidArgument(concat(call.name(), " with half_to_float of ", c10::toString(x.dtype),
-                                 " values: it is for Half"));
+    throw InvalidArgument(call.name(), " with half_to_float of ", c10::toString(x.dtype),
+                          " values: it is for Half");
   return along_dim(call, x, [logarithm](const OverRanks& over, int dim) {
     return [=](const OperatorHandle&, Stack a) {
       const at::Tensor& given = a[0].toTensor();
@@ -180,11 +178,11 @@ struct Classes {
       target_shape.push_back(x.spec.shape()[d]);
     }
     if (const TensorInfo* w = call.find("weight"); w && w->dtype != x.dtype)
-      throw InvalidArgument(concat(call.name(), ": weight is ", c10::toString(w->dtype),
-                                   ", the scores are ", c10::toString(x.dtype), "; convert it"));
+      throw InvalidArgument(call.name(), ": weight is ", c10::toString(w->dtype),
+                            ", the scores are ", c10::toString(x.dtype), "; convert it");
     if (const TensorInfo* t = call.find("target"); t->dtype != at::kLong && t->dtype != at::kByte)
-      throw InvalidArgument(concat(call.name(), ": target is ", c10::toString(t->dtype),
-                                   ", and must be Long or Byte; convert it"));
+      throw InvalidArgument(call.name(), ": target is ", c10::toString(t->dtype),
+                            ", and must be Long or Byte; convert it");
     const bool each = reduction == at::Reduction::None;
     for (const TensorInfo& t : call.tensors()) {
       Labels labels(t.spec.dims(), kUnsharded);
@@ -354,5 +352,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::losses_rules

@@ -9,7 +9,6 @@
 #include "tessera/ops/spatial/detail/convolution_halo.h"
 
 namespace tessera::detail::convolution_rules {
-
 namespace {
 
 enum : int { kSample, kIn, kOut, kGroup, kSpatial };  // kSpatial + i: the i-th spatial dim
@@ -22,20 +21,19 @@ struct Convolution {
         groups(call.integer("groups")) {
     const int n = w.spec.dims();
     if (x.spec.dims() != n)
-      throw ShardingError(concat("convolution of an input without samples, ", x.spec,
-                                 ", has no rule: unsqueeze it"));
+      throw ShardingError("convolution of an input without samples, ", x.spec,
+                          ", has no rule: unsqueeze it");
     if (n < 3)
-      throw InvalidArgument(
-          concat("convolution with a weight of ", n, " dims: it needs at least 3"));
-    if (groups < 1) throw InvalidArgument(concat("convolution of ", groups, " groups: at least 1"));
+      throw InvalidArgument("convolution with a weight of ", n, " dims: it needs at least 3");
+    if (groups < 1) throw InvalidArgument("convolution of ", groups, " groups: at least 1");
     if (x.spec.shape()[1] != (transposed ? w.spec.shape()[0] : w.spec.shape()[1] * groups) ||
         w.spec.shape()[0] % groups != 0)
-      throw InvalidArgument(concat("convolution of an input of shape ", list(x.spec.shape()),
-                                   " with a weight of shape ", list(w.spec.shape()), " in ", groups,
-                                   " groups: the channels do not agree"));
+      throw InvalidArgument("convolution of an input of shape ", list(x.spec.shape()),
+                            " with a weight of shape ", list(w.spec.shape()), " in ", groups,
+                            " groups: the channels do not agree");
     if (transposed && w.spec.numel() == 0)
-      throw InvalidArgument(concat("transposed convolution with a weight of shape ",
-                                   list(w.spec.shape()), ", which has no elements"));
+      throw InvalidArgument("transposed convolution with a weight of shape ", list(w.spec.shape()),
+                            ", which has no elements");
     const auto spatial = static_cast<std::size_t>(n - 2);
     const Shape stride = per_dim(call.integers("stride"), spatial, "stride"),
                 padding = per_dim(call.integers("padding"), spatial, "padding"),
@@ -55,14 +53,13 @@ struct Convolution {
       const Window window{w.spec.shape()[i + 2], stride[i], padding[i], dilation[i]};
       window.check();
       if (window.padding < 0)
-        throw InvalidArgument(
-            concat("convolution with padding ", window.padding, " in dim ", i + 2, ": at least 0"));
+        throw InvalidArgument("convolution with padding ", window.padding, " in dim ", i + 2,
+                              ": at least 0");
       const std::int64_t size = x.spec.shape()[i + 2], more = extra[i];
       if (transposed && (more < 0 || more >= std::max(window.stride, window.dilation)))
-        throw InvalidArgument(concat("transposed convolution with output_padding ", more,
-                                     " in dim ", i + 2, ", stride ", window.stride,
-                                     " and dilation ", window.dilation,
-                                     ": it must be at least 0 and less than one of these"));
+        throw InvalidArgument("transposed convolution with output_padding ", more, " in dim ",
+                              i + 2, ", stride ", window.stride, " and dilation ", window.dilation,
+                              ": it must be at least 0 and less than one of these");
       windows.push_back(window);
       output_padding.push_back(more);
       out_shape.push_back(transposed ? (size - 1) * window.stride - 2 * window.padding +
@@ -70,9 +67,9 @@ struct Convolution {
                                      : window.outputs(size, window.padding));
       // What plain libtorch refuses.
       if (out_shape.back() < 1 || size < 1)
-        throw ShardingError(concat("convolution of an input of shape ", list(x.spec.shape()),
-                                   " with a weight of shape ", list(w.spec.shape()),
-                                   ": the window does not fit in dim ", i + 2));
+        throw ShardingError("convolution of an input of shape ", list(x.spec.shape()),
+                            " with a weight of shape ", list(w.spec.shape()),
+                            ": the window does not fit in dim ", i + 2);
     }
   }
 
@@ -94,9 +91,8 @@ struct Convolution {
       }
       return Partition(sizes);
     };
-    for (const TensorInfo* t : {&x, call.find("grad_output"), &w}) {
+    for (const TensorInfo* t : {&x, call.find("grad_output"), &w})
       if (auto p = aligned(t)) return p;
-    }
     return Partition::even(groups, parts);
   }
 
@@ -240,10 +236,9 @@ Plan convolution_backward(const OpCall& call) {
   Plan plan = solve(p);
   ShardSpec &x = *plan.inputs[call.index_of(c.x)], &w = *plan.inputs[call.index_of(c.w)],
             &y = *plan.inputs[call.index_of(g)];
-  for (int axis = 0; axis < x.mesh_dims() && c.groups == 1; ++axis) {
+  for (int axis = 0; axis < x.mesh_dims() && c.groups == 1; ++axis)
     if (x.placements()[axis].is_shard(1))
       plan.outputs[2].spec = plan.outputs[2].spec.with_placement(axis, Replicate());
-  }
   const std::int64_t groups = place_groups(c, call, plan,
                                            {{&x, 1},
                                             {&w, 0},
@@ -292,5 +287,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::convolution_rules

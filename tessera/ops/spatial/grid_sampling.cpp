@@ -14,13 +14,12 @@
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::grid_sampling_rules {
-
 namespace {
 
 struct Sampling {
@@ -233,9 +232,8 @@ Placed place(const ShardSpec& field, const ShardSpec& grid) {
 // are Partial.
 std::vector<Placement> gradient_of(const ShardSpec& spec, const ShardSpec& out) {
   auto placements = spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
+  for (std::size_t a = 0; a < placements.size(); ++a)
     if (placements[a].is_replicate() && out.placements()[a].is_shard()) placements[a] = Partial();
-  }
   return placements;
 }
 
@@ -244,13 +242,13 @@ void check_call(const at::Tensor& input, const at::Tensor& given, std::int64_t m
   const std::int64_t n = input.dim();
   at::native::check_grid_sampler_common(input, given);
   if ((n != 4 && n != 5) || given.dim() != n || mode < 0 || mode > 2 || padding < 0 || padding > 2)
-    throw InvalidArgument(concat("grid_sampler of ", n, " dims by a grid of ", given.dim(),
-                                 " with mode ", mode, " and padding ", padding,
-                                 ": four or five dims both, modes and paddings 0 to 2"));
+    throw InvalidArgument("grid_sampler of ", n, " dims by a grid of ", given.dim(), " with mode ",
+                          mode, " and padding ", padding,
+                          ": four or five dims both, modes and paddings 0 to 2");
   if (input.scalar_type() != given.scalar_type())
-    throw InvalidArgument(concat("grid_sampler of ", c10::toString(input.scalar_type()),
-                                 " values by a grid of ", c10::toString(given.scalar_type()),
-                                 ": convert one"));
+    throw InvalidArgument("grid_sampler of ", c10::toString(input.scalar_type()),
+                          " values by a grid of ", c10::toString(given.scalar_type()),
+                          ": convert one");
 }
 
 /// The rows of `extent` that the taps read.
@@ -279,7 +277,7 @@ Halo read_halo(const Placed& to, const std::vector<std::vector<Tap>>& taps, bool
   return Halo(to.field, std::vector<Edge>(to.field.dims(), Edge::zero), [&](int position) {
     Box needed = to.out.sharding().box(position);
     if (volume(needed) == 0) return Box(needed.size());
-    std::copy(boxes[position].begin(), boxes[position].end(), needed.begin() + 2);
+    std::ranges::copy(boxes[position], needed.begin() + 2);
     return volume(needed) == 0 ? Box(needed.size()) : needed;
   });
 }
@@ -353,10 +351,10 @@ at::Tensor affine_grid_generator(const at::Tensor& theta, c10::SymIntArrayRef gi
   const auto inner = static_cast<std::int64_t>(size.size()) - 2;
   if ((inner != 2 && inner != 3) ||
       theta.sizes() != at::IntArrayRef{size.empty() ? 0 : size[0], inner, inner + 1})
-    throw InvalidArgument(concat("affine_grid_generator of matrices of shape ", theta.sizes(),
-                                 " to size ", list(size),
-                                 ": samples, channels and 2 or 3 spatial dims, and as many "
-                                 "matrices of 2 x 3 or 3 x 4 as samples"));
+    throw InvalidArgument("affine_grid_generator of matrices of shape ", theta.sizes(), " to size ",
+                          list(size),
+                          ": samples, channels and 2 or 3 spatial dims, and as many "
+                          "matrices of 2 x 3 or 3 x 4 as samples");
   Shape to(size.begin() + 2, size.end());
   std::vector<at::Tensor> columns;
   for (std::int64_t d = inner; d-- > 0;) {
@@ -383,5 +381,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::grid_sampling_rules

@@ -12,11 +12,10 @@
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/spatial/detail/interpolation_halo.h"
 #include "tessera/partition/internal/window_call.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::interpolation_rules {
-
 namespace {
 
 using HaloPtr = std::shared_ptr<const InterpolationHalo>;
@@ -116,9 +115,8 @@ at::Tensor rounded(const at::Tensor& x, const InterpolationCall& call,
                    const std::function<at::Tensor(const at::Tensor&)>& plain) {
   const ShardSpec lies = without_partial(spec(x));
   std::vector<Placement> placements = lies.placements();
-  for (Placement& p : placements) {
+  for (Placement& p : placements)
     if (p.is_shard() && p.dim > 0) p = Replicate();
-  }
   const ShardSpec fields = lies.with_placements(placements);
   check_implicit_moves(concat("aten::", call.op->name),
                        {{"self", spec(x), fields, static_cast<std::int64_t>(x.element_size())}},
@@ -172,20 +170,19 @@ struct Kernel final : c10::OperatorKernel {
   void check(const at::Tensor& x, const InterpolationCall& call) const {
     const auto& sizes = call.outputs;
     if (x.dim() != op.inner + 2 || static_cast<int>(sizes.size()) != op.inner)
-      throw InvalidArgument(concat(op.name, " of a tensor of ", x.dim(), " dims to ", sizes.size(),
-                                   " sizes: give samples x channels x ", op.inner,
-                                   " spatial dims and ", op.inner, " sizes"));
-    for (int i = 0; i < op.inner; ++i) {
+      throw InvalidArgument(op.name, " of a tensor of ", x.dim(), " dims to ", sizes.size(),
+                            " sizes: give samples x channels x ", op.inner, " spatial dims and ",
+                            op.inner, " sizes");
+    for (int i = 0; i < op.inner; ++i)
       if (x.size(i + 2) < 1 || sizes[i] < 1)
-        throw InvalidArgument(concat(op.name, " from ", x.sizes(), " to ", list(sizes),
-                                     ": spatial sizes are at least 1"));
-    }
+        throw InvalidArgument(op.name, " from ", x.sizes(), " to ", list(sizes),
+                              ": spatial sizes are at least 1");
     if (x.size(1) < 1)
-      throw InvalidArgument(
-          concat(op.name, " of a tensor of shape ", x.sizes(), ": there are no channels"));
+      throw InvalidArgument(op.name, " of a tensor of shape ", x.sizes(),
+                            ": there are no channels");
     if (!at::isFloatingType(x.scalar_type()) && x.scalar_type() != at::kByte)
-      throw InvalidArgument(concat(op.name, " of ", c10::toString(x.scalar_type()),
-                                   " values: libtorch resamples floating-point and uint8 ones"));
+      throw InvalidArgument(op.name, " of ", c10::toString(x.scalar_type()),
+                            " values: libtorch resamples floating-point and uint8 ones");
   }
 
   const Interpolation& op;
@@ -239,14 +236,12 @@ const AtStart registered([] {
   register_rules({"aten::upsample_nearest3d_backward", "aten::_upsample_nearest_exact3d_backward",
                   "aten::upsample_trilinear3d_backward"},
                  guarded(upsample_backward<3>));
-  for (const Interpolation& op : interpolations()) {
+  for (const Interpolation& op : interpolations())
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
       register_decomposition(op.name.c_str(), [&op] {
         return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op));
       });
-  }
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::interpolation_rules

@@ -11,7 +11,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::pad_rules {
-
 namespace {
 
 struct Padding {
@@ -19,8 +18,8 @@ struct Padding {
       : input(without_partial(spec)), edge(edge_) {
     const int n = input.dims();
     if (pads.size() % 2 != 0 || static_cast<int>(pads.size() / 2) > n)
-      throw ShardingError(concat("pad of ", list(pads), " for a tensor of ", n,
-                                 " dims: give two numbers per dim, from the last dim on"));
+      throw ShardingError("pad of ", list(pads), " for a tensor of ", n,
+                          " dims: give two numbers per dim, from the last dim on");
     before.assign(n, 0);
     std::vector<std::int64_t> shape = input.shape();
     std::vector<std::pair<int, Partition>> parts;
@@ -32,10 +31,10 @@ struct Padding {
                                                           : std::max(first, last);
       if (size + first + last < 0 || first > limit || last > limit ||
           (edge == Edge::replicate && size == 0 && first + last > 0))
-        throw ShardingError(concat(
+        throw ShardingError(
             "pad of ", first, " and ", last, " in dim ", d, " of a tensor of shape ", list(shape),
             edge == Edge::zero ? ": nothing would be left"
-                               : ": it reaches beyond what there is to take values from"));
+                               : ": it reaches beyond what there is to take values from");
       before[d] = first;
       shape[d] = size + first + last;
       padded |= (first != 0 || last != 0) && is_distributed(input, d);
@@ -87,8 +86,7 @@ Plan constant(const OpCall& call) {
 template <Edge edge>
 Plan continued(const OpCall& call) {
   if (const auto type = call.find("self")->dtype; type == at::kBool)
-    throw InvalidArgument(
-        concat(call.name(), " of ", c10::toString(type), " values: convert them"));
+    throw InvalidArgument(call.name(), " of ", c10::toString(type), " values: convert them");
   const Padding p(call.find("self")->spec, call.integers("padding"), edge);
   Plan plan;
   plan.inputs = {p.input};
@@ -125,15 +123,15 @@ at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
   for (const auto& n : pad) {
     pads.push_back(n.expect_int());
     if (pads.back() > most || pads.back() < -most)
-      throw InvalidArgument(concat("circular pad of ", pads.back(), "; at most ", most));
+      throw InvalidArgument("circular pad of ", pads.back(), "; at most ", most);
   }
   at::Tensor x = self;
   for (std::size_t i = 0; i < pads.size() / 2 && static_cast<std::int64_t>(i) < self.dim(); ++i) {
     const std::int64_t dim = self.dim() - 1 - static_cast<std::int64_t>(i);
     if (self.size(dim) + pads[2 * i] + pads[2 * i + 1] < 0)
-      throw InvalidArgument(concat("circular pad of ", pads[2 * i], " and ", pads[2 * i + 1],
-                                   " in dim ", dim, " of a tensor of shape ", self.sizes(),
-                                   ": it crops more than there is"));
+      throw InvalidArgument("circular pad of ", pads[2 * i], " and ", pads[2 * i + 1], " in dim ",
+                            dim, " of a tensor of shape ", self.sizes(),
+                            ": it crops more than there is");
   }
   // What a negative width crops does not come back around: the rest is continued.
   for (std::size_t i = 0; i + 1 < pads.size(); i += 2) {
@@ -162,5 +160,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::pad_rules

@@ -10,7 +10,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::pixel_shuffle_rules {
-
 namespace {
 
 // `factor` divides the dim, which is about to be split: boundaries inside of a block that stays
@@ -26,7 +25,7 @@ at::Tensor sharded_at_multiples(const char* name, const at::Tensor& t, std::int6
 
 // Of larger ones the products overflow.
 void check_factor(const char* name, std::int64_t r) {
-  if (r >= 1 << 16) throw InvalidArgument(concat(name, ": factor ", r, " is too large"));
+  if (r >= 1 << 16) throw InvalidArgument(name, ": factor ", r, " is too large");
 }
 
 // In memory of its own, also where reshape() would give a view: by factor 1, of 1 x 1 pixels.
@@ -81,5 +80,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::pixel_shuffle_rules

@@ -11,7 +11,6 @@
 #include "tessera/partition/internal/window_call.h"
 
 namespace tessera::detail::pooling_rules {
-
 namespace {
 
 // One call: the specs of input and output, and the windows.
@@ -19,8 +18,8 @@ struct Pooling {
   Pooling(const OpCall& call, const ShardSpec& given, int inner) : x(without_partial(given)) {
     const int n = x.dims(), lead = n - inner;
     if (lead < 1 || lead > 2)
-      throw ShardingError(
-          concat(call.name(), " of ", given, ": it needs ", inner + 1, " or ", inner + 2, " dims"));
+      throw ShardingError(call.name(), " of ", given, ": it needs ", inner + 1, " or ", inner + 2,
+                          " dims");
     Shape shape = x.shape();
     std::vector<std::pair<int, Partition>> parts;
     const bool adaptive = call.argument("kernel_size") < 0;
@@ -42,7 +41,7 @@ struct Pooling {
     for (const Shape* all : {&kernel, &stride, &padding, &dilation, &sizes}) {
       for (const std::int64_t size : *all) {
         if (size > std::numeric_limits<std::int32_t>::max())
-          throw InvalidArgument(concat(call.name(), ": ", size, " is too large for a window"));
+          throw InvalidArgument(call.name(), ": ", size, " is too large for a window");
       }
     }
     for (int i = 0; i < inner; ++i) {
@@ -59,12 +58,12 @@ struct Pooling {
         dim.outputs = room < 0 ? 0 : room / stride[i] + 1;
         if (ceil && (dim.outputs - 1) * stride[i] >= dim.extent + padding[i]) --dim.outputs;
         if (2 * padding[i] > dilation[i] * (kernel[i] - 1) + 1 || padding[i] < 0)
-          throw ShardingError(concat(call.name(), ": padding ", padding[i],
-                                     " is more than half of the window of kernel ", kernel[i]));
+          throw ShardingError(call.name(), ": padding ", padding[i],
+                              " is more than half of the window of kernel ", kernel[i]);
       }
       if (dim.outputs < (adaptive ? 0 : 1) || dim.extent < 1)
-        throw ShardingError(concat(call.name(), " of an input of shape ", list(shape),
-                                   ": no window fits in dim ", d));
+        throw ShardingError(call.name(), " of an input of shape ", list(shape),
+                            ": no window fits in dim ", d);
       shape[d] = dim.outputs;
       if (x.is_sharded(d)) parts.emplace_back(d, outputs_of(x.dim(d).partition, dim));
       dims.push_back(dim);
@@ -196,8 +195,8 @@ void register_all() {
 at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil) {
   if (!at::isFloatingType(self.scalar_type()))
-    throw InvalidArgument(concat("max_pool1d of ", c10::toString(self.scalar_type()),
-                                 " values: give floating-point ones"));
+    throw InvalidArgument("max_pool1d of ", c10::toString(self.scalar_type()),
+                          " values: give floating-point ones");
   return std::get<0>(at::max_pool1d_with_indices(self, kernel, stride, padding, dilation, ceil));
 }
 
@@ -212,5 +211,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::pooling_rules

@@ -17,7 +17,6 @@
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::unfolding_rules {
-
 namespace {
 
 struct Windows {
@@ -25,19 +24,19 @@ struct Windows {
           at::IntArrayRef padding, at::IntArrayRef stride, std::int64_t height, std::int64_t width)
       : image{height, width} {
     if (kernel.size() != 2 || dilation.size() != 2 || padding.size() != 2 || stride.size() != 2)
-      throw InvalidArgument(
-          concat(name, ": give kernel, dilation, padding and stride as two numbers each"));
+      throw InvalidArgument(name,
+                            ": give kernel, dilation, padding and stride as two numbers each");
     for (int i = 0; i < 2; ++i) {
       if (image[i] > std::numeric_limits<std::int32_t>::max())
-        throw InvalidArgument(concat(name, " of a field of ", height, " x ", width, ": too large"));
+        throw InvalidArgument(name, " of a field of ", height, " x ", width, ": too large");
       dims[i] = {kernel[i], stride[i], padding[i], dilation[i]};
       dims[i].check();
       grid[i] = padding[i] < 0 || image[i] < 0 ? 0 : dims[i].outputs(image[i], padding[i]);
       if (grid[i] < 1 || image[i] < 1)
-        throw InvalidArgument(concat(name, " of a field of ", height, " x ", width,
-                                     ": no window of ", list(kernel.vec()), " with dilation ",
-                                     list(dilation.vec()), ", padding ", list(padding.vec()),
-                                     " and stride ", list(stride.vec()), " fits"));
+        throw InvalidArgument(name, " of a field of ", height, " x ", width, ": no window of ",
+                              list(kernel.vec()), " with dilation ", list(dilation.vec()),
+                              ", padding ", list(padding.vec()), " and stride ", list(stride.vec()),
+                              " fits");
     }
   }
   std::int64_t each() const { return dims[0].kernel * dims[1].kernel; }
@@ -106,8 +105,8 @@ struct UnfoldingMap final : FieldMap {
 
 void check_dims(const char* name, const at::Tensor& t, int least) {
   if (t.dim() != least && t.dim() != least + 1)
-    throw InvalidArgument(concat(name, " of a tensor of shape ", t.sizes(), ": it has ", least,
-                                 " dims, or ", least + 1, " with samples"));
+    throw InvalidArgument(name, " of a tensor of shape ", t.sizes(), ": it has ", least,
+                          " dims, or ", least + 1, " with samples");
 }
 
 // The kernels accept some dtypes only: a call on one pixel checks that on every rank, also if a
@@ -129,9 +128,8 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
   const int n = image.dims(), c = n - 3, h = n - 2;
   if (is_distributed(image, n - 1)) {
     auto placements = image.placements();
-    for (Placement& p : placements) {
+    for (Placement& p : placements)
       if (p.is_shard(n - 1)) p = Shard(h);
-    }
     image = image.with_placements(placements);
   }
   Shape shape(image.shape().begin(), image.shape().end() - 1);
@@ -155,16 +153,15 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
   check_dims("col2im", self, 2);
   check_dtype_of_columns(self);
   if (output_size.size() != 2)
-    throw InvalidArgument(concat("col2im to ", output_size.size(), " sizes: give two"));
+    throw InvalidArgument("col2im to ", output_size.size(), " sizes: give two");
   const std::int64_t height = output_size[0].expect_int(), width = output_size[1].expect_int();
   const Windows w("col2im", kernel, dilation, padding, stride, height, width);
   const ShardSpec given = without_partial(spec(self));
   const int m = given.dims(), c = m - 2, l = m - 1;
   if (given.shape()[c] % w.each() != 0 || given.shape()[l] != w.grid[0] * w.grid[1])
-    throw InvalidArgument(concat("col2im of a tensor of shape ", list(given.shape()), " to ",
-                                 height, " x ", width, ": there are ", w.each(),
-                                 " values in a window and ", w.grid[0], " x ", w.grid[1],
-                                 " windows"));
+    throw InvalidArgument("col2im of a tensor of shape ", list(given.shape()), " to ", height,
+                          " x ", width, ": there are ", w.each(), " values in a window and ",
+                          w.grid[0], " x ", w.grid[1], " windows");
   Shape shape = given.shape();
   shape[c] /= w.each();
   shape[l] = height;
@@ -195,5 +192,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::unfolding_rules

@@ -16,12 +16,11 @@
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/partition/internal/window_call.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::unpooling_rules {
-
 namespace {
 
 // Positions in a flat array of the shape `sizes` as one coordinate per dim.
@@ -65,7 +64,7 @@ struct Unpooling {
       Box box = own;
       bool any = false;
       for (int r = 0; r < of_x.positions(); ++r) {
-        const Interval* read = &boxes[r][static_cast<std::size_t>(p * inner)];
+        const Interval* read = &boxes[r][p * inner];
         if (!same_lead(of_x.box(r), own, lead) || volume(Box(read, read + inner)) == 0) continue;
         for (int d = 0; d < inner; ++d) {
           const Interval& i = read[d];
@@ -103,10 +102,9 @@ struct Unpooling {
     for (const auto n : sizes) all *= n;
     if (indices.numel() > 0 &&
         (indices.min().item<std::int64_t>() < 0 || indices.max().item<std::int64_t>() >= all))
-      throw InvalidArgument(concat(name, ": indices reach from ",
-                                   indices.min().item<std::int64_t>(), " to ",
-                                   indices.max().item<std::int64_t>(), " where the result of ",
-                                   list(sizes), " has ", all, " positions"));
+      throw InvalidArgument(name, ": indices reach from ", indices.min().item<std::int64_t>(),
+                            " to ", indices.max().item<std::int64_t>(), " where the result of ",
+                            list(sizes), " has ", all, " positions");
     const Sharding &of_x = x.sharding(), &of_y = y.sharding();
     const std::size_t inner = sizes.size();
     std::vector<Interval> read(of_x.positions() * inner);
@@ -212,14 +210,13 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
                    given = meta_of(indices) ? indices : promote(indices, context);
   const int n = static_cast<int>(field.dim()), lead = n - inner;
   if ((lead != 1 && lead != 2) || static_cast<int>(output_size.size()) != inner)
-    throw InvalidArgument(concat(name, " of a tensor of shape ", field.sizes(), " to ",
-                                 output_size.size(), " sizes: give channels and ", inner,
-                                 " spatial dims, samples before them or not, and ", inner,
-                                 " sizes"));
+    throw InvalidArgument(name, " of a tensor of shape ", field.sizes(), " to ", output_size.size(),
+                          " sizes: give channels and ", inner,
+                          " spatial dims, samples before them or not, and ", inner, " sizes");
   if (given.scalar_type() != at::kLong || given.sizes() != field.sizes())
-    throw InvalidArgument(concat(name, " with indices of ", c10::toString(given.scalar_type()),
-                                 " and shape ", given.sizes(), " for values of shape ",
-                                 field.sizes(), ": they are int64, one per value"));
+    throw InvalidArgument(name, " with indices of ", c10::toString(given.scalar_type()),
+                          " and shape ", given.sizes(), " for values of shape ", field.sizes(),
+                          ": they are int64, one per value");
   ShardSpec x = without_partial(spec(field));
   Shape shape = x.shape();
   std::vector<std::pair<int, Partition>> parts;
@@ -227,8 +224,8 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
     const int d = lead + i;
     shape[d] = output_size[i].expect_int();
     if (shape[d] < 1 || x.shape()[d] < 1)
-      throw InvalidArgument(concat(name, " of a tensor of shape ", field.sizes(), " to ", shape[d],
-                                   " in dim ", d, ": sizes are at least 1"));
+      throw InvalidArgument(name, " of a tensor of shape ", field.sizes(), " to ", shape[d],
+                            " in dim ", d, ": sizes are at least 1");
     if (x.is_sharded(d)) parts.emplace_back(d, resampled_partition(x.dim(d).partition, shape[d]));
   }
   const ShardSpec y = mapped_spec(x, shape, all_labels(n), false, parts);
@@ -249,9 +246,9 @@ at::Tensor max_unpool3d(const at::Tensor& self, const at::Tensor& indices,
                         c10::SymIntArrayRef output_size, at::IntArrayRef stride,
                         at::IntArrayRef padding) {
   if (stride.size() != 3 || padding.size() != 3 ||
-      std::any_of(stride.begin(), stride.end(), [](std::int64_t s) { return s < 1; }))
-    throw InvalidArgument(concat("max_unpool3d with stride ", list(stride.vec()), " and padding ",
-                                 list(padding.vec()), ": three numbers each, strides at least 1"));
+      std::ranges::any_of(stride, [](std::int64_t s) { return s < 1; }))
+    throw InvalidArgument("max_unpool3d with stride ", list(stride.vec()), " and padding ",
+                          list(padding.vec()), ": three numbers each, strides at least 1");
   return unpool("max_unpool3d", self, indices, output_size, 3);
 }
 
@@ -261,5 +258,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::unpooling_rules

@@ -8,7 +8,6 @@
 #include "tessera/ops/rules/detail/windowed.h"
 
 namespace tessera::detail::cat_and_stack_rules {
-
 namespace {
 
 // The values of a joined Partial result are made of the inputs' values, each converted to the
@@ -16,9 +15,8 @@ namespace {
 LabelProblem::Linear linear_if_summands_can_be_cast(const OpCall& call) {
   const auto* out = call.outputs();
   const auto to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
-  for (const TensorInfo& t : call.tensors()) {
+  for (const TensorInfo& t : call.tensors())
     if (!summands_can_be_cast(t.dtype, to)) return LabelProblem::Linear::no;
-  }
   return LabelProblem::Linear::together;
 }
 
@@ -63,9 +61,8 @@ Interval common(const Interval& a, const Interval& b) {
 at::Tensor put_together(const std::vector<Piece>& pieces, const std::vector<at::Tensor>& given,
                         int d) {
   std::vector<HaloValues> values(given.size());
-  for (std::size_t i = 0; i < given.size(); ++i) {
+  for (std::size_t i = 0; i < given.size(); ++i)
     if (pieces[i].halo) values[i] = pieces[i].halo.start_exchange(given[i]);
-  }
   std::vector<at::Tensor> parts;
   for (std::size_t i = 0; i < given.size(); ++i) {
     const Piece& p = pieces[i];
@@ -93,11 +90,10 @@ std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
   for (const TensorInfo& t : call.tensors()) {
     std::vector<int> from = all_labels(n);
     std::vector<std::pair<int, Partition>> parts;
-    if (t.spec.is_sharded(d) && t.spec.dim(d).axes == along.axes) {
+    if (t.spec.is_sharded(d) && t.spec.dim(d).axes == along.axes)
       parts = {{d, t.spec.dim(d).partition}};
-    } else {
+    else
       from[d] = -1;
-    }
     inputs.push_back(mapped_spec(base, t.spec.shape(), from, false, parts));
     plan.inputs.emplace_back(inputs.back());
     shape[d] += t.spec.shape()[d];
@@ -139,10 +135,9 @@ Plan cat(const OpCall& call) {
          call.tensor(first).spec.numel() == 0)
     ++first;
   const int n = call.tensor(first).spec.dims();
-  for (const TensorInfo& t : call.tensors()) {
+  for (const TensorInfo& t : call.tensors())
     if (t.spec.dims() == 0)
       throw InvalidArgument("aten::cat: a tensor without dims cannot be concatenated; use stack");
-  }
   const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
   if (auto plan = across_ranks(call, n, d)) return *plan;
   LabelProblem p(call);
@@ -174,5 +169,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::cat_and_stack_rules

@@ -11,11 +11,10 @@
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 
 namespace tessera::detail::flip_roll_repeat_rules {
-
 namespace {
 
 // The source of each dim's elements: roll shifts them around, flip reverses them.
@@ -28,16 +27,15 @@ struct Rearranging {
     const Shape dims = call.integers("dims"), by = rolls ? call.integers("shifts") : Shape{};
     flattened = rolls && dims.empty();
     if (rolls && !flattened && by.size() != dims.size())
-      throw InvalidArgument(concat("aten::roll by ", by.size(), " shifts in ", dims.size(),
-                                   " dims: give one shift per dim"));
+      throw InvalidArgument("aten::roll by ", by.size(), " shifts in ", dims.size(),
+                            " dims: give one shift per dim");
     for (std::size_t i = 0; i < dims.size(); ++i) {
       const auto d = normal_dim(dims[i], n);
       if (n == 0) continue;
       if (rolls && shape[d] > 0) shift[d] = ((shift[d] + by[i]) % shape[d] + shape[d]) % shape[d];
       if (rolls) continue;
       if (turned[d])
-        throw InvalidArgument(
-            concat("aten::flip: dim ", d, " is a duplicate in dims ", list(dims)));
+        throw InvalidArgument("aten::flip: dim ", d, " is a duplicate in dims ", list(dims));
       turned[d] = true;
     }
   }
@@ -94,9 +92,8 @@ Plan rearranged(const OpCall& call) {
                     return box;
                   });
   Shape turned;
-  for (int d = 0; d < n; ++d) {
+  for (int d = 0; d < n; ++d)
     if (r.turned[d]) turned.push_back(d);
-  }
   plan.local = [halo, turned, local = field.local_shape()](const OperatorHandle&, Stack a) {
     const at::Tensor t = halo.exchange(a[0].toTensor()).view(local);
     return Stack{turned.empty() ? t : t.flip(turned)};
@@ -108,8 +105,8 @@ Plan rearranged(const OpCall& call) {
 Plan repeat(const OpCall& call) {
   const Shape times = call.integers("repeats"), &shape = call.tensor(0).spec.shape();
   if (times.size() < shape.size())
-    throw InvalidArgument(concat("aten::repeat of a tensor of ", shape.size(), " dims ",
-                                 times.size(), " numbers of repeats: give one per dim or more"));
+    throw InvalidArgument("aten::repeat of a tensor of ", shape.size(), " dims ", times.size(),
+                          " numbers of repeats: give one per dim or more");
   const std::size_t lead = times.size() - shape.size();
   LabelProblem p(call);
   Labels in(shape.size(), kUnsharded), out(times.size(), kUnsharded);
@@ -192,8 +189,8 @@ at::Tensor rot90(const at::Tensor& self, std::int64_t k, at::IntArrayRef dims) {
 at::Tensor& fill_diagonal(at::Tensor& self, const at::Scalar& value, bool wrap) {
   const std::int64_t n = self.dim();
   TORCH_CHECK(n >= 2, "fill_diagonal_: expected a tensor of at least 2 dims, but got ", n);
-  TORCH_CHECK(n == 2 || std::all_of(self.sizes().begin(), self.sizes().end(),
-                                    [&](std::int64_t size) { return size == self.size(0); }),
+  TORCH_CHECK(n == 2 || std::ranges::all_of(
+                            self.sizes(), [&](std::int64_t size) { return size == self.size(0); }),
               "fill_diagonal_: of a tensor of more than 2 dims all sizes must be equal, they are ",
               self.sizes());
   const auto options = meta_or_throw(self).local.options().dtype(at::kLong);
@@ -221,5 +218,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::flip_roll_repeat_rules

@@ -10,7 +10,6 @@
 #include "tessera/ops/views/detail/view_source.h"
 
 namespace tessera::detail::views_rules {
-
 namespace {
 
 // view: groups of dims with the same number of elements on both sides. The sharding of a group's
@@ -29,31 +28,26 @@ std::vector<Group> groups(const Shape& in, const Shape& out) {
     const auto take_out = [&] { b *= out[o], g.out.push_back(static_cast<int>(o++)); };
     if (i < in.size()) take_in();
     if (o < out.size()) take_out();
-    while (a != b) {
-      if (a < b ? i < in.size() : o >= out.size() && i < in.size()) {
+    while (a != b)
+      if (a < b ? i < in.size() : o >= out.size() && i < in.size())
         take_in();
-      } else if (o < out.size()) {
+      else if (o < out.size())
         take_out();
-      } else {
+      else
         break;
-      }
-    }
     // Trailing dims of size 1 belong to no group.
-    if (i == in.size()) {
+    if (i == in.size())
       while (o < out.size() && out[o] == 1) take_out();
-    }
-    if (o == out.size()) {
+    if (o == out.size())
       while (i < in.size() && in[i] == 1) take_in();
-    }
     all.push_back(std::move(g));
   }
   return all;
 }
 
 int first_wide(const std::vector<int>& dims, const Shape& shape) {
-  for (const int d : dims) {
+  for (const int d : dims)
     if (shape[d] != 1) return d;
-  }
   return dims.empty() ? -1 : dims.front();
 }
 
@@ -71,7 +65,7 @@ std::int64_t rows_at(const DimSharding& dim, const std::vector<int>& mesh,
 // A dim that is sharded over `axes`, with `rows` of each position.
 template <class Rows>
 DimSharding sharded_over(std::vector<int> axes, const std::vector<int>& mesh, const Rows& rows) {
-  std::sort(axes.begin(), axes.end());
+  std::ranges::sort(axes);
   int positions = 1;
   for (const int axis : axes) positions *= mesh[axis];
   Shape sizes;
@@ -153,11 +147,10 @@ struct Reshaping {
         mesh(context_of(t.spec)->sizes),
         data(t.spec.dims() > 1 && !t.parameter),
         from(to.size(), -1) {
-    if (t.spec.numel() == 0) {
+    if (t.spec.numel() == 0)
       keep_unchanged();
-    } else {
+    else
       for (const Group& g : groups(shape, target)) pass(g);
-    }
   }
 
   // No elements: only dims that stay as they are keep their sharding.
@@ -178,11 +171,10 @@ struct Reshaping {
     std::vector<DimSharding> ones;
     for (const int d : g.in) {
       if (d == a || !spec.is_sharded(d)) continue;
-      if (shape[d] == 1 && b >= 0) {
+      if (shape[d] == 1 && b >= 0)
         ones.push_back(spec.dim(d));
-      } else {
+      else
         shard_instead(d, a);
-      }
     }
     if (a < 0) return;
     if (!spec.is_sharded(a)) {
@@ -284,5 +276,4 @@ const AtStart registered_reshape([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::views_rules

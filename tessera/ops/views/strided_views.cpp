@@ -3,10 +3,8 @@
 
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
-#include "tessera/tensor/dispatch/internal/view_copy.h"
 
 namespace tessera::detail::strided_views_rules {
-
 namespace {
 
 // True if every element stays where it is. The stride of a dim of one element has no meaning.
@@ -14,10 +12,9 @@ bool same_elements(const Shape& shape, const Shape& strides, std::int64_t offset
                    const Shape& stride, std::optional<std::int64_t> from) {
   if (size != shape || stride.size() != size.size() || from.value_or(offset) != offset)
     return false;
-  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
-  for (std::size_t d = 0; d < size.size(); ++d) {
+  const bool empty = std::ranges::find(shape, 0) != shape.end();
+  for (std::size_t d = 0; d < size.size(); ++d)
     if (size[d] != 1 && stride[d] != strides[d] && !empty) return false;
-  }
   return true;
 }
 
@@ -55,9 +52,9 @@ bool require_global_memory(Stack* stack, std::size_t count) {
   for (std::int64_t d = 0; d < self.dim(); ++d)
     same &= self.size(d) == 1 || meta->local.stride(d) == meta->layout->strides[d];
   if (!same)
-    throw ShardingError(concat("as_strided of a view of ", meta_of(meta->copy->base)->spec(),
-                               " that had to be gathered: strides have no meaning in its memory. "
-                               "Use slices, permute and expand, or clone it first."));
+    throw ShardingError("as_strided of a view of ", meta_of(meta->copy->base)->spec(),
+                        " that had to be gathered: strides have no meaning in its memory. "
+                        "Use slices, permute and expand, or clone it first.");
   return false;
 }
 
@@ -120,10 +117,10 @@ Plan as_strided(const OpCall& call) {
     const std::int64_t skipped = from.value_or(t.offset) - t.offset;
     if (const auto of = within_rows(t, size, stride, skipped))
       return as_strided_within_rows(t, *of, size, stride, skipped);
-    throw ShardingError(concat("as_strided of a sharded tensor ", t.spec, " with size ", list(size),
-                               " and stride ", list(stride),
-                               ": strides have no meaning across ranks. Use slices, permute and "
-                               "expand, or redistribute to Replicate first."));
+    throw ShardingError("as_strided of a sharded tensor ", t.spec, " with size ", list(size),
+                        " and stride ", list(stride),
+                        ": strides have no meaning across ranks. Use slices, permute and "
+                        "expand, or redistribute to Replicate first.");
   }
   Plan plan;
   plan.outputs = {{t.spec}};
@@ -143,5 +140,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::strided_views_rules

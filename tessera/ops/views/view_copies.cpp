@@ -10,7 +10,6 @@
 #include "tessera/ops/views/detail/view_parts.h"
 
 namespace tessera::detail::view_copies_rules {
-
 namespace {
 
 // view_copy and the like: the view, copied.
@@ -110,9 +109,7 @@ Plan slice_backward(const OpCall& call) {
   Plan plan;
   Shape local_sizes, parts;
   std::int64_t local_start = start;
-  if (g.is_sharded(d)) {
-    parts = before_slicing(g.dim(d).partition, start, step, extent);
-  }
+  if (g.is_sharded(d)) parts = before_slicing(g.dim(d).partition, start, step, extent);
   std::vector<std::pair<int, Partition>> given;
   if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));
   const ShardSpec out = mapped_spec(g, sizes, identity(g.dims()), true, given);
@@ -176,30 +173,15 @@ Plan diagonal_backward(const OpCall& call) {
   return with_input_sizes(call, from, {n - 2});
 }
 
+// Those that have a form which copies.
+constexpr const char* kViews =
+    "alias expand permute select.int slice.Tensor split.Tensor split_with_sizes squeeze "
+    "squeeze.dim squeeze.dims t transpose.int unbind.int unsqueeze unfold diagonal detach "
+    "as_strided _conj view_as_real view_as_complex _neg_view";
+
 const AtStart registered([] {
-  for (const char* name : {"alias",
-                           "expand",
-                           "permute",
-                           "select.int",
-                           "slice.Tensor",
-                           "split.Tensor",
-                           "split_with_sizes",
-                           "squeeze",
-                           "squeeze.dim",
-                           "squeeze.dims",
-                           "t",
-                           "transpose.int",
-                           "unbind.int",
-                           "unsqueeze",
-                           "unfold",
-                           "diagonal",
-                           "detach",
-                           "as_strided",
-                           "_conj",
-                           "view_as_real",
-                           "view_as_complex",
-                           "_neg_view"}) {
-    const std::string full = name;
+  TextReader views(kViews);
+  for (std::string full; views >> full;) {
     const auto dot = full.find('.');
     const std::string base = full.substr(0, dot),
                       overload = dot == std::string::npos ? "" : full.substr(dot + 1);
@@ -222,5 +204,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::view_copies_rules

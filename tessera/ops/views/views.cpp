@@ -13,12 +13,11 @@
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 
 namespace tessera::detail::views_rules {
-
 namespace {
 
 void require_dims(const OpCall& call) {
   if (call.tensor(0).spec.dims() == 0)
-    throw InvalidArgument(concat(call.name(), " of a tensor without dims"));
+    throw InvalidArgument(call.name(), " of a tensor without dims");
 }
 
 // Dims of the result that are dims of the input, by position; the others come from none.
@@ -82,16 +81,14 @@ Plan squeeze(const OpCall& call) {
   const auto& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
   std::set<int> gone;
-  if (call.argument("dim") >= 0) {
+  if (call.argument("dim") >= 0)
     for (const auto d : call.integers("dim")) gone.insert(static_cast<int>(normal_dim(d, n)));
-  } else {
+  else
     for (int d = 0; d < n; ++d) gone.insert(d);
-  }
   std::erase_if(gone, [&](int d) { return d >= n || shape[d] != 1; });
   std::vector<int> from;
-  for (int d = 0; d < n; ++d) {
+  for (int d = 0; d < n; ++d)
     if (!gone.contains(d)) from.push_back(d);
-  }
   Plan plan = by_dims(call, from, gone);
   // The local may have dims of size 1 that the global tensor does not have: name the dims. squeeze,
   // squeeze.dim and squeeze.dims become one.
@@ -107,13 +104,11 @@ Plan expand(const OpCall& call) {
   const int lead = static_cast<int>(target.size() - shape.size());
   std::vector<int> from(target.size(), -1);
   std::set<int> whole;
-  for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
-    if (shape[d] == target[lead + d]) {
+  for (int d = 0; d < static_cast<int>(shape.size()); ++d)
+    if (shape[d] == target[lead + d])
       from[lead + d] = d;
-    } else {
+    else
       whole.insert(d);
-    }
-  }
   Plan plan = by_dims(call, from, whole);
   plan.arguments = {{call.argument("size"), int_list(plan.outputs[0].spec.local_shape())}};
   return plan;
@@ -198,9 +193,8 @@ Plan diagonal(const OpCall& call) {
   const int a = static_cast<int>(normal_dim(call.integer("dim1"), n)),
             b = static_cast<int>(normal_dim(call.integer("dim2"), n));
   std::vector<int> from;
-  for (int d = 0; d < n; ++d) {
+  for (int d = 0; d < n; ++d)
     if (d != a && d != b) from.push_back(d);
-  }
   from.push_back(-1);
   return by_dims(call, from, {a, b});
 }
@@ -279,5 +273,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::views_rules

@@ -20,7 +20,7 @@ struct StageQueues {
 };
 
 double largest_size(const PipelineCosts& costs) {
-  return costs.sizes.empty() ? 1.0 : *std::max_element(costs.sizes.begin(), costs.sizes.end());
+  return costs.sizes.empty() ? 1.0 : *std::ranges::max_element(costs.sizes);
 }
 
 class Pass {
@@ -178,18 +178,16 @@ class Pass {
       if (queue.empty()) return;
       const double start = std::max(rank.free, queue.front().time);
       // Ascending stages: among those that can start as early, the last or the first wins.
-      if (before(start, best.start) || (deep && !before(best.start, start))) {
+      if (before(start, best.start) || (deep && !before(best.start, start)))
         best = {{kind, stage, queue.front().micro_batch}, start};
-      }
     };
     for (const int s : rank.stages) {
       const StageQueues& q = stages_[s];
       if (!q.forward.empty()) {
-        if (admits(rank, s, q.forward.front().micro_batch)) {
+        if (admits(rank, s, q.forward.front().micro_batch))
           offer(forward, q.forward, ActionKind::forward, s, rule_.deep_forwards);
-        } else if (!before(rank.free, q.forward.front().time)) {
+        else if (!before(rank.free, q.forward.front().time))
           short_of_memory = true;
-        }
       }
       offer(gradient, q.gradient, gradient_kind(s), s, rule_.deep_gradients);
       offer(weight, q.weight, ActionKind::weight_gradient, s, false);

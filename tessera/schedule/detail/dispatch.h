@@ -1,7 +1,6 @@
 #pragma once
 // One pass of list scheduling: every rank that is free takes the best of what is ready, by a rule.
 
-#include <optional>
 #include <vector>
 
 #include "tessera/schedule/costs.h"

@@ -7,17 +7,15 @@
 namespace tessera::detail {
 
 std::string unknown_id(const PipelineSchedule& schedule, const PipelineAction& action) {
-  if (action.stage < 0 || action.stage >= schedule.stages()) {
+  if (action.stage < 0 || action.stage >= schedule.stages())
     return concat("there are stages 0 to ", schedule.stages() - 1);
-  }
   if (!has_micro_batch(action.kind)) {
     return action.micro_batch == -1
                ? ""
                : concat("such an action has no micro-batch, and this one has ", action.micro_batch);
   }
-  if (action.micro_batch < 0 || action.micro_batch >= schedule.micro_batches) {
+  if (action.micro_batch < 0 || action.micro_batch >= schedule.micro_batches)
     return concat("there are micro-batches 0 to ", schedule.micro_batches - 1);
-  }
   return "";
 }
 
@@ -32,9 +30,8 @@ std::string no_edge(const PipelineSchedule& schedule, const PipelineAction& acti
   const int other = onwards ? action.stage + 1 : action.stage - 1;
   if (other < 0) return "there is no stage before the first";
   if (other >= schedule.stages()) return "there is no stage behind the last";
-  if (schedule.placement[other] == schedule.placement[action.stage]) {
+  if (schedule.placement[other] == schedule.placement[action.stage])
     return concat("stage ", other, " is on the same rank: nothing is sent between them");
-  }
   return "";
 }
 
@@ -48,11 +45,10 @@ Positions::Positions(const PipelineSchedule& schedule)
       if (!known(schedule, a, rank)) continue;
       if (is_message(a.kind) && !no_edge(schedule, a).empty()) continue;
       int* place = nullptr;
-      if (has_micro_batch(a.kind)) {
+      if (has_micro_batch(a.kind))
         place = &at_[static_cast<std::size_t>(a.kind)][index(a.stage, a.micro_batch)];
-      } else if (a.kind == ActionKind::reduce_gradient) {
+      else if (a.kind == ActionKind::reduce_gradient)
         place = &reduced_[a.stage];
-      }
       if (place && *place < 0) *place = i;
     }
   }

@@ -3,7 +3,6 @@
 // offsets follow from sizes that all ranks share, so that no length is ever read from the shared
 // memory.
 
-#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -11,7 +10,6 @@
 
 #include "tessera/shm/detail/core.h"
 #include "tessera/shm/detail/reduce.h"
-#include "tessera/shm/detail/stream.h"
 
 namespace tessera::shm::detail {
 
@@ -58,12 +56,11 @@ class Blocks {
   }
   std::size_t size(int rank) const {
     if (only_ >= 0) return rank == only_ ? each_ : 0;
-    return sizes_.empty() ? each_ : sizes_[static_cast<std::size_t>(rank)];
+    return sizes_.empty() ? each_ : sizes_[rank];
   }
   std::size_t start(int rank) const {
     if (only_ >= 0) return 0;
-    return sizes_.empty() ? each_ * static_cast<std::size_t>(rank)
-                          : starts_[static_cast<std::size_t>(rank)];
+    return sizes_.empty() ? each_ * static_cast<std::size_t>(rank) : starts_[rank];
   }
   std::size_t largest() const { return largest_; }
   /// The only rank that has a block, or -1.

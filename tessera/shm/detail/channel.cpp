@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "tessera/base/text.h"
 #include "tessera/shm/detail/messages.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 
 /// From this size on a message is copied out of the sender's memory, if that is possible.
@@ -23,13 +21,12 @@ std::vector<int> Batch::missing(const Core& core) const {
     if (!send.complete) ranks.push_back(send.to);
   for (const auto& receive : receives) {
     if (receive.complete) continue;
-    if (receive.from != kAnySource) {
+    if (receive.from != kAnySource)
       ranks.push_back(receive.from);
-    } else if (core.size() == 2) {
+    else if (core.size() == 2)
       ranks.push_back(1 - core.rank());
-    }
   }
-  std::sort(ranks.begin(), ranks.end());
+  std::ranges::sort(ranks);
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   return ranks;
 }
@@ -50,7 +47,7 @@ void Messages::post(Batch& batch) {
     if (!take_kept(receive)) posted_.push_back(&receive);
   for (auto& send : batch.sends) {
     send.buffered = batch.buffered;
-    outgoing_[static_cast<std::size_t>(send.to)].push_back(&send);
+    outgoing_[send.to].push_back(&send);
   }
 }
 
@@ -78,8 +75,8 @@ bool Messages::advance() {
   bool done = false;
   for (Batch*& batch : batches_) {
     const auto complete = [](const auto& message) { return message.complete; };
-    if (std::all_of(batch->sends.begin(), batch->sends.end(), complete) &&
-        std::all_of(batch->receives.begin(), batch->receives.end(), complete)) {
+    if (std::ranges::all_of(batch->sends, complete) &&
+        std::ranges::all_of(batch->receives, complete)) {
       batch->complete = true;
       batch = nullptr;
       done = true;
@@ -92,10 +89,10 @@ bool Messages::advance() {
 // ---- sending ----
 
 bool Messages::send(int to) {
-  auto& queue = outgoing_[static_cast<std::size_t>(to)];
-  std::uint64_t& next = next_frame_[static_cast<std::size_t>(to)];
+  auto& queue = outgoing_[to];
+  std::uint64_t& next = next_frame_[to];
   // Read only when it matters: each read takes the line away from the receiver.
-  std::uint64_t& taken = taken_[static_cast<std::size_t>(to)];
+  std::uint64_t& taken = taken_[to];
   Channel& channel = core_.channel(core_.rank(), to);
   bool moved = false;
   while (!queue.empty()) {
@@ -123,15 +120,15 @@ bool Messages::send(int to) {
     if (message.sent < message.bytes) continue;
     message.frame = next;
     message.complete = message.buffered && frame.address == 0;
-    if (!message.complete) untaken_[static_cast<std::size_t>(to)].push_back(&message);
+    if (!message.complete) untaken_[to].push_back(&message);
     queue.pop_front();
   }
   return acknowledge(to) || moved;
 }
 
 bool Messages::acknowledge(int to) {
-  auto& queue = untaken_[static_cast<std::size_t>(to)];
-  std::uint64_t& taken = taken_[static_cast<std::size_t>(to)];
+  auto& queue = untaken_[to];
+  std::uint64_t& taken = taken_[to];
   bool moved = false;
   while (!queue.empty()) {
     if (taken < queue.front()->frame)
@@ -147,18 +144,17 @@ bool Messages::acknowledge(int to) {
 // ---- receiving ----
 
 bool Messages::awaited(int from) const {
-  if (streams_[static_cast<std::size_t>(from)].target != nullptr) return true;
-  return std::any_of(posted_.begin(), posted_.end(),
-                     [&](const Incoming* r) { return r->from == from || r->from == kAnySource; });
+  if (streams_[from].target != nullptr) return true;
+  return std::ranges::any_of(
+      posted_, [&](const Incoming* r) { return r->from == from || r->from == kAnySource; });
 }
 
 void Messages::check_fit(const Incoming& receive, int from, std::uint64_t tag,
                          std::uint64_t bytes) const {
   if (bytes == receive.bytes && ((tag ^ receive.tag) & kTypeMask) == 0) return;
-  throw MismatchError(concat("shm group '", core_.options().name, "': rank ", from, " sends ",
-                             bytes, " bytes to rank ", core_.rank(), ", which expects ",
-                             receive.bytes,
-                             bytes == receive.bytes ? " of another element type" : ""));
+  throw MismatchError("shm group '", core_.options().name, "': rank ", from, " sends ", bytes,
+                      " bytes to rank ", core_.rank(), ", which expects ", receive.bytes,
+                      bytes == receive.bytes ? " of another element type" : "");
 }
 
 Incoming* Messages::match(int from, std::uint64_t tag) {
@@ -186,7 +182,7 @@ bool Messages::take_kept(Incoming& receive) {
     // One that is still arriving is the next of its channel: it is received into its own memory,
     // and waited for.
     if (!at->whole) {
-      Stream& stream = streams_[static_cast<std::size_t>(at->from)];
+      Stream& stream = streams_[at->from];
       stream.target = &receive;
       stream.keeping = false;
     }
@@ -201,10 +197,10 @@ void Messages::keep(int from, Stream& stream, std::uint64_t tag) {
   const std::uint64_t limit = core_.options().kept_bytes;
   if (stream.bytes > limit - kept_bytes_)
     throw MismatchError(
-        concat("shm group '", core_.options().name, "': rank ", from, " sends ", stream.bytes,
-               " bytes that rank ", core_.rank(), " does not await yet, which keeps ", kept_bytes_,
-               " bytes of such messages already, of at most ", limit,
-               " (Options::kept_bytes): receive messages in the order in which they are sent"));
+        "shm group '", core_.options().name, "': rank ", from, " sends ", stream.bytes,
+        " bytes that rank ", core_.rank(), " does not await yet, which keeps ", kept_bytes_,
+        " bytes of such messages already, of at most ", limit,
+        " (Options::kept_bytes): receive messages in the order in which they are sent");
   kept_.push_back({from, tag, stream.bytes, {}, false});
   kept_bytes_ += stream.bytes;
   stream.kept = std::prev(kept_.end());
@@ -216,8 +212,8 @@ bool Messages::take(int from, Stream& stream, const Frame& frame) {
   if (begins) {
     stream.bytes = frame.bytes;
     if (stream.bytes > kMostBytes)
-      throw MismatchError(concat("shm group '", core_.options().name,
-                                 "': the memory shared with rank ", from, " is damaged"));
+      throw MismatchError("shm group '", core_.options().name, "': the memory shared with rank ",
+                          from, " is damaged");
     stream.target = match(from, frame.tag);
     if (stream.target != nullptr)
       check_fit(*stream.target, from, frame.tag, stream.bytes);
@@ -248,7 +244,7 @@ bool Messages::take(int from, Stream& stream, const Frame& frame) {
 }
 
 bool Messages::receive(int from) {
-  Stream& stream = streams_[static_cast<std::size_t>(from)];
+  Stream& stream = streams_[from];
   Channel& channel = core_.channel(from, core_.rank());
   bool moved = false;
   while (awaited(from)) {
@@ -256,11 +252,10 @@ bool Messages::receive(int from) {
     if (frame.mark.load(std::memory_order_acquire) != stream.next + 1) return moved;
     const bool whole = take(from, stream, frame);
     if (whole) {
-      if (stream.target != nullptr) {
+      if (stream.target != nullptr)
         stream.target->complete = true;
-      } else {
+      else
         stream.kept->whole = true;
-      }
       stream.target = nullptr;
       stream.keeping = false;
       stream.bytes = stream.got = 0;

@@ -15,7 +15,6 @@
 #include "tessera/shm/detail/messages.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 
 using std::chrono::microseconds;
@@ -137,9 +136,9 @@ std::shared_ptr<std::byte> Core::at_place(int rank, std::uint64_t place, std::si
   const Core& core = other ? *other : *this;
   const std::size_t size = core.layout().arena_bytes();
   if (number > memory_count_.load() || at >= size || bytes > size - at)
-    throw MismatchError(concat("shm group '", options_.name, "': ", who(rank), " says that ", bytes,
-                               " bytes are in memory ", number, " of the group at ", at,
-                               ", where they are not"));
+    throw MismatchError("shm group '", options_.name, "': ", who(rank), " says that ", bytes,
+                        " bytes are in memory ", number, " of the group at ", at,
+                        ", where they are not");
   return {other, core.arena(rank) + at};
 }
 
@@ -160,7 +159,7 @@ bool Core::is_done(int rank, std::uint64_t step) const {
 }
 
 bool Core::is_done(Op& op, int rank, std::uint64_t step) {
-  std::uint64_t& seen = seen_done_[static_cast<std::size_t>(rank)];
+  std::uint64_t& seen = seen_done_[rank];
   if (seen > step) return true;
   const std::uint64_t done = state(rank).done.load(std::memory_order_acquire);
   if (done <= step) {
@@ -176,9 +175,7 @@ bool Core::writable(Op& op, std::uint64_t step, Place place) {
     // All lines are full: waiting until half of them are free takes the word from its writer once
     // for as many steps. The slowest rank never waits here, so the others get there.
     for (int r = 0; r < size(); ++r)
-      if (seen_done_[static_cast<std::size_t>(r)] + kLines <= step &&
-          !is_done(op, r, step - kLines / 2))
-        return false;
+      if (seen_done_[r] + kLines <= step && !is_done(op, r, step - kLines / 2)) return false;
   }
   if (place == Place::line) return true;
   const std::uint64_t number = slot_number(op, step);
@@ -192,8 +189,7 @@ bool Core::writable(Op& op, std::uint64_t step, Place place) {
 
 void Core::publish(const Op& op, std::uint64_t step) {
   // The mark includes what this rank is done with: so the others need not read that word.
-  const std::uint64_t lag =
-      std::min<std::uint64_t>(step - seen_done_[static_cast<std::size_t>(rank())], kMostLag);
+  const std::uint64_t lag = std::min<std::uint64_t>(step - seen_done_[rank()], kMostLag);
   write(line(rank(), step).mark,
         ((step + 1) & kStepMask) | (lag << kStepBits) | (op.signature << kSignatureAt));
   ring();
@@ -211,18 +207,17 @@ bool Core::ready(Op& op, int rank, std::uint64_t step) {
     return false;
   }
   if (mark >> kSignatureAt != op.signature)
-    throw MismatchError(
-        concat(where(op), ": rank ", rank,
-               " calls something else, or the same with other sizes, element type, ",
-               "reduction or root, or did so before; calls must be the same on all ranks"));
+    throw MismatchError(where(op), ": rank ", rank,
+                        " calls something else, or the same with other sizes, element type, ",
+                        "reduction or root, or did so before; calls must be the same on all ranks");
   const std::uint64_t lag = (mark >> kStepBits) & kMostLag;
-  std::uint64_t& seen = seen_done_[static_cast<std::size_t>(rank)];
+  std::uint64_t& seen = seen_done_[rank];
   if (lag < kMostLag && lag <= step) seen = std::max(seen, step - lag);
   return true;
 }
 
 void Core::finish(std::uint64_t step) {
-  seen_done_[static_cast<std::size_t>(rank())] = step + 1;
+  seen_done_[rank()] = step + 1;
   write(state(rank()).done, step + 1);
   ring();
 }
@@ -299,12 +294,11 @@ void Core::run(Op& op, milliseconds limit) {
   else
     enqueue(op);
   try {
-    for (int look = options_.crowded ? 1 : kQuickLooks; look > 0 && !op.complete; --look) {
+    for (int look = options_.crowded ? 1 : kQuickLooks; look > 0 && !op.complete; --look)
       if (alone)
         op.complete = op.advance(*this);
       else
         progress();
-    }
   } catch (...) {
     fail(std::current_exception());
     std::rethrow_exception(broken_);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "tessera/base/text.h"
 #include "tessera/shm/detail/calls.h"
 
 namespace tessera::shm::detail {

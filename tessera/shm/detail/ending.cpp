@@ -57,16 +57,16 @@ void Core::check_peers(Op& op) {
   if (op.need.kind == Need::Kind::line && op.need.rank != rank() &&
       state(op.need.rank).done.load(std::memory_order_acquire) > op.need.step &&
       !marked(op.need.rank, op.need.step))
-    throw MismatchError(concat(where(op), ": rank ", op.need.rank,
-                               " has made this call without what this rank waits for; calls must ",
-                               "be the same on all ranks"));
+    throw MismatchError(where(op), ": rank ", op.need.rank,
+                        " has made this call without what this rank waits for; calls must ",
+                        "be the same on all ranks");
   for (const int r : op.missing(*this)) {
     const bool left = state(r).left.load() != 0;
     if (!left && !liveness_.gone(r)) continue;
     progress();  // It may have published its data before it ended.
     if (settled(op)) return;
     const auto still = op.missing(*this);
-    if (std::find(still.begin(), still.end(), r) == still.end()) continue;
+    if (std::ranges::find(still, r) == still.end()) continue;
     throw PeerLostError(concat(where(op), ": ", who(r), left ? " has left the group" : " died"),
                         {r});
   }
@@ -131,7 +131,7 @@ void Core::rethrow(const Op& op) {
   } catch (const PeerLostError& error) {
     throw PeerLostError(concat(where(op), ": the group ended: ", error.what()), error.ranks());
   } catch (const MismatchError& error) {
-    throw MismatchError(concat(where(op), ": the group ended: ", error.what()));
+    throw MismatchError(where(op), ": the group ended: ", error.what());
   }
 }
 

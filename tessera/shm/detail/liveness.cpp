@@ -17,7 +17,6 @@
 #include "tessera/shm/types.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 
 /// The kernel copies less than 2 GiB in one call.
@@ -69,7 +68,7 @@ bool Liveness::read(int rank, std::byte* to, std::uint64_t address,
                   bytes);
     return true;
   }
-  const Probe& probe = probes_[static_cast<std::size_t>(rank)];
+  const Probe& probe = probes_[rank];
   for (;;) {
     const std::size_t part = std::min(bytes, kReadBytes);
     // The probe is read by the same call, so out of the same memory: the number may be that of

@@ -46,18 +46,14 @@ class Liveness {
   Liveness(std::vector<Descriptor> pidfds, std::vector<Probe> probes);
 
   /// True once the rank's process has ended; it stays true.
-  bool gone(int rank) const { return !gone_.empty() && gone_[static_cast<std::size_t>(rank)]; }
+  bool gone(int rank) const { return !gone_.empty() && gone_[rank]; }
   /// Asks the kernel about all ranks; true if any has ended since the last time.
   bool look();
   /// The process number as this process sees it; 0 if it does not see it, this process' own if the
   /// rank is one of its threads.
-  pid_t process(int rank) const {
-    return numbers_.empty() ? own_ : numbers_[static_cast<std::size_t>(rank)];
-  }
+  pid_t process(int rank) const { return numbers_.empty() ? own_ : numbers_[rank]; }
   /// True if the rank is a thread of this process, or this rank itself.
-  bool own(int rank) const {
-    return processes_.empty() || numbers_[static_cast<std::size_t>(rank)] == own_;
-  }
+  bool own(int rank) const { return processes_.empty() || numbers_[rank] == own_; }
   /// Copies out of the rank's memory; returns false and sets errno if that fails: ESRCH if its
   /// process is not there any more.
   bool read(int rank, std::byte* to, std::uint64_t address, std::size_t bytes) const noexcept;

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "tessera/shm/detail/core.h"
-#include "tessera/shm/detail/stream.h"
 
 namespace tessera::shm::detail {
 

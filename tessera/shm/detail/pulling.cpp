@@ -2,10 +2,7 @@
 
 #include <algorithm>
 
-#include "tessera/base/text.h"
-
 namespace tessera::shm::detail {
-
 namespace {
 constexpr std::size_t kPulledBlock = 32768;
 }  // namespace
@@ -20,8 +17,8 @@ void Places::say(Core& core, std::uint64_t step, const std::byte* data, std::siz
 void Places::note(Core& core, int rank, std::uint64_t step, std::size_t bytes) {
   Where where;
   std::memcpy(&where, core.line(rank, step).payload, sizeof where);
-  where_[static_cast<std::size_t>(rank)] = where;
-  bytes_[static_cast<std::size_t>(rank)] = bytes;
+  where_[rank] = where;
+  bytes_[rank] = bytes;
 }
 
 std::shared_ptr<const std::byte> Places::here(Core& core, int rank) const {
@@ -35,7 +32,7 @@ void Places::copy(Core& core, int rank, std::size_t at, std::byte* to, std::size
     std::memcpy(to, data.get() + at, bytes);
     core.require_held(rank);
   } else {
-    core.copy_from(rank, to, where_[static_cast<std::size_t>(rank)].address + at, bytes);
+    core.copy_from(rank, to, where_[rank].address + at, bytes);
   }
 }
 
@@ -66,7 +63,7 @@ bool Pull::announce(Core& core) {
 
 bool Pull::noted(Core& core) {
   for (; noted_ < ranks_; ++noted_) {
-    auto& factor_of = factors_[static_cast<std::size_t>(noted_)];
+    auto& factor_of = factors_[noted_];
     if (noted_ == rank_) {
       factor_of = factor();
       continue;

@@ -12,7 +12,6 @@
 #include "tessera/base/text.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 
 /// More than the ranks themselves: those who came first and are still silent are sent away.

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "tessera/base/text.h"
 #include "tessera/shm/detail/stream.h"
 
 #if defined(__x86_64__)
@@ -17,7 +16,6 @@
 #define TESSERA_SHM_INLINE __attribute__((always_inline)) inline
 
 namespace tessera::shm {
-
 namespace {
 
 using Kind = Reduction::Kind;
@@ -85,23 +83,22 @@ TESSERA_SHM_INLINE Bfloat16 narrow_bfloat16(float value) {
 
 template <class T, Kind kind>
 TESSERA_SHM_INLINE T meet(T a, T b) {
-  if constexpr (kind == Kind::sum) {
+  if constexpr (kind == Kind::sum)
     return static_cast<T>(a + b);
-  } else if constexpr (kind == Kind::product && std::is_integral_v<T>) {
+  else if constexpr (kind == Kind::product && std::is_integral_v<T>)
     return static_cast<T>(1U * a * b);  // Small ones would become int, which may not overflow.
-  } else if constexpr (kind == Kind::product) {
+  else if constexpr (kind == Kind::product)
     return a * b;
-  } else if constexpr (kind == Kind::min) {
+  else if constexpr (kind == Kind::min)
     return (b < a) | (b != b) ? b : a;
-  } else if constexpr (kind == Kind::max) {
+  else if constexpr (kind == Kind::max)
     return (b > a) | (b != b) ? b : a;
-  } else if constexpr (kind == Kind::bit_and) {
+  else if constexpr (kind == Kind::bit_and)
     return static_cast<T>(a & b);
-  } else if constexpr (kind == Kind::bit_or) {
+  else if constexpr (kind == Kind::bit_or)
     return static_cast<T>(a | b);
-  } else {
+  else
     return static_cast<T>(a ^ b);
-  }
 }
 
 /// Booleans are bytes of which any that is not 0 means true; results are 0 or 1.
@@ -245,13 +242,12 @@ TESSERA_SHM_INLINE void staged_block(std::byte* out, const std::byte* const* sou
 template <bool avx2, class T, Kind kind>
 TESSERA_SHM_INLINE void block_body(std::byte* out, const std::byte* const* sources, int ranks,
                                    std::size_t count, const double* factors) {
-  if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, Bfloat16>) {
+  if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, Bfloat16>)
     staged_block<avx2, T, float, kind>(out, sources, ranks, count, factors);
-  } else if constexpr (kind == Kind::average || kind == Kind::premultiplied) {
+  else if constexpr (kind == Kind::average || kind == Kind::premultiplied)
     staged_block<avx2, T, T, kind>(out, sources, ranks, count, factors);
-  } else {
+  else
     plain_block<T, kind>(out, sources, ranks, count);
-  }
 }
 
 template <class T, Kind kind>
@@ -320,23 +316,21 @@ Reducer::Block pick_complex(Kind kind, bool vectors) {
 }
 
 /// In the order of Element.
-constexpr Reducer::Block (*kPicks[])(Kind kind, bool vectors) = {
-    pick_boolean,
-    pick_integer<std::int8_t>,
-    pick_integer<std::uint8_t>,
-    pick_integer<std::int16_t>,
-    pick_integer<std::uint16_t>,
-    pick_integer<std::int32_t>,
-    pick_integer<std::uint32_t>,
-    pick_integer<std::int64_t>,
-    pick_integer<std::uint64_t>,
-    pick_floating<Half>,
-    pick_floating<Bfloat16>,
-    pick_floating<float>,
-    pick_floating<double>,
-    pick_complex<float>,
-    pick_complex<double>,
-};
+constexpr Reducer::Block (*kPicks[])(Kind kind, bool vectors) = {pick_boolean,
+                                                                 pick_integer<std::int8_t>,
+                                                                 pick_integer<std::uint8_t>,
+                                                                 pick_integer<std::int16_t>,
+                                                                 pick_integer<std::uint16_t>,
+                                                                 pick_integer<std::int32_t>,
+                                                                 pick_integer<std::uint32_t>,
+                                                                 pick_integer<std::int64_t>,
+                                                                 pick_integer<std::uint64_t>,
+                                                                 pick_floating<Half>,
+                                                                 pick_floating<Bfloat16>,
+                                                                 pick_floating<float>,
+                                                                 pick_floating<double>,
+                                                                 pick_complex<float>,
+                                                                 pick_complex<double>};
 
 }  // namespace
 
@@ -346,10 +340,10 @@ Reducer::Reducer(Element element, Kind kind, bool vectors)
       item_bytes_(size_of(element)),
       items_per_element_(1) {
   if (!reduces(element, kind))
-    throw InvalidArgument(concat("shm: ", to_string(kind), " of ", to_string(element),
-                                 " has no meaning: complex numbers have no order, ",
-                                 "average and premultiplied are for floating-point and complex "
-                                 "numbers, and, or, xor for integers and bool"));
+    throw InvalidArgument("shm: ", to_string(kind), " of ", to_string(element),
+                          " has no meaning: complex numbers have no order, ",
+                          "average and premultiplied are for floating-point and complex "
+                          "numbers, and, or, xor for integers and bool");
   block_ = kPicks[static_cast<std::size_t>(element)](kind, vectors);
   if (element >= Element::complex64 && kind != Kind::product) {
     item_bytes_ /= 2;

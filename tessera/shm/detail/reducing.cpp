@@ -2,11 +2,9 @@
 
 #include <algorithm>
 
-#include "tessera/base/text.h"
 #include "tessera/shm/detail/calls.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 constexpr std::size_t kOnceBytes = 16384;
 /// Number of bytes of another rank's data that are prefetched: what the CPU has time for meanwhile.
@@ -156,8 +154,7 @@ bool ReducePieces::decide(Core& core) {
   for (int r = 0; r < ranks_; ++r) {
     std::uint64_t word = 0;
     std::memcpy(&word, core.line(r, first).payload, sizeof word);
-    std::memcpy(&factors_[static_cast<std::size_t>(r)], core.line(r, first).payload + kFactorAt,
-                sizeof(double));
+    std::memcpy(&factors_[r], core.line(r, first).payload + kFactorAt, sizeof(double));
     // One memory for all: where this rank's data is in it, this rank has not let it go.
     if (word == 0 || (word - 1) % element_bytes_ != 0 ||
         Core::memory_of(word) != Core::memory_of(places.empty() ? word : places.front()))
@@ -168,9 +165,9 @@ bool ReducePieces::decide(Core& core) {
   path_ = all && arguments_.root < 0 ? Path::in_place : Path::slots;
   data_.clear();
   for (int r = 0; path_ == Path::in_place && r < ranks_; ++r) {
-    data_.push_back(core.at_place(r, places[static_cast<std::size_t>(r)], bytes));
+    data_.push_back(core.at_place(r, places[r], bytes));
     if (!data_.back())
-      throw InvalidArgument(concat(core.where(*this), ": its memory was freed during the call"));
+      throw InvalidArgument(core.where(*this), ": its memory was freed during the call");
   }
   base_ = first + 2;
   if (path_ == Path::slots) core.finish(first + 1);
@@ -190,13 +187,11 @@ bool ReducePieces::reduce_in_place(Core& core) {
     const bool large = arguments_.count * element_bytes_ >= kPastCacheBytes;
     for (std::size_t at = begin; at < end; at += block) {
       const std::size_t count = std::min(block, end - at);
-      const auto data = [&](int r) {
-        return data_[static_cast<std::size_t>(r)].get() + at * element_bytes_;
-      };
+      const auto data = [&](int r) { return data_[r].get() + at * element_bytes_; };
       for (int r = 0; r < ranks_; ++r) {
         // Results are written to the memory of all: only while it is theirs.
         core.require_held(r);
-        sources_[static_cast<std::size_t>(r)] = data(r);
+        sources_[r] = data(r);
       }
       const int other = (rank_ + 1) % ranks_;
       reducer_(data(rank_), ranks_ > 1 ? data(other) : nullptr, sources_.data(), ranks_, count,
@@ -284,11 +279,10 @@ void ReducePieces::early(Core& core) {
 bool ReducePieces::advance(Core& core) {
   if (path_ == Path::unknown) {
     base_ = first;
-    if (!asks_) {
+    if (!asks_)
       path_ = Path::slots;
-    } else if (!decide(core)) {
+    else if (!decide(core))
       return false;
-    }
   }
   if (path_ == Path::in_place) return reduce_in_place(core);
   // In the order of the steps: deal 0, deal 1, result 0, deal 2, result 1, ...

@@ -18,7 +18,6 @@
 #include "tessera/shm/types.h"
 
 namespace tessera::shm::detail {
-
 namespace {
 
 constexpr std::size_t kClaimBytes = std::size_t{64} << 20;

@@ -5,7 +5,6 @@
 // that maps it, however that one ends, and the size and the permissions of /dev/shm do not matter.
 
 #include <cstddef>
-#include <memory>
 #include <utility>
 
 namespace tessera::shm::detail {

@@ -19,7 +19,6 @@
 #endif
 
 namespace tessera::shm::detail {
-
 namespace {
 
 /// The kernel takes 253 in one message.

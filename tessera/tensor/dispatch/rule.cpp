@@ -8,14 +8,13 @@
 
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/op_info.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera {
 
 namespace detail {
-
 namespace {
 
 // Process-wide, because operators are: rules are registered with them, by static objects of the
@@ -101,9 +100,8 @@ std::optional<c10::OperatorHandle> functional_form(const c10::FunctionSchema& sc
   }
   // transpose_ is transpose.int, sort.values_stable is sort.stable: names and types of the
   // arguments decide.
-  for (const std::string& other : overloads_of(base)) {
+  for (const std::string& other : overloads_of(base))
     if (auto op = matches(other)) return op;
-  }
   return std::nullopt;
 }
 
@@ -173,14 +171,14 @@ void register_rule(const std::string& op, Rule rule, RuleOptions options) {
   const std::lock_guard lock(all.mutex);
   const auto it = all.by_name.find(op);
   if (it != all.by_name.end() && !options.replaces) {
-    throw RuleError(concat("'", op,
-                           "' has a rule already. Set RuleOptions::replaces to put another one in "
-                           "its place, or register a rule for one overload."));
+    throw RuleError("'", op,
+                    "' has a rule already. Set RuleOptions::replaces to put another one in "
+                    "its place, or register a rule for one overload.");
   }
   if (it == all.by_name.end() && options.replaces) {
-    throw RuleError(concat("'", op,
-                           "' has no rule that another one could replace: the name must be the one "
-                           "it was registered under (registered_rules())."));
+    throw RuleError("'", op,
+                    "' has no rule that another one could replace: the name must be the one "
+                    "it was registered under (registered_rules()).");
   }
   all.by_name[op] =
       std::make_shared<detail::RegisteredRule>(detail::RegisteredRule{std::move(rule), options});
@@ -222,17 +220,15 @@ bool OpCall::in_place() const { return !info_.written.empty() && info_.written[0
 
 int OpCall::argument(std::string_view name) const {
   const auto& arguments = schema().arguments();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
+  for (std::size_t i = 0; i < arguments.size(); ++i)
     if (arguments[i].name() == name) return static_cast<int>(i);
-  }
   return -1;
 }
 
 const TensorInfo* OpCall::find(std::string_view name) const {
   const int i = argument(name);
-  for (const TensorInfo& t : tensors_) {
+  for (const TensorInfo& t : tensors_)
     if (t.argument == i) return &t;
-  }
   return nullptr;
 }
 
@@ -243,7 +239,7 @@ bool OpCall::has(std::string_view name) const {
 
 const c10::IValue& OpCall::value(std::string_view name) const {
   const int i = argument(name);
-  if (i < 0) throw InvalidArgument(concat(info_.name, " has no argument '", name, "'"));
+  if (i < 0) throw InvalidArgument(info_.name, " has no argument '", name, "'");
   return arguments_[i];
 }
 
@@ -274,8 +270,8 @@ const std::vector<OutputInfo>* OpCall::outputs() const {
 
 const TensorInfo& OpCall::tensor(std::size_t i) const {
   if (i < tensors_.size()) return tensors_[i];
-  throw InvalidArgument(concat(info_.name, " is given ", tensors_.size(),
-                               " sharded tensors where its rule looks for ", i + 1));
+  throw InvalidArgument(info_.name, " is given ", tensors_.size(),
+                        " sharded tensors where its rule looks for ", i + 1);
 }
 
 }  // namespace tessera

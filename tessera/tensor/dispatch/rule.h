@@ -16,7 +16,6 @@
 #include <ATen/core/stack.h>
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>

@@ -5,18 +5,12 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 #include "tessera/tensor/spec/detail/shard_dims.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera {
-
-ShardingError::~ShardingError() = default;
-NoRuleError::~NoRuleError() = default;
-RuleError::~RuleError() = default;
-ImplicitRedistributionError::~ImplicitRedistributionError() = default;
 
 std::string to_string(const Placement& p) {
   switch (p.kind) {
@@ -36,7 +30,6 @@ std::ostream& operator<<(std::ostream& out, const ShardSpec& spec) {
 }
 
 namespace detail {
-
 namespace {
 
 // The contexts of this process, by manager and layout; and the ranks' states, which outlive the
@@ -55,9 +48,8 @@ Contexts& contexts() {
 
 std::shared_ptr<RankState> state_locked(Contexts& all, const DistributedManager& manager) {
   std::erase_if(all.states, [](const auto& entry) { return entry.first.expired(); });
-  for (const auto& [owner, state] : all.states) {
+  for (const auto& [owner, state] : all.states)
     if (owner.lock() == manager.state()) return state;
-  }
   all.states.emplace_back(manager.state(), std::make_shared<RankState>());
   return all.states.back().second;
 }
@@ -69,20 +61,18 @@ std::vector<int> axis_sizes(const Mesh& mesh) {
 }
 
 std::int64_t number_of_elements(const std::vector<std::int64_t>& shape) {
-  std::int64_t all = std::find(shape.begin(), shape.end(), 0) == shape.end() ? 1 : 0;
-  for (const std::int64_t n : shape) {
+  std::int64_t all = std::ranges::find(shape, 0) == shape.end() ? 1 : 0;
+  for (const std::int64_t n : shape)
     if (all != 0 && __builtin_mul_overflow(all, n, &all))
-      throw InvalidArgument(
-          concat("a tensor of shape ", list(shape), " has more elements than can be counted"));
-  }
+      throw InvalidArgument("a tensor of shape ", list(shape),
+                            " has more elements than can be counted");
   return all;
 }
 
 std::vector<int> own_coordinate(const DeviceMesh& mesh) {
   if (!mesh.contains_me()) {
-    throw InvalidArgument(concat("rank ", mesh.manager().rank(), " is not in the mesh of ranks ",
-                                 list(mesh.mesh().ranks()),
-                                 ": only ranks of a mesh can hold its tensors"));
+    throw InvalidArgument("rank ", mesh.manager().rank(), " is not in the mesh of ranks ",
+                          list(mesh.mesh().ranks()), ": only ranks of a mesh can hold its tensors");
   }
   return mesh.coordinate();
 }
@@ -158,10 +148,9 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
                     std::vector<Placement> placements,
                     const std::vector<const DimSharding*>& parts) {
   std::vector<DimSharding> dims(shape.size());
-  for (std::size_t axis = 0; axis < placements.size(); ++axis) {
+  for (std::size_t axis = 0; axis < placements.size(); ++axis)
     if (placements[axis].is_shard())
       dims[placements[axis].dim].axes.push_back(static_cast<int>(axis));
-  }
   for (std::size_t d = 0; d < dims.size(); ++d) {
     if (dims[d].axes.empty()) continue;
     int n = 1;
@@ -192,9 +181,9 @@ void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
                                ? std::string("it has no dims: give Replicate() or Partial()")
                                : concat("give Shard(0) to Shard(", rank_dims - 1,
                                         "), or Shard(-1) for the last dim");
-      throw InvalidArgument(concat(p, " on axis '", mesh.axes()[axis].name,
-                                   "' asks for a dim that a tensor of shape ", list(shape),
-                                   " does not have; ", allowed));
+      throw InvalidArgument(p, " on axis '", mesh.axes()[axis].name,
+                            "' asks for a dim that a tensor of shape ", list(shape),
+                            " does not have; ", allowed);
     }
     p.dim = d;
   }
@@ -202,9 +191,8 @@ void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
 
 void detail::require_one_per_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
   if (placements.size() != mesh.axes().size())
-    throw InvalidArgument(concat(placements.size(), " placements ", list(placements),
-                                 " for a mesh of ", mesh.axes().size(),
-                                 " axes: give one per axis"));
+    throw InvalidArgument(placements.size(), " placements ", list(placements), " for a mesh of ",
+                          mesh.axes().size(), " axes: give one per axis");
 }
 
 std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
@@ -214,15 +202,14 @@ std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
   const int rank_dims = static_cast<int>(shape.size());
   normalize(mesh, shape, normal);
   std::vector<DimSharding> dims(shape.size());
-  for (std::size_t axis = 0; axis < normal.size(); ++axis) {
+  for (std::size_t axis = 0; axis < normal.size(); ++axis)
     if (normal[axis].is_shard()) dims[normal[axis].dim].axes.push_back(static_cast<int>(axis));
-  }
   std::map<int, const Sizes*> given;
   for (const auto& [dim, list_of_sizes] : sizes) {
     const int d = dim < 0 ? dim + rank_dims : dim;
     if (d < 0 || d >= rank_dims || dims[d].axes.empty())
-      throw InvalidArgument(
-          concat("sizes are given for dim ", dim, ", which no axis shards: ", list(normal)));
+      throw InvalidArgument("sizes are given for dim ", dim,
+                            ", which no axis shards: ", list(normal));
     given[d] = &list_of_sizes;
   }
   for (int d = 0; d < rank_dims; ++d) {
@@ -236,10 +223,10 @@ std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
     }
     dims[d].partition = Partition(std::span<const std::int64_t>(*it->second));
     if (dims[d].partition.parts() != parts || dims[d].partition.extent() != shape[d]) {
-      throw InvalidArgument(concat("sizes ", list(*it->second), " of dim ", d, " have ",
-                                   dims[d].partition.parts(), " shards and sum ",
-                                   dims[d].partition.extent(), ": the mesh needs ", parts,
-                                   " shards and the shape ", list(shape), " the sum ", shape[d]));
+      throw InvalidArgument("sizes ", list(*it->second), " of dim ", d, " have ",
+                            dims[d].partition.parts(), " shards and sum ",
+                            dims[d].partition.extent(), ": the mesh needs ", parts,
+                            " shards and the shape ", list(shape), " the sum ", shape[d]);
     }
   }
   return dims;
@@ -247,9 +234,8 @@ std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
 
 ShardSpec::ShardSpec(const DeviceMesh& mesh, const std::vector<std::int64_t>& shape,
                      const std::vector<Placement>& placements, const ShardSizes& sizes) {
-  for (const std::int64_t n : shape) {
-    if (n < 0) throw InvalidArgument(concat("a tensor of shape ", list(shape)));
-  }
+  for (const std::int64_t n : shape)
+    if (n < 0) throw InvalidArgument("a tensor of shape ", list(shape));
   const auto context = detail::MeshContext::of(mesh);
   std::vector<Placement> normal = placements;
   auto dims = detail::shard_dims(mesh.mesh(), shape, normal, sizes);
@@ -278,7 +264,7 @@ const std::vector<Placement>& ShardSpec::placements() const { return data_of(*th
 const DimSharding& ShardSpec::dim(int d) const {
   const auto& all = data_of(*this).sharding.dims();
   if (d < 0 || d >= static_cast<int>(all.size()))
-    throw InvalidArgument(concat("dim ", d, " of a tensor of ", all.size(), " dims ", *this));
+    throw InvalidArgument("dim ", d, " of a tensor of ", all.size(), " dims ", *this);
   return all[d];
 }
 bool ShardSpec::is_replicated() const { return data_of(*this).replicated; }
@@ -296,9 +282,8 @@ const Sharding& ShardSpec::sharding() const { return data_of(*this).sharding; }
 
 ShardSizes ShardSpec::sizes() const {
   ShardSizes all;
-  for (int d = 0; d < dims(); ++d) {
+  for (int d = 0; d < dims(); ++d)
     if (is_sharded(d)) all[d] = dim(d).partition.sizes();
-  }
   return all;
 }
 
@@ -313,7 +298,7 @@ ShardSpec ShardSpec::with_placements(const std::vector<Placement>& placements) c
 ShardSpec ShardSpec::with_placement(int axis, Placement placement) const {
   std::vector<Placement> all = placements();
   if (axis < 0 || axis >= mesh_dims())
-    throw InvalidArgument(concat("axis ", axis, " of a mesh of ", mesh_dims(), " axes"));
+    throw InvalidArgument("axis ", axis, " of a mesh of ", mesh_dims(), " axes");
   all[axis] = placement;
   return with_placements(all);
 }

@@ -94,4 +94,15 @@ class ShardSpec {
 
 std::ostream& operator<<(std::ostream& out, const ShardSpec& spec);
 
+// Pictures: which rank holds which shard.
+//
+//   std::cout << visualize_sharding(spec(x));  // a grid of shards with the ranks that hold each
+//   std::ofstream("x.svg") << visualize_sharding_svg(spec(x));
+
+/// Draws as text which rank holds which shard. Shows two dims: the first two that are sharded, or
+/// else the first two. A line below names the other dims that are sharded.
+std::string visualize_sharding(const ShardSpec& spec);
+/// Draws visualize_sharding() as a self-contained SVG picture with the shards to scale.
+std::string visualize_sharding_svg(const ShardSpec& spec);
+
 }  // namespace tessera

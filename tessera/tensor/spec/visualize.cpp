@@ -1,4 +1,4 @@
-#include "tessera/tensor/spec/visualize.h"
+#include "tessera/tensor/spec/spec.h"
 
 #include <algorithm>
 #include <vector>
@@ -8,7 +8,6 @@
 #include "tessera/base/text.h"
 
 namespace tessera {
-
 namespace {
 
 struct Picture {
@@ -26,9 +25,8 @@ std::vector<Interval> parts_of(const ShardSpec& spec, int dim) {
                                  : std::vector<Interval>{};
   std::vector<Interval> parts;
   const Partition& p = spec.dim(dim).partition;
-  for (int i = 0; i < p.parts(); ++i) {
+  for (int i = 0; i < p.parts(); ++i)
     if (p.size(i) > 0) parts.push_back(p.interval(i));
-  }
   return parts;
 }
 
@@ -36,17 +34,15 @@ Picture picture(const ShardSpec& spec) {
   Picture p;
   std::vector<int> shown;
   for (const bool sharded : {true, false}) {
-    for (int d = 0; d < spec.dims() && shown.size() < 2; ++d) {
+    for (int d = 0; d < spec.dims() && shown.size() < 2; ++d)
       if (spec.is_sharded(d) == sharded) shown.push_back(d);
-    }
   }
-  std::sort(shown.begin(), shown.end());
+  std::ranges::sort(shown);
   if (!shown.empty()) p.rows = shown[0];
   if (shown.size() > 1) p.columns = shown[1];
-  for (int d = 0; d < spec.dims(); ++d) {
+  for (int d = 0; d < spec.dims(); ++d)
     if (spec.is_sharded(d) && d != p.rows && d != p.columns)
       p.others += concat(p.others.empty() ? "" : ", ", d);
-  }
   p.row_parts = parts_of(spec, p.rows);
   p.column_parts = parts_of(spec, p.columns);
   p.ranks.assign(p.row_parts.size(), std::vector<std::vector<int>>(p.column_parts.size()));
@@ -80,11 +76,10 @@ std::string ranks_text(const std::vector<int>& ranks) {
 std::string notes(const ShardSpec& spec, const Picture& p) {
   std::string text;
   const auto& axes = spec.mesh().mesh().axes();
-  for (int a = 0; a < spec.mesh_dims(); ++a) {
+  for (int a = 0; a < spec.mesh_dims(); ++a)
     if (spec.placements()[a].is_partial())
       text += concat("ranks along ", axes[a].name, " hold values to reduce: ", spec.placements()[a],
                      ". ");
-  }
   if (!p.others.empty())
     text += concat("Dims ", p.others,
                    " are sharded as well: ranks of one cell hold different shards of them. ");
@@ -108,9 +103,8 @@ std::string visualize_sharding(const ShardSpec& spec) {
     for (const auto& ranks : p.ranks[i]) table.back().push_back(ranks_text(ranks));
   }
   std::vector<std::size_t> widths(table[0].size(), 0);
-  for (const auto& row : table) {
+  for (const auto& row : table)
     for (std::size_t j = 0; j < row.size(); ++j) widths[j] = std::max(widths[j], row[j].size());
-  }
   TextStream out;
   out << spec << "\n";
   for (const auto& row : table) {
@@ -139,9 +133,8 @@ std::string visualize_sharding_svg(const ShardSpec& spec) {
     return lengths;
   };
   std::size_t widest = 0;
-  for (const auto& row : p.ranks) {
+  for (const auto& row : p.ranks)
     for (const auto& ranks : row) widest = std::max(widest, ranks_text(ranks).size());
-  }
   const auto heights = lengths(p.row_parts, p.columns < 0 ? kLong / 2 : kLong * 0.7, kLeast);
   const auto widths = lengths(p.column_parts, p.columns < 0 ? 120 : kLong,
                               std::max(70.0, 9.0 * static_cast<double>(widest) + 14));

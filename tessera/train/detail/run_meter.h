@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "tessera/base/pinned.h"
-#include "tessera/comm/group/wait_time.h"
+#include "tessera/comm/group/trace.h"
 #include "tessera/nn/flop_counter.h"
 #include "tessera/train/strategy.h"
 

@@ -8,7 +8,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr std::uint64_t kLongestManifest = std::uint64_t{1} << 32;
@@ -16,12 +15,11 @@ constexpr std::uint64_t kLongestManifest = std::uint64_t{1} << 32;
 // The folder too, if everything that was ours is gone.
 void remove_ours(CheckpointIO& io, const std::string& name) {
   bool foreign = false;
-  for (const std::string& file : io.list(name)) {
+  for (const std::string& file : io.list(name))
     if (is_checkpoint_file(file))
       io.remove(concat(name, '/', file));
     else
       foreign = true;
-  }
   if (!foreign) io.remove(name);
 }
 
@@ -36,11 +34,11 @@ void check_files(CheckpointIO& io, const std::string& name, const Manifest& mani
     const std::string file = concat(name, '/', f.name);
     const auto size = io.size(file);
     if (!size)
-      throw FileError(concat("'", io.where(file), "' of checkpoint '", printable(name),
-                             "' cannot be found: there is no such file"));
+      throw FileError("'", io.where(file), "' of checkpoint '", printable(name),
+                      "' cannot be found: there is no such file");
     if (*size != f.bytes)
-      throw FileError(concat("'", io.where(file), "' of checkpoint '", printable(name), "' has ",
-                             *size, " bytes, written were ", f.bytes));
+      throw FileError("'", io.where(file), "' of checkpoint '", printable(name), "' has ", *size,
+                      " bytes, written were ", f.bytes);
   }
 }
 
@@ -57,8 +55,8 @@ bool is_whole(CheckpointIO& io, const std::string& name, std::optional<std::uint
       sequence = manifest.sequence;
       check_files(io, name, manifest);
       if (!is_utf8(name))
-        throw FileError(concat("'", io.where(name),
-                               "' is passed over: the name of a checkpoint is UTF-8; rename it"));
+        throw FileError("'", io.where(name),
+                        "' is passed over: the name of a checkpoint is UTF-8; rename it");
       return true;
     } catch (const FileError&) {
       if (text == before && io.size(manifest_file(name))) throw;
@@ -73,10 +71,10 @@ bool is_whole(CheckpointIO& io, const std::string& name, std::optional<std::uint
 void check_checkpoint_name(const std::string& name) {
   if (name.empty() || name.size() > 200 || name[0] == '.' ||
       name.find_first_of(std::string("/\0", 2)) != std::string::npos || !is_utf8(name))
-    throw InvalidArgument(concat("'", printable(name),
-                                 "' cannot be the name of a checkpoint: it is the name "
-                                 "of a folder, of 1 to 200 bytes of UTF-8, without '/' and without "
-                                 "a dot in front"));
+    throw InvalidArgument("'", printable(name),
+                          "' cannot be the name of a checkpoint: it is the name "
+                          "of a folder, of 1 to 200 bytes of UTF-8, without '/' and without "
+                          "a dot in front");
 }
 
 void check_place(const std::shared_ptr<CheckpointIO>& io) {
@@ -88,8 +86,8 @@ Manifest read_manifest(CheckpointIO& io, const std::string& name) {
   check_checkpoint_name(name);
   const auto text = manifest_text(io, name);
   if (!text)
-    throw FileError(concat("'", io.where(name), "' is not a checkpoint: it has no ", kManifestName,
-                           ", so that saving it has never ended, or not begun"));
+    throw FileError("'", io.where(name), "' is not a checkpoint: it has no ", kManifestName,
+                    ", so that saving it has never ended, or not begun");
   Manifest manifest = parse_manifest(*text, io.where(manifest_file(name)));
   check_files(io, name, manifest);
   return manifest;
@@ -100,8 +98,8 @@ std::optional<std::string> manifest_text(CheckpointIO& io, const std::string& na
   if (!io.size(file)) return std::nullopt;
   const auto opened = io.open(file);
   if (opened->size() > kLongestManifest)
-    throw FileError(concat("'", io.where(file), "' is not the manifest of a checkpoint: it has ",
-                           opened->size(), " bytes"));
+    throw FileError("'", io.where(file), "' is not the manifest of a checkpoint: it has ",
+                    opened->size(), " bytes");
   std::string text(opened->size(), '\0');
   opened->read(text.data(), text.size(), 0);
   return text;
@@ -139,7 +137,7 @@ std::vector<CheckpointName> list_checkpoints(CheckpointIO& io,
       if (damaged) damaged->push_back({name, e.what(), sequence});
     }
   }
-  std::stable_sort(all.begin(), all.end(), [](const CheckpointName& a, const CheckpointName& b) {
+  std::ranges::stable_sort(all, [](const CheckpointName& a, const CheckpointName& b) {
     return a.sequence < b.sequence;
   });
   return all;
@@ -164,9 +162,8 @@ std::vector<std::string> remove_incomplete(CheckpointIO& io) {
     try {
       if (name[0] == '.' || io.size(manifest_file(name)) || io.is_link(name)) continue;
       const auto files = io.list(name);
-      if (std::find(files.begin(), files.end(), kManifestName) == files.end() &&
-          std::any_of(files.begin(), files.end(),
-                      [](const auto& f) { return is_checkpoint_file(f); }))
+      if (std::ranges::find(files, kManifestName) == files.end() &&
+          std::ranges::any_of(files, [](const auto& f) { return is_checkpoint_file(f); }))
         remove_ours(io, name);
     } catch (const FileError& e) {
       left.push_back(e.what());

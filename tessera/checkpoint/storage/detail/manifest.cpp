@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <limits>
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
@@ -14,7 +13,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr std::array<const char*, 3> kEntryKinds = {"tensor", "value", "rank_value"};
@@ -71,9 +69,9 @@ Record parse_record(const Json& json) {
 
 Entry parse_entry(const Json& json) {
   Entry e;
-  const auto found = std::find(kEntryKinds.begin(), kEntryKinds.end(), json.at("kind").string());
+  const auto found = std::ranges::find(kEntryKinds, json.at("kind").string());
   if (found == kEntryKinds.end())
-    throw InvalidArgument(concat("an entry of unknown kind ", json.at("kind").string()));
+    throw InvalidArgument("an entry of unknown kind ", json.at("kind").string());
   e.info.kind = static_cast<EntryKind>(found - kEntryKinds.begin());
   e.info.name = json.at("name").string();
   if (json.at("rank").number() > 1u << 30) throw InvalidArgument("a rank is too high");
@@ -93,7 +91,7 @@ void check_entry(const Manifest& manifest, const Entry& e, const std::string& pa
     if (r.box.size() != e.info.shape.size()) throw InvalidArgument("a box of other dims");
     if (r.file < 0 || static_cast<std::size_t>(r.file) >= manifest.files.size())
       throw InvalidArgument("a record in a file that is not there");
-    const std::uint64_t size = manifest.files[static_cast<std::size_t>(r.file)].bytes;
+    const std::uint64_t size = manifest.files[r.file].bytes;
     if (r.begin > size || r.bytes > size - r.begin)
       throw InvalidArgument("a record that leaves its file");
   }
@@ -114,7 +112,7 @@ const Entry* Manifest::find(EntryKind kind, std::string_view name, int rank) con
 std::size_t element_bytes(std::string_view dtype) {
   const SafetensorsDtype* found = find_safetensors_dtype(dtype);
   if (!found || (found->bits % 8 != 0 && found->name != "F4"))
-    throw InvalidArgument(concat("the dtype ", dtype, ", which libtorch does not have"));
+    throw InvalidArgument("the dtype ", dtype, ", which libtorch does not have");
   return static_cast<std::size_t>((found->bits + 7) / 8);
 }
 
@@ -142,8 +140,8 @@ bool is_checkpoint_file(std::string_view name) {
 
 void check_boxes(const std::vector<Box>& boxes, const EntryInfo& info, const std::string& where) {
   const auto refuse = [&](const std::string& why) {
-    throw FileError(concat("'", where, "': '", printable(info.name), "' of shape ",
-                           list(info.shape), ": ", why));
+    throw FileError("'", where, "': '", printable(info.name), "' of shape ", list(info.shape), ": ",
+                    why);
   };
   // Sums and products of what is inside the shape cannot overflow once the shape's does not.
   std::int64_t total = 1;
@@ -168,8 +166,8 @@ void check_boxes(const std::vector<Box>& boxes, const EntryInfo& info, const std
   if (covered < total)
     refuse(concat("its shards hold ", covered, " of ", total, " elements: some are missing"));
   if (info.shape.empty()) return;
-  std::sort(sorted.begin(), sorted.end(),
-            [](const Box* a, const Box* b) { return (*a)[0].begin < (*b)[0].begin; });
+  std::ranges::sort(sorted,
+                    [](const Box* a, const Box* b) { return (*a)[0].begin < (*b)[0].begin; });
   for (std::size_t i = 0; i < sorted.size(); ++i)
     for (std::size_t k = i + 1; k < sorted.size() && (*sorted[k])[0].begin < (*sorted[i])[0].end;
          ++k)
@@ -209,12 +207,11 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
     const Json json = Json::parse(body);
     if (json.at("format").string() != "tessera-checkpoint") throw InvalidArgument("another format");
     if (json.at("version").number() > kManifestVersion)
-      throw InvalidArgument(concat("version ", json.at("version").number(),
-                                   ", this library reads up to ", kManifestVersion,
-                                   ": use a later one"));
+      throw InvalidArgument("version ", json.at("version").number(), ", this library reads up to ",
+                            kManifestVersion, ": use a later one");
     if (const Json* digest = json.find("digest"); digest && digest->string() != kDigest)
-      throw InvalidArgument(concat("its checksums are ", digest->string(), ", this library knows ",
-                                   kDigest, ": use a later one"));
+      throw InvalidArgument("its checksums are ", digest->string(), ", this library knows ",
+                            kDigest, ": use a later one");
     manifest.sequence = json.at("sequence").number();
     manifest.ranks = static_cast<int>(std::min<std::uint64_t>(json.at("ranks").number(), 1u << 30));
     for (const Json& f : json.at("files").items()) {

@@ -8,7 +8,6 @@
 // Arithmetic and text: no torch, no communication.
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +15,13 @@
 #include "tessera/partition/interval.h"
 
 namespace tessera {
+
+/// The box of all elements.
+inline Box whole_box(const std::vector<std::int64_t>& shape) {
+  Box box;
+  for (const std::int64_t n : shape) box.push_back({0, n});
+  return box;
+}
 
 /// tensor: an array of which the records are boxes. value: bytes that are the same for all ranks.
 /// rank_value: bytes of one rank.

@@ -10,10 +10,9 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/files/internal/checksum.h"
-#include "tessera/files/internal/safetensors_index.h"
+#include "tessera/files/internal/safetensors.h"
 
 namespace tessera {
-
 namespace {
 
 constexpr std::size_t kFewestOpen = 8, kMostOpen = 4096;
@@ -75,9 +74,8 @@ SavedCheckpoint::SavedCheckpoint(const std::string& path) : name_(path), has_che
     for (const SafetensorsTensor& t : one.header.tensors) {
       Entry e{{EntryKind::tensor, t.name, 0, t.dtype, t.shape, {}}, {}};
       if (t.dtype == "F4" && !t.shape.empty() && t.shape.back() % 2 == 0) e.info.shape.back() /= 2;
-      Box box;
-      for (const std::int64_t n : e.info.shape) box.push_back({0, n});
-      e.records.push_back({box, number, one.header.data + t.begin, t.bytes(), 0});
+      e.records.push_back(
+          {whole_box(e.info.shape), number, one.header.data + t.begin, t.bytes(), 0});
       manifest_.entries.push_back(std::move(e));
     }
     header_bytes_ += one.file->bytes_read();
@@ -116,8 +114,8 @@ std::shared_ptr<const ReadFile> SavedCheckpoint::file(int index) const {
   const auto fresh = io_ ? io_->open(concat(name_, '/', known.name))
                          : std::make_shared<const ReadFile>(known.name);
   if (fresh->size() != known.bytes)
-    throw FileError(
-        concat("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ", known.bytes));
+    throw FileError("'", fresh->path(), "' has ", fresh->size(), " bytes, written were ",
+                    known.bytes);
   files_[index] = {fresh, ++uses_};
   return fresh;
 }
@@ -142,10 +140,9 @@ std::vector<SavedCheckpoint::Use> SavedCheckpoint::uses(const Entry& entry, cons
 void SavedCheckpoint::need_checksum(const Entry& entry, const Record& record,
                                     std::uint64_t sum) const {
   if (has_checksums_ && sum != record.checksum)
-    throw FileError(concat("'", file(record.file)->path(), "': the bytes of '",
-                           printable(entry.info.name), "' ", list(record.box), " (", record.bytes,
-                           " from ", record.begin,
-                           ") are not those that were written: the file is damaged"));
+    throw FileError("'", file(record.file)->path(), "': the bytes of '", printable(entry.info.name),
+                    "' ", list(record.box), " (", record.bytes, " from ", record.begin,
+                    ") are not those that were written: the file is damaged");
 }
 
 void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out, double max_over_read,

@@ -16,7 +16,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
 namespace {
 
 // Small enough that the checksum leaves the bytes in a cache for the write.
@@ -69,17 +68,16 @@ Manifest manifest_of(CheckpointIO& io, const Commit& commit, const WritePlan& pl
     const std::string name = concat(commit.name, '/', o.file);
     const auto size = io.size(name);
     if (size != o.bytes)
-      throw FileError(concat("'", io.where(name), "', which rank ", r, " has written (", o.bytes,
-                             " bytes), ",
-                             size ? concat("has another size for the first rank: ", *size)
-                                  : "cannot be seen from the first rank: there is no such file",
-                             "; checkpoints are at a place that all ranks share"));
+      throw FileError("'", io.where(name), "', which rank ", r, " has written (", o.bytes,
+                      " bytes), ",
+                      size ? concat("has another size for the first rank: ", *size)
+                           : "cannot be seen from the first rank: there is no such file",
+                      "; checkpoints are at a place that all ranks share");
     const int file = static_cast<int>(manifest.files.size());
     manifest.files.push_back({o.file, o.bytes});
     const auto& boxes = plan.ranks[r];
     if (boxes.size() != o.pieces.size())
-      throw Error(
-          concat("rank ", r, " reports ", o.pieces.size(), " boxes, planned were ", boxes.size()));
+      throw Error("rank ", r, " reports ", o.pieces.size(), " boxes, planned were ", boxes.size());
     for (std::size_t i = 0; i < boxes.size(); ++i) {
       const EntryInfo& info = plan.entries[boxes[i].entry];
       const std::uint64_t bytes =
@@ -159,8 +157,8 @@ void put_manifest(CheckpointIO& io, Commit& commit, const std::string& text, boo
     try {
       if (io.put(file, text, true)) return;
       commit.may_stand = false;
-      throw CheckpointLocked(
-          concat("'", io.where(file), "': another job has saved a checkpoint by this name since"));
+      throw CheckpointLocked("'", io.where(file),
+                             "': another job has saved a checkpoint by this name since");
     } catch (const NotAvailable&) {
       // That one job saves at a time is up to the user, who has been told.
     }

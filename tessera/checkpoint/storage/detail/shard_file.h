@@ -5,8 +5,6 @@
 //   first rank:  commit_checkpoint(..., all outcomes)     // the manifest, written last
 
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>

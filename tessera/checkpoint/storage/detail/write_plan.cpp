@@ -11,7 +11,6 @@
 #include "tessera/files/json.h"
 
 namespace tessera {
-
 namespace {
 
 struct Replicated {
@@ -48,8 +47,8 @@ std::int64_t rows_for(const Replicated& r, std::uint64_t wanted, std::uint64_t s
 std::vector<std::uint64_t> fill(const std::vector<std::uint64_t>& loads, std::uint64_t bytes) {
   std::vector<std::size_t> order(loads.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t a, std::size_t b) { return loads[a] < loads[b]; });
+  std::ranges::stable_sort(order,
+                           [&](std::size_t a, std::size_t b) { return loads[a] < loads[b]; });
   std::vector<std::uint64_t> shares(loads.size(), 0);
   std::uint64_t below = 0;
   for (std::size_t n = 1; n <= order.size(); ++n) {
@@ -95,10 +94,10 @@ std::vector<Holders> holders_of(const std::vector<std::vector<HeldShard>>& held,
       }
       const EntryInfo& info = entries[e];
       if (!(info == h.info))
-        throw InvalidArgument(concat("the ranks disagree on ", entry_key_text(info), ": rank ",
-                                     first_rank[e], " has ", info.dtype, ' ', list(info.shape), ' ',
-                                     info.layout, ", rank ", r, " has ", h.info.dtype, ' ',
-                                     list(h.info.shape), ' ', h.info.layout));
+        throw InvalidArgument("the ranks disagree on ", entry_key_text(info), ": rank ",
+                              first_rank[e], " has ", info.dtype, ' ', list(info.shape), ' ',
+                              info.layout, ", rank ", r, " has ", h.info.dtype, ' ',
+                              list(h.info.shape), ' ', h.info.layout);
       std::vector<std::int64_t> key;
       for (const Interval& i : h.box) {
         key.push_back(i.begin);
@@ -107,7 +106,7 @@ std::vector<Holders> holders_of(const std::vector<std::vector<HeldShard>>& held,
       auto& [box, ranks] = boxes[e][key];
       box = h.box;
       if (!ranks.empty() && ranks.back() == static_cast<int>(r))
-        throw InvalidArgument(concat("rank ", r, " gives ", entry_key_text(info), " twice"));
+        throw InvalidArgument("rank ", r, " gives ", entry_key_text(info), " twice");
       ranks.push_back(static_cast<int>(r));
     }
   }
@@ -122,8 +121,8 @@ std::vector<int> writers_of(const EntryInfo& info, const Box& box, const std::ve
     const PlainSums& of = sums.at(static_cast<std::size_t>(r));
     return is_full(info, box) ? of.full : of.shards;
   };
-  const bool same = std::all_of(holders.begin(), holders.end(),
-                                [&](int r) { return sum(r) == sum(holders.front()); });
+  const bool same =
+      std::ranges::all_of(holders, [&](int r) { return sum(r) == sum(holders.front()); });
   return same ? holders : std::vector<int>{holders.front()};
 }
 
@@ -158,7 +157,7 @@ void assign(WritePlan& plan, const std::vector<int>& ranks, std::vector<Replicat
   std::uint64_t bytes = 0;
   for (const Replicated& r : todo) bytes += r.bytes;
   std::vector<std::uint64_t> mine;
-  for (const int r : ranks) mine.push_back(loads[static_cast<std::size_t>(r)]);
+  for (const int r : ranks) mine.push_back(loads[r]);
   const auto shares = fill(mine, bytes);
   std::size_t next = 0;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -249,8 +248,8 @@ WritePlan plan_writes(const std::vector<std::vector<HeldShard>>& held, std::uint
   Writing writing = writing_of(plan.entries, boxes, sums);
   for (auto& [ranks, todo] : writing) assign(plan, ranks.second, todo, loads, smallest);
   for (auto& all : plan.ranks)
-    std::stable_sort(all.begin(), all.end(),
-                     [](const AssignedBox& a, const AssignedBox& b) { return a.entry < b.entry; });
+    std::ranges::stable_sort(
+        all, [](const AssignedBox& a, const AssignedBox& b) { return a.entry < b.entry; });
   return plan;
 }
 

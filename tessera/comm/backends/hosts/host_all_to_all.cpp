@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/hosts/host_steps.h"
 
 namespace tessera::detail {
@@ -13,8 +12,8 @@ std::vector<HostLinks::Counts> HostLinks::near_counts(HostCall& call) {
   const auto options = at::TensorOptions().dtype(at::kLong);
   auto mine = at::empty({2 * n}, options), all = at::empty({ranks * 2 * n}, options);
   auto* row = mine.mutable_data_ptr<std::int64_t>();
-  std::copy(call.input_counts.begin(), call.input_counts.end(), row);
-  std::copy(call.counts.begin(), call.counts.end(), row + n);
+  std::ranges::copy(call.input_counts, row);
+  std::ranges::copy(call.counts, row + n);
   if (near_)
     near_step(call, step_of(all, mine, Counts(mates().size(), 2 * n)), &Transport::all_gather);
   else
@@ -29,9 +28,9 @@ std::vector<HostLinks::Counts> HostLinks::near_counts(HostCall& call) {
 namespace {
 
 [[noreturn]] void refuse_pair(int from, int to, std::int64_t sent, std::int64_t awaited) {
-  throw FinalMismatch(concat("all_to_all: ranks called different things: rank ", from,
-                             " of the group sends ", sent, " bytes to rank ", to,
-                             ", which waits for ", awaited, "; make the sizes agree"));
+  throw FinalMismatch("all_to_all: ranks called different things: rank ", from,
+                      " of the group sends ", sent, " bytes to rank ", to, ", which waits for ",
+                      awaited, "; make the sizes agree");
 }
 
 }  // namespace
@@ -49,7 +48,7 @@ void HostLinks::compare_far_counts(HostCall& call, const std::vector<Counts>& ro
   const auto options = at::TensorOptions().dtype(at::kLong);
   const auto out = at::empty({static_cast<std::int64_t>(sent.size())}, options),
              in = at::empty({static_cast<std::int64_t>(sent.size())}, options);
-  std::copy(sent.begin(), sent.end(), out.mutable_data_ptr<std::int64_t>());
+  std::ranges::copy(sent, out.mutable_data_ptr<std::int64_t>());
   far_all_to_all(call, in, received_numbers, out, sent_numbers);
   const auto* number = in.const_data_ptr<std::int64_t>();
   for (std::size_t host = 0; host < hosts; ++host) {

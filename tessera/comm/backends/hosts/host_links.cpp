@@ -1,10 +1,28 @@
 #include "tessera/comm/backends/hosts/host_links.h"
 
+#include <map>
 #include <utility>
 
 #include "tessera/comm/backends/hosts/host_steps.h"
 
 namespace tessera::detail {
+
+HostMap HostMap::of(const std::vector<std::string>& marks) {
+  HostMap map;
+  std::map<std::string, int> known;
+  for (int rank = 0; rank < static_cast<int>(marks.size()); ++rank) {
+    const auto [at, added] = known.emplace(marks[rank], static_cast<int>(map.hosts.size()));
+    if (added) map.hosts.emplace_back();
+    auto& host = map.hosts[at->second];
+    map.host_of.push_back(at->second);
+    map.place_of.push_back(static_cast<int>(host.size()));
+    host.push_back(rank);
+  }
+  int next = 0;
+  for (const auto& host : map.hosts)
+    for (const int rank : host) map.in_order = map.in_order && rank == next++;
+  return map;
+}
 
 HostLinks::HostLinks(HostMap map, int rank, TransportPtr near, TransportPtr wide,
                      TransportPtr leaders)

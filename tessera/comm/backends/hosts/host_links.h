@@ -118,4 +118,11 @@ class HostLinks {
   std::atomic<bool> aborted_{false};
 };
 
+/// A group over several hosts, of whose ranks some share one. Collectives go through memory inside
+/// a host and over another transport between the hosts' leaders; a message goes through memory if
+/// its ends share a host, and over the other transport otherwise. `tells`: a call that fails here
+/// ends the calls of the other ranks; for groups without a watch.
+std::shared_ptr<Transport> make_hosts_transport(std::shared_ptr<HostLinks> links, int rank,
+                                                std::chrono::milliseconds timeout, bool tells);
+
 }  // namespace tessera::detail

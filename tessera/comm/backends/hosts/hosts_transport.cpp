@@ -1,17 +1,25 @@
-#include "tessera/comm/backends/hosts/hosts_transport.h"
-
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/ParallelGuard.h>
 
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "tessera/base/deadline.h"
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
+#include "tessera/comm/backends/hosts/host_links.h"
+#include "tessera/comm/backends/own_work.h"
 
 namespace tessera::detail {
 namespace {
 
+// Calls that were aborted usually end within this time.
+constexpr std::chrono::milliseconds kCallsEnd{1000};
 // The limits of the steps begin later than that of the call, which is the one that counts: its
 // error names the ranks that are missing.
 constexpr std::chrono::milliseconds kStepSlack{2000};
@@ -24,7 +32,132 @@ at::Tensor bytes_if_any(const at::Tensor& tensor) {
   return tensor.defined() ? flat_bytes(tensor) : tensor;
 }
 
-}  // namespace
+// A collective over several hosts, done step by step in a thread of its group.
+class HostsWork : public OwnWork {
+ public:
+  HostsWork(int rank, c10d::OpType type, std::vector<at::Tensor> results,
+            std::function<void()> body)
+      : OwnWork(rank, type, std::move(results)), body_(std::move(body)) {}
+
+  // Does the call. What it throws, wait() throws. Leaves the future to the caller.
+  void run() {
+    std::exception_ptr error;
+    try {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      // Operators on this thread do not take the cores of the computation that goes on beside it.
+      const c10::ParallelGuard alone(true);
+      body_();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    body_ = nullptr;
+    finish(error);
+  }
+
+ private:
+  std::function<void()> body_;
+};
+
+// Does the collectives of one group in the order in which they were made, in a thread that begins
+// with the first of them.
+class HostsWorker : public std::enable_shared_from_this<HostsWorker> {
+ public:
+  void post(const c10::intrusive_ptr<HostsWork>& work);
+  // Ends the thread after the calls that were made. `leave`: does not wait for it long, since its
+  // call may be in a wait that nothing but a time limit ends.
+  void close(bool leave);
+
+ private:
+  void run();
+
+  const std::shared_ptr<FutureThreads> futures_ = std::make_shared<FutureThreads>();
+  // guards all below
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<HostsWork>> queue_;
+  bool stops_ = false, ended_ = false;
+  std::thread thread_;
+};
+
+void HostsWorker::post(const c10::intrusive_ptr<HostsWork>& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    // First: where no thread can be started, the call was not made.
+    if (!thread_.joinable() && !stops_)
+      thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    queue_.push_back(work);
+  }
+  changed_.notify_one();
+}
+
+void HostsWorker::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stops_ || !queue_.empty(); });
+    if (queue_.empty()) break;
+    auto work = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    work->run();
+    futures_->settle(work);
+    work.reset();
+    lock.lock();
+  }
+  ended_ = true;
+  changed_.notify_all();
+}
+
+void HostsWorker::close(bool leave) {
+  std::unique_lock lock(mutex_);
+  stops_ = true;
+  changed_.notify_all();
+  if (!thread_.joinable()) return;
+  auto thread = std::move(thread_);
+  const bool left = leave && !changed_.wait_for(lock, kCallsEnd, [this] { return ended_; });
+  lock.unlock();
+  if (left)
+    thread.detach();
+  else
+    thread.join();
+  futures_->close(left);
+}
+
+class HostsTransport final : public Transport {
+ public:
+  // `tells`: a call that fails here ends the calls of the other ranks; for groups without a watch.
+  HostsTransport(std::shared_ptr<HostLinks> links, int rank, std::chrono::milliseconds timeout,
+                 bool tells);
+  ~HostsTransport() override { worker_->close(links_->aborted()); }
+
+  const char* name() const override { return "hosts"; }
+  Abilities abilities() override;
+  void broadcast(TransportCall& call) override { move(call, &HostLinks::broadcast); }
+  void all_reduce(TransportCall& call) override { post(call, &HostLinks::all_reduce); }
+  void reduce(TransportCall& call) override { post(call, &HostLinks::reduce); }
+  void all_gather(TransportCall& call) override { move(call, &HostLinks::all_gather); }
+  void reduce_scatter(TransportCall& call) override { post(call, &HostLinks::reduce_scatter); }
+  void gather(TransportCall& call) override { move(call, &HostLinks::gather); }
+  void scatter(TransportCall& call) override { move(call, &HostLinks::scatter); }
+  void all_to_all(TransportCall& call) override { move(call, &HostLinks::all_to_all); }
+  // Throws NotAvailable for a receive from any rank where some ranks of the group share a host and
+  // others do not.
+  void exchange(TransportCall& call) override;
+  void barrier(TransportCall& call) override { post(call, &HostLinks::barrier); }
+  void abort() override { links_->abort(); }
+  bool batches(int peer) const override { return links_->is_near(peer); }
+
+ private:
+  using Function = void (HostLinks::*)(HostCall&);
+  // Has the worker do a call that reduces, or moves nothing.
+  void post(TransportCall& call, Function function);
+  // This is post() of a call that moves bytes.
+  void move(TransportCall& call, Function function);
+  void post(TransportCall& given, HostCall call, Function function);
+
+  const std::shared_ptr<HostLinks> links_;
+  const std::shared_ptr<HostsWorker> worker_;
+  const bool tells_;
+};
 
 HostsTransport::HostsTransport(std::shared_ptr<HostLinks> links, int rank,
                                std::chrono::milliseconds timeout, bool tells)
@@ -90,8 +223,15 @@ void HostsTransport::exchange(TransportCall& call) {
   }
   if (!links_->is_near(peer)) return links_->wide().exchange(call);
   if (!links_->near()) throw InvalidArgument("a rank does not send messages to itself");
-  for (auto& m : call.messages) m.peer = links_->map().place_of[static_cast<std::size_t>(m.peer)];
+  for (auto& m : call.messages) m.peer = links_->map().place_of[m.peer];
   links_->near()->exchange(call);
+}
+
+}  // namespace
+
+std::shared_ptr<Transport> make_hosts_transport(std::shared_ptr<HostLinks> links, int rank,
+                                                std::chrono::milliseconds timeout, bool tells) {
+  return std::make_shared<HostsTransport>(std::move(links), rank, timeout, tells);
 }
 
 }  // namespace tessera::detail

@@ -13,7 +13,6 @@
 #include "tessera/launch/launch.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // In the order of MpiThreadLevel.
@@ -73,7 +72,7 @@ void check_mpi(int code, const char* function) {
                          ? ". A rank sent more than this one expects: shapes or dtypes differ "
                            "between ranks; CheckLevel::collective shows which"
                          : "";
-  throw CommError(concat(function, " failed: ", mpi_error_text(code), hint));
+  throw CommError(function, " failed: ", mpi_error_text(code), hint);
 }
 
 void mpi_fatal(const std::string& who, const std::string& reason, bool may_call_mpi) {
@@ -174,10 +173,9 @@ std::shared_ptr<MpiLibrary> MpiLibrary::open(MpiThreadLevel wanted) {
     throw;
   }
   if (wanted > MpiThreadLevel::funneled && library->level() < wanted)
-    throw CommError(
-        concat("this MPI library grants thread level ", to_string(library->level()), ", and ",
-               to_string(wanted),
-               " was asked for; ask for less, or use a library built with thread support"));
+    throw CommError("this MPI library grants thread level ", to_string(library->level()), ", and ",
+                    to_string(wanted),
+                    " was asked for; ask for less, or use a library built with thread support");
   return library;
 }
 
@@ -233,11 +231,11 @@ void MpiLibrary::require_thread() const {
   MPI_Is_thread_main(&main_thread);
   if (!main_thread)
     throw Error(
-        concat("a call on an MPI group came from another thread than the one that initialised MPI, "
-               "and MPI's thread level is ",
-               to_string(level_),
-               ". Initialise MPI with MPI_THREAD_MULTIPLE "
-               "(MpiWorld::initialize(MpiThreadLevel::multiple)), or call from the main thread"));
+        "a call on an MPI group came from another thread than the one that initialised MPI, "
+        "and MPI's thread level is ",
+        to_string(level_),
+        ". Initialise MPI with MPI_THREAD_MULTIPLE "
+        "(MpiWorld::initialize(MpiThreadLevel::multiple)), or call from the main thread");
 }
 
 std::unique_lock<std::mutex> MpiLibrary::serialize() {
@@ -360,10 +358,10 @@ std::shared_ptr<MpiRanks> of_communicator(int handle, std::chrono::milliseconds 
         "MPI is finalised: ranks of a communicator come before MPI_Finalize, and go before it");
   if (!mpi_flag(MPI_Initialized))
     throw InvalidArgument(
-        concat("MPI is not initialised: MPI_Init comes first (or MpiWorld::initialize(), without a "
-               "communicator of your own). If it did, the program uses another MPI library than "
-               "libtessera_mpi.so, whose is ",
-               library_version()));
+        "MPI is not initialised: MPI_Init comes first (or MpiWorld::initialize(), without a "
+        "communicator of your own). If it did, the program uses another MPI library than "
+        "libtessera_mpi.so, whose is ",
+        library_version());
   const MPI_Comm communicator = MPI_Comm_f2c(static_cast<MPI_Fint>(handle));
   if (communicator == MPI_COMM_NULL)
     throw InvalidArgument(

@@ -19,7 +19,6 @@
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -222,7 +221,7 @@ class Meeting {
     }
     for (const Member& member : members_) post_.expect(member.rank);
     const auto all = [&](bool Member::* is) {
-      return std::all_of(members_.begin(), members_.end(), [is](const auto& m) { return m.*is; });
+      return std::ranges::all_of(members_, [is](const auto& m) { return m.*is; });
     };
     bool asked = false;
     Clock::time_point asked_at, latest = Clock::time_point::max();
@@ -383,8 +382,8 @@ class Meeting {
     throw PeerLostError(concat(group(), " was given up before its ranks had met"), {});
   }
   [[noreturn]] void refuse(const std::string& why) const {
-    throw MismatchError(concat(group(), ": ", why,
-                               "; make groups that share ranks in the same order on all of them"));
+    throw MismatchError(group(), ": ", why,
+                        "; make groups that share ranks in the same order on all of them");
   }
   [[noreturn]] void miss_the_first() const {
     throw_late(concat("its first rank ", ranks_.front(), " has not seen all members"), {});
@@ -427,13 +426,13 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
   if (ranks.empty()) throw InvalidArgument("an MPI group needs at least one rank");
   for (const int r : ranks)
     if (r < 0 || r >= context->size())
-      throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": there is no rank ", r,
-                                   " among ", context->size()));
+      throw InvalidArgument("MPI group of ranks ", list(ranks), ": there is no rank ", r, " among ",
+                            context->size());
   if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
-    throw InvalidArgument(concat("MPI group of ranks ", list(ranks), ": a rank is listed twice"));
-  if (std::find(ranks.begin(), ranks.end(), context->rank()) == ranks.end())
-    throw InvalidArgument(concat("MPI group of ranks ", list(ranks), " was made on rank ",
-                                 context->rank(), ", which is no member"));
+    throw InvalidArgument("MPI group of ranks ", list(ranks), ": a rank is listed twice");
+  if (std::ranges::find(ranks, context->rank()) == ranks.end())
+    throw InvalidArgument("MPI group of ranks ", list(ranks), " was made on rank ", context->rank(),
+                          ", which is no member");
   // Every MPI library has tags up to 32767.
   const int tag = static_cast<int>(hash_of(ranks, attempt.number) % 32767);
   if (ranks.size() > 1) Meeting(*context, ranks, tag, options, attempt).run();

@@ -4,11 +4,9 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_context.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // `a` unless `b` is larger (smaller) or NaN, or `a` is NaN; two NaNs give one of them. As
@@ -105,8 +103,8 @@ MPI_Datatype mpi_bytes_type(std::size_t element_size) {
     case 1:
       return MPI_BYTE;
     default:
-      throw InvalidArgument(
-          concat("MPI groups move elements of 1, 2, 4, 8 or 16 bytes, not of ", element_size));
+      throw InvalidArgument("MPI groups move elements of 1, 2, 4, 8 or 16 bytes, not of ",
+                            element_size);
   }
 }
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "tessera/base/hash.h"
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_attempt.h"
 #include "tessera/comm/backends/mpi/mpi_meet.h"
 
@@ -22,11 +21,11 @@ MpiTransport::MpiTransport(std::shared_ptr<MpiComm> comm, const MpiBackendOption
       sent_(comm_->ranks().size()),
       received_(comm_->ranks().size()) {
   if (max_count_ < 1 || max_count_ > std::numeric_limits<int>::max())
-    throw InvalidArgument(concat("max_count of an MPI group is ", max_count_, "; it must be 1 to ",
-                                 std::numeric_limits<int>::max()));
+    throw InvalidArgument("max_count of an MPI group is ", max_count_, "; it must be 1 to ",
+                          std::numeric_limits<int>::max());
   if (timeout_.count() <= 0)
-    throw InvalidArgument(
-        concat("the time limit of an MPI group is ", timeout_.count(), " ms; it must be positive"));
+    throw InvalidArgument("the time limit of an MPI group is ", timeout_.count(),
+                          " ms; it must be positive");
 }
 
 Abilities MpiTransport::abilities() {
@@ -96,13 +95,13 @@ MpiTransport::Route MpiTransport::route_of(const Message& message, int tag) {
   const auto count = message.tensor.numel();
   if (tag == TransportCall::kInOrder) {
     auto& counts = message.kind == Message::Kind::send ? sent_ : received_;
-    const auto number = counts[static_cast<std::size_t>(message.peer)]++;
+    const auto number = counts[message.peer]++;
     return {comm_->gate(),
             comm_->tags().numbered(false, number, message.tensor.scalar_type(), count)};
   }
   if (tag < 0 || tag >= comm_->tags().users())
-    throw InvalidArgument(concat("message tag ", tag, " is not in 0 to ", comm_->tags().users() - 1,
-                                 ", which this MPI library allows"));
+    throw InvalidArgument("message tag ", tag, " is not in 0 to ", comm_->tags().users() - 1,
+                          ", which this MPI library allows");
   return {comm_->handle(),
           comm_->tags().users(tag, static_cast<std::int64_t>(message.tensor.nbytes()))};
 }
@@ -111,9 +110,8 @@ void MpiTransport::exchange(TransportCall& given) {
   const auto& messages = given.messages;
   const bool any = messages.front().peer == TransportCall::kAnyRank;
   if (any && !fits(messages.front().tensor.numel()))
-    throw InvalidArgument(concat("receive from any rank: ", messages.front().tensor.numel(),
-                                 " elements, and one MPI message holds ", max_count_,
-                                 "; name the sender"));
+    throw InvalidArgument("receive from any rank: ", messages.front().tensor.numel(),
+                          " elements, and one MPI message holds ", max_count_, "; name the sender");
   const char* name = given.tag == TransportCall::kInOrder           ? "exchange"
                      : messages.front().kind == Message::Kind::send ? "send"
                      : any                                          ? "receive from any rank"
@@ -125,7 +123,7 @@ void MpiTransport::exchange(TransportCall& given) {
         const Route route = route_of(m, given.tag);
         call.tensors.push_back(m.tensor);
         call.bytes += static_cast<std::int64_t>(m.tensor.nbytes());
-        if (!any) call.peers.push_back(comm_->ranks()[static_cast<std::size_t>(m.peer)]);
+        if (!any) call.peers.push_back(comm_->ranks()[m.peer]);
         if (kind == Message::Kind::send)
           post_send(call, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(), m.peer,
                     route);
@@ -133,7 +131,7 @@ void MpiTransport::exchange(TransportCall& given) {
           post_receive(call, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(),
                        any ? MPI_ANY_SOURCE : m.peer, route);
       }
-    std::sort(call.peers.begin(), call.peers.end());
+    std::ranges::sort(call.peers);
     call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());
   });
 }

@@ -13,7 +13,6 @@
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -38,9 +37,9 @@ void check_received(int code, const MpiCall& call) {
   int kind = MPI_SUCCESS;
   if (code != MPI_SUCCESS && MPI_Error_class(code, &kind) == MPI_SUCCESS &&
       kind == MPI_ERR_TRUNCATE)
-    throw FinalMismatch(concat(call.name, ": a rank sent more than this one expects",
-                               call.peers.empty() ? "" : concat(" from rank ", list(call.peers)),
-                               "; sender and receiver must use tensors of one size and dtype"));
+    throw FinalMismatch(call.name, ": a rank sent more than this one expects",
+                        call.peers.empty() ? "" : concat(" from rank ", list(call.peers)),
+                        "; sender and receiver must use tensors of one size and dtype");
   check_mpi(code, call.name);
 }
 
@@ -54,9 +53,9 @@ void MpiCall::end() const {
 
 bool MpiCall::pending() const {
   if (queued.load(std::memory_order_acquire)) return true;
-  return gate != MPI_REQUEST_NULL ||
-         std::any_of(requests.begin(), requests.end(),
-                     [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+  return gate != MPI_REQUEST_NULL || std::ranges::any_of(requests, [](MPI_Request request) {
+           return request != MPI_REQUEST_NULL;
+         });
 }
 
 MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
@@ -71,7 +70,7 @@ MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector
   int found = 0;
   check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, &largest, &found), "MPI_Comm_get_attr");
   if (found) tags_ = MpiTags(*largest);
-  slot_->who = concat("rank ", ranks_[static_cast<std::size_t>(rank_)], " in group '", name, "'");
+  slot_->who = concat("rank ", ranks_[rank_], " in group '", name, "'");
   context_->library()->watchdog().add(slot_);
   context_->library()->set_end_limit(limit);
   MPI_Comm host = MPI_COMM_NULL;
@@ -125,9 +124,9 @@ void MpiComm::require_usable(const char* operation) {
         concat(operation, " on an MPI group that was aborted; make a new group, or end the job"),
         {});
   if (stuck_.load(std::memory_order_acquire))
-    throw CommError(concat(operation,
-                           " on an MPI group of which an earlier call never completed; MPI cannot "
-                           "take such a call back. End the job"));
+    throw CommError(operation,
+                    " on an MPI group of which an earlier call never completed; MPI cannot "
+                    "take such a call back. End the job");
   if (has_adopted_.load(std::memory_order_relaxed)) sweep();
 }
 
@@ -270,7 +269,7 @@ void MpiComm::meet(MpiCall& call) {
 
 std::string MpiComm::difference(const MpiCall& call, MismatchAt at) const {
   const auto least = call.met[2], most = ~call.met[3];
-  return mismatch_text({ranks_[static_cast<std::size_t>(rank_)], "called " + call.card.text()}, at,
+  return mismatch_text({ranks_[rank_], "called " + call.card.text()}, at,
                        least < most ? concat(" (over the ranks ", least, " to ", most, ")") : "");
 }
 
@@ -298,8 +297,8 @@ std::string MpiComm::tell_difference(MpiCall& call) {
   for (std::size_t r = 0; r < ranks_.size(); ++r) {
     const std::string other(&texts[r * kText]);
     if (static_cast<int>(r) == rank_ || other == std::string(mine.data())) continue;
-    return mismatch_text({ranks_[static_cast<std::size_t>(rank_)], "called " + text},
-                         {ranks_[r], "called " + other}, MismatchAt::before_data);
+    return mismatch_text({ranks_[rank_], "called " + text}, {ranks_[r], "called " + other},
+                         MismatchAt::before_data);
   }
   return difference(call, MismatchAt::before_data);
 }
@@ -332,9 +331,8 @@ void MpiComm::look_for_others(MpiCall& call) {
       drop_message(it.comm, status);
     } catch (const std::exception&) {  // no memory for it: its sender waits until its limit
     }
-    throw FinalMismatch(concat(call.name, ": rank ",
-                               ranks_[static_cast<std::size_t>(status.MPI_SOURCE)], came,
-                               "; sender and receiver must use tensors of one size and dtype"));
+    throw FinalMismatch(call.name, ": rank ", ranks_[status.MPI_SOURCE], came,
+                        "; sender and receiver must use tensors of one size and dtype");
   }
 }
 
@@ -401,10 +399,9 @@ bool MpiComm::test(MpiCall& call) {
     call.source = statuses[i].MPI_SOURCE;
     check_mpi(MPI_Get_elements_x(&statuses[i], MPI_BYTE, &got), "MPI_Get_elements_x");
     if (got != call.receives[i])
-      throw FinalMismatch(concat(call.name, ": rank ",
-                                 ranks_[static_cast<std::size_t>(call.source)], " sent ", got,
-                                 " bytes where this rank expects ", call.receives[i],
-                                 "; sender and receiver must use tensors of one size"));
+      throw FinalMismatch(call.name, ": rank ", ranks_[call.source], " sent ", got,
+                          " bytes where this rank expects ", call.receives[i],
+                          "; sender and receiver must use tensors of one size");
   }
   return true;
 }

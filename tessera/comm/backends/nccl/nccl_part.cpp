@@ -21,7 +21,6 @@
 #include "tessera/comm/group/detail/reduction.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -125,8 +124,8 @@ class NcclTransport final : public OfC10d {
     const Counts& counts = call.counts;
     at::Tensor out = call.output, in = call.input;
     const auto how = options<c10d::AllgatherOptions>(call);
-    const std::int64_t largest = *std::max_element(counts.begin(), counts.end()),
-                       smallest = *std::min_element(counts.begin(), counts.end());
+    const std::int64_t largest = *std::ranges::max_element(counts),
+                       smallest = *std::ranges::min_element(counts);
     if (largest == smallest) return add(call, backend_->_allgather_base(out, in, how));
     const std::int64_t padded = largest * size_;
     if (padded * static_cast<std::int64_t>(out.element_size()) <= kSmallBytes ||
@@ -141,7 +140,7 @@ class NcclTransport final : public OfC10d {
     }
     for (int r = 0; r < size_; ++r) {
       call.messages.push_back({Message::Kind::send, in, r});
-      call.messages.push_back({Message::Kind::receive, blocks[static_cast<std::size_t>(r)], r});
+      call.messages.push_back({Message::Kind::receive, blocks[r], r});
     }
     exchange(call);
   }
@@ -160,7 +159,7 @@ class NcclTransport final : public OfC10d {
     if (call.input.numel() == 0) return;
     Batch batch(*backend_);
     for (int r = 0; r < size_; ++r) {
-      const at::Tensor& block = blocks[static_cast<std::size_t>(r)];
+      const at::Tensor& block = blocks[r];
       if (block.numel() > 0) reduced(r == rank_ ? call.output : block, r, call.op, call.timeout);
     }
     add(call, batch.end());
@@ -187,9 +186,8 @@ class NcclTransport final : public OfC10d {
         any = true;
     }
     if (to_self.size() != from_self.size())
-      throw InvalidArgument(concat("exchange: ", to_self.size(),
-                                   " messages to this rank itself and ", from_self.size(),
-                                   " from it; their numbers must agree"));
+      throw InvalidArgument("exchange: ", to_self.size(), " messages to this rank itself and ",
+                            from_self.size(), " from it; their numbers must agree");
     for (std::size_t i = 0; i < to_self.size(); ++i) {
       if (to_self[i].numel() != from_self[i].numel())
         throw InvalidArgument(
@@ -243,15 +241,13 @@ class NcclTransport final : public OfC10d {
     work->wait();  // The stream waits, not the host.
     const auto blocks = split_flat(call.output, call.counts);
     for (int r = 0; r < size_; ++r)
-      blocks[static_cast<std::size_t>(r)].copy_(
-          all.narrow(0, r * largest, call.counts[static_cast<std::size_t>(r)]),
-          /*non_blocking=*/true);
+      blocks[r].copy_(all.narrow(0, r * largest, call.counts[r]),
+                      /*non_blocking=*/true);
     add(call, c10::make_intrusive<WorkAndCopies>(work));
   }
 };
 
 }  // namespace
-
 }  // namespace tessera::detail
 
 // Both sides are C++ of one build; only the names are C's.

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "tessera/base/text.h"
-
 namespace tessera::detail {
 
 // ---- the link ----
@@ -71,7 +69,7 @@ std::vector<c10::intrusive_ptr<ShmWork>> ShmLink::take_complete() {
   }
   const std::lock_guard lock(mutex_);
   std::erase_if(followed_, [&](const auto& work) {
-    return std::find(complete.begin(), complete.end(), work) != complete.end();
+    return std::ranges::find(complete, work) != complete.end();
   });
   return complete;
 }

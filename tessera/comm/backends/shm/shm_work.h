@@ -9,13 +9,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "tessera/comm/backends/own_work.h"
 #include "tessera/comm/backends/transport_call.h"
-#include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/group_watch.h"
 #include "tessera/shm/group.h"
 

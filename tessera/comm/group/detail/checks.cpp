@@ -35,10 +35,6 @@ void check_counts(const RequestState& call, const char* role, const Sizes& sizes
     refuse(call, role, " sizes ", list(sizes), " are more rows than any tensor has");
 }
 
-}  // namespace
-
-namespace {
-
 void check_place(const RequestState& call, const char* role, const at::Tensor& tensor) {
   if (call.group().size() == 1) return;
   const auto& endpoint = call.group().endpoint(tensor.device().type());
@@ -236,10 +232,10 @@ void begin(RequestState& call, c10::function_ref<void()> check,
   };
   std::vector<int> like, rest;
   for (int r = 0; r < n; ++r) (unlike(cards[r]) ? rest : like).push_back(call.group().ranks()[r]);
-  throw MismatchError(concat(
+  throw MismatchError(
       "group '", call.group().name(), "': ",
       mismatch_text(say(own), say(*other), MismatchAt::before_data,
-                    concat(". Ranks like the former: ", list(like), ", others: ", list(rest)))));
+                    concat(". Ranks like the former: ", list(like), ", others: ", list(rest))));
 }
 
 void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& input_counts) {
@@ -255,10 +251,10 @@ void compare_pairs(RequestState& call, const Sizes& output_counts, const Sizes& 
     for (int from = 0; from < n; ++from) {
       const auto waits = counts[to * 2 * n + from], sends = counts[from * 2 * n + n + to];
       if (waits != sends)
-        throw MismatchError(concat("group '", call.group().name(), "', call ", call.sequence(),
-                                   ": ", call.describe(), ": rank ", ranks[from], " sends ", sends,
-                                   " elements to rank ", ranks[to], ", which waits for ", waits,
-                                   ". No data was moved; make the sizes agree"));
+        throw MismatchError("group '", call.group().name(), "', call ", call.sequence(), ": ",
+                            call.describe(), ": rank ", ranks[from], " sends ", sends,
+                            " elements to rank ", ranks[to], ", which waits for ", waits,
+                            ". No data was moved; make the sizes agree");
     }
 }
 
@@ -326,7 +322,7 @@ void MessageCards::compare() const {
                " does not fit. Rank ", from, problem_words(sender), sender.text, "; rank ", to,
                problem_words(receiver), receiver.text,
                ". Make both ends of a message agree, and the order of messages between two ranks");
-    if (std::any_of(peers_.begin(), peers_.end(), [&](int peer) { return peer != peers_[i]; }))
+    if (std::ranges::any_of(peers_, [&](int peer) { return peer != peers_[i]; }))
       group_.watch().announce(text);
     throw MismatchError(text);
   }

@@ -19,8 +19,7 @@ namespace tessera::detail {
 /// Throws InvalidArgument: "all_gather 'x' in group 'world': ...".
 template <class... Args>
 [[noreturn]] void refuse(const RequestState& call, const Args&... what) {
-  throw InvalidArgument(
-      concat(call.describe(), " in group '", call.group().name(), "': ", what...));
+  throw InvalidArgument(call.describe(), " in group '", call.group().name(), "': ", what...);
 }
 
 inline std::string show(const at::Tensor& t) {

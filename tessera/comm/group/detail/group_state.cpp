@@ -120,8 +120,8 @@ void GroupState::deregister_work(c10d::Work& work) {
   std::vector<std::string> places;
   {
     const std::lock_guard lock(waiting_mutex_);
-    const auto entry = std::find_if(waiting_.begin(), waiting_.end(),
-                                    [&](const Waiting& w) { return w.work == &work; });
+    const auto entry =
+        std::ranges::find_if(waiting_, [&](const Waiting& w) { return w.work == &work; });
     if (entry == waiting_.end()) return;
     places = std::move(entry->places);
     waiting_.erase(entry);
@@ -139,9 +139,8 @@ void GroupState::watch_waiting() {
   std::unique_lock lock(waiting_mutex_);
   while (!watcher_stops_) {
     if (look_at_guarded(lock) || look_at_waiting(lock)) continue;
-    const bool idle =
-        guarded_.empty() && std::none_of(waiting_.begin(), waiting_.end(),
-                                         [](const Waiting& w) { return w.comparable; });
+    const bool idle = guarded_.empty() &&
+                      std::ranges::none_of(waiting_, [](const Waiting& w) { return w.comparable; });
     watcher_sleeps_ = idle;
     if (idle)
       waiting_changed_.wait(lock);
@@ -154,7 +153,7 @@ void GroupState::watch_waiting() {
 // True if there was something to do, for which the lock was released.
 bool GroupState::look_at_guarded(std::unique_lock<std::mutex>& lock) {
   std::erase_if(guarded_, [](const Guarded& call) { return call.work->isCompleted(); });
-  const auto late = std::find_if(guarded_.begin(), guarded_.end(), [](const Guarded& call) {
+  const auto late = std::ranges::find_if(guarded_, [](const Guarded& call) {
     return call.deadline <= std::chrono::steady_clock::now();
   });
   if (late == guarded_.end()) return false;
@@ -169,9 +168,8 @@ bool GroupState::look_at_guarded(std::unique_lock<std::mutex>& lock) {
 
 bool GroupState::look_at_waiting(std::unique_lock<std::mutex>& lock) {
   const auto long_ago = std::chrono::steady_clock::now() - kLong;
-  const auto lasting = std::find_if(waiting_.begin(), waiting_.end(), [&](const Waiting& w) {
-    return w.comparable && w.since <= long_ago;
-  });
+  const auto lasting = std::ranges::find_if(
+      waiting_, [&](const Waiting& w) { return w.comparable && w.since <= long_ago; });
   if (lasting == waiting_.end()) return false;
   lasting->comparable = false;
   const auto* work = lasting->work;
@@ -185,8 +183,8 @@ bool GroupState::look_at_waiting(std::unique_lock<std::mutex>& lock) {
   // A rank that called something else waits for the call, not for this message of it.
   if (!call.empty() && compare_call(card.number, call)) places.push_back(call_place(card.number));
   lock.lock();
-  const auto entry = std::find_if(waiting_.begin(), waiting_.end(),
-                                  [&](const Waiting& w) { return w.work == work; });
+  const auto entry =
+      std::ranges::find_if(waiting_, [&](const Waiting& w) { return w.work == work; });
   if (entry != waiting_.end()) {
     entry->places = std::move(places);
   } else {
@@ -241,8 +239,8 @@ std::uint64_t GroupState::next_message(int peer, bool to_peer) {
 
 void GroupState::set_timeout(std::chrono::milliseconds limit) {
   if (limit.count() <= 0)
-    throw InvalidArgument(concat("group '", name_, "': a time limit of ", limit.count(),
-                                 " ms was given; it must be positive"));
+    throw InvalidArgument("group '", name_, "': a time limit of ", limit.count(),
+                          " ms was given; it must be positive");
   timeout_ms_.store(bounded_limit(limit).count(), std::memory_order_relaxed);
 }
 
@@ -251,8 +249,8 @@ void GroupState::set_endpoint(c10::Device device, std::shared_ptr<Transport> tra
   // One besides the CPU's: CUDA, or a device that another library brings.
   Endpoint& endpoint = device.is_cpu() ? cpu_ : cuda_;
   if (endpoint.transport && endpoint.device.type() != device.type())
-    throw InvalidArgument(concat("group '", name_, "' serves ", endpoint.device, " and the CPU, ",
-                                 "and no third kind of device: ", device));
+    throw InvalidArgument("group '", name_, "' serves ", endpoint.device, " and the CPU, ",
+                          "and no third kind of device: ", device);
   endpoint.device = device;
   endpoint.abilities = transport->abilities();
   endpoint.name = transport->name();
@@ -266,8 +264,7 @@ bool GroupState::has_endpoint(c10::DeviceType device) const {
 }
 
 void GroupState::require_open() const {
-  if (closed_)
-    throw CommError(concat("group '", name_, "' was shut down; get it again from the manager"));
+  if (closed_) throw CommError("group '", name_, "' was shut down; get it again from the manager");
 }
 
 bool GroupState::meets_at_store() const {
@@ -278,13 +275,13 @@ bool GroupState::meets_at_store() const {
 const Endpoint& GroupState::endpoint(c10::DeviceType device) const {
   if (has_endpoint(device)) return device == c10::DeviceType::CPU ? cpu_ : cuda_;
   require_open();
-  throw NotAvailable(concat(
+  throw NotAvailable(
       "group '", name_, "' has no backend for ", c10::DeviceTypeName(device),
       " tensors (it has: ", cpu_.transport ? "CPU over " : "no CPU", cpu_.name,
       cuda_.transport ? concat(", ", c10::DeviceTypeName(cuda_.device.type()), " over ") : "",
       cuda_.name,
       "). Move the tensor to a device the group serves, or build and choose "
-      "a backend for it (tessera doctor lists them)"));
+      "a backend for it (tessera doctor lists them)");
 }
 
 void GroupState::set_trace(std::shared_ptr<CommTrace> trace) {

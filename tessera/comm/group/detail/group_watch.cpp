@@ -32,8 +32,8 @@ std::string text_of(const std::exception_ptr& cause) {
 }
 
 bool says(const std::string& text, std::initializer_list<const char*> parts) {
-  return std::any_of(parts.begin(), parts.end(),
-                     [&](const char* part) { return text.find(part) != std::string::npos; });
+  return std::ranges::any_of(
+      parts, [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
 int& unreported() {
@@ -133,8 +133,8 @@ void GroupWatch::fail(const std::string& call, std::uint64_t sequence,
     // make.
     const auto reason = concat(numbered(call, sequence), " failed there: ", text);
     announce(reason);
-    throw CommError(
-        concat("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_, ": ", text));
+    throw CommError("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_, ": ",
+                    text);
   }
   if (channel_ && wait_for_poison(kNews)) throw_poison(call, sequence, *poison());
   Poison lost;

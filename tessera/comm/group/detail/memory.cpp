@@ -19,7 +19,7 @@ Dims dims_by_stride(const at::Tensor& t) {
   Dims dims;
   for (std::int64_t d = 0; d < t.dim(); ++d)
     if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
-  std::sort(dims.begin(), dims.end());
+  std::ranges::sort(dims);
   return dims;
 }
 
@@ -53,7 +53,7 @@ bool seen_before(std::vector<bool>& bytes, const Dims& dims, std::int64_t begin,
   bool found = false;
   each_offset(dims, dims.size(), 0, [&](std::int64_t offset) {
     for (std::int64_t b = 0; b < item; ++b) {
-      auto place = bytes[static_cast<std::size_t>(begin + offset * item + b)];
+      auto place = bytes[begin + offset * item + b];
       found = found || place;
       if (marks) place = true;
     }
@@ -130,8 +130,7 @@ bool share_elements(const at::Tensor& a, const at::Tensor& b) {
     auto strides = a.strides().vec();
     std::vector<std::size_t> order(strides.size());
     for (std::size_t d = 0; d < order.size(); ++d) order[d] = d;
-    std::sort(order.begin(), order.end(),
-              [&](std::size_t x, std::size_t y) { return strides[x] > strides[y]; });
+    std::ranges::sort(order, [&](std::size_t x, std::size_t y) { return strides[x] > strides[y]; });
     std::int64_t left_a = a.storage_offset(), left_b = b.storage_offset();
     bool fits = true, apart = false;
     for (std::size_t i = 0; i < order.size(); ++i) {

@@ -6,61 +6,44 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <utility>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
 
 namespace tessera::detail {
+namespace {
+
+// A kind of reduction and c10d's, but for premultiplied sums.
+constexpr std::pair<ReduceOp::Kind, c10d::ReduceOp::RedOpType> kOps[] = {
+    {ReduceOp::Kind::sum, c10d::ReduceOp::SUM},
+    {ReduceOp::Kind::avg, c10d::ReduceOp::AVG},
+    {ReduceOp::Kind::product, c10d::ReduceOp::PRODUCT},
+    {ReduceOp::Kind::min, c10d::ReduceOp::MIN},
+    {ReduceOp::Kind::max, c10d::ReduceOp::MAX}};
+
+}  // namespace
 
 c10d::ReduceOp to_c10d(ReduceOp::Kind op, double factor) {
-  switch (op) {
-    case ReduceOp::Kind::sum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::Kind::avg:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::Kind::product:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::Kind::min:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::Kind::max:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::Kind::premultiplied: {
-      // The function that makes one has other names in libtorch 2.11 and 2.15; what it makes has
-      // not.
-      c10d::ReduceOp result;
-      result.op_ = c10d::ReduceOp::PREMUL_SUM;
-      result.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
-      return result;
-    }
-  }
-  return c10d::ReduceOp::UNUSED;
+  for (const auto& [kind, theirs] : kOps)
+    if (kind == op) return theirs;
+  // The function that makes one has other names in libtorch 2.11 and 2.15; what it makes has not.
+  c10d::ReduceOp result;
+  result.op_ = c10d::ReduceOp::PREMUL_SUM;
+  result.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
+  return result;
 }
 
 std::optional<ReduceOp> from_c10d(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::sum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::avg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::product;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::min;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::max;
-    case c10d::ReduceOp::PREMUL_SUM: {
-      const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-      if (!given || (given->tensor_factor.defined() && given->tensor_factor.numel() != 1))
-        throw InvalidArgument(
-            "a premultiplied sum needs one number as its factor; c10d has a function that makes "
-            "the operation with one");
-      return ReduceOp::premultiplied(given->tensor_factor.defined()
-                                         ? given->tensor_factor.item<double>()
-                                         : given->double_factor);
-    }
-    default:
-      return std::nullopt;
-  }
+  for (const auto& [kind, theirs] : kOps)
+    if (theirs == op.op_) return ReduceOp{kind};
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return std::nullopt;
+  const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (!given || (given->tensor_factor.defined() && given->tensor_factor.numel() != 1))
+    throw InvalidArgument(
+        "a premultiplied sum needs one number as its factor; c10d has a function that makes the "
+        "operation with one");
+  return ReduceOp::premultiplied(
+      given->tensor_factor.defined() ? given->tensor_factor.item<double>() : given->double_factor);
 }
 
 namespace {
@@ -122,8 +105,8 @@ void combine(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, ReduceOp
 void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kind op) {
   using Kind = ReduceOp::Kind;
   auto refuse = [&](const char* why) {
-    throw InvalidArgument(
-        concat(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ", why));
+    throw InvalidArgument(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ",
+                          why);
   };
   switch (dtype) {
     case c10::ScalarType::Float:
@@ -277,27 +260,27 @@ void from_order_keys_by_operators(const at::Tensor& output, const at::Tensor& ke
 
 at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
   if (!values.is_cpu()) return order_keys_by_operators(values, op);
-  if (values.scalar_type() == c10::ScalarType::Float) {
-    auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Int));
-    to_keys(values.const_data_ptr<float>(), keys.mutable_data_ptr<std::int32_t>(), values.numel(),
-            nan_key<std::int32_t>(op));
+  const auto convert = [&]<class Float, class Int>(Float, Int) {
+    const at::Tensor keys =
+        at::empty(values.sizes(), values.options().dtype(c10::CppTypeToScalarType<Int>::value));
+    to_keys(values.const_data_ptr<Float>(), keys.mutable_data_ptr<Int>(), values.numel(),
+            nan_key<Int>(op));
     return keys;
-  }
-  auto keys = at::empty(values.sizes(), values.options().dtype(c10::ScalarType::Long));
-  to_keys(values.const_data_ptr<double>(), keys.mutable_data_ptr<std::int64_t>(), values.numel(),
-          nan_key<std::int64_t>(op));
-  return keys;
+  };
+  return values.scalar_type() == c10::ScalarType::Float ? convert(0.0F, std::int32_t{})
+                                                        : convert(0.0, std::int64_t{});
 }
 
 void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
   if (!output.is_cpu()) return from_order_keys_by_operators(output, keys, op);
-  if (output.scalar_type() == c10::ScalarType::Float) {
-    from_keys(keys.const_data_ptr<std::int32_t>(), output.mutable_data_ptr<float>(), keys.numel(),
-              nan_key<std::int32_t>(op));
-  } else {
-    from_keys(keys.const_data_ptr<std::int64_t>(), output.mutable_data_ptr<double>(), keys.numel(),
-              nan_key<std::int64_t>(op));
-  }
+  const auto convert = [&]<class Float, class Int>(Float, Int) {
+    from_keys(keys.const_data_ptr<Int>(), output.mutable_data_ptr<Float>(), keys.numel(),
+              nan_key<Int>(op));
+  };
+  if (output.scalar_type() == c10::ScalarType::Float)
+    convert(0.0F, std::int32_t{});
+  else
+    convert(0.0, std::int64_t{});
 }
 
 }  // namespace tessera::detail

@@ -9,7 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/trace_event.h"
-#include "tessera/comm/group/wait_time.h"
+#include "tessera/comm/group/trace.h"
 
 namespace tessera::detail {
 namespace {
@@ -101,7 +101,7 @@ void RequestState::wait_once(PendingWork& pending) {
   } const listed(group_, pending, card_);
   if (pending.work->wait(left())) return;
   group_.watch().require_healthy(operation_, sequence_);
-  throw CommError(concat("group '", group_.name(), "': ", describe(), " was aborted"));
+  throw CommError("group '", group_.name(), "': ", describe(), " was aborted");
 }
 
 void RequestState::wait_for_work(PendingWork& pending) {
@@ -337,11 +337,8 @@ bool RequestState::done() {
   const auto turn = take_turn();
   if (!step()) return false;
   if (poll_error_) return true;
-  if (std::none_of(works_.begin(), works_.end(),
-                   [](const PendingWork& p) { return p.wait == Wait::at_one_go; })) {
-    return std::all_of(works_.begin(), works_.end(),
-                       [](const PendingWork& p) { return p.work->isCompleted(); });
-  }
+  if (std::ranges::none_of(works_, [](const PendingWork& p) { return p.wait == Wait::at_one_go; }))
+    return std::ranges::all_of(works_, [](const PendingWork& p) { return p.work->isCompleted(); });
   poller_ = std::thread([this] { poll(); });
   return polled_.load(std::memory_order_acquire);
 }

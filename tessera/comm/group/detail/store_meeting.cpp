@@ -115,7 +115,7 @@ std::string name_of_life(c10d::Store& store, int rank, int size, std::chrono::mi
   const std::string mine = concat(random(), '.', random(), '.', random());
   auto nap = [&, pause = milliseconds(1)](const char* what) mutable {
     if (time_left(deadline).count() == 0)
-      throw Error(concat("timed out: ", what, " within ", limit.count(), " ms"));
+      throw Error("timed out: ", what, " within ", limit.count(), " ms");
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, milliseconds(100));
   };
@@ -126,7 +126,7 @@ std::string name_of_life(c10d::Store& store, int rank, int size, std::chrono::mi
   const auto seen_by = [&](const std::string& life, int r) {
     return concat("life/", life, "/seen by rank ", r);
   };
-  store.set(keys[static_cast<std::size_t>(rank)], mine);
+  store.set(keys[rank], mine);
   if (rank == 0) {
     for (int r = 1; r < size; ++r) seen.push_back(seen_by(mine, r));
     store.wait(keys, left());
@@ -139,7 +139,7 @@ std::string name_of_life(c10d::Store& store, int rank, int size, std::chrono::mi
   for (;; nap("rank 0 of the group did not come")) {
     store.wait({words}, left());
     const auto all = unpacked_texts(store.get(words), static_cast<std::size_t>(size));
-    if (all[static_cast<std::size_t>(rank)] != mine) continue;
+    if (all[rank] != mine) continue;
     store.set(seen_by(all[0], rank), mine);
     return all[0];
   }

@@ -47,9 +47,8 @@ std::optional<Failure> Failure::of_name(const std::string& name) {
 }
 
 bool is_within(const std::vector<int>& members, const std::vector<int>& ranks) {
-  return std::all_of(members.begin(), members.end(), [&](int member) {
-    return std::binary_search(ranks.begin(), ranks.end(), member);
-  });
+  return std::ranges::all_of(members,
+                             [&](int member) { return std::ranges::binary_search(ranks, member); });
 }
 
 std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {

@@ -1,7 +1,6 @@
 // The transports that a GroupSpec names: a new backend is named here alone.
 
 #include "tessera/base/hash.h"
-#include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
 #include "tessera/comm/backends/hosts/hosts.h"
 #include "tessera/comm/backends/mpi/mpi.h"
@@ -16,9 +15,9 @@ namespace {
 
 void require_store(const GroupSpec& spec) {
   if (!spec.store)
-    throw InvalidArgument(concat("group '", spec.name, "' over ", spec.backend,
-                                 ": its ranks meet at a store, which a manager of MPI ranks has "
-                                 "with ManagerOptions::launch"));
+    throw InvalidArgument("group '", spec.name, "' over ", spec.backend,
+                          ": its ranks meet at a store, which a manager of MPI ranks has "
+                          "with ManagerOptions::launch");
 }
 
 }  // namespace
@@ -57,8 +56,8 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
                                                                   .watch = spec.watch}));
   } else if (spec.backend == "mpi") {
     if (!spec.mpi)
-      throw InvalidArgument(concat("group '", spec.name,
-                                   "' over MPI: the manager was not made with the backend mpi"));
+      throw InvalidArgument("group '", spec.name,
+                            "' over MPI: the manager was not made with the backend mpi");
     // Failures and tries that others have made are part of the name.
     const MpiAttempt attempt{Hash().text(spec.name).value(),
                              [watch = spec.watch] { return watch->poison() != nullptr; }};
@@ -66,8 +65,8 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
                         make_mpi_transport(*spec.mpi, spec.ranks,
                                            {.name = spec.name, .timeout = spec.timeout}, attempt));
   } else {
-    throw InvalidArgument(concat("group '", spec.name, "': there is no backend '", spec.backend,
-                                 "'; choose auto, gloo, shm or mpi"));
+    throw InvalidArgument("group '", spec.name, "': there is no backend '", spec.backend,
+                          "'; choose auto, gloo, shm or mpi");
   }
   if (spec.device.is_cuda())
     state->set_endpoint(

@@ -14,7 +14,7 @@ AxisGroupOptions axis_options(const GroupPlan& plan, int view) {
   for (const auto& family : plan.families()) {
     if (family.view != view) continue;
     auto axes = family.axes;
-    std::sort(axes.begin(), axes.end());
+    std::ranges::sort(axes);
     options.emplace(std::move(axes), family.options);  // the first family of the axes decides
   }
   return options;
@@ -42,18 +42,17 @@ void ManagerState::add_families(const GroupPlan& plan) {
   const std::lock_guard lock(mutex_);
   for (const auto& family : plan.families()) {
     if (meshes_.count(family.name))
-      throw RepeatedName(
-          concat("a mesh '", family.name, "' exists already; give the group family another name"));
-    const auto same = std::find_if(families_.begin(), families_.end(),
-                                   [&](const auto& known) { return known.first == family.name; });
+      throw RepeatedName("a mesh '", family.name,
+                         "' exists already; give the group family another name");
+    const auto same = std::ranges::find_if(
+        families_, [&](const auto& known) { return known.first == family.name; });
     if (same != families_.end() && !same_family(family.name, *same->second, plan))
-      throw RepeatedName(
-          concat("a group family '", family.name,
-                 "' exists already, from another plan; give the new one another name"));
+      throw RepeatedName("a group family '", family.name,
+                         "' exists already, from another plan; give the new one another name");
   }
   for (const auto& family : plan.families()) {
-    const auto same = std::find_if(families_.begin(), families_.end(),
-                                   [&](const auto& known) { return known.first == family.name; });
+    const auto same = std::ranges::find_if(
+        families_, [&](const auto& known) { return known.first == family.name; });
     if (same == families_.end()) families_.emplace_back(family.name, shared);
   }
 }
@@ -67,11 +66,11 @@ std::shared_ptr<const GroupPlan> ManagerState::plan_of(const std::string& family
     known.push_back(name);
   }
   if (!or_mesh)
-    throw UnknownName(concat("there is no group family '", family,
-                             "'; create_process_groups() made ", list(known)));
+    throw UnknownName("there is no group family '", family, "'; create_process_groups() made ",
+                      list(known));
   for (const auto& [name, mesh] : meshes_) known.push_back(name);
-  throw UnknownName(concat("there is no mesh '", family,
-                           "'; create_process_groups() and add_mesh() made ", list(known)));
+  throw UnknownName("there is no mesh '", family, "'; create_process_groups() and add_mesh() made ",
+                    list(known));
 }
 
 Membership ManagerState::membership(const std::string& family) const {
@@ -86,13 +85,13 @@ Membership ManagerState::membership(const std::string& family) const {
 
 void ManagerState::add_mesh(const std::string& name, const Mesh& mesh) {
   const std::lock_guard lock(mutex_);
-  const bool family = std::any_of(families_.begin(), families_.end(),
-                                  [&](const auto& known) { return known.first == name; });
+  const bool family =
+      std::ranges::any_of(families_, [&](const auto& known) { return known.first == name; });
   const auto [at, added] = meshes_.emplace(name, mesh);
   if (!family && (added || at->second == mesh)) return;
   if (family && added) meshes_.erase(at);
-  throw RepeatedName(concat(family ? "a group family '" : "another mesh '", name,
-                            "' exists already; give the new mesh another name"));
+  throw RepeatedName(family ? "a group family '" : "another mesh '", name,
+                     "' exists already; give the new mesh another name");
 }
 
 std::pair<Mesh, AxisGroupOptions> ManagerState::named_mesh(const std::string& name) const {
@@ -104,14 +103,14 @@ std::pair<Mesh, AxisGroupOptions> ManagerState::named_mesh(const std::string& na
   const GroupFamily& family = plan->family(name);
   const Mesh& whole = plan->mesh(family);
   auto axes = family.axes;
-  std::sort(axes.begin(), axes.end());
+  std::ranges::sort(axes);
   std::vector<Axis> named;
-  for (const int axis : axes) named.push_back(whole.axes()[static_cast<std::size_t>(axis)]);
+  for (const int axis : axes) named.push_back(whole.axes()[axis]);
   AxisGroupOptions options;
   for (const auto& [of, given] : axis_options(*plan, family.view)) {
     std::vector<int> places;  // of those axes in the smaller mesh
     for (const int axis : of)
-      if (const auto at = std::find(axes.begin(), axes.end(), axis); at != axes.end())
+      if (const auto at = std::ranges::find(axes, axis); at != axes.end())
         places.push_back(static_cast<int>(at - axes.begin()));
     if (places.size() == of.size()) options.emplace(std::move(places), given);
   }

@@ -111,19 +111,18 @@ std::string ManagerState::name_of(const Key& key, int round, std::uint64_t failu
 void ManagerState::check_members(const std::vector<int>& ranks) const {
   if (ranks.empty())
     throw InvalidArgument("a group of no ranks was asked for; name at least this rank");
-  if (std::find(ranks.begin(), ranks.end(), base_.launch.rank) == ranks.end())
-    throw InvalidArgument(
-        concat("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks),
-               ", which it does not belong to; a group is made by its members alone"));
+  if (std::ranges::find(ranks, base_.launch.rank) == ranks.end())
+    throw InvalidArgument("rank ", base_.launch.rank, " asked for the group of ranks ", list(ranks),
+                          ", which it does not belong to; a group is made by its members alone");
   auto sorted = ranks;
-  std::sort(sorted.begin(), sorted.end());
+  std::ranges::sort(sorted);
   if (sorted.front() < 0 || sorted.back() >= base_.launch.world_size)
-    throw InvalidArgument(concat("a group of ranks ", list(ranks), " in a world of ",
-                                 base_.launch.world_size, "; ranks are 0 to ",
-                                 base_.launch.world_size - 1));
-  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
-    throw InvalidArgument(concat("the group of ranks ", list(ranks), " names rank ", *twice,
-                                 " more than once; name each rank once"));
+    throw InvalidArgument("a group of ranks ", list(ranks), " in a world of ",
+                          base_.launch.world_size, "; ranks are 0 to ",
+                          base_.launch.world_size - 1);
+  if (const auto twice = std::ranges::adjacent_find(sorted); twice != sorted.end())
+    throw InvalidArgument("the group of ranks ", list(ranks), " names rank ", *twice,
+                          " more than once; name each rank once");
 }
 
 std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
@@ -153,7 +152,7 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
       if (const auto early = early_.find(found->watch->group()); early != early_.end())
         known = early->second;
       for (const auto& [rank, how] : lost_) {
-        if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
+        if (std::ranges::find(ranks, rank) == ranks.end()) continue;
         if (how.first)
           left.emplace_back(rank, how.second);
         else if (!known)
@@ -190,8 +189,7 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
   GroupSpec spec;
   spec.name = watch->group();
   spec.ranks = ranks;
-  spec.rank =
-      static_cast<int>(std::find(ranks.begin(), ranks.end(), base_.launch.rank) - ranks.begin());
+  spec.rank = static_cast<int>(std::ranges::find(ranks, base_.launch.rank) - ranks.begin());
   spec.backend = tag == kMeetingTag ? "store" : backend.empty() ? base_.backend : backend;
   spec.device = base_.device;
   spec.address = base_.address;
@@ -329,7 +327,7 @@ std::vector<std::shared_ptr<GroupWatch>> ManagerState::retire_within(
 }
 
 void ManagerState::fail_within(std::vector<int> ranks, const std::string& reason) {
-  std::sort(ranks.begin(), ranks.end());
+  std::ranges::sort(ranks);
   const int rank = base_.launch.rank;
   Poison poison;
   poison.ranks = {rank};
@@ -442,16 +440,14 @@ void ManagerState::lost(int rank, bool on_purpose, const std::string& text) {
     lost_.emplace(rank, std::pair(on_purpose, text));
     for (const auto& made : order_) {
       const auto& members = made->watch->members();
-      if (std::find(members.begin(), members.end(), rank) != members.end())
-        concerned.push_back(made->watch);
+      if (std::ranges::find(members, rank) != members.end()) concerned.push_back(made->watch);
     }
   }
-  for (const auto& watch : concerned) {
+  for (const auto& watch : concerned)
     if (on_purpose)
       watch->note_left(rank, text);
     else
       watch->set_poison({{rank}, text, false});
-  }
 }
 
 std::optional<Position> ManagerState::position(const std::string& group) const {

@@ -5,7 +5,6 @@
 // per connection and is written to be read, not to be fast.
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>

@@ -38,7 +38,7 @@ std::string home() {
 std::vector<std::string> folders(bool other_hosts) {
   std::vector<std::string> all{concat("/tmp/tessera-", std::to_string(geteuid()))};
   if (const auto mine = home(); !mine.empty()) all.push_back(mine + "/.tessera");
-  if (other_hosts) std::reverse(all.begin(), all.end());
+  if (other_hosts) std::ranges::reverse(all);
   return all;
 }
 
@@ -126,7 +126,7 @@ void SecretFile::remove() noexcept {
 }
 
 bool is_secret_file_name(std::string_view name) {
-  return name.size() == 32 && std::all_of(name.begin(), name.end(), [](char c) {
+  return name.size() == 32 && std::ranges::all_of(name, [](char c) {
            return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
          });
 }

@@ -65,12 +65,11 @@ class KeptFromChildren {
     // The number stays in use: an object of the parent that ends in the child must not close or
     // write to a file that the child opened.
     const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-    for (const int fd : all.descriptors_) {
+    for (const int fd : all.descriptors_)
       if (nothing < 0)
         ::close(fd);
       else
         ::dup3(nothing, fd, O_CLOEXEC);
-    }
     if (nothing >= 0) ::close(nothing);
     all.mutex_.unlock();
   }
@@ -246,12 +245,11 @@ std::vector<std::string> targets(const std::string& host, bool other_hosts, Dead
   const std::string failed = look_up_within(host, deadline, addresses);
   if (!failed.empty())
     reason = concat("the name '", printable(host), "' cannot be resolved: ", failed);
-  if (std::any_of(addresses.begin(), addresses.end(), is_any_address)) {
+  if (std::ranges::any_of(addresses, is_any_address)) {
     std::erase_if(addresses, is_any_address);
     if (addresses.empty()) reason = concat("'", printable(host), "' is no address of one host");
   }
-  if (!other_hosts || std::none_of(addresses.begin(), addresses.end(), is_loopback_address))
-    return addresses;
+  if (!other_hosts || std::ranges::none_of(addresses, is_loopback_address)) return addresses;
   std::erase_if(addresses, is_loopback_address);
   if (addresses.empty()) {
     addresses = own_addresses();

@@ -102,10 +102,9 @@ void StoreServer::forget(Client& client, Reader& in) {
 /// Removes the keys of the prefix if no member needs them any more.
 bool StoreServer::forgotten(const std::string& prefix, const Forgetting& entry) {
   const bool over = entry.done.size() >= entry.size ||
-                    (!entry.members.empty() &&
-                     std::all_of(entry.members.begin(), entry.members.end(), [&](int member) {
-                       return entry.done.count(member) || !of_rank(member);
-                     }));
+                    (!entry.members.empty() && std::ranges::all_of(entry.members, [&](int member) {
+                      return entry.done.count(member) || !of_rank(member);
+                    }));
   if (!over) return false;
   auto at = values_.lower_bound(prefix);
   while (at != values_.end() && at->first.compare(0, prefix.size(), prefix) == 0)
@@ -156,8 +155,8 @@ bool StoreServer::serve_keys(Client& client, Reader& in) {
       break;
     case Frame::check: {
       const auto keys = texts(in);
-      reply.number(std::int64_t{std::all_of(
-          keys.begin(), keys.end(), [this](const auto& key) { return values_.contains(key); })});
+      reply.number(std::int64_t{
+          std::ranges::all_of(keys, [this](const auto& key) { return values_.contains(key); })});
       break;
     }
     case Frame::count:
@@ -214,11 +213,10 @@ void StoreServer::serve(Client& client, Reader& in) {
       const auto frame = Writer(Frame::question, number).text(group).take();
       for (const int member : in.numbers<std::vector<int>>()) {
         Client* other = of_rank(member);
-        if (!other) {
+        if (!other)
           send(client, answer(in.call, member));
-        } else if (question.open.insert(member).second) {
+        else if (question.open.insert(member).second)
           send(*other, frame);
-        }
       }
       return;
     }

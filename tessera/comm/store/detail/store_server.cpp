@@ -101,8 +101,8 @@ bool StoreServer::turn() {
   drop_broken();
   if (stop_ && end_ == Deadline::max()) end_ = deadline_after(linger_.load());
   if (stop_) {
-    const bool unsent = std::any_of(clients_.begin(), clients_.end(),
-                                    [](const auto& c) { return !c.second->out.empty(); });
+    const bool unsent =
+        std::ranges::any_of(clients_, [](const auto& c) { return !c.second->out.empty(); });
     const bool present = complete_ && gone_ < world_size_;
     if (Clock::now() >= end_ || (!present && !unsent)) return false;
   }

@@ -15,7 +15,7 @@
 #include <limits>
 #include <memory>
 
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 
 namespace tessera {
 

@@ -3,9 +3,13 @@
 // tensor.
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+
+#include <string>
 
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
@@ -71,11 +75,24 @@ inline Labels aligned_labels(const OpCall& call, int d) {
   const TensorInfo& index = *call.find("index");
   Labels labels = all_labels(index.spec.dims());
   for (int i = 0; i < index.spec.dims(); ++i) {
-    for (const TensorInfo& t : call.tensors()) {
+    for (const TensorInfo& t : call.tensors())
       if (i != d && t.spec.shape()[i] != index.spec.shape()[i]) labels[i] = kUnsharded;
-    }
   }
   return labels;
+}
+
+/// Throws IndexError if `sound`, a bool without dims, is false. On a device it is the device that
+/// finds out, as in libtorch's own kernels: the host does not wait for it.
+inline void require_index(const at::Tensor& sound, const std::string& what) {
+  if (!sound.is_cpu()) return at::_assert_async(sound, what);
+  TORCH_CHECK_INDEX(sound.item<bool>(), what);
+}
+
+/// As require_index(): all of `0 <= index < extent`.
+inline void require_range(const at::Tensor& index, std::int64_t extent, const char* name) {
+  if (index.numel() == 0) return;
+  require_index(index.ge(0).logical_and(index.lt(extent)).all(),
+                std::string(name) + ": an index is out of range");
 }
 
 }  // namespace tessera::detail

@@ -13,10 +13,9 @@
 #include <string>
 
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/cast_parameters.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using Indices = std::vector<std::int64_t>;
@@ -81,8 +80,8 @@ Plan contract_rule(const OpCall& c) {
     throw InvalidArgument("a product of booleans: convert them to integers first");
   // The kernels compare them too, but a rank without elements calls none.
   if (c.tensor(0).dtype != c.tensor(1).dtype)
-    throw InvalidArgument(concat("a product of ", toString(c.tensor(0).dtype), " and ",
-                                 toString(c.tensor(1).dtype), ": convert one of them"));
+    throw InvalidArgument("a product of ", toString(c.tensor(0).dtype), " and ",
+                          toString(c.tensor(1).dtype), ": convert one of them");
   LabelProblem p(c);
   const auto labels = [&](const char* name) {
     Labels all;
@@ -97,10 +96,9 @@ Plan contract_rule(const OpCall& c) {
       const std::int64_t size = c.tensor(i).spec.shape().at(d);
       const auto [known, added] = extent.emplace(p.inputs[i][d], size);
       if (!added && known->second != size)
-        throw InvalidArgument(concat("a product of tensors of shapes ",
-                                     list(c.tensor(0).spec.shape()), " and ",
-                                     list(c.tensor(1).spec.shape()), ": ", known->second, " and ",
-                                     size, " elements are to be multiplied with each other"));
+        throw InvalidArgument("a product of tensors of shapes ", list(c.tensor(0).spec.shape()),
+                              " and ", list(c.tensor(1).spec.shape()), ": ", known->second, " and ",
+                              size, " elements are to be multiplied with each other");
     }
   }
   p.output_shapes.emplace_back();
@@ -118,9 +116,8 @@ Plan contract_rule(const OpCall& c) {
 bool breaks_sharded_dim(const at::Tensor& t, std::int64_t end) {
   const ShardMeta* meta = meta_of(t);
   if (!meta) return false;
-  for (std::int64_t d = 1; d < end; ++d) {
+  for (std::int64_t d = 1; d < end; ++d)
     if (meta->spec().is_sharded(static_cast<int>(d))) return true;
-  }
   return false;
 }
 

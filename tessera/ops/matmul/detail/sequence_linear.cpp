@@ -12,7 +12,7 @@
 
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/matmul/detail/contract.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/redistribution.h"
@@ -20,7 +20,6 @@
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using torch::autograd::AutogradContext;

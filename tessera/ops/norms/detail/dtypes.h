@@ -8,9 +8,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/rule.h"
-#include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
 
@@ -30,9 +28,8 @@ inline at::Tensor given(const c10::IValue& v, at::ScalarType type) {
 inline at::ScalarType statistics_dtype(const at::Tensor& x,
                                        std::initializer_list<at::Tensor> parameters) {
   const auto own = x.scalar_type();
-  const bool mixed = std::any_of(parameters.begin(), parameters.end(), [&](const at::Tensor& p) {
-    return p.defined() && p.scalar_type() != own;
-  });
+  const bool mixed = std::ranges::any_of(
+      parameters, [&](const at::Tensor& p) { return p.defined() && p.scalar_type() != own; });
   return mixed ? at::toOpMathType(own) : own;
 }
 
@@ -45,13 +42,13 @@ inline at::ScalarType wide_statistics_dtype(const at::Tensor& x,
 /// Throws InvalidArgument for dtypes that libtorch's kernels refuse, before any rank is in one.
 inline void require_norm_dtypes(const OpCall& call, const TensorInfo& x) {
   if (!at::isFloatingType(x.dtype))
-    throw InvalidArgument(concat(call.name(), " of ", x.dtype, ": give floating-point values"));
+    throw InvalidArgument(call.name(), " of ", x.dtype, ": give floating-point values");
   const bool half = x.dtype == at::kHalf || x.dtype == at::kBFloat16;
   for (const char* name : {"weight", "bias"}) {
     const TensorInfo* t = call.find(name);
     if (t && t->dtype != x.dtype && !(half && t->dtype == at::kFloat))
-      throw InvalidArgument(concat(call.name(), ": ", name, " is of ", t->dtype,
-                                   " and the input of ", x.dtype, ": give both one dtype"));
+      throw InvalidArgument(call.name(), ": ", name, " is of ", t->dtype, " and the input of ",
+                            x.dtype, ": give both one dtype");
   }
 }
 
@@ -59,7 +56,7 @@ inline void require_norm_dtypes(const OpCall& call, const TensorInfo& x) {
 inline std::vector<int> axes_within(const ShardSpec& x, int first) {
   std::vector<int> axes;
   for (int a = 0; a < x.mesh_dims(); ++a) {
-    const Placement& p = x.placements()[static_cast<std::size_t>(a)];
+    const Placement& p = x.placements()[a];
     if (p.is_shard() && p.dim >= first) axes.push_back(a);
   }
   return axes;

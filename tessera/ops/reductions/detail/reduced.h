@@ -11,11 +11,10 @@ inline std::set<int> reduced_dims(const OpCall& call) {
   if (call.argument("dim") >= 0 && call.has("dim")) {
     for (const auto d : call.integers("dim"))
       if (!dims.insert(static_cast<int>(normal_dim(d, n))).second)
-        throw InvalidArgument(concat(call.name(), ": dim ", d, " is given twice"));
+        throw InvalidArgument(call.name(), ": dim ", d, " is given twice");
   }
-  if (dims.empty()) {
+  if (dims.empty())
     for (int d = 0; d < n; ++d) dims.insert(d);
-  }
   if (n == 0) dims.clear();
   return dims;
 }
@@ -26,26 +25,22 @@ inline bool keeps(const OpCall& call) {
 
 inline Labels remaining(int n, const std::set<int>& dims, bool keep) {
   Labels out;
-  for (int d = 0; d < n; ++d) {
-    if (!dims.contains(d)) {
+  for (int d = 0; d < n; ++d)
+    if (!dims.contains(d))
       out.push_back(d);
-    } else if (keep) {
+    else if (keep)
       out.push_back(kUnsharded);
-    }
-  }
   return out;
 }
 
 inline std::vector<std::int64_t> shape_without(const std::vector<std::int64_t>& shape,
                                                const std::set<int>& dims, bool keep) {
   std::vector<std::int64_t> out;
-  for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
-    if (!dims.contains(d)) {
+  for (int d = 0; d < static_cast<int>(shape.size()); ++d)
+    if (!dims.contains(d))
       out.push_back(shape[d]);
-    } else if (keep) {
+    else if (keep)
       out.push_back(1);
-    }
-  }
   return out;
 }
 

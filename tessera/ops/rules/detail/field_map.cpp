@@ -2,13 +2,11 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -10,7 +10,6 @@
 #include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // What one mesh axis does: how it may be used in a plan.
@@ -22,17 +21,16 @@ struct Choice {
 };
 
 bool has(const Labels& labels, int label) {
-  return std::find(labels.begin(), labels.end(), label) != labels.end();
+  return std::ranges::find(labels, label) != labels.end();
 }
 int dim_of(const Labels& labels, int label) {
-  return static_cast<int>(std::find(labels.begin(), labels.end(), label) - labels.begin());
+  return static_cast<int>(std::ranges::find(labels, label) - labels.begin());
 }
 
 // True if some output lacks the label and so becomes partial.
 bool leaves_partial(const LabelProblem& p, int label) {
-  for (const Labels& out : p.outputs) {
+  for (const Labels& out : p.outputs)
     if (!has(out, label)) return true;
-  }
   return false;
 }
 
@@ -84,9 +82,8 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
                placement.is_partial(ReduceOp::Kind::avg)) {
       if (p.linear == LabelProblem::Linear::together)
         all.push_back({Choice::Kind::partial, kUnsharded, -1, placement.op});
-      if (p.linear == LabelProblem::Linear::one && p.linear_in.contains(static_cast<int>(i))) {
+      if (p.linear == LabelProblem::Linear::one && p.linear_in.contains(static_cast<int>(i)))
         all.push_back({Choice::Kind::partial, kUnsharded, static_cast<int>(i), placement.op});
-      }
     }
   }
   all.push_back({});
@@ -94,7 +91,7 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
 }
 
 bool contains(const std::vector<int>& axes, int axis) {
-  return std::find(axes.begin(), axes.end(), axis) != axes.end();
+  return std::ranges::find(axes, axis) != axes.end();
 }
 
 // Null: not a parameter, or one of a list.
@@ -195,8 +192,8 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
       text += concat(text.empty() ? "" : "; ", p.call.schema().arguments()[t.argument].name(), " ",
                      t.spec);
     throw ShardingError(
-        concat(p.call.name(), " cannot write its result in place with inputs ", text,
-               ". Redistribute the target first, or use the form that returns a new tensor."));
+        p.call.name(), " cannot write its result in place with inputs ", text,
+        ". Redistribute the target first, or use the form that returns a new tensor.");
   }
   return chosen;
 }
@@ -204,15 +201,14 @@ Choice best(const LabelProblem& p, int axis, int ranks) {
 void check_inputs(const LabelProblem& p) {
   const auto& tensors = p.call.tensors();
   if (p.inputs.size() != tensors.size())
-    throw ShardingError(concat("the rule of ", p.call.name(), " describes ", p.inputs.size(),
-                               " inputs of ", tensors.size()));
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    throw ShardingError("the rule of ", p.call.name(), " describes ", p.inputs.size(),
+                        " inputs of ", tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i)
     if (static_cast<int>(p.inputs[i].size()) != tensors[i].spec.dims())
       throw InvalidArgument(
-          concat(p.call.name(), ": ", p.call.schema().arguments()[tensors[i].argument].name(),
-                 " of shape ", list(tensors[i].spec.shape()), " has ", tensors[i].spec.dims(),
-                 " dims, and needs ", p.inputs[i].size(), " with the other arguments as they are"));
-  }
+          p.call.name(), ": ", p.call.schema().arguments()[tensors[i].argument].name(),
+          " of shape ", list(tensors[i].spec.shape()), " has ", tensors[i].spec.dims(),
+          " dims, and needs ", p.inputs[i].size(), " with the other arguments as they are");
 }
 
 /// The partition of each label: that of the tensor that is written to, else of the largest input
@@ -254,8 +250,8 @@ Plan solve(const LabelProblem& p) {
   const auto spec_of = [&](const Labels& labels, const std::vector<std::int64_t>& shape,
                            std::vector<Placement> placements) {
     if (labels.size() != shape.size())
-      throw RuleError(concat("the rule of ", p.call.name(), " gives ", labels.size(),
-                             " labels to a result of shape ", list(shape)));
+      throw RuleError("the rule of ", p.call.name(), " gives ", labels.size(),
+                      " labels to a result of shape ", list(shape));
     std::vector<const DimSharding*> dims(labels.size(), nullptr);
     for (std::size_t d = 0; d < labels.size(); ++d) {
       const auto it = parts.find(labels[d]);
@@ -273,8 +269,7 @@ Plan solve(const LabelProblem& p) {
   }
   const auto* inferred = p.output_shapes.empty() ? p.call.outputs() : nullptr;
   if (p.output_shapes.empty() && !inferred && !p.call.in_place())
-    throw ShardingError(
-        concat("the rule of ", p.call.name(), " does not know the shape of its result"));
+    throw ShardingError("the rule of ", p.call.name(), " does not know the shape of its result");
   for (std::size_t o = 0; o < p.outputs.size(); ++o) {
     std::vector<std::int64_t> shape;
     if (inferred) {
@@ -304,8 +299,7 @@ Labels all_labels(std::int64_t n) {
 
 std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
   const std::int64_t n = std::max<std::int64_t>(dims, 1);
-  if (dim < -n || dim >= n)
-    throw InvalidArgument(concat("dim ", dim, " of a tensor of ", dims, " dims"));
+  if (dim < -n || dim >= n) throw InvalidArgument("dim ", dim, " of a tensor of ", dims, " dims");
   return dim < 0 ? dim + n : dim;
 }
 
@@ -321,10 +315,9 @@ void label_arguments(LabelProblem& problem,
                      const std::vector<std::pair<const char*, Labels>>& labels) {
   for (const TensorInfo& t : problem.call.tensors()) {
     Labels own = unsharded_labels(t);
-    for (const auto& [name, given] : labels) {
+    for (const auto& [name, given] : labels)
       if (problem.call.find(name) == &t && static_cast<int>(given.size()) == t.spec.dims())
         own = given;
-    }
     problem.inputs.push_back(std::move(own));
   }
 }
@@ -374,9 +367,8 @@ ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& sh
     if (from[d] < 0 || !like.is_sharded(from[d])) continue;
     dims[d] = like.dim(from[d]);
     for (const int axis : dims[d].axes) placements[axis] = Shard(static_cast<int>(d));
-    for (const auto& [dim, partition] : parts) {
+    for (const auto& [dim, partition] : parts)
       if (dim == static_cast<int>(d)) dims[d].partition = partition;
-    }
   }
   return make_spec(context_of(like), shape, std::move(placements), std::move(dims));
 }
@@ -384,9 +376,8 @@ ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& sh
 ShardSpec with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& dims) {
   auto placements = spec.placements();
   std::set<int> taken = dims;
-  for (int d = 0; d < spec.dims(); ++d) {
+  for (int d = 0; d < spec.dims(); ++d)
     if (spec.is_sharded(d)) taken.insert(d);
-  }
   for (std::size_t a = 0; a < placements.size(); ++a) {
     if (!placements[a].is_shard() || !dims.contains(placements[a].dim)) continue;
     placements[a] = Replicate();
@@ -405,9 +396,8 @@ ShardSpec with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& di
 
 ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims) {
   auto placements = spec.placements();
-  for (Placement& p : placements) {
+  for (Placement& p : placements)
     if (p.is_shard() && dims.contains(p.dim)) p = Replicate();
-  }
   return spec.with_placements(placements);
 }
 

@@ -23,7 +23,6 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <set>
 #include <type_traits>
 #include <unordered_map>
@@ -31,13 +30,13 @@
 #include <vector>
 
 #include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 #include "tessera/tensor/dispatch/rule.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
 
@@ -107,8 +106,8 @@ inline Labels broadcast_labels(const OpCall& call, const TensorInfo& t,
   for (std::size_t d = 0; d < s.size(); ++d) {
     const std::size_t out = shape.size() - s.size() + d;
     if (s.size() > shape.size() || (s[d] != 1 && s[d] != shape[out]))
-      throw InvalidArgument(concat(call.name(), ": ", call.schema().arguments()[t.argument].name(),
-                                   " of shape ", list(s), " does not broadcast to ", list(shape)));
+      throw InvalidArgument(call.name(), ": ", call.schema().arguments()[t.argument].name(),
+                            " of shape ", list(s), " does not broadcast to ", list(shape));
     labels.push_back(s[d] == shape[out] ? static_cast<int>(out) : kUnsharded);
   }
   return labels;
@@ -170,11 +169,10 @@ template <class Function>
 void register_decomposition(const char* name, Function function) {
   for (torch::Library* library :
        {&decompositions_above_autograd(), &decompositions_below_autograd()}) {
-    if constexpr (std::is_invocable_r_v<torch::CppFunction, Function>) {
+    if constexpr (std::is_invocable_r_v<torch::CppFunction, Function>)
       library->impl(name, function());
-    } else {
+    else
       library->impl(name, function);
-    }
   }
 }
 

@@ -21,9 +21,8 @@ inline bool is_distributed(const ShardSpec& spec, int d) {
   return spec.is_sharded(d) && spec.dim(d).partition.parts() > 1;
 }
 inline bool any_distributed(const ShardSpec& spec, int first_dim) {
-  for (int d = first_dim; d < spec.dims(); ++d) {
+  for (int d = first_dim; d < spec.dims(); ++d)
     if (is_distributed(spec, d)) return true;
-  }
   return false;
 }
 
@@ -71,8 +70,8 @@ inline std::vector<std::int64_t> per_dim(std::vector<std::int64_t> values, std::
                                          const char* name) {
   if (values.size() == 1) values.assign(dims, values[0]);
   if (values.size() != dims)
-    throw InvalidArgument(concat(name, " has ", values.size(), " numbers for ", dims,
-                                 " spatial dims: give one, or one per dim"));
+    throw InvalidArgument(name, " has ", values.size(), " numbers for ", dims,
+                          " spatial dims: give one, or one per dim");
   return values;
 }
 

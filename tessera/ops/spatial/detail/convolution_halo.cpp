@@ -9,7 +9,6 @@
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // The gradient of a bias: everything but channels is summed.
@@ -42,11 +41,10 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
     if (d.distributed)
       interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
   }
-  if (backward) {
+  if (backward)
     gradients_ = halo_of_gradients();
-  } else {
+  else
     inputs_ = halo_of_inputs();
-  }
   if (aligned_) find_strips(backward);
 }
 
@@ -224,11 +222,10 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
   if (taps) {
     for (const Strip& strip : halo_) {
       const at::Tensor box = values.assemble(strip.box);
-      if (arguments_.transposed) {
+      if (arguments_.transposed)
         strip.taps.to_b(y, box, weight, arguments_.groups);
-      } else {
+      else
         strip.taps.to_a(y, box, weight, arguments_.groups);
-      }
     }
     return y;
   }

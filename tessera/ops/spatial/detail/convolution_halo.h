@@ -5,9 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <memory>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "tessera/ops/halo/detail/field_halo.h"

@@ -17,7 +17,6 @@
 #include "tessera/ops/rules/detail/windowed.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using Scales = std::vector<std::optional<double>>;
@@ -102,7 +101,7 @@ struct Probe {
         if (i >= inputs) i -= period;
         row.emplace_back(i, w);
       }
-      std::sort(row.begin(), row.end());
+      std::ranges::sort(row);
       for (const auto& [i, w] : row) {
         taps.index.push_back(i);
         taps.weight.push_back(w);
@@ -150,10 +149,9 @@ Taps part_of(const Taps& taps, const Interval& rows, std::int64_t first) {
 
 Taps transposed(const Taps& taps, std::int64_t inputs) {
   std::vector<std::vector<std::pair<std::int64_t, double>>> rows(inputs);
-  for (std::int64_t o = 0; o < taps.rows(); ++o) {
+  for (std::int64_t o = 0; o < taps.rows(); ++o)
     for (std::int64_t k = taps.offset[o]; k < taps.offset[o + 1]; ++k)
       rows[taps.index[k]].emplace_back(o, taps.weight[k]);
-  }
   Taps result;
   for (const auto& row : rows) {
     for (const auto& [o, w] : row) {
@@ -179,9 +177,8 @@ bool close(const Taps& a, const Taps& b, double tolerance) {
     std::map<std::int64_t, double> weights;
     for (std::int64_t k = a.offset[o]; k < a.offset[o + 1]; ++k) weights[a.index[k]] += a.weight[k];
     for (std::int64_t k = b.offset[o]; k < b.offset[o + 1]; ++k) weights[b.index[k]] -= b.weight[k];
-    for (const auto& [i, w] : weights) {
+    for (const auto& [i, w] : weights)
       if (std::abs(w) > tolerance) return false;
-    }
   }
   return true;
 }
@@ -319,11 +316,10 @@ at::Tensor InterpolationHalo::along(const at::Tensor& t, const Dense& m, std::si
     if (m.weight.empty()) return values;
     shape[dim] = m.rows;
     const at::Tensor weight = m.weight[k].view(shape);
-    if (k == 0) {
+    if (k == 0)
       sum = values.mul_(weight);
-    } else {
+    else
       sum.addcmul_(values, weight);
-    }
   }
   return sum;
 }
@@ -338,13 +334,12 @@ at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
     return slice(y, native_out_, out_);
   }
   const bool weighted =
-      std::any_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return !m.weight.empty(); });
+      std::ranges::any_of(matrix_, [](const Dense& m) { return !m.weight.empty(); });
   at::Tensor t = values.assemble(halo_.needed());
   if (weighted) t = t.to(computed_in(x.scalar_type()));
   for (std::size_t i = 0; i < matrix_.size(); ++i) t = along(t, matrix_[i], lead() + i);
   // If every matrix is the identity it is still the field's memory, or a buffer's.
-  const bool same =
-      std::all_of(matrix_.begin(), matrix_.end(), [](const Dense& m) { return m.identity; });
+  const bool same = std::ranges::all_of(matrix_, [](const Dense& m) { return m.identity; });
   return same ? t.to(x.scalar_type()).clone() : t.to(x.scalar_type());
 }
 

@@ -16,7 +16,6 @@
 #include "tessera/ops/rules/detail/windowed.h"
 
 namespace tessera::detail {
-
 namespace {
 
 Box spatial(const Box& box, std::size_t lead) {

@@ -32,8 +32,8 @@ TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
   // whose elements are adjacent.
   std::vector<std::size_t> order(windows.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t x, std::size_t y) { return sizes[x] < sizes[y]; });
+  std::ranges::stable_sort(order,
+                           [&](std::size_t x, std::size_t y) { return sizes[x] < sizes[y]; });
   for (std::size_t l = 0; l < 3; ++l) {
     if (l + order.size() < 3) {
       runs_[l] = {{0, 0, 0, 1}};
@@ -90,13 +90,12 @@ template <class T>
                                             std::int64_t count) {
   const T *x1 = x + channel, *x2 = x1 + channel, *x3 = x2 + channel;
   const T w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
-  if (ys == 1 && xs == 1) {
+  if (ys == 1 && xs == 1)
     for (std::int64_t j = 0; j < count; ++j)
       y[j] += w0 * x[j] + w1 * x1[j] + w2 * x2[j] + w3 * x3[j];
-  } else {
+  else
     for (std::int64_t j = 0; j < count; ++j)
       y[j * ys] += w0 * x[j * xs] + w1 * x1[j * xs] + w2 * x2[j * xs] + w3 * x3[j * xs];
-  }
 }
 
 template <class T>

@@ -23,7 +23,7 @@ struct Source {
 /// The results as the meta kernel gives them. Throws ShardingError without one.
 inline const std::vector<OutputInfo>& outputs_of(const OpCall& call) {
   const auto* out = call.outputs();
-  if (!out) throw ShardingError(concat(call.name(), " has no meta kernel"));
+  if (!out) throw ShardingError(call.name(), " has no meta kernel");
   return *out;
 }
 

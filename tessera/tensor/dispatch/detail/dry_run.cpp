@@ -14,11 +14,10 @@
 #include <string_view>
 #include <utility>
 
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // The arguments with every tensor replaced by what `stand_in` returns for it.
@@ -75,8 +74,7 @@ bool run_on_meta(const OpInfo& info, const std::vector<TensorInfo>& tensors,
     return false;
   } catch (const c10::IndexError&) {
     // Some meta kernels look at the first slice of tensors that have none.
-    if (std::none_of(tensors.begin(), tensors.end(),
-                     [](const TensorInfo& t) { return t.spec.numel() == 0; }))
+    if (std::ranges::none_of(tensors, [](const TensorInfo& t) { return t.spec.numel() == 0; }))
       throw;
     return false;
   } catch (const c10::Error& e) {
@@ -110,8 +108,8 @@ bool is_number(at::ScalarType type) { return at::isFloatingType(type) || at::isC
 
 bool takes(const OpInfo& info, std::initializer_list<std::string_view> names) {
   const auto& arguments = info.op.schema().arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [&](const c10::Argument& a) {
-    return std::find(names.begin(), names.end(), a.name()) != names.end();
+  return std::ranges::any_of(arguments, [&](const c10::Argument& a) {
+    return std::ranges::find(names, a.name()) != names.end();
   });
 }
 
@@ -137,16 +135,14 @@ constexpr std::array<std::string_view, 6> kSizes = {"size", "output_size", "repe
                                                     "pad",  "input_sizes", "input_size"};
 
 bool is_told_sizes(const OpInfo& info) {
-  return std::any_of(kSizes.begin(), kSizes.end(),
-                     [&](std::string_view name) { return takes(info, {name}); });
+  return std::ranges::any_of(kSizes, [&](std::string_view name) { return takes(info, {name}); });
 }
 
 std::int64_t product_of_sizes(const OpInfo& info, const torch::jit::Stack& stack) {
   std::int64_t product = 1;
   for (std::size_t i = 0; i < stack.size(); ++i) {
     const std::string_view name = info.op.schema().arguments()[i].name();
-    if (std::find(kSizes.begin(), kSizes.end(), name) == kSizes.end() || !stack[i].isIntList())
-      continue;
+    if (std::ranges::find(kSizes, name) == kSizes.end() || !stack[i].isIntList()) continue;
     for (const std::int64_t n : stack[i].toIntVector())
       product = std::min(kFew + 1, product * std::clamp<std::int64_t>(std::abs(n), 1, kFew + 1));
   }
@@ -178,9 +174,8 @@ void require_few_results(const OpInfo& info, torch::jit::Stack stack, std::int64
   } catch (const std::exception&) {
     throw NotTried();  // the tensors themselves have passed on meta before: the shapes are at fault
   }
-  for (const c10::IValue& v : stack) {
+  for (const c10::IValue& v : stack)
     if (v.isTensor() && v.toTensor().defined()) made += v.toTensor().numel();
-  }
   if (made > kFew) throw NotTried();
 }
 
@@ -240,8 +235,7 @@ std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
                                                      const std::vector<c10::IValue>& arguments,
                                                      const std::vector<TensorInfo>& tensors) {
   std::vector<OutputInfo> all;
-  if (std::none_of(info.returns.begin(), info.returns.end(),
-                   [](const auto& r) { return r.tensor || r.list; }))
+  if (std::ranges::none_of(info.returns, [](const auto& r) { return r.tensor || r.list; }))
     return all;  // item(): the meta kernel checks nothing, and some throw
   torch::jit::Stack stack =
       replaced(info, arguments, [&](const at::Tensor& t) { return on_meta(info, t); });
@@ -262,11 +256,10 @@ std::optional<std::vector<OutputInfo>> infer_outputs(const OpInfo& info,
   };
   for (std::size_t i = 0; i < info.returns.size(); ++i) {
     const c10::IValue& v = stack[stack.size() - info.returns.size() + i];
-    if (info.returns[i].list) {
+    if (info.returns[i].list)
       for (const c10::IValue& t : v.toListRef()) add(t);
-    } else {
+    else
       add(v);
-    }
   }
   return all;
 }
@@ -279,8 +272,8 @@ void require_dtypes(const OpInfo& info, const std::vector<c10::IValue>& argument
   if (takes(info, {"input_lengths", "target_lengths", "lengths", "batch_sizes"})) return;
   // One value, as stand-ins have it, is written in another way, which refuses masks of bytes.
   if (info.name.starts_with("aten::index_put") &&
-      std::any_of(tensors.begin(), tensors.end(),
-                  [](const TensorInfo& t) { return t.element >= 0 && t.dtype == at::kByte; }))
+      std::ranges::any_of(
+          tensors, [](const TensorInfo& t) { return t.element >= 0 && t.dtype == at::kByte; }))
     return;
   // Operators that draw from libtorch's generator would consume the program's random numbers.
   if (info.random && !takes(info, {"generator"})) return;

@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 
@@ -119,9 +119,8 @@ const T& argument_of(const T& value, const at::Tensor*, const ReadyPlan&) {
 // Without calling memcmp, which takes longer than a few dims do.
 inline bool same_dims(at::IntArrayRef a, const Dims& b) {
   if (a.size() != b.size()) return false;
-  for (std::size_t i = 0; i < a.size(); ++i) {
+  for (std::size_t i = 0; i < a.size(); ++i)
     if (a[i] != b[i]) return false;
-  }
   return true;
 }
 
@@ -178,7 +177,7 @@ inline bool only_gathers(const ReadyPlan& plan) {
       plan.view_copied || plan.mode != ReadyPlan::Mode::ruled || plan.outputs.size() != 1 ||
       !plan.outputs[0].layout || plan.outputs[0].layout->parameter)
     return false;
-  return std::all_of(plan.moves.begin(), plan.moves.end(), [](const ReadyPlan::Move& move) {
+  return std::ranges::all_of(plan.moves, [](const ReadyPlan::Move& move) {
     return move.element < 0 && !move.from.has_partial() && move.from.has_shard();
   });
 }

@@ -14,19 +14,18 @@
 #include <utility>
 
 #include "tessera/base/host_lock.h"
+#include "tessera/base/text.h"
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/detail/fast_call.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
-#include "tessera/tensor/dispatch/internal/cast_parameters.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using namespace fast;
@@ -52,11 +51,10 @@ struct Kernels<Op, Result(Arguments...)> {
     torch::jit::Stack stack;
     torch::jit::push(stack, arguments...);
     run_sharded(*info, &stack);
-    if constexpr (kInPlace) {
+    if constexpr (kInPlace)
       return first(arguments...);
-    } else {
+    else
       return std::move(stack.back()).toTensor();
-    }
   }
 
   template <class First, class... Rest>
@@ -164,10 +162,9 @@ struct Kernels<Op, Result(Arguments...)> {
       for (const ReadyPlan::Move& move : plan.moves) {
         const at::Tensor& t = *tensors[move.argument];
         at::Tensor& local = gathered[move.argument];
-        for (const ReadyPlan::Move* before = plan.moves.data(); before != &move; ++before) {
+        for (const ReadyPlan::Move* before = plan.moves.data(); before != &move; ++before)
           if (tensors[before->argument]->is_same(t) && before->to == move.to)
             local = gathered[before->argument];
-        }
         if (!local.defined()) raising([&] { local = gather(t, move.to); });
       }
     }
@@ -249,11 +246,10 @@ struct Kernels<Op, Result(Arguments...)> {
         if (const ParameterCasts casts = cast_arguments(*info, stack.data()); casts.any) {
           return std::apply(
               [&](auto&&... cast) -> Result {
-                if constexpr (kInPlace) {
+                if constexpr (kInPlace)
                   return above(keys, cast...);
-                } else {
+                else
                   return cast_result(above(keys, cast...), casts);
-                }
               },
               from_stack(stack, arguments...));
         }
@@ -349,40 +345,19 @@ void add(const OpInfo* info, int number, const char* name, torch::Library& below
   above.impl(name, torch::CppFunction::makeFromUnboxedFunction(&K::above));
 }
 
+template <class... Ops>
+std::map<std::string, Registration> registrations() {
+  return {{concat(Ops::name, *Ops::overload_name ? "." : "", Ops::overload_name), add<Ops>}...};
+}
+
 const std::map<std::string, Registration>& fast_operators() {
   using namespace at::_ops;
-  static const std::map<std::string, Registration> all = {
-      {"aten::add.Tensor", add<add_Tensor>},
-      {"aten::add_.Tensor", add<add__Tensor>},
-      {"aten::add.Scalar", add<add_Scalar>},
-      {"aten::add_.Scalar", add<add__Scalar>},
-      {"aten::sub.Tensor", add<sub_Tensor>},
-      {"aten::mul.Tensor", add<mul_Tensor>},
-      {"aten::mul_.Tensor", add<mul__Tensor>},
-      {"aten::mul.Scalar", add<mul_Scalar>},
-      {"aten::mul_.Scalar", add<mul__Scalar>},
-      {"aten::div.Tensor", add<div_Tensor>},
-      {"aten::div_.Tensor", add<div__Tensor>},
-      {"aten::div.Scalar", add<div_Scalar>},
-      {"aten::div_.Scalar", add<div__Scalar>},
-      {"aten::addcmul_", add<addcmul_>},
-      {"aten::addcdiv_", add<addcdiv_>},
-      {"aten::sqrt", add<at::_ops::sqrt>},
-      {"aten::neg", add<neg>},
-      {"aten::exp", add<at::_ops::exp>},
-      {"aten::relu", add<relu>},
-      {"aten::sigmoid", add<sigmoid>},
-      {"aten::tanh", add<at::_ops::tanh>},
-      {"aten::threshold_backward", add<threshold_backward>},
-      {"aten::sum.dim_IntList", add<sum_dim_IntList>},
-      {"aten::mm", add<mm>},
-      {"aten::bmm", add<bmm>},
-      {"aten::addmm", add<addmm>},
-      {"aten::t", add<t>},
-      {"aten::transpose.int", add<transpose_int>},
-      {"aten::view", add<view>},
-      {"aten::detach", add<detach>},
-  };
+  static const auto all =
+      registrations<add_Tensor, add__Tensor, add_Scalar, add__Scalar, sub_Tensor, mul_Tensor,
+                    mul__Tensor, mul_Scalar, mul__Scalar, div_Tensor, div__Tensor, div_Scalar,
+                    div__Scalar, addcmul_, addcdiv_, at::_ops::sqrt, neg, at::_ops::exp, relu,
+                    sigmoid, at::_ops::tanh, threshold_backward, sum_dim_IntList, mm, bmm, addmm, t,
+                    transpose_int, view, detach>();
   return all;
 }
 

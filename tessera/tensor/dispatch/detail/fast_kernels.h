@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "tessera/tensor/dispatch/internal/op_info.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 
 namespace torch {
 class Library;

@@ -13,11 +13,10 @@
 #include <vector>
 
 #include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
-
 namespace {
 
 struct Summand {
@@ -37,12 +36,11 @@ bool finite(const at::Tensor& t) {
 // product of the factors, not multiplied by them, and the ranks of the axis see other values of
 // theirs.
 bool is_added(const ShardSpec& partial, const std::vector<ShardSpec>& factors) {
-  for (std::size_t a = 0; a < partial.placements().size(); ++a) {
+  for (std::size_t a = 0; a < partial.placements().size(); ++a)
     if (partial.placements()[a].is_partial() &&
         std::ranges::any_of(factors,
                             [&](const ShardSpec& f) { return f.placements()[a].is_shard(); }))
       return true;
-  }
   return false;
 }
 
@@ -96,9 +94,8 @@ LocalFunction with_finite_factors(const OpCall& call, const Plan& plan, LocalFun
       a[s.argument] = at::empty_like(mine).copy_(redistribute_local(mine, s.spec, s.summed));
     }
     torch::jit::Stack made = run(std::move(a));
-    for (c10::IValue& v : made) {
+    for (c10::IValue& v : made)
       if (!keeps && v.isTensor() && v.toTensor().defined()) v = at::zeros_like(v.toTensor());
-    }
     if (in_place) made[0] = target.copy_(made[0].toTensor());
     return made;
   };

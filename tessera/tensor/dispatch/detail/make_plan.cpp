@@ -15,7 +15,6 @@
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 std::string describe_inputs(const OpCall& call) {
@@ -29,20 +28,19 @@ std::string describe_inputs(const OpCall& call) {
 
 [[noreturn]] void throw_no_rule(const OpCall& call) {
   throw NoRuleError(
-      concat("no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
-             ". Either redistribute the inputs to Replicate first (tessera::redistribute), or "
-             "register a rule (tessera::register_rule); from Python tessera.redistribute, or "
-             "tessera.register_rule."));
+      "no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
+      ". Either redistribute the inputs to Replicate first (tessera::redistribute), or "
+      "register a rule (tessera::register_rule); from Python tessera.redistribute, or "
+      "tessera.register_rule.");
 }
 
 // Of an operator that draws, whatever the placements.
 [[noreturn]] void throw_no_draw(const OpCall& call) {
-  throw NoRuleError(concat("no sharding rule for ", call.name(), " with inputs ",
-                           describe_inputs(call),
-                           ": it draws random numbers, and the ranks' own generators would give "
-                           "each rank others. Draw plain tensors, alike on all ranks, and "
-                           "distribute them (tessera::distribute_tensor), or register a rule "
-                           "(tessera::register_rule)."));
+  throw NoRuleError("no sharding rule for ", call.name(), " with inputs ", describe_inputs(call),
+                    ": it draws random numbers, and the ranks' own generators would give "
+                    "each rank others. Draw plain tensors, alike on all ranks, and "
+                    "distribute them (tessera::distribute_tensor), or register a rule "
+                    "(tessera::register_rule).");
 }
 
 // True if `to` is `from` with some of its partial axes reduced; `scattered`: or reduced to shards.
@@ -102,11 +100,10 @@ void require_possible(const OpInfo& info, const OpCall& call, c10::Device device
   // Rules count the tensors of a list.
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
     if (info.kinds[i] != OpInfo::Kind::tensor_list || !call.arguments()[i].isList()) continue;
-    for (const c10::IValue& t : call.arguments()[i].toListRef()) {
+    for (const c10::IValue& t : call.arguments()[i].toListRef())
       if (!t.isTensor() || !t.toTensor().defined())
-        throw InvalidArgument(concat(info.name, ": a tensor of ",
-                                     info.op.schema().arguments()[i].name(), " is undefined"));
-    }
+        throw InvalidArgument(info.name, ": a tensor of ", info.op.schema().arguments()[i].name(),
+                              " is undefined");
   }
   call.outputs();
   require_dtypes(info, call.arguments(), call.tensors(), device);
@@ -125,9 +122,8 @@ bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
 
 [[noreturn]] void throw_moves_target(const OpCall& call, const ShardSpec& from,
                                      const ShardSpec& to) {
-  throw ShardingError(concat(call.name(), " would change the placement of what it writes to, from ",
-                             from, " to ", to, ". Inputs: ", describe_inputs(call),
-                             ". Redistribute it first."));
+  throw ShardingError(call.name(), " would change the placement of what it writes to, from ", from,
+                      " to ", to, ". Inputs: ", describe_inputs(call), ". Redistribute it first.");
 }
 
 // True if a parameter is gathered over an axis on which the other inputs are summands: where data
@@ -149,11 +145,10 @@ bool gathered_for_summands(const OpCall& call, const TensorInfo& t, const ShardS
 // Whether the parameter's unit is gathered over every axis over which `to` gathers it.
 bool unit_gathers(const Layout& layout, const ShardSpec& to) {
   if (!layout.unit_axes) return false;
-  for (int a = 0; a < static_cast<int>(to.placements().size()); ++a) {
+  for (int a = 0; a < static_cast<int>(to.placements().size()); ++a)
     if (!(layout.spec.placements()[a] == to.placements()[a]) &&
         std::ranges::find(*layout.unit_axes, a) == layout.unit_axes->end())
       return false;
-  }
   return true;
 }
 
@@ -172,8 +167,8 @@ bool gathered_silently(const OpCall& call, const TensorInfo& t, const ShardSpec&
 
 void plan_moves(const OpCall& call, const Plan& plan, ReadyPlan& ready) {
   if (plan.inputs.size() > call.tensors().size())
-    throw RuleError(concat("the rule of ", call.name(), " plans ", plan.inputs.size(),
-                           " inputs of ", call.tensors().size()));
+    throw RuleError("the rule of ", call.name(), " plans ", plan.inputs.size(), " inputs of ",
+                    call.tensors().size());
   for (std::size_t i = 0; i < plan.inputs.size(); ++i) {
     const TensorInfo& t = call.tensor(i);
     if (!plan.inputs[i] || *plan.inputs[i] == t.spec) continue;
@@ -199,8 +194,8 @@ void require_target_stays(const OpCall& call, const Plan& plan) {
 
 // The results that are not arguments; nullptr: not known.
 const std::vector<OutputInfo>* inferred_results(const OpInfo& info, const OpCall& call) {
-  const bool written = std::any_of(info.returns.begin(), info.returns.end(),
-                                   [](const auto& r) { return r.argument >= 0; });
+  const bool written =
+      std::ranges::any_of(info.returns, [](const auto& r) { return r.argument >= 0; });
   return written ? nullptr : call.outputs();
 }
 
@@ -215,8 +210,8 @@ void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Pl
       const OutputInfo& is = (*inferred)[k];
       // a rule that gives strides as well knows the shape better
       if (is.shape != out.spec.shape() && !o.strides) {
-        throw RuleError(concat("the rule of ", info.name, " says that the result has shape ",
-                               list(out.spec.shape()), ", the operator makes ", list(is.shape)));
+        throw RuleError("the rule of ", info.name, " says that the result has shape ",
+                        list(out.spec.shape()), ", the operator makes ", list(is.shape));
       }
       o.layout = make_layout(out.spec, o.strides ? *o.strides : is.strides, is.offset, is.dtype,
                              like.device);
@@ -254,8 +249,7 @@ void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, cons
     return;
   }
   plan_outputs(info, call, like, plan, ready);
-  const bool lists =
-      std::any_of(info.returns.begin(), info.returns.end(), [](const auto& r) { return r.list; });
+  const bool lists = std::ranges::any_of(info.returns, [](const auto& r) { return r.list; });
   if (!ready.local && !info.writes && !info.view && !info.random && !lists &&
       skip_if_nothing(ready))
     return;
@@ -284,12 +278,10 @@ std::shared_ptr<RefusalNotes> refusals_of(const Scan& scan) {
 }
 
 void require_strided(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
+  for (std::size_t i = 0; i < arguments.size(); ++i)
     if (info.op.schema().arguments()[i].name() == "layout" && arguments[i].isInt() &&
         arguments[i].toLayout() != at::kStrided)
-      throw ShardingError(
-          concat(info.name, ": a sharded tensor is strided, and has no other layout"));
-  }
+      throw ShardingError(info.name, ": a sharded tensor is strided, and has no other layout");
 }
 
 ReadyPlan strict_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
@@ -333,9 +325,8 @@ std::shared_ptr<const CallOrigin> origin_of(const OpInfo& info, const ReadyPlan&
   if (text[end - 1] == '_') text.erase(end - 1, 1);
   constexpr std::size_t kShown = 6;
   std::size_t tensors = 0;
-  for (const LayoutPtr& layout : plan.inputs) {
+  for (const LayoutPtr& layout : plan.inputs)
     if (++tensors <= kShown) text += concat(tensors == 1 ? " of " : ", ", list(layout->sizes()));
-  }
   if (tensors > kShown) text += concat(" and ", tensors - kShown, " more");
   return std::make_shared<const CallOrigin>(std::move(text));
 }
@@ -345,8 +336,8 @@ std::shared_ptr<const CallOrigin> origin_of(const OpInfo& info, const ReadyPlan&
 ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Scan& scan,
                     bool& asked_for_numbers) {
   const auto completed = [&](ReadyPlan plan) {
-    plan.on_device = std::any_of(plan.inputs.begin(), plan.inputs.end(),
-                                 [](const LayoutPtr& l) { return l && !l->device.is_cpu(); });
+    plan.on_device = std::ranges::any_of(
+        plan.inputs, [](const LayoutPtr& l) { return l && !l->device.is_cpu(); });
     plan.origin = origin_of(info, plan);
     return plan;
   };

@@ -17,7 +17,7 @@
 #include <optional>
 #include <vector>
 
-#include "tessera/tensor/dispatch/internal/op_info.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 #include "tessera/tensor/dispatch/rule.h"
 

@@ -9,7 +9,6 @@
 #include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail {
-
 namespace {
 
 bool plain(const c10::IValue& v) {

@@ -8,14 +8,13 @@
 #include <optional>
 #include <vector>
 
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // The slice that a view takes of one dim of its base.
@@ -44,9 +43,8 @@ at::Tensor view_by(const at::Tensor& base, const std::vector<Taken>& taken) {
 bool same_view(const at::Tensor& a, const at::Tensor& b) {
   if (a.sizes() != b.sizes()) return false;
   if (a.numel() == 0) return true;
-  for (std::int64_t d = 0; d < a.dim(); ++d) {
+  for (std::int64_t d = 0; d < a.dim(); ++d)
     if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
-  }
   return a.storage_offset() == b.storage_offset();
 }
 
@@ -75,8 +73,7 @@ std::optional<std::vector<Taken>> taken_by(const at::Tensor& view, const at::Ten
   // The start of each slice: the largest strides first.
   std::vector<std::int64_t> order(dims);
   for (std::int64_t d = 0; d < dims; ++d) order[d] = d;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](auto a, auto b) { return base.stride(a) > base.stride(b); });
+  std::ranges::stable_sort(order, [&](auto a, auto b) { return base.stride(a) > base.stride(b); });
   std::int64_t offset = view.storage_offset() - base.storage_offset();
   for (const auto d : order) {
     if (base.size(d) == 1) continue;

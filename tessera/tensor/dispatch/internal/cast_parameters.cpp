@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/internal/cast_parameters.h"
+#include "tessera/tensor/dispatch/internal/promote.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -8,14 +8,12 @@
 #include <tuple>
 #include <vector>
 
-#include "tessera/tensor/dispatch/internal/host_memory.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 ParameterSources& sources_of(const ShardMeta& meta) {
@@ -99,9 +97,8 @@ std::vector<Argument> arguments_of(const OpInfo& info, c10::IValue* values) {
                        }});
       }
     } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
-      for (const c10::IValue& t : v.toListRef()) {
+      for (const c10::IValue& t : v.toListRef())
         if (t.isTensor() && t.toTensor().defined()) all.push_back({.tensor = t.toTensor()});
-      }
     }
   }
   for (Argument& argument : all) look_up(argument);
@@ -121,7 +118,7 @@ bool is_data(const Argument& a) {
 // Whether the parameter meets data. What works element by element on tensors like it, or on one
 // without dims, is an optimizer or a penalty.
 bool meets_data(const std::vector<Argument>& all, const Argument& parameter, bool pointwise) {
-  return std::any_of(all.begin(), all.end(), [&](const Argument& a) {
+  return std::ranges::any_of(all, [&](const Argument& a) {
     if (!is_data(a)) return false;
     const at::Tensor &t = a.tensor, &p = parameter.tensor;
     return !pointwise ||
@@ -170,10 +167,9 @@ ParameterCasts cast_arguments(const OpInfo& info, c10::IValue* arguments) {
 
 ParameterCasts cast_tensors(at::ArrayRef<at::Tensor*> tensors) {
   std::vector<Argument> all;
-  for (at::Tensor* t : tensors) {
+  for (at::Tensor* t : tensors)
     if (t->defined())
       all.push_back({.tensor = *t, .set = [t](at::Tensor cast) { *t = std::move(cast); }});
-  }
   for (Argument& argument : all) look_up(argument);
   return cast_all(all, false);
 }

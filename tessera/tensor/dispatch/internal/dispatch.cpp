@@ -8,23 +8,18 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <string_view>
 
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/fast_kernels.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
-#include "tessera/tensor/dispatch/internal/before_rule.h"
-#include "tessera/tensor/dispatch/internal/cast_parameters.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/op_info.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
-
 namespace {
 
 std::map<std::string, BeforeRule>& functions_before_rules() {
@@ -136,6 +131,13 @@ struct Above final : c10::OperatorKernel {
   AboveFunction instead = nullptr;
 };
 
+// Namespaces of what is no operator on tensors, or made for other kinds of tensors; a blank on
+// each side.
+constexpr std::string_view kSkipped =
+    " prim profiler quantized sparse mkldnn mkldnn_prepacked xnnpack prepacked _quantized "
+    "static_runtime c10d _c10d_functional _c10d_functional_autograd inductor rngprims onednn "
+    "symm_mem _dtensor ";
+
 // The kernels belong to the process, like the dispatcher's table that contains them.
 class Registrar final : public c10::OpRegistrationListener {
  public:
@@ -230,11 +232,11 @@ class Registrar final : public c10::OpRegistrationListener {
 
   static void refuse_layout(const c10::OperatorHandle& op, c10::DispatchKeySet,
                             torch::jit::Stack*) {
-    throw ShardingError(concat(op.schema().name(),
-                               ": sparse, nested and quantized tensors cannot be made of sharded "
-                               "ones, and the sparse gradient of a sharded table knows sums and "
-                               "multiples alone. Take their values first (full_tensor, to_dense, "
-                               "to_local), and its norm by clip_gradients."));
+    throw ShardingError(op.schema().name(),
+                        ": sparse, nested and quantized tensors cannot be made of sharded "
+                        "ones, and the sparse gradient of a sharded table knows sums and "
+                        "multiples alone. Take their values first (full_tensor, to_dense, "
+                        "to_local), and its norm by clip_gradients.");
   }
   static void below_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet,
                              torch::jit::Stack* stack) {
@@ -258,26 +260,7 @@ class Registrar final : public c10::OpRegistrationListener {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op) return;
     const std::string space(op->schema().getNamespace().value_or(""));
-    // Not operators on tensors, or made for other kinds of tensors.
-    static const std::set<std::string> skipped = {"prim",
-                                                  "profiler",
-                                                  "quantized",
-                                                  "sparse",
-                                                  "mkldnn",
-                                                  "mkldnn_prepacked",
-                                                  "xnnpack",
-                                                  "prepacked",
-                                                  "_quantized",
-                                                  "static_runtime",
-                                                  "c10d",
-                                                  "_c10d_functional",
-                                                  "_c10d_functional_autograd",
-                                                  "inductor",
-                                                  "rngprims",
-                                                  "onednn",
-                                                  "symm_mem",
-                                                  "_dtensor"};
-    if (space.empty() || skipped.contains(space)) return;
+    if (space.empty() || kSkipped.find(concat(' ', space, ' ')) != kSkipped.npos) return;
     const bool autograd = op->hasKernelForDispatchKey(c10::DispatchKey::Autograd);
     const bool implicit = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     if (implicit && !autograd) return;  // decomposes into operators that come here

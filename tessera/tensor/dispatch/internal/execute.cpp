@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/internal/execute.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
@@ -10,9 +10,8 @@
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
-#include "tessera/tensor/dispatch/internal/cast_parameters.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
@@ -21,7 +20,6 @@
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // The call stack as a number: the same for every call from one place of the program, another one
@@ -123,7 +121,7 @@ void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
   Key key;
   Scan scan = make_key(info, arguments, numbers, key);
   if (!scan.first)
-    throw ShardingError(concat(info.name, " reached the kernel of sharded tensors without one"));
+    throw ShardingError(info.name, " reached the kernel of sharded tensors without one");
   if (scan.plain) {
     if (run_plain_elements_apart(info, stack)) return;
     const PromotedTargets promoted =
@@ -157,11 +155,10 @@ void run_by_plan(const OpInfo& info, torch::jit::Stack* stack) {
   }
   // Entries of the map keep their addresses while others are added.
   ReadyPlan& plan = found->second;
-  if (plan.mode == ReadyPlan::Mode::by_functional) {
+  if (plan.mode == ReadyPlan::Mode::by_functional)
     run_by_functional(info, stack);
-  } else {
+  else
     ShardedCall(info, plan, stack, scan).run();
-  }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 
 #include <c10/util/Exception.h>
 
@@ -25,7 +25,7 @@ void rethrow_to_all(const std::string& op, const MeshContext& context) {
     throw;  // follows from specs: the same on all ranks, before anything was sent
   } catch (const RuleError& e) {
     tell_ranks(op, context, e.what());
-    throw RuleError(concat(op, ": ", e.what()));
+    throw RuleError(op, ": ", e.what());
   } catch (const c10::Error& e) {
     tell_ranks(op, context, e.what_without_backtrace());
     throw;

@@ -9,7 +9,6 @@
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 std::shared_ptr<GatheredParameters>& of_thread() {
@@ -51,8 +50,8 @@ bool GatheredParameters::watched(const at::Tensor& parameter) const {
   const ShardMeta& meta = *meta_of(parameter);
   return meta.layout->parameter && !meta.copy &&
          parameter.unsafeGetTensorImpl()->version_counter().enabled() &&
-         std::find(storages_.begin(), storages_.end(),
-                   meta.local.storage().unsafeGetStorageImpl()) != storages_.end();
+         std::ranges::find(storages_, meta.local.storage().unsafeGetStorageImpl()) !=
+             storages_.end();
 }
 
 at::Tensor GatheredParameters::find(const at::Tensor& parameter, const ShardSpec& to) {

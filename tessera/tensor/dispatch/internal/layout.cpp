@@ -13,13 +13,11 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/sparse_rows.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // The message for code that reads memory directly.
@@ -142,8 +140,7 @@ c10::DispatchKeySet keys_for(c10::Device device) {
 std::vector<int> memory_order(at::IntArrayRef strides) {
   std::vector<int> order(strides.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return strides[a] > strides[b]; });
+  std::ranges::stable_sort(order, [&](int a, int b) { return strides[a] > strides[b]; });
   return order;
 }
 
@@ -156,9 +153,8 @@ Dims contiguous_strides(at::IntArrayRef sizes) {
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
   std::int64_t step = 1;
   std::vector<int> order = memory_order(strides);
-  for (const auto n : sizes) {
+  for (const auto n : sizes)
     if (n == 0) return true;
-  }
   for (std::size_t i = order.size(); i-- > 0;) {
     if (sizes[order[i]] == 1) continue;
     if (strides[order[i]] != step) return false;
@@ -252,9 +248,9 @@ at::Tensor wrap(at::Tensor local, LayoutPtr layout) {
 
 at::Tensor wrap_shown(at::Tensor local, LayoutPtr layout, c10::Device device) {
   if (local.sizes() != at::IntArrayRef(layout->spec.local_shape())) {
-    throw RuleError(concat("a local of shape ", local.sizes(), " where the spec ", layout->spec,
-                           " says ", list(layout->spec.local_shape()),
-                           ": the rule that made it does not hold for these inputs"));
+    throw RuleError("a local of shape ", local.sizes(), " where the spec ", layout->spec, " says ",
+                    list(layout->spec.local_shape()),
+                    ": the rule that made it does not hold for these inputs");
   }
   if (local.scalar_type() != layout->dtype || device != layout->device)
     layout =
@@ -346,10 +342,9 @@ LayoutPtr under(const Layout& layout, const ShardSpec& to) {
 ShardSpec reduced_like(const ShardSpec& spec, const ShardSpec& reduced) {
   if (!spec.has_partial()) return spec;
   auto placements = spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
+  for (std::size_t a = 0; a < placements.size(); ++a)
     if (placements[a].is_partial() && reduced.placements()[a].is_replicate())
       placements[a] = Replicate();
-  }
   return spec.with_placements(placements);
 }
 

@@ -1,16 +1,13 @@
 // Operators that are not run on locals as they are: those on lists, element by element, and those
 // that write, by their functional forms.
 
-#include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using Copies = std::vector<std::shared_ptr<ViewCopy>>;
@@ -27,21 +24,18 @@ Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool writt
   for (std::size_t i = 0; i < info.kinds.size(); ++i) {
     if (written_only && !info.written[i]) continue;
     look(arguments[i]);
-    if (arguments[i].isTensorList()) {
+    if (arguments[i].isTensorList())
       for (const c10::IValue& v : arguments[i].toListRef()) look(v);
-    }
   }
   return copies;
 }
 
 void refuse_two_of_one(const OpInfo& info, const Copies& copies) {
   for (std::size_t i = 0; i < copies.size(); ++i) {
-    for (std::size_t j = 0; j < i; ++j) {
+    for (std::size_t j = 0; j < i; ++j)
       if (copies[i] != copies[j] && copies[i]->base_local().is_alias_of(copies[j]->base_local()))
-        throw ShardingError(concat(info.name, " writes to two views of ",
-                                   meta_of(copies[i]->base)->spec(),
-                                   " that had to be copied. Write to one after the other."));
-    }
+        throw ShardingError(info.name, " writes to two views of ", meta_of(copies[i]->base)->spec(),
+                            " that had to be copied. Write to one after the other.");
   }
 }
 
@@ -78,19 +72,17 @@ c10::IValue of_element(const OpInfo& info, std::size_t i, const c10::IValue& v, 
 }
 
 bool lists_of(std::size_t size, const OpInfo& info, const c10::IValue* arguments) {
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i)
     if (arguments[i].isList() && arguments[i].toListRef().size() != size) return false;
-  }
   return true;
 }
 
 // The tensor that `value` is, or those of the list.
 void append_tensors(std::vector<at::Tensor>* all, const c10::IValue& value) {
-  if (value.isTensor()) {
+  if (value.isTensor())
     all->push_back(value.toTensor());
-  } else if (value.isTensorList()) {
+  else if (value.isTensorList())
     for (const at::Tensor& t : value.toTensorVector()) all->push_back(t);
-  }
 }
 
 }  // namespace
@@ -135,34 +127,32 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
   std::vector<at::Tensor> results;
   for (const c10::IValue& made : inputs) append_tensors(&results, made);
   if (results.size() < targets.size() || (lists && results.size() != targets.size()))
-    throw InvalidArgument(concat(info.name, ": there are ", results.size(),
-                                 " results, and out has ", targets.size(), " tensors"));
+    throw InvalidArgument(info.name, ": there are ", results.size(), " results, and out has ",
+                          targets.size(), " tensors");
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const at::Tensor& result = results[results.size() - targets.size() + i];
     const ShardMeta* made = meta_of(result);
     if (info.out_variant && !c10::canCast(result.scalar_type(), targets[i].scalar_type()))
-      throw InvalidArgument(concat(info.name, ": the result is ", toString(result.scalar_type()),
-                                   ", which out, being ", toString(targets[i].scalar_type()),
-                                   ", cannot hold"));
+      throw InvalidArgument(info.name, ": the result is ", toString(result.scalar_type()),
+                            ", which out, being ", toString(targets[i].scalar_type()),
+                            ", cannot hold");
     if (info.name == "aten::index_select.out" && result.scalar_type() != targets[i].scalar_type())
-      throw InvalidArgument(concat(info.name, ": self is ", toString(result.scalar_type()),
-                                   ", out is ", toString(targets[i].scalar_type()),
-                                   ": this operator converts nothing"));
+      throw InvalidArgument(info.name, ": self is ", toString(result.scalar_type()), ", out is ",
+                            toString(targets[i].scalar_type()), ": this operator converts nothing");
     if (info.out_variant && targets[i].sizes() == result.sizes()) {
       targets[i].copy_(result);
     } else if (info.out_variant && targets[i].scalar_type() != result.scalar_type()) {
-      throw ShardingError(concat(info.name, ": the result is ", toString(result.scalar_type()),
-                                 ", out is ", toString(targets[i].scalar_type())));
+      throw ShardingError(info.name, ": the result is ", toString(result.scalar_type()),
+                          ", out is ", toString(targets[i].scalar_type()));
     } else if (!made) {
-      throw ShardingError(concat(info.name, ": the result has shape ", result.sizes(),
-                                 ", out, which is sharded, ", targets[i].sizes()));
+      throw ShardingError(info.name, ": the result has shape ", result.sizes(),
+                          ", out, which is sharded, ", targets[i].sizes());
     } else {
       install(targets[i], made->local, made->layout, made->copy);
       meta_of(targets[i])->base = made->base;
       // libtorch counts the change of shape as a write, but nothing has been written.
-      if (info.in_place_view && !targets[i].is_inference()) {
+      if (info.in_place_view && !targets[i].is_inference())
         for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
-      }
     }
   }
   stack->resize(first);

@@ -6,7 +6,6 @@
 #include "tessera/tensor/errors.h"
 
 namespace tessera::detail {
-
 namespace {
 
 void add_value(const c10::IValue& v, bool numbers, Key& key) {
@@ -97,9 +96,8 @@ void add_tensor(const OpInfo& info, const c10::IValue& v, bool numbers, Key& key
   if (!scan.first) {
     scan.first = meta;
   } else if (scan.first->layout->spec.data()->context != spec.context) {
-    throw ShardingError(concat(info.name, " is given tensors of two meshes: ", scan.first->spec(),
-                               " and ", meta->spec(),
-                               ". Redistribute one of them onto the other's mesh."));
+    throw ShardingError(info.name, " is given tensors of two meshes: ", scan.first->spec(), " and ",
+                        meta->spec(), ". Redistribute one of them onto the other's mesh.");
   }
   scan.replicated &= spec.replicated;
 }

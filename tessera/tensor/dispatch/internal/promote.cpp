@@ -17,18 +17,13 @@
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/internal/rows_scope.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -108,7 +103,7 @@ void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext
   const auto origin = std::make_shared<const CallOrigin>(concat("a plain tensor in ", info.name));
   const OriginScope scope(origin);
   const auto differs = differs_by_rank(plain.detach().resolve_conj().resolve_neg(), all);
-  if (differs && policy == Policy::error) throw MismatchError(concat(info.name, ": ", *differs));
+  if (differs && policy == Policy::error) throw MismatchError(info.name, ": ", *differs);
   state.compared.add(ranks, failures, differs ? told : what.value());
   if (differs && all.rank() == 0) TORCH_WARN(info.name, ": ", *differs);
 }
@@ -117,9 +112,9 @@ void compare_once(const OpInfo& info, const at::Tensor& plain, const MeshContext
 
 at::Tensor wrap_plain(const at::Tensor& plain, const std::shared_ptr<MeshContext>& context) {
   if (plain.layout() != c10::kStrided || plain.is_quantized() || plain.is_nested()) {
-    throw ShardingError(concat("a ", plain.toString(),
-                               " tensor cannot become a replicated ShardTensor: sparse, quantized "
-                               "and nested tensors are not supported"));
+    throw ShardingError("a ", plain.toString(),
+                        " tensor cannot become a replicated ShardTensor: sparse, quantized "
+                        "and nested tensors are not supported");
   }
   const LocalCallGuard guard;
   // Backward formulas make zeros without memory, which libtorch's kernels treat in a special way.
@@ -209,9 +204,8 @@ struct PlainGradient {
 void keep_gradient_plain(const at::Tensor& plain) {
   if (const auto* meta = torch::autograd::impl::get_autograd_meta(plain);
       meta && meta->cpp_hooks_list_) {
-    for (const auto& hook : *meta->cpp_hooks_list_) {
+    for (const auto& hook : *meta->cpp_hooks_list_)
       if (hook.target<PlainGradient>()) return;
-    }
   }
   static_cast<const at::TensorBase&>(plain).register_hook(PlainGradient());
 }
@@ -316,11 +310,10 @@ void promote_target(const at::Tensor& target, const std::shared_ptr<MeshContext>
 
 // The value that an operator writes to its first argument.
 at::Tensor written_value(const OpInfo& info, const c10::IValue* arguments) {
-  for (std::size_t i = 1; i < info.kinds.size(); ++i) {
+  for (std::size_t i = 1; i < info.kinds.size(); ++i)
     if (info.kinds[i] == OpInfo::Kind::tensor && arguments[i].isTensor() &&
         arguments[i].toTensor().defined() && meta_of(arguments[i].toTensor()))
       return arguments[i].toTensor();
-  }
   return {};
 }
 

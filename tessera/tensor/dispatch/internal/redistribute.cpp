@@ -9,15 +9,13 @@
 #include <numeric>
 #include <optional>
 
-#include "tessera/base/text.h"
 #include "tessera/comm/group/internal/call_origin.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 #include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
-
 namespace {
 
 constexpr CallOptions kCall{std::chrono::milliseconds(0), "redistribute"};
@@ -45,9 +43,8 @@ bool in_memory_order(const std::vector<Box>& boxes, const Box& whole) {
   std::int64_t at = whole[split].begin;
   for (const Box& b : boxes) {
     if (volume(b) == 0) continue;
-    for (std::size_t d = 0; d < whole.size(); ++d) {
+    for (std::size_t d = 0; d < whole.size(); ++d)
       if (d != split && !(b[d] == whole[d])) return false;
-    }
     if (b[split].begin != at) return false;
     at = b[split].end;
   }
@@ -121,8 +118,8 @@ at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
                      : std::numeric_limits<std::int64_t>::max();
         default:
           throw InvalidArgument(
-              concat("a ", toString(dtype),
-                     " tensor has no minimum or maximum, and cannot become partial by it"));
+              "a ", toString(dtype),
+              " tensor has no minimum or maximum, and cannot become partial by it");
       }
     default:
       return no_summand(dtype);
@@ -140,10 +137,8 @@ Redistribution::Redistribution(const at::Tensor& local, const ShardSpec& from, c
                                bool blocking)
     : from_(from), blocking_(blocking), local_(local) {
   const auto& context = context_of(from);
-  if (context != context_of(to) || from.shape() != to.shape()) {
-    throw InvalidArgument(
-        concat("cannot redistribute ", from, " as ", to, ": mesh or shape differ"));
-  }
+  if (context != context_of(to) || from.shape() != to.shape())
+    throw InvalidArgument("cannot redistribute ", from, " as ", to, ": mesh or shape differ");
   plan_ = context->redistributions->of(from, to);
   const LocalCallGuard guard;
   launch();
@@ -160,11 +155,10 @@ void Redistribution::launch() {
   if (!OriginScope::current()) scope.emplace(plan_->origin);
   request_ = {};
   complete_ = {};
-  if (stage_ < plan_->reductions.size()) {
+  if (stage_ < plan_->reductions.size())
     launch_reduction();
-  } else {
+  else
     launch_move();
-  }
 }
 
 // What the stage before left: the source's box, or a part of it.
@@ -176,11 +170,10 @@ const Box& Redistribution::held_box() const {
 
 template <class Call>
 void Redistribution::start(const Group& ranks, const Call& call) {
-  if (blocking_) {
+  if (blocking_)
     call(ranks);
-  } else {
+  else
     request_ = call(ranks.started());
-  }
 }
 
 void Redistribution::launch_reduction() {

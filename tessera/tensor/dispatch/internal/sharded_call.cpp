@@ -9,20 +9,17 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/group/internal/call_origin.h"
-#include "tessera/tensor/dispatch/internal/execute.h"
-#include "tessera/tensor/dispatch/internal/failure.h"
+#include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
-#include "tessera/tensor/spec/internal/without_partial.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // Reduces a tensor that is written to in place, together with its aliases and the views of its
@@ -31,8 +28,8 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
                    const ShardSpec& to) {
   const ShardMeta& meta = *meta_of(target);
   if (meta.copy)
-    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", from,
-                               " that had to be copied. Redistribute it first."));
+    throw ShardingError(info.name, " writes to a view of a partial tensor ", from,
+                        " that had to be copied. Redistribute it first.");
   if (!meta.base) {
     install_reduced(target, redistribute_local(meta.local, from, to), to);
     return;
@@ -40,13 +37,13 @@ void reduce_target(const OpInfo& info, const at::Tensor& target, const ShardSpec
   const ShardMeta& base = *meta.base;
   const ShardSpec whole = reduced_like(base.spec(), to);
   if (!base.layout->dense || base.copy) {
-    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
-                               " that has gaps or had to be copied. Redistribute it first."));
+    throw ShardingError(info.name, " writes to a view of a partial tensor ", base.spec(),
+                        " that has gaps or had to be copied. Redistribute it first.");
   }
   install_reduced(target, redistribute_local(base.local, base.spec(), whole), whole);
   if (!(meta_of(target)->spec() == to))
-    throw ShardingError(concat(info.name, " writes to a view of a partial tensor ", base.spec(),
-                               " that cannot be reduced with it. Redistribute it first."));
+    throw ShardingError(info.name, " writes to a view of a partial tensor ", base.spec(),
+                        " that cannot be reduced with it. Redistribute it first.");
 }
 
 // True for a view of all elements of an intermediate Partial result that `to` only reduces: the
@@ -101,15 +98,13 @@ at::Tensor redistribute_once(const at::Tensor& local, const Layout& layout, cons
       dims.push_back(repeated[d] ? DimSharding{} : spec.dim(d));
       if (repeated[d]) shape[d] = 1;
     }
-    for (Placement& p : placements) {
+    for (Placement& p : placements)
       if (p.is_shard() && repeated[p.dim]) p = Replicate();
-    }
     return make_spec(context_of(spec), shape, std::move(placements), std::move(dims));
   };
   at::Tensor one = local;
-  for (int d = 0; d < from.dims(); ++d) {
+  for (int d = 0; d < from.dims(); ++d)
     if (repeated[d]) one = one.narrow(d, 0, 1);
-  }
   return redistribute_local(one, once(from), once(to)).expand(to.local_shape());
 }
 
@@ -254,9 +249,8 @@ void ShardedCall::refuse_overlap() const {
     const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;
     if (meta && memory_of(*meta).is_alias_of(memory_of(*target)) &&
         overlap_in_part(written.toTensor(), t))
-      throw InvalidArgument(concat(info_.name, ": elements of ",
-                                   info_.op.schema().arguments()[i].name(),
-                                   " are written to while they are read. Clone it first."));
+      throw InvalidArgument(info_.name, ": elements of ", info_.op.schema().arguments()[i].name(),
+                            " are written to while they are read. Clone it first.");
   }
 }
 
@@ -274,9 +268,9 @@ void ShardedCall::choose_memory() {
     dims = std::max(dims, t.dim());
   });
   if (writes_host && writes_device)
-    throw ShardingError(concat(info_.name,
-                               " writes to tensors in host memory and to others on the device at "
-                               "once. Call it for each of the two."));
+    throw ShardingError(info_.name,
+                        " writes to tensors in host memory and to others on the device at "
+                        "once. Call it for each of the two.");
   on_host_ =
       writes_host || (!writes_device && (device_dims < 0 || (device_dims == 0 && host_dims > 0)));
 }
@@ -287,11 +281,10 @@ void ShardedCall::keep_device_arguments() {
   for (std::size_t i = 0; i < count_; ++i) {
     c10::IValue& v = stack_[first_ + i];
     if (!v.isDevice()) continue;
-    if (v.toDevice() == shown_) {
+    if (v.toDevice() == shown_)
       v = c10::Device(c10::kCPU);
-    } else {
+    else
       elsewhere_ = true;
-    }
   }
 }
 
@@ -311,11 +304,10 @@ void ShardedCall::redistribute_inputs() {
     } else {
       moved.source = t;
       moved.move = &move;
-      if (!plan_.view_copied && shows_intermediate(*meta_of(t), move.to)) {
+      if (!plan_.view_copied && shows_intermediate(*meta_of(t), move.to))
         reduce_below(moved);
-      } else {
+      else
         moved.local = placed(redistributed(t, move), *meta_of(t));
-      }
     }
     moved_.push_back(std::move(moved));
   }
@@ -377,7 +369,7 @@ at::Tensor ShardedCall::argument(const ReadyPlan::Move& move) const {
 
 const ShardedCall::Moved* ShardedCall::moved_before(const at::Tensor& source,
                                                     const ShardSpec& to) const {
-  const auto found = std::find_if(moved_.begin(), moved_.end(), [&](const Moved& m) {
+  const auto found = std::ranges::find_if(moved_, [&](const Moved& m) {
     return m.move && m.source.is_same(source) && m.move->to == to;
   });
   return found == moved_.end() ? nullptr : &*found;
@@ -416,9 +408,8 @@ at::Tensor ShardedCall::local_of(const at::Tensor& t, int argument, int element)
   if (!meta) return t;
   if (meta->copy) meta->copy->require_fresh(info_.name);
   if (info_.written[argument] && alias_targets_) return meta->local.detach();
-  for (const Moved& m : moved_) {
+  for (const Moved& m : moved_)
     if (m.argument == argument && m.element == element) return m.local;
-  }
   return offloaded_ && !on_host_ && in_host_memory(*meta) ? uploaded(*meta)
                                                           : placed(meta->local, *meta);
 }

@@ -5,9 +5,8 @@
 #include <iterator>
 
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/host_memory.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/errors.h"
@@ -15,7 +14,6 @@
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 // Tells copies of views about a write to their base, and writes back what was written to a copy.
@@ -37,13 +35,12 @@ void ShardedCall::run_local() {
   if (!as_one_process) local.emplace();
   const BelowAutogradGuard guard;
   for (const auto& [i, value] : plan_.arguments) stack_[first_ + i] = value;
-  if (plan_.local) {
+  if (plan_.local)
     run_local_function();
-  } else if (alias_targets_) {
+  else if (alias_targets_)
     run_on_aliases();
-  } else {
+  else
     info_.op.callBoxed(&stack_);
-  }
 }
 
 void ShardedCall::wrap_results() {
@@ -91,18 +88,17 @@ void ShardedCall::run_local_function() {
   stack_.insert(stack_.end(), std::make_move_iterator(made.begin()),
                 std::make_move_iterator(made.end()));
   if (stack_.size() != first_ + info_.returns.size()) {
-    throw RuleError(concat("the local function of the rule of ", info_.name, " returns ",
-                           stack_.size() - first_, " values, the operator ", info_.returns.size()));
+    throw RuleError("the local function of the rule of ", info_.name, " returns ",
+                    stack_.size() - first_, " values, the operator ", info_.returns.size());
   }
 }
 
 // The targets adopt what the call has made of their aliases.
 void ShardedCall::run_on_aliases() {
   std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
-  for (std::size_t i = 0; i < count_; ++i) {
+  for (std::size_t i = 0; i < count_; ++i)
     if (info_.written[i] && targets_[i].isTensor() && targets_[i].toTensor().defined())
       aliases.emplace_back(targets_[i].toTensor(), stack_[first_ + i].toTensor());
-  }
   info_.op.callBoxed(&stack_);
   for (const auto& [target, alias] : aliases) {
     const ShardMeta* meta = meta_of(target);
@@ -119,9 +115,9 @@ void ShardedCall::run_on_aliases() {
 at::Tensor ShardedCall::wrap(at::Tensor local, bool view, std::size_t position) {
   if (!local.defined()) return local;
   if (local.layout() != at::kStrided || local.is_nested())
-    throw ShardingError(concat(info_.name, " makes a ", local.toString(),
-                               " tensor of a sharded one: sparse, nested and mkldnn tensors cannot "
-                               "be sharded. Take its value first (tessera::full_tensor)."));
+    throw ShardingError(info_.name, " makes a ", local.toString(),
+                        " tensor of a sharded one: sparse, nested and mkldnn tensors cannot "
+                        "be sharded. Take its value first (tessera::full_tensor).");
   // What a rule has made for a rank without elements.
   if (on_host_ && !elsewhere_ && !local.is_cpu()) local = to_host(local);
   return plan_.mode == ReadyPlan::Mode::replicated
@@ -160,20 +156,20 @@ at::Tensor ShardedCall::wrap_replicated(at::Tensor local, bool view, std::size_t
 
 at::Tensor ShardedCall::wrap_ruled(at::Tensor local, bool view, std::size_t position) {
   if (position >= plan_.outputs.size())
-    throw RuleError(concat("the rule of ", info_.name, " plans ", plan_.outputs.size(),
-                           " outputs, the operator makes more"));
+    throw RuleError("the rule of ", info_.name, " plans ", plan_.outputs.size(),
+                    " outputs, the operator makes more");
   ReadyPlan::Output& out = plan_.outputs[position];
   const c10::Device shown = shown_by(local);
   if (!out.layout) {
     if (!out.spec)
-      throw RuleError(concat("the rule of ", info_.name, " gives no spec for result ", position));
+      throw RuleError("the rule of ", info_.name, " gives no spec for result ", position);
     out.layout =
         make_layout(out.spec, out.strides ? *out.strides : contiguous_strides(out.spec.shape()), 0,
                     local.scalar_type(), shown);
   }
   if (local.dim() != out.layout->spec.dims())
-    throw RuleError(concat("the rule of ", info_.name, " says that result ", position, " has ",
-                           out.layout->spec.dims(), " dims, the operator makes ", local.dim()));
+    throw RuleError("the rule of ", info_.name, " says that result ", position, " has ",
+                    out.layout->spec.dims(), " dims, the operator makes ", local.dim());
   if (!view) {
     if (copied_from_)
       local = copied_from_->copied(copied_index_, *like_, *out.layout,

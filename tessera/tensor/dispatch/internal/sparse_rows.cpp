@@ -7,10 +7,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/internal/carry.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/errors.h"
 
@@ -194,5 +192,4 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse2, m) {
 }
 
 }  // namespace
-
 }  // namespace tessera::detail

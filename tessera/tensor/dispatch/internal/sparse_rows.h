@@ -5,8 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <utility>
-
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {

@@ -1,15 +1,13 @@
 #include "tessera/tensor/dispatch/internal/view_copy.h"
 
-#include "tessera/base/text.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
-#include "tessera/tensor/dispatch/internal/no_dispatch.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
-
 namespace {
 
 RankState& state_of(const ShardSpec& spec) { return *context_of(spec)->state; }
@@ -34,9 +32,8 @@ void ViewCopies::remove(ViewCopy* copy) {
 
 void ViewCopies::wrote(const at::TensorBase& local, const ViewCopy* own) {
   const std::lock_guard lock(mutex_);
-  for (ViewCopy* copy : live_) {
+  for (ViewCopy* copy : live_)
     if (copy != own && copy->base_local().is_alias_of(local)) copy->stale = true;
-  }
 }
 
 ViewCopy::ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base)
@@ -71,8 +68,8 @@ bool ViewCopy::fresh() const {
 void ViewCopy::require_fresh(const std::string& op) const {
   if (!fresh())
     throw ShardingError(
-        concat(op, " is given a view of ", meta_of(base)->spec(),
-               " that had to be copied, and the base has changed since. Take the view again."));
+        op, " is given a view of ", meta_of(base)->spec(),
+        " that had to be copied, and the base has changed since. Take the view again.");
 }
 
 void ViewCopy::refresh() {

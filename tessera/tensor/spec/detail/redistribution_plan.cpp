@@ -2,20 +2,16 @@
 
 #include <algorithm>
 
-#include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
-
 namespace {
 
 using Axes = std::vector<int>;
 
-bool has(const Axes& axes, int axis) {
-  return std::find(axes.begin(), axes.end(), axis) != axes.end();
-}
+bool has(const Axes& axes, int axis) { return std::ranges::find(axes, axis) != axes.end(); }
 
 // Calls visit(coordinate) for every combination of coordinates of `axes`, row-major, the others as
 // in `coordinate`.
@@ -48,10 +44,9 @@ Interval interval_of(const std::vector<int>& mesh, const DimSharding& d, std::in
 
 Axes sorted_union(const Axes& a, const Axes& b) {
   Axes all = a;
-  for (const int axis : b) {
+  for (const int axis : b)
     if (!has(all, axis)) all.push_back(axis);
-  }
-  std::sort(all.begin(), all.end());
+  std::ranges::sort(all);
   return all;
 }
 
@@ -69,9 +64,8 @@ struct ShardedDims {
   }
   bool sharded_by(int axis) const { return dim_of(axis) >= 0; }
   int dim_of(int axis) const {
-    for (std::size_t d = 0; d < dims.size(); ++d) {
+    for (std::size_t d = 0; d < dims.size(); ++d)
       if (has(dims[d].axes, axis)) return static_cast<int>(d);
-    }
     return -1;
   }
   Sharding sharding() const { return Sharding(shape, mesh, dims); }
@@ -166,13 +160,11 @@ bool gathers(const ShardedDims& from, const ShardedDims& to, Axes& over) {
   over.clear();
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     Axes dropped;
-    for (const int a : to.dims[d].axes) {
+    for (const int a : to.dims[d].axes)
       if (!has(from.dims[d].axes, a)) return false;
-    }
-    for (const int a : from.dims[d].axes) {
+    for (const int a : from.dims[d].axes)
       if (!has(to.dims[d].axes, a)) dropped.push_back(a);
-    }
-    std::sort(dropped.begin(), dropped.end());
+    std::ranges::sort(dropped);
     bool tiles = true;
     for_each_coordinate(
         from.mesh, to.dims[d].axes, std::vector<int>(from.mesh.size()),
@@ -190,7 +182,7 @@ bool gathers(const ShardedDims& from, const ShardedDims& to, Axes& over) {
     if (!tiles) return false;
     over.insert(over.end(), dropped.begin(), dropped.end());
   }
-  std::sort(over.begin(), over.end());
+  std::ranges::sort(over);
   return !over.empty();
 }
 
@@ -251,9 +243,8 @@ RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& t
   ShardedDims sliced = from;
   for (std::size_t d = 0; d < from.shape.size(); ++d) {
     Axes fresh;
-    for (const int a : to.dims[d].axes) {
+    for (const int a : to.dims[d].axes)
       if (!from.sharded_by(a)) fresh.push_back(a);
-    }
     sliced.dims[d] = refine(from.mesh, from.dims[d], from.shape[d], fresh, to.dims[d]);
   }
   if (gathers(sliced, to, move.axes)) {
@@ -271,11 +262,10 @@ RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& t
   }
   move.axes.clear();
   if (all_stays(from, to)) return move;
-  for (std::size_t d = 0; d < from.shape.size(); ++d) {
+  for (std::size_t d = 0; d < from.shape.size(); ++d)
     if (!(from.dims[d] == to.dims[d]))
       move.axes.insert(move.axes.end(), from.dims[d].axes.begin(), from.dims[d].axes.end());
-  }
-  std::sort(move.axes.begin(), move.axes.end());
+  std::ranges::sort(move.axes);
   const auto [group, rank] = place(context, move.axes);
   move.rank = rank;
   move.kind = most_peers(from, to) >= group ? Kind::all_to_all : Kind::exchange;
@@ -292,8 +282,8 @@ RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& t
   };
   for (auto* pieces : {&move.transfer.sends, &move.transfer.receives}) {
     for (Piece& p : *pieces) p.rank = rank_in_group(p.rank);
-    std::stable_sort(pieces->begin(), pieces->end(),
-                     [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+    std::ranges::stable_sort(*pieces,
+                             [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   }
   return move;
 }
@@ -328,11 +318,10 @@ void reduce_ended(RedistributionPlan& plan, const MeshContext& context, const Ax
     std::vector<Axes> slices(now.dims.size()), pieces(now.dims.size());
     for (int a = 0; a < static_cast<int>(mesh.size()); ++a) {
       const int d = target.dim_of(a);
-      if (has(ended, a)) {
+      if (has(ended, a))
         pieces[d >= 0 ? d : now.longest()].push_back(a);
-      } else if (d >= 0 && !now.sharded_by(a)) {
+      else if (d >= 0 && !now.sharded_by(a))
         slices[d].push_back(a);
-      }
     }
     for (std::size_t d = 0; d < now.dims.size(); ++d) {
       now.dims[d] = refine(mesh, now.dims[d], now.shape[d], slices[d], target.dims[d]);

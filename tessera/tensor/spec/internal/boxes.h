@@ -1,5 +1,5 @@
 #pragma once
-// Boxes of tensors.
+// Boxes of tensors, and specs without partial sums.
 
 #include <ATen/core/Tensor.h>
 
@@ -32,6 +32,15 @@ inline at::Tensor local_slice(at::Tensor t, const ShardSpec& spec) {
   for (int d = 0; d < spec.dims(); ++d)
     t = t.narrow(d, spec.local_offset()[d], spec.local_shape()[d]);
   return t;
+}
+
+/// The spec with Replicate in place of Partial.
+inline ShardSpec without_partial(const ShardSpec& spec) {
+  auto placements = spec.placements();
+  for (Placement& p : placements) {
+    if (p.is_partial()) p = Replicate();
+  }
+  return spec.with_placements(placements);
 }
 
 }  // namespace tessera::detail

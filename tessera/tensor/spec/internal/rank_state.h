@@ -16,7 +16,6 @@
 
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/policy.h"
-#include "tessera/tensor/refusals.h"
 
 namespace tessera::detail {
 

@@ -1,17 +1,53 @@
 #pragma once
-// Helpers shared by the differentiable functions on sharded tensors: what a node of the graph
-// keeps, and the specs of gradients.
+// What kernels on sharded tensors are written with: guards of what runs below autograd, how a
+// failure on one rank alone is told to the others, what a differentiable function keeps for its
+// backward, and the specs of gradients.
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "tessera/tensor/dispatch/internal/layout.h"
 
 namespace tessera::detail {
+
+/// Nothing is recorded: autograd and autocast have already run on the sharded tensor. Autocast stays as it is: it has cast the arguments of an operator that it
+/// knows, and then sees nothing of what the operator calls; what one that it does not know is made
+/// of it casts, as on one process.
+class BelowAutogradGuard {
+ public:
+  BelowAutogradGuard() : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView) {}
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard exclude_;
+};
+
+/// Calls on locals go straight to the device's own kernels.
+class LocalCallGuard {
+ public:
+  LocalCallGuard()
+      : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                 c10::autocast_dispatch_keyset) {}
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard exclude_;
+};
+
+/// Tells the other ranks that `op` cannot continue on this rank, for the reason `what`, before this
+/// rank throws an error that they may not see because it depends on what this rank alone holds.
+/// They get the error that rethrow_to_all() describes.
+void tell_ranks(const std::string& op, const MeshContext& context, const std::string& what);
+
+/// In a catch block: rethrows the exception, with the operator's name if it is a RuleError. Unless
+/// it comes from communication itself, the other ranks of this mesh are told first: the pending or
+/// next call of each throws PeerFailedError with the reason, and ranks that catch it can go on.
+[[noreturn]] void rethrow_to_all(const std::string& op, const MeshContext& context);
 
 /// The meta of a sharded tensor. Throws InvalidArgument for a plain or undefined tensor.
 const ShardMeta& meta_or_throw(const at::Tensor& t);
