@@ -44,8 +44,8 @@ std::string around(const MachineSources& sources) {
   }
 }
 
-/// Puts a host's inside in its place. Classes of links have the same values wherever hwloc is asked,
-/// so that their names tell them apart.
+/// Puts a host's inside in its place. Classes of links have the same values wherever hwloc is
+/// asked, so that their names tell them apart.
 void put_inside(Topology& whole, Host& host, const Topology& one) {
   std::vector<int> class_of;
   for (const LinkClass& link : one.device_links) {

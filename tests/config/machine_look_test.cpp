@@ -1,5 +1,5 @@
-// What the ranks of a job find of their machines with hwloc, Slurm's table or a file: find_topology()
-// with machine_look(), on ranks of hosts that are said to be others.
+// What the ranks of a job find of their machines with hwloc, Slurm's table or a file, by
+// find_topology() with machine_look(), on ranks of hosts that are said to be others.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -8,8 +8,7 @@
 //   const MappingGain gain =
 //       mapping_gain(mesh.mesh(), find_topology(manager, machine_look()), moved.traffic);
 //   if (manager.rank() == 0) std::cout << gain.to_string();
-//   // write_traffic(moved, "traffic.yaml") is what `tessera run --map` and `tessera plan --traffic`
-//   // read
+//   write_traffic(moved, "traffic.yaml");  // for `tessera run --map` and `tessera plan --traffic`
 
 #include <vector>
 

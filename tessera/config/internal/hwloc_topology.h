@@ -25,9 +25,9 @@ Topology read_hwloc_topology(const std::string& path, HostDevice device, const s
 /// The topology of the machine that this process runs on, as far as it may see it.
 Topology live_hwloc_topology(HostDevice device, const std::string& name);
 
-/// This host as `ranks` ranks of a job share it: its GPUs, packages or NUMA nodes, the first kind of
-/// which there are as many, else equal shares of its cores. Throws NotAvailable without hwloc, and
-/// for more ranks than cores.
+/// This host as `ranks` ranks of a job share it: its GPUs, packages or NUMA nodes, the first kind
+/// of which there are as many, else equal shares of its cores. Throws NotAvailable without hwloc,
+/// and for more ranks than cores.
 Topology live_host_of(int ranks, const std::string& name);
 
 /// A topology with one copy of a one-host topology per name.
