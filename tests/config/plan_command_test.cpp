@@ -89,9 +89,9 @@ TEST_F(PlanCommand, TrafficOfATracedStep) {
   EXPECT_EQ(traced.out, written.out);
   EXPECT_EQ(plan("--hosts 2x2 --mesh data=2,model=2 --traffic step.yaml").out, written.out);
   std::filesystem::create_directories(path("below"));
-  write(
-      "below/step.json",
-      R"({"mesh": {"data": 2, "model": 2}, "traffic": [{"axes": ["data"], "collective": "all_reduce", "bytes": 64e6, "calls": 2}, {"axes": ["data", "model"], "collective": "broadcast", "bytes": 8}]})");
+  write("below/step.json", R"({"mesh": {"data": 2, "model": 2}, "traffic": [
+    {"axes": ["data"], "collective": "all_reduce", "bytes": 64e6, "calls": 2},
+    {"axes": ["data", "model"], "collective": "broadcast", "bytes": 8}]})");
   write("below/request.yaml", "hosts: 2x2\ntraffic: step.json\n");
   EXPECT_EQ(plan("below/request.yaml").out, written.out);
   const auto other = plan("--hosts 2x2 --mesh rows=4 --traffic step.yaml");
