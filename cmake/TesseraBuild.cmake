@@ -70,8 +70,17 @@ function(tessera_room name)
     target_link_libraries(tessera_${name} PUBLIC tessera_torch)
     tessera_use_pch(tessera_${name})
   endif()
-  # Reading headers is most of what a source costs.
-  tessera_unity(tessera_${name} 5)
+  # Templates that the headers of libtorch instantiate are a third of what a batch of ten costs, and two thirds of one source.
+  tessera_unity(tessera_${name} 10)
+endfunction()
+
+# tessera_install_part(target): a library that libtessera.so loads from beside it, in a project around this one too.
+function(tessera_install_part target)
+  set_target_properties(${target} PROPERTIES LIBRARY_OUTPUT_DIRECTORY "$<TARGET_FILE_DIR:tessera_library>")
+  if(PROJECT_IS_TOP_LEVEL OR TESSERA_INSTALL)
+    set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_PREFIX}/lib")
+    install(TARGETS ${target} LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT tessera)
+  endif()
 endfunction()
 
 # tessera_unity(target size): compiles the target's sources in batches of `size` files, in their order, where TESSERA_UNITY

@@ -53,3 +53,21 @@ if(NOT TESSERA_NCCL STREQUAL "OFF")
     message(FATAL_ERROR "TESSERA_NCCL=ON needs a CUDA toolkit, nccl.h, and a libtorch with libtorch_cuda.so")
   endif()
 endif()
+
+# Kernels for GPUs (libtessera_cuda.so) go with it, where the toolkit's compiler is and takes this one's headers.
+set(TESSERA_NVCC "")
+if(TESSERA_HAS_NCCL AND CUDAToolkit_NVCC_EXECUTABLE)
+  file(WRITE "${PROJECT_BINARY_DIR}/cuda/probe.cu" "#include <cmath>\n")
+  execute_process(
+    COMMAND "${CUDAToolkit_NVCC_EXECUTABLE}" -std=c++20 -ccbin "${CMAKE_CXX_COMPILER}" -E "${PROJECT_BINARY_DIR}/cuda/probe.cu"
+    RESULT_VARIABLE failed
+    OUTPUT_QUIET
+    ERROR_VARIABLE why
+  )
+  if(failed)
+    message(STATUS "CUDA kernels: left out, ${CUDAToolkit_NVCC_EXECUTABLE} does not take ${CMAKE_CXX_COMPILER}: ${why}")
+  else()
+    set(TESSERA_NVCC "${CUDAToolkit_NVCC_EXECUTABLE}")
+    message(STATUS "CUDA kernels: ${TESSERA_NVCC}")
+  endif()
+endif()

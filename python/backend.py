@@ -90,8 +90,8 @@ def _libraries(build):
     """The targets of CMake that the wheel installs."""
     names = re.findall(r"add_library\(Tessera::(\w+) SHARED", (build / "TesseraTargets.cmake").read_text())
     targets = ["tessera_library" if name == "tessera" else f"tessera_{name}_library" for name in names]
-    installs = "".join(script.read_text() for script in (build / "tessera" / "comm").rglob("cmake_install.cmake"))
-    parts = [target for target, library in {"tessera_nccl": "nccl", "tessera_mpi_part": "mpi"}.items() if f"libtessera_{library}.so" in installs]
+    installs = "".join(script.read_text() for script in (build / "tessera").rglob("cmake_install.cmake"))
+    parts = [target for target, library in {"tessera_nccl": "nccl", "tessera_cuda": "cuda", "tessera_mpi_part": "mpi"}.items() if f"libtessera_{library}.so" in installs]
     return ["tessera_python", *targets, *parts]
 
 

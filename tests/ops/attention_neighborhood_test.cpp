@@ -51,7 +51,7 @@ struct Case {
 Shape seen(const Neighborhood& w, std::int64_t query, std::int64_t extent) {
   Shape group, keys;
   for (std::int64_t i = query % w.dilation; i < extent; i += w.dilation) group.push_back(i);
-  const auto at = std::find(group.begin(), group.end(), query) - group.begin();
+  const auto at = std::ranges::find(group, query) - group.begin();
   if (w.causal) {
     for (auto i = at - w.kernel + 1; i <= at; ++i)
       if (i >= 0) keys.push_back(group[i]);
@@ -249,10 +249,9 @@ TEST_P(ShardedNeighborhoods, GivesWhatOneProcessGives) {
                               : draw.spec(mesh, v.sizes().vec()));
       }
       const bool twice =
-          n / 3 % 3 == 0 && std::all_of(specs.begin(), specs.end(), [](const ShardSpec& s) {
+          n / 3 % 3 == 0 && std::ranges::all_of(specs, [](const ShardSpec& s) {
             const auto& all = s.placements();
-            return std::none_of(all.begin(), all.end(),
-                                [](const Placement& p) { return p.is_partial(); });
+            return std::ranges::none_of(all, [](const Placement& p) { return p.is_partial(); });
           });
       if (Coverage::instance().noting()) {
         std::vector<std::string> names(c.shape.size(), "space");

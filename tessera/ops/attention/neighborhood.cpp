@@ -27,40 +27,38 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
            const std::vector<Neighborhood>& dims) {
   const auto n = static_cast<std::int64_t>(dims.size());
   if (n < 1 || n > 3)
-    throw InvalidArgument(concat("neighborhood_attention was given ", n,
-                                 " windows; give one per spatial dim, one to three"));
+    throw InvalidArgument("neighborhood_attention was given ", n,
+                          " windows; give one per spatial dim, one to three");
   for (const auto& [name, t] :
        {std::pair<const char*, const at::Tensor&>("q", q), {"k", k}, {"v", v}}) {
-    if (!t.defined())
-      throw InvalidArgument(concat("neighborhood_attention was given an undefined ", name));
+    if (!t.defined()) throw InvalidArgument("neighborhood_attention was given an undefined ", name);
     if (t.dim() != n + 3)
-      throw InvalidArgument(concat("neighborhood_attention with ", n, " windows: ", name,
-                                   " has shape ", list(t.sizes().vec()), "; it needs batch x ", n,
-                                   " spatial dims x heads x channels"));
+      throw InvalidArgument("neighborhood_attention with ", n, " windows: ", name, " has shape ",
+                            list(t.sizes().vec()), "; it needs batch x ", n,
+                            " spatial dims x heads x channels");
     if (t.scalar_type() != q.scalar_type() || !at::isFloatingType(t.scalar_type()))
-      throw InvalidArgument(
-          concat("neighborhood_attention: q is of ", c10::toString(q.scalar_type()), ", ", name,
-                 " of ", c10::toString(t.scalar_type()), "; give one floating-point type"));
+      throw InvalidArgument("neighborhood_attention: q is of ", c10::toString(q.scalar_type()),
+                            ", ", name, " of ", c10::toString(t.scalar_type()),
+                            "; give one floating-point type");
     if (t.device() != q.device())
-      throw InvalidArgument(concat("neighborhood_attention: q is on ", q.device().str(), ", ", name,
-                                   " on ", t.device().str()));
+      throw InvalidArgument("neighborhood_attention: q is on ", q.device().str(), ", ", name,
+                            " on ", t.device().str());
   }
   if (k.sizes() != q.sizes() || v.sizes().slice(0, n + 2) != q.sizes().slice(0, n + 2))
-    throw InvalidArgument(concat("neighborhood_attention: q has shape ", list(q.sizes().vec()),
-                                 ", k ", list(k.sizes().vec()), ", v ", list(v.sizes().vec()),
-                                 "; they differ in v's channels at most"));
+    throw InvalidArgument("neighborhood_attention: q has shape ", list(q.sizes().vec()), ", k ",
+                          list(k.sizes().vec()), ", v ", list(v.sizes().vec()),
+                          "; they differ in v's channels at most");
   if (q.size(-1) < 1) throw InvalidArgument("neighborhood_attention: q has no channels");
   for (std::size_t d = 0; d < dims.size(); ++d) {
     const std::int64_t extent = q.size(static_cast<std::int64_t>(d) + 1);
     if (dims[d].kernel < 1 || dims[d].dilation < 1)
-      throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ",
-                                   dims[d].kernel, ", dilation ", dims[d].dilation,
-                                   "; give at least 1"));
+      throw InvalidArgument("neighborhood_attention, spatial dim ", d, ": kernel ", dims[d].kernel,
+                            ", dilation ", dims[d].dilation, "; give at least 1");
     // not their product, which may overflow
     if (!dims[d].causal && extent > 0 && dims[d].kernel > extent / dims[d].dilation)
-      throw InvalidArgument(concat("neighborhood_attention, spatial dim ", d, ": kernel ",
-                                   dims[d].kernel, " x dilation ", dims[d].dilation,
-                                   " is more than its extent of ", extent));
+      throw InvalidArgument("neighborhood_attention, spatial dim ", d, ": kernel ", dims[d].kernel,
+                            " x dilation ", dims[d].dilation, " is more than its extent of ",
+                            extent);
   }
 }
 
@@ -199,29 +197,41 @@ struct OnField : torch::autograd::Function<OnField> {
             detail::summed_halo(all[2], field->values), at::Tensor()};
   }
 
+  // The gradients of q, keys and values that piece `i` makes.
+  static std::array<at::Tensor, 3> of_piece(const Field& field, std::size_t i, const at::Tensor& g,
+                                            const torch::autograd::variable_list& saved) {
+    const Field::Piece& piece = field.pieces[i];
+    const Box& all = field.keys.owned();
+    const bool own = i == 0 && volume(field.interior) > 0;
+    const at::Tensor near_keys = own ? detail::slice(saved[1], all, piece.keys) : saved[3 + 4 * i];
+    const at::Tensor near_values =
+        own ? detail::slice(saved[2], field.values.owned(), field.of_values(piece.keys))
+            : saved[4 + 4 * i];
+    return piece.attention.backward(detail::slice(g, all, piece.queries),
+                                    detail::slice(saved[0], all, piece.queries), near_keys,
+                                    near_values, {saved[5 + 4 * i], saved[6 + 4 * i]});
+  }
+
   static torch::autograd::variable_list backward(Context* ctx,
                                                  const torch::autograd::variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
     const auto field = detail::carried<FieldPtr>(ctx, "field");
     const at::Tensor &q = saved[0], &g = gradients[0];
     if (at::GradMode::is_enabled()) return with_graph(g, q, saved[1], saved[2], field);
+    const Halo &of_keys = field->keys, &of_values = field->values;
     const bool split = volume(field->interior) > 0;
+    if (!split && field->pieces.size() == 1 && field->pieces[0].keys == of_keys.needed()) {
+      const auto [dq, dk, dv] = of_piece(*field, 0, g, saved);
+      Pending<at::Tensor> keys = of_keys.start_sum(dk), values = of_values.start_sum(dv);
+      const at::Tensor first = keys.wait();
+      return {dq, first, values.wait(), at::Tensor()};
+    }
     at::Tensor dq = at::empty_like(q);
-    at::Tensor dk = at::zeros(detail::shape_of(field->keys.needed()), q.options()),
-               dv = at::zeros(detail::shape_of(field->values.needed()), q.options());
+    at::Tensor dk = at::zeros(detail::shape_of(of_keys.needed()), q.options()),
+               dv = at::zeros(detail::shape_of(of_values.needed()), q.options());
     const auto compute = [&](std::size_t i) {
-      const auto& piece = field->pieces[i];
-      const Box& all = field->keys.owned();
-      const bool own = split && i == 0;
-      const at::Tensor near_keys =
-          own ? detail::slice(saved[1], all, piece.keys) : saved[3 + 4 * i];
-      const at::Tensor near_values =
-          own ? detail::slice(saved[2], field->values.owned(), field->of_values(piece.keys))
-              : saved[4 + 4 * i];
-      const auto parts = piece.attention.backward(
-          detail::slice(g, all, piece.queries), detail::slice(q, all, piece.queries), near_keys,
-          near_values, {saved[5 + 4 * i], saved[6 + 4 * i]});
-      detail::slice(dq, all, piece.queries).copy_(parts[0]);
+      const auto parts = of_piece(*field, i, g, saved);
+      detail::slice(dq, of_keys.owned(), field->pieces[i].queries).copy_(parts[0]);
       return parts;
     };
     // Gradients for other ranks first; while they are sent, this rank's own.
@@ -229,23 +239,23 @@ struct OnField : torch::autograd::Function<OnField> {
       const auto parts = compute(i);
       const Box& seen = field->pieces[i].keys;
       if (volume(seen) == 0) continue;
-      detail::slice(dk, field->keys.needed(), seen).add_(parts[1]);
-      detail::slice(dv, field->values.needed(), field->of_values(seen)).add_(parts[2]);
+      detail::slice(dk, of_keys.needed(), seen).add_(parts[1]);
+      detail::slice(dv, of_values.needed(), field->of_values(seen)).add_(parts[2]);
     }
-    Pending<at::Tensor> of_keys = field->keys.start_sum(dk),
-                        of_values = field->values.start_sum(dv);
+    Pending<at::Tensor> sum_of_keys = of_keys.start_sum(dk),
+                        sum_of_values = of_values.start_sum(dv);
     at::Tensor keys, values;
     const auto wait = [&] {
-      keys = of_keys.wait();
-      values = of_values.wait();
+      keys = sum_of_keys.wait();
+      values = sum_of_values.wait();
     };
     if (field->wait_first || !split) wait();
     if (split) {
       const auto parts = compute(0);
       if (!keys.defined()) wait();
       const Box& seen = field->pieces[0].keys;
-      detail::slice(keys, field->keys.owned(), seen).add_(parts[1]);
-      detail::slice(values, field->values.owned(), field->of_values(seen)).add_(parts[2]);
+      detail::slice(keys, of_keys.owned(), seen).add_(parts[1]);
+      detail::slice(values, of_values.owned(), field->of_values(seen)).add_(parts[2]);
     }
     return {dq, keys, values, at::Tensor()};
   }
@@ -259,8 +269,8 @@ at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
         "ones, or take full_tensor of the others");
   const ShardSpec wanted = detail::without_partial(spec(q));
   if (wanted.is_sharded(wanted.dims() - 1))
-    throw ShardingError(concat("neighborhood_attention: q is sharded over its channels, ", wanted,
-                               "; redistribute it over batch, space or heads"));
+    throw ShardingError("neighborhood_attention: q is sharded over its channels, ", wanted,
+                        "; redistribute it over batch, space or heads");
   const auto laid_out = [&](const at::Tensor& t) {
     return redistribute(
         t, ShardSpec(wanted.mesh(), t.sizes().vec(), wanted.placements(), wanted.sizes()));
@@ -290,9 +300,9 @@ at::Tensor by_lists(std::size_t n, const at::Tensor& q, const at::Tensor& k, con
                     std::optional<double> scale) {
   if (kernel.size() != n || (!dilation.empty() && dilation.size() != n) ||
       (!causal.empty() && causal.size() != n))
-    throw InvalidArgument(concat("neighborhood_attention over ", n, " spatial dims was given ",
-                                 kernel.size(), " kernels, ", dilation.size(), " dilations and ",
-                                 causal.size(), " causal; give one per dim"));
+    throw InvalidArgument("neighborhood_attention over ", n, " spatial dims was given ",
+                          kernel.size(), " kernels, ", dilation.size(), " dilations and ",
+                          causal.size(), " causal; give one per dim");
   std::vector<Neighborhood> dims;
   for (std::size_t d = 0; d < n; ++d)
     dims.push_back({kernel[d], dilation.empty() ? 1 : dilation[d], !causal.empty() && causal[d]});

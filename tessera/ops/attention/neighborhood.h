@@ -42,9 +42,10 @@ struct Neighborhood {
 
 /// softmax(q k' * scale) v over each query's neighbourhood. q, k: batch x spatial dims x heads x
 /// channels; v likewise, with any number of channels. One Neighborhood per spatial dim, one to
-/// three. `scale` absent: 1 / sqrt(channels). Differentiable once in q, k and v. On the CPU a
-/// kernel that needs no memory beyond the result; float16 and bfloat16 are computed in float32. On
-/// other devices composed of libtorch's operators, with memory for every query's keys.
+/// three. `scale` absent: 1 / sqrt(channels). Differentiable any number of times. On the CPU, and on
+/// CUDA where Tessera was built with the toolkit's compiler, a kernel that needs no memory beyond
+/// the result; float16 and bfloat16 are summed in float32. Elsewhere, and for second derivatives,
+/// composed of libtorch's operators, with memory for every query's keys.
 ///
 /// Sharded tensors: batch, spatial dims and heads may be sharded over any axes with any sizes; k
 /// and v are redistributed to q's placements if theirs differ, and each rank gets the keys and
@@ -52,7 +53,8 @@ struct Neighborhood {
 ///
 /// Throws InvalidArgument: shapes that do not fit each other, kernel or dilation below 1, kernel *
 /// dilation above the extent (a window would not fit into its group; causal dims have no such
-/// limit); ShardingError: sharded channels, plain and sharded tensors together.
+/// limit); ShardingError: sharded channels, plain and sharded tensors together; NotAvailable: the
+/// kernel for CUDA is there and does not load.
 at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const std::vector<Neighborhood>& dims,
                                   std::optional<double> scale = std::nullopt);

@@ -12,13 +12,12 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_part.h"
-#include "tessera/comm/backends/part.h"
 #include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/types.h"
+#include "tessera/comm/internal/part.h"
 #include "tessera/launch/launch.h"
 
 namespace tessera {
-
 namespace {
 
 struct MpiFound {

@@ -12,11 +12,10 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/nccl/nccl_part.h"
-#include "tessera/comm/backends/part.h"
 #include "tessera/comm/group/types.h"
+#include "tessera/comm/internal/part.h"
 
 namespace tessera {
-
 namespace {
 
 /// The entry points of libtessera_nccl.so, or the reason why there are none.
@@ -89,7 +88,7 @@ std::shared_ptr<detail::Transport> make_nccl_transport(const c10::intrusive_ptr<
                                                        std::chrono::milliseconds timeout,
                                                        c10::Device device) {
   const std::string problem = nccl_unavailable();
-  if (!problem.empty()) throw NotAvailable(concat("NCCL: ", problem));
+  if (!problem.empty()) throw NotAvailable("NCCL: ", problem);
   auto transport = part().make(store, rank, size, timeout, device);
   if (device.has_index()) connect_within(transport->backend(), device, timeout);
   return transport;

@@ -3,31 +3,29 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <memory>
 
+#include "tessera/base/error.h"
+#include "tessera/comm/internal/part.h"
+#include "tessera/ops/attention/detail/neighborhood_call.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 
 namespace tessera {
 
 Neighborhood::Keys Neighborhood::keys(std::int64_t query, std::int64_t extent) const {
-  const std::int64_t first = query % dilation, at = query / dilation,
-                     members = (extent - first + dilation - 1) / dilation;
-  if (causal) {
-    const std::int64_t begin = std::max<std::int64_t>(at - kernel + 1, 0);
-    return {first + begin * dilation, at - begin + 1};
-  }
-  const std::int64_t begin = std::min(std::max<std::int64_t>(at - kernel / 2, 0), members - kernel);
-  return {first + begin * dilation, kernel};
+  const detail::WindowDim dim{extent, kernel, dilation, causal};
+  const detail::Positions seen = dim.keys_of(query);
+  return {seen.begin, seen.count};
 }
 
 namespace detail {
@@ -73,119 +71,108 @@ Rows key_rows(const LocalNeighborhood& w) {
   return rows;
 }
 
-/// Sizes of batch x positions x heads x channels.
-struct Sizes4 {
-  std::int64_t batch, queries, keys, heads, channels, values;
-};
-
-Sizes4 sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  return {q.size(0), q.size(1), k.size(1), q.size(2), q.size(3), v.size(3)};
+/// The operators' list of windows. A causal window beyond the extent is one of the extent.
+std::vector<std::int64_t> windows_of(const LocalNeighborhood& w) {
+  std::vector<std::int64_t> numbers;
+  for (std::size_t d = 0; d < w.dims.size(); ++d) {
+    const std::int64_t extent = w.extents[d], most = std::max<std::int64_t>(extent, 1);
+    const auto& [kernel, dilation, causal] = w.dims[d];
+    for (const std::int64_t number :
+         {extent, std::min(kernel, most), std::min(dilation, most), std::int64_t{causal},
+          w.queries[d].begin, w.queries[d].size(), w.keys[d].begin, w.keys[d].size()})
+      numbers.push_back(number);
+  }
+  return numbers;
 }
 
-template <class T>
-T dot(const T* a, const T* b, std::int64_t n) {
-  T sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
+using ValueAndLogs = std::tuple<at::Tensor, at::Tensor>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Forward = ValueAndLogs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                             at::IntArrayRef, double);
+using Backward = Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                           const at::Tensor&, const at::Tensor&, const at::Tensor&, at::IntArrayRef,
+                           double);
 
-template <class T>
-void add_scaled(T* to, T factor, const T* from, std::int64_t n) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] += factor * from[i];
-}
-
-/// Fills `out` and the logarithm of each query's sum of exponentials.
-template <class T>
-void forward(const Sizes4& n, const Rows& rows, T scale, const T* q, const T* k, const T* v, T* out,
-             T* logs) {
-  at::parallel_for(0, n.batch * n.queries, 16, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<T> scores;
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t batch = i / n.queries;
-      const auto& row = rows[static_cast<std::size_t>(i % n.queries)];
-      scores.resize(row.size());
-      for (std::int64_t h = 0; h < n.heads; ++h) {
-        const T* mine = q + (i * n.heads + h) * n.channels;
-        T most = -std::numeric_limits<T>::infinity();
-        for (std::size_t j = 0; j < row.size(); ++j) {
-          scores[j] = scale * dot(mine, k + ((batch * n.keys + row[j]) * n.heads + h) * n.channels,
-                                  n.channels);
-          most = std::max(most, scores[j]);
+ValueAndLogs forward_on_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            at::IntArrayRef windows, double scale) {
+  if (at::isReducedFloatingType(q.scalar_type())) {
+    const auto as_float = [](const at::Tensor& t) { return t.to(at::kFloat); };
+    const auto [value, logs] =
+        forward_on_cpu(as_float(q), as_float(k), as_float(v), windows, scale);
+    return {value.to(q.scalar_type()), logs};
+  }
+  const auto run = [&](const NeighborhoodCall& n) {
+    AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
+      at::parallel_for(0, n.batch * n.queries, 16, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i) {
+          const Seen keys = seen(n, i / n.queries, i % n.queries);
+          for (std::int64_t h = 0; h < n.heads; ++h)
+            attend_query<scalar_t, scalar_t>(Alone<scalar_t>(), n, i * n.heads + h, h, keys);
         }
-        T sum = 0;
-        for (T& s : scores) sum += s = std::exp(s - most);
-        T* result = out + (i * n.heads + h) * n.values;
-        std::fill(result, result + n.values, T(0));
-        for (std::size_t j = 0; j < row.size(); ++j)
-          add_scaled(result, scores[j] / sum,
-                     v + ((batch * n.keys + row[j]) * n.heads + h) * n.values, n.values);
-        logs[i * n.heads + h] = most + std::log(sum);
-      }
-    }
-  });
+      });
+    });
+  };
+  return forward_by(run, q, k, v, windows, scale);
 }
 
-template <class T>
-void backward(const Sizes4& n, const Rows& rows, T scale, const T* g, const T* q, const T* k,
-              const T* v, const T* out, const T* logs, T* dq, T* dk, T* dv) {
-  // In parallel over samples and heads, whose contributions to the keys do not overlap.
-  at::parallel_for(0, n.batch * n.heads, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t bh = begin; bh < end; ++bh) {
-      const std::int64_t batch = bh / n.heads, h = bh % n.heads;
-      for (std::int64_t i = 0; i < n.queries; ++i) {
-        const std::int64_t at = (batch * n.queries + i) * n.heads + h;
-        const T *mine = q + at * n.channels, *gradient = g + at * n.values;
-        const T all = dot(gradient, out + at * n.values, n.values);
-        for (const std::int64_t key : rows[static_cast<std::size_t>(i)]) {
-          const std::int64_t there = (batch * n.keys + key) * n.heads + h;
-          const T p = std::exp(scale * dot(mine, k + there * n.channels, n.channels) - logs[at]);
-          add_scaled(dv + there * n.values, p, gradient, n.values);
-          const T ds = scale * p * (dot(gradient, v + there * n.values, n.values) - all);
-          add_scaled(dq + at * n.channels, ds, k + there * n.channels, n.channels);
-          add_scaled(dk + there * n.channels, ds, mine, n.channels);
+Gradients backward_on_cpu(const at::Tensor& g, const at::Tensor& q, const at::Tensor& k,
+                          const at::Tensor& v, const at::Tensor& out, const at::Tensor& logs,
+                          at::IntArrayRef windows, double scale) {
+  if (at::isReducedFloatingType(q.scalar_type())) {
+    const auto as_float = [](const at::Tensor& t) { return t.to(at::kFloat); };
+    const auto [dq, dk, dv] = backward_on_cpu(as_float(g), as_float(q), as_float(k), as_float(v),
+                                              as_float(out), logs, windows, scale);
+    const auto type = q.scalar_type();
+    return {dq.to(type), dk.to(type), dv.to(type)};
+  }
+  const auto run = [&](const NeighborhoodCall& n) {
+    AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
+      // In parallel over samples and heads, whose contributions to the keys do not overlap.
+      at::parallel_for(0, n.batch * n.heads, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t bh = begin; bh < end; ++bh) {
+          const std::int64_t batch = bh / n.heads, h = bh % n.heads;
+          for (std::int64_t i = 0; i < n.queries; ++i)
+            gradient_of_query<scalar_t, scalar_t, true>(
+                Alone<scalar_t>(), n, (batch * n.queries + i) * n.heads + h, h, seen(n, batch, i));
         }
-      }
-    }
-  });
+      });
+    });
+  };
+  return backward_by(run, true, g, q, k, v, out, logs, windows, scale);
 }
 
-Attention::Result attend_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const Rows& rows, double scale) {
-  const Sizes4 n = sizes_of(q, k, v);
-  at::Tensor out = at::empty({n.batch, n.queries, n.heads, n.values}, q.options()),
-             logs = at::empty({n.batch, n.queries, n.heads}, q.options());
-  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
-    detail::forward<scalar_t>(n, rows, static_cast<scalar_t>(scale), q.const_data_ptr<scalar_t>(),
-                              k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(),
-                              out.mutable_data_ptr<scalar_t>(), logs.mutable_data_ptr<scalar_t>());
-  });
-  return {out, logs};
+TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def(
+      "_neighborhood_forward(Tensor q, Tensor k, Tensor v, int[] windows, float scale) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "_neighborhood_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logs, "
+      "int[] windows, float scale) -> (Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(tessera, CPU, m) {
+  m.impl("_neighborhood_forward", &forward_on_cpu);
+  m.impl("_neighborhood_backward", &backward_on_cpu);
 }
 
-std::array<at::Tensor, 3> attend_backward(const at::Tensor& gradient, const at::Tensor& q,
-                                          const at::Tensor& k, const at::Tensor& v,
-                                          const Attention::Result& result, const Rows& rows,
-                                          double scale) {
-  const at::Tensor g = gradient.contiguous();
-  at::Tensor dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
-  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
-    detail::backward<scalar_t>(
-        sizes_of(q, k, v), rows, static_cast<scalar_t>(scale), g.const_data_ptr<scalar_t>(),
-        q.const_data_ptr<scalar_t>(), k.const_data_ptr<scalar_t>(), v.const_data_ptr<scalar_t>(),
-        result.value.const_data_ptr<scalar_t>(), result.logs.const_data_ptr<scalar_t>(),
-        dq.mutable_data_ptr<scalar_t>(), dk.mutable_data_ptr<scalar_t>(),
-        dv.mutable_data_ptr<scalar_t>());
-  });
-  return {dq, dk, dv};
+/// Loads the kernels for GPUs, if this build has them: they register themselves.
+void load_cuda_kernels() {
+  static const LoadedPart part = load_part("libtessera_cuda.so");  // once for the process
+  if (part.built && !part.library)
+    throw NotAvailable("neighborhood_attention on CUDA: ", part.problem,
+                       ". Install what libtorch_cuda.so needs (the dependencies of the torch "
+                       "wheel), or set LD_LIBRARY_PATH to it");
 }
 
-struct ScaledRows {
-  Rows rows;
-  double scale;
-};
-using ScaledRowsPtr = std::shared_ptr<const ScaledRows>;
+/// Whether the operators have a kernel for the device of `t`; that of the meta device only throws.
+bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& t) {
+  if (t.is_cuda()) load_cuda_kernels();
+  return t.is_cpu() || (!t.is_meta() && op.hasComputedKernelForDispatchKey(c10::computeDispatchKey(
+                                            t.scalar_type(), c10::kStrided, t.device())));
+}
+
+c10::OperatorHandle operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
 
 // The keys of every query as one list of `most` each: lists that are shorter repeat their first
 // key, whose bias then makes its weight zero.
@@ -218,150 +205,127 @@ at::Tensor around(const at::Tensor& t, const Picked& picked, std::int64_t querie
       .view({t.size(0), queries, picked.most, t.size(2), t.size(3)});
 }
 
+at::Tensor as_sums(const at::Tensor& t) {
+  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
+}
+
 // The gradients of q, k and v, composed so that they have derivatives of their own.
-std::array<at::Tensor, 3> composed_gradients(const at::Tensor& g, const at::Tensor& q,
-                                             const at::Tensor& k, const at::Tensor& v,
-                                             const Rows& rows, double scale) {
+Gradients composed_gradients(const at::Tensor& gradient, const at::Tensor& queries,
+                             const at::Tensor& keys, const at::Tensor& values, const Rows& rows,
+                             double scale) {
+  const at::Tensor g = as_sums(gradient), q = as_sums(queries), k = as_sums(keys),
+                   v = as_sums(values);
   const Picked picked = picked_of(rows, q.options());
-  const std::int64_t queries = q.size(1);
-  const at::Tensor near = around(k, picked, queries), values = around(v, picked, queries);
+  const std::int64_t count = q.size(1);
+  const at::Tensor near = around(k, picked, count), near_values = around(v, picked, count);
   // batch x queries x keys x heads
   const at::Tensor p = ((q.unsqueeze(2) * near).sum(-1) * scale + picked.bias).softmax(2);
-  const at::Tensor dp = (g.unsqueeze(2) * values).sum(-1);
+  const at::Tensor dp = (g.unsqueeze(2) * near_values).sum(-1);
   const at::Tensor ds = (p * (dp - (p * dp).sum({2}, true)) * scale).unsqueeze(-1);
   const auto back = [&](const at::Tensor& each, const at::Tensor& like) {
     const at::Tensor none = at::zeros(like.sizes(), like.options());
-    return none.index_add(
-        1, picked.index,
-        each.reshape({each.size(0), queries * picked.most, each.size(3), each.size(4)}));
+    return none
+        .index_add(1, picked.index,
+                   each.reshape({each.size(0), count * picked.most, each.size(3), each.size(4)}))
+        .to(queries.scalar_type());
   };
-  return {(ds * near).sum(2), back(ds * q.unsqueeze(2), k),
+  return {(ds * near).sum(2).to(queries.scalar_type()), back(ds * q.unsqueeze(2), k),
           back(p.unsqueeze(-1) * g.unsqueeze(2), v)};
 }
 
-/// On the CPU: float or double, batch x positions x heads x channels, contiguous.
+/// Value and logs on devices without a kernel: every query's keys and values are gathered.
+ValueAndLogs composed(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                      const Rows& rows, double scale) {
+  const at::Tensor q = as_sums(queries), k = as_sums(keys), v = as_sums(values);
+  if (rows.empty())
+    return {at::zeros({q.size(0), 0, q.size(2), v.size(3)}, queries.options()),
+            at::zeros({q.size(0), 0, q.size(2)}, q.options())};
+  const Picked picked = picked_of(rows, q.options());
+  const std::int64_t count = q.size(1);
+  // batch x queries x keys x heads
+  const at::Tensor scores =
+      (q.unsqueeze(2) * around(k, picked, count)).sum(-1) * scale + picked.bias;
+  const at::Tensor value = (scores.softmax(2).unsqueeze(-1) * around(v, picked, count)).sum(2);
+  return {value.to(queries.scalar_type()), scores.logsumexp({2})};
+}
+
+at::Tensor flattened(const at::Tensor& t, const Box& box) {
+  return t.reshape({t.size(0), volume(box), t.size(-2), t.size(-1)}).contiguous();
+}
+
+std::array<at::Tensor, 3> shaped_as(const Gradients& gradients, const at::Tensor& q,
+                                    const at::Tensor& k, const at::Tensor& v) {
+  const auto& [dq, dk, dv] = gradients;
+  return {dq.view(q.sizes()), dk.view(k.sizes()), dv.view(v.sizes())};
+}
+
 struct Attend : torch::autograd::Function<Attend> {
+  using AttentionPtr = std::shared_ptr<const Attention>;
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& q,
-                            const at::Tensor& k, const at::Tensor& v, const ScaledRowsPtr& given) {
-    const Attention::Result result = attend_forward(q, k, v, given->rows, given->scale);
+                            const at::Tensor& k, const at::Tensor& v, const AttentionPtr& how) {
+    const Attention::Result result = how->forward(q, k, v);
     ctx->save_for_backward({q, k, v, result.value, result.logs});
-    carry(ctx, given, "rows");
+    carry(ctx, how, "how");
     return result.value;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const auto given = carried<ScaledRowsPtr>(ctx, "rows");
-    if (at::GradMode::is_enabled()) {
-      const auto graph =
-          composed_gradients(gradients[0], saved[0], saved[1], saved[2], given->rows, given->scale);
-      return {graph[0], graph[1], graph[2], at::Tensor()};
-    }
-    const auto all = attend_backward(gradients[0], saved[0], saved[1], saved[2],
-                                     {saved[3], saved[4]}, given->rows, given->scale);
+    const auto how = carried<AttentionPtr>(ctx, "how");
+    const auto all =
+        at::GradMode::is_enabled()
+            ? differentiable_gradients(gradients[0], saved[0], saved[1], saved[2], how->where())
+            : how->backward(gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4]});
     return {all[0], all[1], all[2], at::Tensor()};
   }
 };
-
-/// On other devices: every query's keys and values are gathered.
-at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows,
-                    double scale) {
-  const Picked picked = picked_of(rows, q.options());
-  const std::int64_t queries = q.size(1);
-  // batch x queries x keys x heads
-  const at::Tensor scores =
-      (q.unsqueeze(2) * around(k, picked, queries)).sum(-1) * scale + picked.bias;
-  return (scores.softmax(2).unsqueeze(-1) * around(v, picked, queries)).sum(2);
-}
-
-at::Tensor flattened(const at::Tensor& t, std::int64_t positions) {
-  return t.reshape({t.size(0), positions, t.size(-2), t.size(-1)});
-}
-
-struct Prepared {
-  at::Tensor q, k, v;
-};
-
-// The tensors as batch x positions x heads x channels, contiguous; half types as float.
-Prepared prepared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                  const LocalNeighborhood& where) {
-  const auto one = [&](const at::Tensor& t, const Box& box) {
-    const at::Tensor flat = flattened(t, volume(box));
-    return (at::isReducedFloatingType(t.scalar_type()) ? flat.to(at::kFloat) : flat).contiguous();
-  };
-  return {one(q, where.queries), one(k, where.keys), one(v, where.keys)};
-}
-
-std::vector<std::int64_t> shape_of_value(const at::Tensor& q, const at::Tensor& v) {
-  auto shape = q.sizes().vec();
-  shape.back() = v.size(-1);
-  return shape;
-}
-
-at::Tensor composed_of(const Prepared& p, const Rows& rows, double scale) {
-  if (!rows.empty()) return composed(p.q, p.k, p.v, rows, scale);
-  return (p.q.sum() + p.k.sum() + p.v.sum()) * 0 +
-         at::empty({p.q.size(0), 0, p.q.size(2), p.v.size(3)}, p.q.options());
-}
 
 }  // namespace
 
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const LocalNeighborhood& where) {
-  auto rows = key_rows(where);
-  const Prepared p = prepared(q, k, v, where);
-  const at::Tensor out =
-      q.is_cpu()
-          ? Attend::apply(p.q, p.k, p.v,
-                          std::make_shared<ScaledRows>(ScaledRows{std::move(rows), where.scale}))
-          : composed_of(p, rows, where.scale);
-  return out.to(q.scalar_type()).view(shape_of_value(q, v));
+  return Attend::apply(q, k, v, std::make_shared<const Attention>(where));
 }
 
 std::array<at::Tensor, 3> differentiable_gradients(const at::Tensor& gradient, const at::Tensor& q,
                                                    const at::Tensor& k, const at::Tensor& v,
                                                    const LocalNeighborhood& where) {
-  const Prepared p = prepared(q, k, v, where);
-  const at::Tensor g = flattened(gradient, volume(where.queries)).to(p.q.scalar_type());
-  auto all = composed_gradients(g, p.q, p.k, p.v, key_rows(where), where.scale);
-  all[0] = all[0].to(q.scalar_type()).view(q.sizes());
-  all[1] = all[1].to(k.scalar_type()).view(k.sizes());
-  all[2] = all[2].to(v.scalar_type()).view(v.sizes());
-  return all;
+  return shaped_as(composed_gradients(flattened(gradient, where.queries),
+                                      flattened(q, where.queries), flattened(k, where.keys),
+                                      flattened(v, where.keys), key_rows(where), where.scale),
+                   q, k, v);
 }
 
-Attention::Attention(LocalNeighborhood where) : where_(std::move(where)), rows_(key_rows(where_)) {}
+Attention::Attention(LocalNeighborhood where)
+    : where_(std::move(where)), windows_(windows_of(where_)) {}
 
 Attention::Result Attention::forward(const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& v) const {
-  const Prepared p = prepared(q, k, v, where_);
-  Result result = q.is_cpu() ? attend_forward(p.q, p.k, p.v, rows_, where_.scale)
-                             : Result{composed_of(p, rows_, where_.scale), {}};
-  result.value = result.value.to(q.scalar_type()).view(shape_of_value(q, v));
-  return result;
+  static const auto op = operator_named("tessera::_neighborhood_forward").typed<Forward>();
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const at::Tensor queries = flattened(q, where_.queries), keys = flattened(k, where_.keys),
+                   values = flattened(v, where_.keys);
+  const auto [value, logs] = has_kernel(op, q)
+                                 ? op.call(queries, keys, values, windows_, where_.scale)
+                                 : composed(queries, keys, values, key_rows(where_), where_.scale);
+  auto shape = q.sizes().vec();
+  shape.back() = v.size(-1);
+  return {value.view(shape), logs};
 }
 
 std::array<at::Tensor, 3> Attention::backward(const at::Tensor& gradient, const at::Tensor& q,
                                               const at::Tensor& k, const at::Tensor& v,
                                               const Result& result) const {
-  Prepared p = prepared(q, k, v, where_);
-  const at::Tensor g = flattened(gradient, volume(where_.queries)).to(p.q.scalar_type());
-  std::array<at::Tensor, 3> all;
-  if (q.is_cpu()) {
-    const at::Tensor value =
-        flattened(result.value, volume(where_.queries)).to(p.q.scalar_type()).contiguous();
-    all = attend_backward(g, p.q, p.k, p.v, {value, result.logs}, rows_, where_.scale);
-  } else {
-    const at::AutoGradMode enabled(true);
-    for (at::Tensor* t : {&p.q, &p.k, &p.v}) *t = t->detach().requires_grad_(true);
-    const auto gradients =
-        torch::autograd::grad({composed_of(p, rows_, where_.scale)}, {p.q, p.k, p.v}, {g});
-    all = {gradients[0], gradients[1], gradients[2]};
-  }
-  all[0] = all[0].to(q.scalar_type()).view(q.sizes());
-  all[1] = all[1].to(k.scalar_type()).view(k.sizes());
-  all[2] = all[2].to(v.scalar_type()).view(v.sizes());
-  return all;
+  static const auto op = operator_named("tessera::_neighborhood_backward").typed<Backward>();
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const at::Tensor g = flattened(gradient, where_.queries), queries = flattened(q, where_.queries),
+                   keys = flattened(k, where_.keys), values = flattened(v, where_.keys);
+  return shaped_as(
+      has_kernel(op, q)
+          ? op.call(g, queries, keys, values, flattened(result.value, where_.queries), result.logs,
+                    windows_, where_.scale)
+          : composed_gradients(g, queries, keys, values, key_rows(where_), where_.scale),
+      q, k, v);
 }
 
 }  // namespace detail

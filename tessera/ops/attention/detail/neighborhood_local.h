@@ -34,15 +34,15 @@ std::array<at::Tensor, 3> differentiable_gradients(const at::Tensor& gradient, c
                                                    const at::Tensor& k, const at::Tensor& v,
                                                    const LocalNeighborhood& where);
 
-/// Forward and backward of attend(), below autograd.
+/// Forward and backward of attend(), below autograd: by a kernel of the device (on CUDA in
+/// libtessera_cuda.so), or where it has none composed of libtorch's operators.
 class Attention {
  public:
   explicit Attention(LocalNeighborhood where);
   const LocalNeighborhood& where() const { return where_; }
 
   struct Result {
-    /// logs: the logarithm of each query's sum of exponentials, which backward needs; undefined if
-    /// it does not.
+    /// logs: the logarithm of each query's sum of exponentials, which backward needs.
     at::Tensor value, logs;
   };
   Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
@@ -53,7 +53,7 @@ class Attention {
 
  private:
   LocalNeighborhood where_;
-  std::vector<std::vector<std::int64_t>> rows_;
+  std::vector<std::int64_t> windows_;
 };
 
 }  // namespace tessera::detail

@@ -1,4 +1,4 @@
-#include "tessera/comm/backends/part.h"
+#include "tessera/comm/internal/part.h"
 
 #include <filesystem>
 
