@@ -36,8 +36,8 @@ inline c10::Device device_of(const std::string& name, int ranks) {
     int major = 0, minor = 0;
     std::sscanf(nccl_version().c_str(), "%d.%d", &major, &minor);
     if (ranks > gpus && (major < 2 || (major == 2 && minor < 30)))
-      throw NotAvailable(concat(ranks, " ranks, ", gpus, " GPUs, and NCCL ", nccl_version(),
-                                " lets no two ranks share one (2.30 does)"));
+      throw NotAvailable(ranks, " ranks, ", gpus, " GPUs, and NCCL ", nccl_version(),
+                         " lets no two ranks share one (2.30 does)");
     if (ranks > gpus) setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
   }
   const char* local = std::getenv("LOCAL_RANK");

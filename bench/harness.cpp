@@ -66,14 +66,14 @@ double processor_seconds() {
 
 double median(std::vector<double> values) {
   if (values.empty()) throw std::invalid_argument("median of no values");
-  std::sort(values.begin(), values.end());
+  std::ranges::sort(values);
   const std::size_t n = values.size();
   return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
 double upper_bound_of_median(std::vector<double> values) {
   if (values.empty()) throw std::invalid_argument("bound of the median of no values");
-  std::sort(values.begin(), values.end());
+  std::ranges::sort(values);
   const auto n = static_cast<int>(values.size());
   double below = 0;  // P(Binomial(n, 1/2) <= k - 1)
   for (int k = 1; k <= n; ++k) {
@@ -179,8 +179,7 @@ int Report::finish() const {
     if (before)
       for (auto& record : nlohmann::json::parse(before)) {
         const auto is_new = [&](const Record& r) { return r.name == record["case"]; };
-        if (std::none_of(records_.begin(), records_.end(), is_new))
-          file.push_back(std::move(record));
+        if (std::ranges::none_of(records_, is_new)) file.push_back(std::move(record));
       }
   }
   nlohmann::json meta;

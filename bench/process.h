@@ -39,7 +39,7 @@ class Process {
     close(out[1]);
     to_ = fdopen(in[1], "w");
     from_ = fdopen(out[0], "r");
-    if (code != 0) throw Error(concat("cannot start ", command.front()));
+    if (code != 0) throw Error("cannot start ", command.front());
     what_ = command.back();
   }
   ~Process() {
@@ -63,7 +63,7 @@ class Process {
   std::string line() {
     char text[256];
     if (!std::fgets(text, sizeof text, from_))
-      throw Error(concat("a process of ", what_, " ended; see above"));
+      throw Error("a process of ", what_, " ended; see above");
     return text;
   }
 

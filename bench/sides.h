@@ -119,8 +119,8 @@ inline void check_same_training(const std::string& name, const Side& ours, const
   for (std::size_t r = 0; r < ours.losses().size(); ++r) {
     const double a = ours.losses()[r], b = theirs.losses()[r];
     if (!(std::abs(a - b) <= 1e-4 * std::abs(b)))
-      throw Error(concat(name, ": rank ", r, " has loss ", a, " here and ", b,
-                         " there: not the same training"));
+      throw Error(name, ": rank ", r, " has loss ", a, " here and ", b,
+                  " there: not the same training");
   }
 }
 
@@ -128,8 +128,8 @@ inline void check_same_training(const std::string& name, const Side& ours, const
 inline void check_equal_training(const std::string& name, const Side& ours, const Side& theirs) {
   for (std::size_t r = 0; r < ours.losses().size(); ++r) {
     if (static_cast<float>(ours.losses()[r]) != static_cast<float>(theirs.losses()[r]))
-      throw Error(concat(name, ": rank ", r, " has loss ", ours.losses()[r], " and ",
-                         theirs.losses()[r], ", which must be equal"));
+      throw Error(name, ": rank ", r, " has loss ", ours.losses()[r], " and ", theirs.losses()[r],
+                  ", which must be equal");
   }
 }
 

@@ -28,8 +28,7 @@ void all_reduce(const Group& group) {
   group.all_reduce(value);
   const double expected = size * (size + 1) / 2.0;
   if (!value.eq(expected).all().item<bool>()) {
-    throw Error(
-        concat("the sum of ", size, " ranks is ", value[0].item<double>(), " and not ", expected));
+    throw Error("the sum of ", size, " ranks is ", value[0].item<double>(), " and not ", expected);
   }
 }
 

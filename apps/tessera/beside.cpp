@@ -21,8 +21,8 @@ void become(const std::string& name, const std::string& target,
   for (auto& word : words) pointers.push_back(word.data());
   pointers.push_back(nullptr);
   execv(path.c_str(), pointers.data());
-  throw NotAvailable(concat("cannot start ", path, ": ", std::strerror(errno),
-                            "; build the target ", target, ", or install it beside tessera"));
+  throw NotAvailable("cannot start ", path, ": ", std::strerror(errno), "; build the target ",
+                     target, ", or install it beside tessera");
 }
 
 }  // namespace tessera::app

@@ -29,8 +29,7 @@ void open_standard_descriptors() {
 bool is_no_command(const std::string& word, const std::vector<tessera::app::Command>& commands) {
   std::vector<std::string> names;
   for (const auto& command : commands) names.push_back(command.parser->get_name());
-  if (word.empty() || word[0] == '-' || std::find(names.begin(), names.end(), word) != names.end())
-    return false;
+  if (word.empty() || word[0] == '-' || std::ranges::find(names, word) != names.end()) return false;
   std::cerr << tessera::concat("tessera: '", word.substr(0, 60),
                                "' is no command; the nearest is '", tessera::nearest(word, names),
                                "'. There are ", tessera::list(names), "; tessera --help\n");
@@ -69,7 +68,7 @@ int main(int argc, char** argv) {
   }
   if (is_no_command(arguments[0], commands)) return 2;
   accept_np(arguments);
-  std::reverse(arguments.begin(), arguments.end());  // as the parser takes them
+  std::ranges::reverse(arguments);  // as the parser takes them
   try {
     program.parse(arguments);
   } catch (const CLI::ParseError& error) {

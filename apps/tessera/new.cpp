@@ -34,9 +34,9 @@ std::string project_name(const std::string& folder) {
   for (const char c : name)
     right = right && (std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-');
   if (!right)
-    throw InvalidArgument(concat("new: '", name,
-                                 "' is no name of a project: it begins with a letter, and has "
-                                 "letters, digits, _ and - alone"));
+    throw InvalidArgument("new: '", name,
+                          "' is no name of a project: it begins with a letter, and has "
+                          "letters, digits, _ and - alone");
   return name;
 }
 
@@ -51,9 +51,9 @@ int make_project(const NewOptions& options) {
   const std::string name = project_name(options.folder);
   std::error_code problem;
   if (std::filesystem::exists(options.folder, problem))
-    throw InvalidArgument(concat("new: ", options.folder, " is there already: nothing is written"));
+    throw InvalidArgument("new: ", options.folder, " is there already: nothing is written");
   std::filesystem::create_directories(options.folder, problem);
-  if (problem) throw FileError(concat(options.folder, ": cannot be made: ", problem.message()));
+  if (problem) throw FileError(options.folder, ": cannot be made: ", problem.message());
   const Files files = options.python
                           ? Files{{"README.md", kPythonReadme}, {"train.py", kPythonTrain}}
                           : Files{{"CMakeLists.txt", kCmakeLists},
@@ -65,7 +65,7 @@ int make_project(const NewOptions& options) {
     std::ofstream out(path, std::ios::binary);
     out << with_name(text, name);
     out.close();
-    if (!out) throw FileError(concat(path, ": cannot be written"));
+    if (!out) throw FileError(path, ": cannot be written");
   }
   std::cout << "a project is in " << options.folder << "; its README.md has the commands\n";
   return 0;

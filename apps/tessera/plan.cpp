@@ -17,9 +17,9 @@ GroupPlan groups_of(const PlanRequest& request, Plan& plan) {
   const bool named = !request.order.empty();
   const int ways = !request.mesh.empty() + named + request.tree.has_value();
   if (ways != 1)
-    throw GroupConfigError(concat("say the mesh in one way, but ", ways,
-                                  " were given: --mesh data=8,model=4, or --order tp-dp with "
-                                  "--sizes tp=2,dp=4, or --tree FILE"));
+    throw GroupConfigError("say the mesh in one way, but ", ways,
+                           " were given: --mesh data=8,model=4, or --order tp-dp with "
+                           "--sizes tp=2,dp=4, or --tree FILE");
   if (!request.sizes.empty() && !named)
     throw GroupConfigError("sizes need an order (--order tp-cp-dp, first = adjacent ranks)");
   int world = request.world;
@@ -50,18 +50,18 @@ GroupPlan groups_of(const PlanRequest& request, Plan& plan) {
 std::vector<Traffic> traffic_of(const PlanRequest& request, GroupPlan& groups) {
   std::vector<Traffic> traffic;
   for (const FamilyTraffic& t : request.traffic) {
-    const bool known = std::any_of(groups.families().begin(), groups.families().end(),
-                                   [&](const GroupFamily& f) { return f.name == t.family; });
+    const bool known = std::ranges::any_of(
+        groups.families(), [&](const GroupFamily& f) { return f.name == t.family; });
     if (!known) groups.add_axes(t.family);
     const GroupFamily& family = groups.family(t.family);
     if (family.view != 0)
-      throw GroupConfigError(concat("traffic of '", t.family,
-                                    "', which is an axis of another view: the cost model places "
-                                    "the first view's axes; make the finest view the first"));
+      throw GroupConfigError("traffic of '", t.family,
+                             "', which is an axis of another view: the cost model places "
+                             "the first view's axes; make the finest view the first");
     Traffic one{{}, t.collective, t.bytes, t.calls};
     for (int axis : family.axes) one.axes.push_back(groups.mesh().axes()[axis].name);
     if (one.axes.empty())
-      throw GroupConfigError(concat("traffic of '", t.family, "', whose groups are single ranks"));
+      throw GroupConfigError("traffic of '", t.family, "', whose groups are single ranks");
     traffic.push_back(std::move(one));
   }
   return traffic;
@@ -73,8 +73,8 @@ PlannedPlacement place(const PlanRequest& request, const GroupPlan& groups,
   const int n = mesh.size();
   for (int rank : mesh.ranks())
     if (rank >= n)
-      throw MappingError(concat("hosts are given, so the ranks must be 0 to ", n - 1,
-                                " in any order, but the table holds rank ", rank));
+      throw MappingError("hosts are given, so the ranks must be 0 to ", n - 1,
+                         " in any order, but the table holds rank ", rank);
   PlannedPlacement placed;
   placed.topology = *request.topology;
   const CostModel model(placed.topology, mesh.axes(), std::move(traffic));
@@ -153,10 +153,9 @@ Plan make_plan(const PlanRequest& request) {
   Plan plan;
   GroupPlan groups = groups_of(request, plan);
   plan.mesh = groups.mesh();
-  const bool can_be_named =
-      std::none_of(plan.mesh.axes().begin(), plan.mesh.axes().end(), [](const Axis& axis) {
-        return axis.name.empty() || axis.name.find('-') != std::string::npos;
-      });
+  const bool can_be_named = std::ranges::none_of(plan.mesh.axes(), [](const Axis& axis) {
+    return axis.name.empty() || axis.name.find('-') != std::string::npos;
+  });
   if (can_be_named) plan.order = order_of(plan.mesh);
   if (!request.traffic.empty() && !request.topology)
     throw GroupConfigError(
@@ -167,8 +166,8 @@ Plan make_plan(const PlanRequest& request) {
     throw GroupConfigError(
         "groups inside and between hosts need the machines; add --hosts or --topology");
   const auto exists = [&](const std::string& name) {
-    return std::any_of(groups.families().begin(), groups.families().end(),
-                       [&](const GroupFamily& f) { return f.name == name; });
+    return std::ranges::any_of(groups.families(),
+                               [&](const GroupFamily& f) { return f.name == name; });
   };
   const auto listed = [&] {
     std::vector<std::string> names = request.groups;

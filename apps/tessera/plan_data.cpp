@@ -48,8 +48,8 @@ std::string draw(const DataPlan& plan) {
   const int devices = static_cast<int>(plan.processes.size()),
             processes = static_cast<int>(mapping.processes().size());
   if (devices > 4096 || processes > 128)
-    throw InvalidArgument(concat("a picture of ", devices, " devices and ", processes,
-                                 " processes; up to 4096 and 128 can be told apart. Use --json"));
+    throw InvalidArgument("a picture of ", devices, " devices and ", processes,
+                          " processes; up to 4096 and 128 can be told apart. Use --json");
   const int columns = plan.axes.empty() ? 1 : plan.axes.back().size, rows = devices / columns;
   const int cell = std::clamp(640 / std::max(columns, rows), 8, 44), left = 24 + 150, top = 110;
   const int bars = left + columns * cell + 170, bar = 560, line = 26;
@@ -132,8 +132,7 @@ DataPlan make_data_plan(const Mesh& mesh, const std::vector<std::string>& batch_
   std::vector<int> table = processes;
   if (table.empty()) table.assign(mesh.ranks().begin(), mesh.ranks().end());
   BatchMapping mapping(sizes, table, axes);
-  if (batch < 0)
-    throw InvalidArgument(concat("a global batch of ", batch, " samples; give at least 1"));
+  if (batch < 0) throw InvalidArgument("a global batch of ", batch, " samples; give at least 1");
   if (batch == 0) batch = 2 * std::int64_t{mapping.coordinates()};
   return {{mesh.axes().begin(), mesh.axes().end()},
           batch_axes,

@@ -11,7 +11,7 @@ namespace tessera::app {
 Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of,
              const std::vector<std::string>& rack_names, int width, int height, bool tight) {
   Grid best;
-  const int most = *std::max_element(devices.begin(), devices.end());
+  const int most = *std::ranges::max_element(devices);
   for (int cell : {46, 40, 34, 28, 22, 17, 15, 13, 10, 8, 6, 5, 4, 3, 2, 1}) {
     Grid grid;
     grid.cell = cell;
@@ -36,9 +36,8 @@ Grid lay_out(const std::vector<int>& devices, const std::vector<int>& rack_of,
     const bool racks = rack_names.size() > 1;
     int most_in_rack = 0;
     for (std::size_t r = 0; r < rack_names.size(); ++r)
-      most_in_rack = std::max(
-          most_in_rack,
-          static_cast<int>(std::count(rack_of.begin(), rack_of.end(), static_cast<int>(r))));
+      most_in_rack = std::max(most_in_rack,
+                              static_cast<int>(std::ranges::count(rack_of, static_cast<int>(r))));
     if (tight) {  // strides over the hosts are mostly powers of two: they make columns
       int even = 1;
       while (2 * even <= grid.per_row && even < most_in_rack) even *= 2;

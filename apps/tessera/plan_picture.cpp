@@ -54,7 +54,7 @@ Machines machines_of(const Plan& plan) {
     machines.rack_of = {0};
     machines.racks = {""};
     machines.rank_on_slot = plan.mesh.ranks();
-    std::sort(machines.rank_on_slot.begin(), machines.rank_on_slot.end());
+    std::ranges::sort(machines.rank_on_slot);
     return machines;
   }
   const auto& topology = plan.placement->topology;
@@ -115,7 +115,7 @@ std::string members_text(const Plan& plan, std::span<const int> members) {
   if (plan.placement) {
     std::vector<int> hosts;
     for (int rank : members) hosts.push_back(plan.placement->host_of[rank]);
-    std::sort(hosts.begin(), hosts.end());
+    std::ranges::sort(hosts);
     const auto n = std::unique(hosts.begin(), hosts.end()) - hosts.begin();
     text += concat(members.size() > 8 ? "" : " (", members.size() > 8 ? " on " : "on ", n,
                    n == 1 ? " host)" : " hosts)");
@@ -127,8 +127,7 @@ std::string members_text(const Plan& plan, std::span<const int> members) {
 
 /// By rank; -1: in no group of the family.
 std::vector<int> groups_of_ranks(const Plan& plan, const PlannedFamily& family) {
-  std::vector<int> group_of(
-      *std::max_element(plan.mesh.ranks().begin(), plan.mesh.ranks().end()) + 1, -1);
+  std::vector<int> group_of(*std::ranges::max_element(plan.mesh.ranks()) + 1, -1);
   for (int g = 0; g < family.groups.count(); ++g)
     for (int member : family.groups[g]) group_of[member] = g;
   return group_of;
@@ -310,8 +309,7 @@ void choose_coloured(const Plan& plan, Style& style) {
       style.coloured.push_back(table[p]);
     style.coloured_text = concat(style.coloured.size(), " neighbouring ranks from ", rank, " on");
   }
-  std::stable_sort(style.coloured.begin(), style.coloured.end(),
-                   [&](int a, int b) { return (a == rank) > (b == rank); });
+  std::ranges::stable_sort(style.coloured, [&](int a, int b) { return (a == rank) > (b == rank); });
 }
 
 /// What is written above the panels.

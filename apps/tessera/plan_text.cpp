@@ -32,7 +32,7 @@ void print_placement(const Plan& plan, TextStream& out, int most_hosts) {
       out << "  ... " << ranks.size() << " hosts in all\n";
       break;
     }
-    std::sort(ranks[h].begin(), ranks[h].end());
+    std::ranges::sort(ranks[h]);
     std::vector<int> on_host;
     for (const auto& [slot, rank] : ranks[h]) on_host.push_back(rank);
     const Host& host = placed.topology.hosts[h];

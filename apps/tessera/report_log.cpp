@@ -73,7 +73,7 @@ void read_csv(RunLog& run, const std::string& text) {
   each_line(text, [&](std::string_view line) {
     const std::vector<std::string> fields = fields_of(line);
     const auto column = [&](const char* title) {
-      const auto found = std::find(header.begin(), header.end(), title);
+      const auto found = std::ranges::find(header, title);
       return found == header.end() ? std::ptrdiff_t{-1} : found - header.begin();
     };
     if (header.empty()) {
@@ -192,19 +192,17 @@ RunLog read_run(const std::string& path) {
   } else if (fs::exists(path, absent)) {
     read_log(run, path);
   } else {
-    throw FileError(concat(path, ": there is no such file or folder"));
+    throw FileError(path, ": there is no such file or folder");
   }
-  std::sort(run.checkpoints.begin(), run.checkpoints.end(),
-            [](const SavedStep& a, const SavedStep& b) {
-              return a.step != b.step ? a.step < b.step : a.name < b.name;
-            });
+  std::ranges::sort(run.checkpoints, [](const SavedStep& a, const SavedStep& b) {
+    return a.step != b.step ? a.step < b.step : a.name < b.name;
+  });
   // Two files may hold one series, or a run that went on from an earlier step.
   for (auto& [name, series] : run.series) {
     std::vector<std::size_t> order(series.steps.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-      return series.steps[a] < series.steps[b];
-    });
+    std::ranges::stable_sort(
+        order, [&](std::size_t a, std::size_t b) { return series.steps[a] < series.steps[b]; });
     Series sorted;
     for (const std::size_t i : order) {
       if (!sorted.steps.empty() && sorted.steps.back() == series.steps[i]) {

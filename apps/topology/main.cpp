@@ -20,8 +20,8 @@ using namespace tessera;
 
 std::string row(const std::string& what, std::vector<double> latencies,
                 std::vector<double> bandwidths) {
-  std::sort(latencies.begin(), latencies.end());
-  std::sort(bandwidths.begin(), bandwidths.end());
+  std::ranges::sort(latencies);
+  std::ranges::sort(bandwidths);
   char text[160];
   std::snprintf(text, sizeof text, "  %-24s %5zu %10.3g %9.3g .. %-9.3g %10.3g %9.3g .. %.3g\n",
                 what.c_str(), latencies.size(), 1e6 * latencies[latencies.size() / 2],
@@ -125,7 +125,7 @@ int main(int argc, char** argv) {
   manager_options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(limit * 1000));
   try {
     if (out != "-" && !out.ends_with(".json") && !out.ends_with(".yaml") && !out.ends_with(".yml"))
-      throw InvalidArgument(concat("--out ", out, ": the name must end in .json, .yaml or .yml"));
+      throw InvalidArgument("--out ", out, ": the name must end in .json, .yaml or .yml");
     const auto manager = DistributedManager::initialize(manager_options);
     if (manager.world_size() < 2)
       throw InvalidArgument(
@@ -154,8 +154,8 @@ int main(int argc, char** argv) {
       file << open_mpi_rank_file(found.topology, slot_of);
       file.close();
       if (!file)
-        throw ConfigurationError(
-            concat(rank_file, ": cannot be written; check the folder and its permissions"));
+        throw ConfigurationError(rank_file,
+                                 ": cannot be written; check the folder and its permissions");
     }
     return 0;
   } catch (const std::exception& error) {

@@ -68,7 +68,7 @@ struct FTorch {
     if (!library) throw Error(dlerror());
     load = reinterpret_cast<decltype(load)>(dlsym(library, "torch_jit_load"));
     call = reinterpret_cast<decltype(call)>(dlsym(library, "torch_jit_module_forward"));
-    if (!load || !call) throw Error(concat(file, " has no torch_jit_module_forward"));
+    if (!load || !call) throw Error(file, " has no torch_jit_module_forward");
   }
   void* library;
   void* (*load)(const char*, int, int, bool, bool) = nullptr;

@@ -55,7 +55,7 @@ void compare_memory(Report& report, const std::string& name, const Commands& com
   record.reference = kTheirs;
   record.reference_value = theirs.run(3).peak_bytes;
   if (!(record.value > 0) || !(*record.reference_value > 0))
-    throw tessera::Error(concat(name, ": no bytes were counted"));
+    throw tessera::Error(name, ": no bytes were counted");
   record.ratio = record.median_ratio = record.value / *record.reference_value;
   record.limit = kLimit;
   record.holds = *record.ratio <= kLimit;

@@ -100,7 +100,7 @@ std::vector<std::int64_t> local_array(const tessera::bench::CutGraph& graph, int
           .contiguous();
   auto ghosts = tessera::ghosts_of(
       rows, {sources.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(sources.numel())});
-  std::sort(ghosts.begin(), ghosts.end());
+  std::ranges::sort(ghosts);
   rows.insert(rows.end(), ghosts.begin(), ghosts.end());
   return rows;
 }

@@ -160,7 +160,7 @@ class TokenFile {
       std::iota(block.begin(), block.end(), i << 20);
       file.write(reinterpret_cast<const char*>(block.data()), 4 << 20);
     }
-    if (!file) throw Error(concat("'", path_.string(), "' cannot be written"));
+    if (!file) throw Error("'", path_.string(), "' cannot be written");
   }
   ~TokenFile() { std::filesystem::remove(path_); }
   static constexpr int kMegabytes = 256;
@@ -263,7 +263,7 @@ void throughput(bench::Report& report, const std::vector<std::string>& python) {
         unsigned long long rows = 0;
         if (std::sscanf(answer.c_str(), "%lf %llu", &seconds, &rows) != 2 ||
             rows != TokenFile::kMegabytes * (1ull << 18) / row)
-          throw Error(concat("the Python reference answered '", answer, "'"));
+          throw Error("the Python reference answered '", answer, "'");
         return seconds;
       };
       Epochs ours(file, row, batch, workers);

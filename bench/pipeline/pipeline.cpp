@@ -120,8 +120,7 @@ int main(int count, char** arguments) {
           expected_bubbles.push_back(expected.makespan / expected.work() - 1);
           steps.push_back(took.count());
           const auto& busy = ran.busy;
-          const auto r =
-              static_cast<std::size_t>(std::max_element(busy.begin(), busy.end()) - busy.begin());
+          const auto r = static_cast<std::size_t>(std::ranges::max_element(busy) - busy.begin());
           double passed = 0;
           for (std::size_t a = 0; a < ran.spans[r].size(); ++a) {
             if (!is_compute(pipeline.schedule().actions[r][a].kind))

@@ -102,8 +102,8 @@ int run(const std::string& asked, const std::string& out, const std::string& onl
   options.check_level = CheckLevel::off;
   auto manager = DistributedManager::initialize(options);
   if (manager.world_size() != 2)
-    throw InvalidArgument(
-        concat("bench_redistribute runs on 2 ranks, and there are ", manager.world_size()));
+    throw InvalidArgument("bench_redistribute runs on 2 ranks, and there are ",
+                          manager.world_size());
   const std::string backend = bench::backend_of(asked, manager);
   const auto mesh = manager.mesh({{"x", 2}});
   const Group group = mesh.all();

@@ -232,7 +232,7 @@ void measure(Bench& bench) {
 /// Files in `folder` as the directory in which ranks meet.
 tessera::shm::Directory files(const std::filesystem::path& folder) {
   const auto at = [folder](std::string key) {
-    std::replace(key.begin(), key.end(), '/', '.');
+    std::ranges::replace(key, '/', '.');
     return folder / key;
   };
   return {[at](const std::string& key, const std::string& bytes) {

@@ -164,8 +164,8 @@ int run(const Options& o) {
   options.backend = o.backend;
   auto manager = tessera::DistributedManager::initialize(options);
   if (manager.world_size() != 2)
-    throw tessera::InvalidArgument(
-        concat("bench_sparse runs on 2 ranks, and there are ", manager.world_size()));
+    throw tessera::InvalidArgument("bench_sparse runs on 2 ranks, and there are ",
+                                   manager.world_size());
   const std::string backend = tessera::bench::backend_of(o.backend, manager);
   std::optional<tessera::bench::AwakeCores> awake;
   if (backend == "gloo") awake.emplace();

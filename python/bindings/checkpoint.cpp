@@ -62,7 +62,7 @@ std::tuple<Names, Tensors> listed(const std::map<std::string, std::string>& valu
 CheckpointOptions::Busy busy_of(const std::string& name) {
   if (name == "wait") return CheckpointOptions::Busy::wait;
   if (name == "refuse") return CheckpointOptions::Busy::refuse;
-  throw InvalidArgument(concat("busy is 'wait' or 'refuse', not '", name, "'"));
+  throw InvalidArgument("busy is 'wait' or 'refuse', not '", name, "'");
 }
 
 // A place that functions of Python's look after (_checkpoint_io.py).
@@ -89,13 +89,13 @@ class PythonIO final : public CheckpointIO {
   }
   std::shared_ptr<const ReadFile> open(const std::string& name) override {
     const auto bytes = size(name);
-    if (!bytes) throw FileError(concat("'", where(name), "' cannot be opened: it is not there"));
+    if (!bytes) throw FileError("'", where(name), "' cannot be opened: it is not there");
     return std::make_shared<const ReadFile>(
         where(name), *bytes, [this, name](std::uint64_t offset, void* out, std::size_t count) {
           if (count == 0) return;
           const at::Tensor got = need(Call::read, name, {offset, count});
           if (got.nbytes() != count)
-            throw FileError(concat("'", where(name), "' ends at byte ", offset + got.nbytes()));
+            throw FileError("'", where(name), "' ends at byte ", offset + got.nbytes());
           std::memcpy(out, got.const_data_ptr(), count);
         });
   }
@@ -104,7 +104,7 @@ class PythonIO final : public CheckpointIO {
   }
   bool put(const std::string& name, std::string_view bytes, bool if_absent) override {
     const auto done = call(Call::put, name, {if_absent}, bytes);
-    if (!done) throw NotAvailable(concat("'", root_, "' has no puts that are refused"));
+    if (!done) throw NotAvailable("'", root_, "' has no puts that are refused");
     return done->item<bool>();
   }
   bool remove(const std::string& name) override { return need(Call::remove, name).item<bool>(); }
@@ -165,13 +165,13 @@ class PythonIO final : public CheckpointIO {
       const auto answer = ask(function_, numbers, given);
       return answer ? std::optional(answer->at(0)) : std::nullopt;
     } catch (const std::exception& e) {
-      throw FileError(concat("'", where(name), "': ", e.what()));
+      throw FileError("'", where(name), "': ", e.what());
     }
   }
   at::Tensor need(Call what, const std::string& name, std::vector<std::uint64_t> numbers = {},
                   std::optional<std::string_view> data = std::nullopt) const {
     const auto answer = call(what, name, std::move(numbers), data);
-    if (!answer) throw FileError(concat("'", where(name), "': nothing was answered"));
+    if (!answer) throw FileError("'", where(name), "': nothing was answered");
     return *answer;
   }
 
@@ -202,8 +202,8 @@ struct PyCheckpointer : torch::CustomClassHolder {
     CheckpointOptions options;
     agree::all(group->group, "checkpoints", [&] {
       if (keep_last < 0 || keep_last > INT32_MAX || background_rate < 0)
-        throw InvalidArgument(concat("a Checkpointer that keeps the last ", keep_last,
-                                     " and writes ", background_rate, " bytes a second"));
+        throw InvalidArgument("a Checkpointer that keeps the last ", keep_last, " and writes ",
+                              background_rate, " bytes a second");
       options.keep_last = static_cast<int>(keep_last);
       options.busy = busy_of(busy);
       options.background_rate = static_cast<std::uint64_t>(background_rate);
@@ -334,7 +334,7 @@ void register_reader(Library& library) {
            [](const ReaderPtr& self, const std::string& name, const MeshPtr& mesh,
               const Names& where, const SizesDict& parts) {
              const auto saved = self->reader->find(name);
-             if (!saved) throw InvalidArgument(concat("the checkpoint has no tensor '", name, "'"));
+             if (!saved) throw InvalidArgument("the checkpoint has no tensor '", name, "'");
              return self->reader->read(
                  name, ShardSpec(mesh->mesh, saved->shape, placements(where), sizes(parts)));
            })

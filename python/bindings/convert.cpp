@@ -18,9 +18,9 @@ Placement placement(const std::string& text) {
                           ReduceOp::Kind::min, ReduceOp::Kind::max}) {
     if (text == to_string(Partial(kind))) return Partial(kind);
   }
-  throw InvalidArgument(concat("'", text,
-                               "' is no placement: Replicate(), Shard(dim), or Partial(op) of sum, "
-                               "avg, product, min or max"));
+  throw InvalidArgument("'", text,
+                        "' is no placement: Replicate(), Shard(dim), or Partial(op) of sum, "
+                        "avg, product, min or max");
 }
 
 std::vector<Placement> placements(const std::vector<std::string>& texts) {

@@ -113,7 +113,7 @@ std::vector<std::string> error_names() {
 
 void set_error_classes(const std::vector<std::int64_t>& classes) {
   if (classes.size() != kCount)
-    throw InvalidArgument(concat(classes.size(), " classes for ", kCount, " errors"));
+    throw InvalidArgument(classes.size(), " classes for ", kCount, " errors");
   for (std::size_t i = 0; i < kCount; ++i)
     types()[i].store(reinterpret_cast<_object*>(classes[i]), std::memory_order_release);
 }

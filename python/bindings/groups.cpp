@@ -27,12 +27,12 @@ ReduceOp reduce_op(const std::string& name, double factor) {
         ReduceOp::Kind::max, ReduceOp::Kind::premultiplied}) {
     if (name != to_string(kind)) continue;
     if (factor != 1 && kind != ReduceOp::Kind::premultiplied)
-      throw InvalidArgument(
-          concat("factor=", factor, " with '", name, "', which takes none: 'premultiplied' does"));
+      throw InvalidArgument("factor=", factor, " with '", name,
+                            "', which takes none: 'premultiplied' does");
     return {kind, factor};
   }
-  throw InvalidArgument(
-      concat("'", name, "' is no reduce operation: sum, avg, product, min, max, premultiplied"));
+  throw InvalidArgument("'", name,
+                        "' is no reduce operation: sum, avg, product, min, max, premultiplied");
 }
 
 GroupOptions group_options(const std::string& backend, double seconds) {
@@ -102,7 +102,7 @@ struct CollectiveCall {
   CallOptions options;
 
   at::Tensor given() const {
-    if (!tensor) throw InvalidArgument(concat(name, ": no tensor was given"));
+    if (!tensor) throw InvalidArgument(name, ": no tensor was given");
     return *tensor;
   }
   at::Tensor result() const { return output.value_or(at::Tensor()); }
@@ -124,7 +124,7 @@ Result call(const Collectives<Result>& group, const CollectiveCall& c) {
   if (c.name == "send") return group.send(c.given(), c.rank, c.options);
   if (c.name == "receive") return group.receive(c.given(), c.rank, c.options);
   if (c.name == "barrier") return group.barrier(c.options);
-  throw InvalidArgument(concat("a group has no call '", c.name, "'"));
+  throw InvalidArgument("a group has no call '", c.name, "'");
 }
 
 template <class Answer>
@@ -162,7 +162,7 @@ at::Tensor differentiable(const std::string& name, const GroupPtr& on, const at:
   if (name == "receive") return functional::receive(group, x, at);
   if (name == "replicate") return functional::replicate(group, x);
   if (name == "own_rows") return functional::own_rows(group, x, sizes);
-  throw InvalidArgument(concat("there is no functional.", name));
+  throw InvalidArgument("there is no functional.", name);
 }
 
 struct PyGroupInfo : torch::CustomClassHolder {
@@ -374,8 +374,8 @@ void register_groups(Library& library) {
         : level == "local" ? CheckLevel::local
         : level == "collective"
             ? CheckLevel::collective
-            : throw InvalidArgument(
-                  concat("a check level is 'off', 'local' or 'collective', not '", level, "'")));
+            : throw InvalidArgument("a check level is 'off', 'local' or 'collective', not '", level,
+                                    "'"));
   });
   library.def("functional", &differentiable);
 }

@@ -28,13 +28,12 @@ PyModuleTree::PyModuleTree(const std::vector<std::string>& modules,
                            const std::vector<std::string>& names,
                            const std::vector<at::Tensor>& tensors, std::int64_t parameters) {
   if (names.size() != tensors.size())
-    throw InvalidArgument(concat(names.size(), " names and ", tensors.size(), " tensors"));
+    throw InvalidArgument(names.size(), " names and ", tensors.size(), " tensors");
   const std::set<std::string> are_lists(lists.begin(), lists.end());
   std::map<std::string, std::shared_ptr<torch::nn::Module>> made;
   const auto find = [&](const std::string& name) -> torch::nn::Module& {
     const auto at = made.find(name);
-    if (at == made.end())
-      throw InvalidArgument(concat("the tree of modules has none named '", name, "'"));
+    if (at == made.end()) throw InvalidArgument("the tree of modules has none named '", name, "'");
     return *at->second;
   };
   for (const std::string& name : modules) {

@@ -17,7 +17,7 @@ PythonStep python_step(std::int64_t address) {
 
 at::Tensor PythonOptimizer::step(LossClosure closure) {
   stepping(closure, [&] {
-    if (step_(number_) != 0) throw Error(concat("the step of optimizer ", number_, " has failed"));
+    if (step_(number_) != 0) throw Error("the step of optimizer ", number_, " has failed");
   });
   return {};
 }
@@ -59,8 +59,8 @@ double PythonPrecision::ask_python(Hook hook, std::vector<std::uint64_t> numbers
   } catch (const CommError&) {
     throw;
   } catch (const std::exception& e) {
-    throw Error(concat("the precision '", name_, "', ", kNames[static_cast<unsigned>(hook)],
-                       "(): ", e.what()));
+    throw Error("the precision '", name_, "', ", kNames[static_cast<unsigned>(hook)],
+                "(): ", e.what());
   }
 }
 

@@ -48,8 +48,8 @@ class PythonStrategy final : public ManagedStrategy {
         sharing_(sharing),
         by_hand_(std::move(by_hand)) {
     if (sharing < 1 || size() % sharing != 0)
-      throw InvalidArgument(concat("Session: ", sharing, " ranks share a loss, of ", size(),
-                                   " ranks: give a divisor"));
+      throw InvalidArgument("Session: ", sharing, " ranks share a loss, of ", size(),
+                            " ranks: give a divisor");
   }
 
   std::string name() const override { return "of the session"; }
@@ -103,23 +103,19 @@ class PythonStrategy final : public ManagedStrategy {
     const int now = ranks.empty() ? plain_sharing_ : static_cast<int>(ranks.size());
     if (first) require_within(ranks, parameters);
     if (!first && now != sharing_)
-      throw InvalidArgument(concat("Session: losses of one step are shared by ", sharing_,
-                                   " and by ", now,
-                                   " ranks: take those of one mesh, or plain ones"));
+      throw InvalidArgument("Session: losses of one step are shared by ", sharing_, " and by ", now,
+                            " ranks: take those of one mesh, or plain ones");
     sharing_ = now;
     if (!first || ranks.empty() || now == size()) return;
-    const auto among = [&](int rank) {
-      return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-    };
+    const auto among = [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); };
     for (const at::Tensor& p : parameters) {
       const auto sum = p.requires_grad() ? gradient_sum(p) : std::nullopt;
-      if (sum && sum->reducers > 0 && !sum->ranks.empty() &&
-          std::all_of(sum->ranks.begin(), sum->ranks.end(), among))
-        throw GradientError(concat("Session: a parameter (shape ", p.sizes(),
-                                   ") is reduced over ranks ", list(sum->ranks),
-                                   " alone, which share one loss, and the session has ", size(),
-                                   " ranks: wrap the module in DistributedDataParallel over the "
-                                   "group along the other axes of the mesh"));
+      if (sum && sum->reducers > 0 && !sum->ranks.empty() && std::ranges::all_of(sum->ranks, among))
+        throw GradientError("Session: a parameter (shape ", p.sizes(), ") is reduced over ranks ",
+                            list(sum->ranks), " alone, which share one loss, and the session has ",
+                            size(),
+                            " ranks: wrap the module in DistributedDataParallel over the "
+                            "group along the other axes of the mesh");
     }
   }
 
@@ -129,15 +125,14 @@ class PythonStrategy final : public ManagedStrategy {
     const std::vector<int>& mine = world().ranks();
     if (size() == manager()->world_size()) return;
     const auto outside = [&](const std::vector<int>& ranks) {
-      return std::any_of(ranks.begin(), ranks.end(), [&](int rank) {
-        return std::find(mine.begin(), mine.end(), rank) == mine.end();
-      });
+      return std::ranges::any_of(
+          ranks, [&](int rank) { return std::ranges::find(mine, rank) == mine.end(); });
     };
     const auto refuse = [&](const std::string& what, const std::vector<int>& ranks) {
-      throw InvalidArgument(concat("Session: ", what, " ranks ", list(ranks),
-                                   ", and the session is of ranks ", list(mine),
-                                   ": give both the same group, or the mesh of the sharded tensors "
-                                   "as the session's group"));
+      throw InvalidArgument("Session: ", what, " ranks ", list(ranks),
+                            ", and the session is of ranks ", list(mine),
+                            ": give both the same group, or the mesh of the sharded tensors "
+                            "as the session's group");
     };
     if (outside(of_loss)) refuse("the loss is sharded over", of_loss);
     for (const at::Tensor& p : parameters) {
@@ -167,8 +162,7 @@ SessionOptions session_options(const std::string& precision,
   else if (non_finite == "step")
     options.non_finite = NonFinite::step;
   else if (non_finite != "error")
-    throw InvalidArgument(
-        concat("non_finite is 'error', 'skip' or 'step', not '", non_finite, "'"));
+    throw InvalidArgument("non_finite is 'error', 'skip' or 'step', not '", non_finite, "'");
   for (const auto& [name, number] : numbers) {
     if (name == "max_norm")
       options.clip.max_norm = number;
@@ -187,8 +181,8 @@ SessionOptions session_options(const std::string& precision,
     else if (name == "smallest")
       options.scaler.smallest = number;
     else
-      throw InvalidArgument(
-          concat("a scaler has no '", name, "': initial, growth, backoff, interval and smallest"));
+      throw InvalidArgument("a scaler has no '", name,
+                            "': initial, growth, backoff, interval and smallest");
   }
   return options;
 }
@@ -197,7 +191,7 @@ std::optional<Abilities::Gradients> by_program(const std::string& how) {
   if (how.empty()) return std::nullopt;
   if (how == "averaged") return Abilities::Gradients::averaged;
   if (how == "summed") return Abilities::Gradients::summed;
-  throw InvalidArgument(concat("gradients come together 'averaged' or 'summed', not '", how, "'"));
+  throw InvalidArgument("gradients come together 'averaged' or 'summed', not '", how, "'");
 }
 
 /// Loss, weight, norm, stepped, stop ("" for none), save.

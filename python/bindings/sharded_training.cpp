@@ -83,8 +83,8 @@ LayerSharding layer_sharding(const Layer& layer) {
   if (kind == "replicated") return replicated();
   if (kind == "sharded") return sharded(to_int(dim), units);
   throw InvalidArgument(
-      concat("tensor_parallel: '", pattern, "' is given '", kind,
-             "', which is no kind of layer: column, row, vocabulary, replicated or sharded"));
+      "tensor_parallel: '", pattern, "' is given '", kind,
+      "', which is no kind of layer: column, row, vocabulary, replicated or sharded");
 }
 
 struct PyTensorParallelPlan : torch::CustomClassHolder {

@@ -63,9 +63,9 @@ std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const s
   }
   const Texts& there = std::get<0>(loaded);
   for (const auto& name : names) {
-    if (std::find(there.begin(), there.end(), name) == there.end())
-      throw InvalidArgument(concat("load: placements name ", name, ", which is not in the file ",
-                                   path, "; it holds ", list(there)));
+    if (std::ranges::find(there, name) == there.end())
+      throw InvalidArgument("load: placements name ", name, ", which is not in the file ", path,
+                            "; it holds ", list(there));
   }
   return loaded;
 }

@@ -70,9 +70,8 @@ Settings read_settings(int argc, char** argv) {
   app.add_option("--text", o.text, "ASCII text, one byte a token")->capture_default_str();
   app.add_option("--prompt", o.prompt, "ASCII text that samples go on from")
       ->check([](const std::string& text) {
-        const bool ascii = std::all_of(text.begin(), text.end(), [](char c) {
-          return static_cast<unsigned char>(c) < gpt::vocabulary;
-        });
+        const bool ascii = std::ranges::all_of(
+            text, [](char c) { return static_cast<unsigned char>(c) < gpt::vocabulary; });
         return !text.empty() && ascii ? "" : "is empty or not ASCII";
       })
       ->capture_default_str();

@@ -73,9 +73,7 @@ NetworkImpl::NetworkImpl(const NetworkOptions& given, const std::vector<Part>& p
   if (options.heads < 1 || options.width % options.heads != 0)
     throw tessera::InvalidArgument(tessera::concat(
         "a width of ", options.width, " does not divide into ", options.heads, " heads"));
-  const auto any = [&](const auto& wanted) {
-    return std::any_of(parts.begin(), parts.end(), wanted);
-  };
+  const auto any = [&](const auto& wanted) { return std::ranges::any_of(parts, wanted); };
   const bool embeds = any([](const Part& p) { return p.embeds; }),
              scores = any([](const Part& p) { return p.scores; });
   const at::NoGradGuard no_grad;

@@ -17,7 +17,7 @@ std::vector<std::int64_t> uneven(std::int64_t cells, int parts) {
   const std::int64_t weights = static_cast<std::int64_t>(parts) * (parts + 3) / 2;
   for (int p = 0; p < parts; ++p) sizes[p] = cells * (parts + 1 - p) / weights;
   sizes[0] += cells - std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-  if (*std::min_element(sizes.begin(), sizes.end()) < 1)
+  if (*std::ranges::min_element(sizes) < 1)
     throw std::invalid_argument("too many ranks for " + std::to_string(cells) + " cells");
   return sizes;
 }

@@ -82,8 +82,8 @@ std::vector<Record> read_records(const std::string& folder) {
   for (const auto& entry : std::filesystem::directory_iterator(folder, none))
     if (entry.path().filename().string().rfind("ranks-", 0) == 0)
       records.push_back(read_record(entry.path()));
-  std::sort(records.begin(), records.end(),
-            [](const Record& a, const Record& b) { return a.ranks() < b.ranks(); });
+  std::ranges::sort(records,
+                    [](const Record& a, const Record& b) { return a.ranks() < b.ranks(); });
   return records;
 }
 

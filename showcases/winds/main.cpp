@@ -102,9 +102,8 @@ std::vector<tessera::Axis> mesh_axes(const std::vector<std::string>& wanted, int
   std::vector<tessera::Axis> axes{{"data", 1}, {"domain", 1}};
   for (const std::string& item : wanted) {
     const auto equals = item.find('=');
-    const auto axis = std::find_if(axes.begin(), axes.end(), [&](const tessera::Axis& a) {
-      return a.name == item.substr(0, equals);
-    });
+    const auto axis = std::ranges::find_if(
+        axes, [&](const tessera::Axis& a) { return a.name == item.substr(0, equals); });
     const std::string digits = equals == std::string::npos ? "" : item.substr(equals + 1);
     int size = 0;
     const auto [end, fault] = std::from_chars(digits.data(), digits.data() + digits.size(), size);

@@ -70,7 +70,7 @@ NodeList read_flat(Fields& fields, const Json& tree) {
   const auto find = [&](const std::string& name, const std::string& field) -> ProcessGroupNode& {
     for (auto& [node, parent] : nodes)
       if (node.name == name) return node;
-    throw UnknownName(concat(fields.where(field), ": there is no node '", name, "' in the tree"));
+    throw UnknownName(fields.where(field), ": there is no node '", name, "' in the tree");
   };
   if (const Json* options = fields.raw("nodes")) {
     Fields by_name(*options, fields.where("nodes"));

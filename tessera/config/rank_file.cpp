@@ -148,7 +148,7 @@ std::vector<int> parse_rank_file(const std::string& text, const Topology& topolo
   std::vector<int> slot_of;
   for (const auto& [rank, slot] : by_rank) {
     if (rank != static_cast<int>(slot_of.size()))
-      throw ConfigFileError(concat(source, ": rank ", slot_of.size(), " is missing"));
+      throw ConfigFileError(source, ": rank ", slot_of.size(), " is missing");
     slot_of.push_back(slot);
   }
   return slot_of;

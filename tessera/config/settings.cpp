@@ -18,8 +18,7 @@ using detail::Json;
 
 [[noreturn]] void refuse(const std::string& where, const std::string& key, const char* kind,
                          const Json& value) {
-  throw ConfigFileError(
-      concat(where, ": ", key, " must be ", kind, ", but is ", detail::shown(value)));
+  throw ConfigFileError(where, ": ", key, " must be ", kind, ", but is ", detail::shown(value));
 }
 
 template <class Integer>
@@ -152,9 +151,9 @@ bool within(const std::string& inner, const std::string& outer) {
 void Settings::add_setting(Setting setting) {
   for (const Setting& s : settings_)
     if (s.key == setting.key || within(s.key, setting.key) || within(setting.key, s.key))
-      throw InvalidArgument(concat("the setting '", setting.key, "' beside '", s.key,
-                                   "': keys are unique, and none "
-                                   "lies within another"));
+      throw InvalidArgument("the setting '", setting.key, "' beside '", s.key,
+                            "': keys are unique, and none "
+                            "lies within another");
   if (setting.key.empty()) throw InvalidArgument("a setting has no key");
   settings_.push_back(std::move(setting));
 }
@@ -173,10 +172,10 @@ struct Settings::Reader {
   void read(const Json& document, const std::string& at) const {
     for (const auto& [name, value] : document.items()) {
       const std::string key = at.empty() ? name : concat(at, ".", name);
-      const auto found = std::find_if(of.settings_.begin(), of.settings_.end(),
-                                      [&](const Setting& s) { return s.key == key; });
-      const bool section = std::any_of(of.settings_.begin(), of.settings_.end(),
-                                       [&](const Setting& s) { return within(s.key, key); });
+      const auto found =
+          std::ranges::find_if(of.settings_, [&](const Setting& s) { return s.key == key; });
+      const bool section =
+          std::ranges::any_of(of.settings_, [&](const Setting& s) { return within(s.key, key); });
       if (found != of.settings_.end())
         put(*found, value);
       else if (section && value.is_object())
@@ -194,8 +193,8 @@ struct Settings::Reader {
     const std::string place = where(setting.key);
     if (!setting.choice.set) return std::visit(Put{value, place, setting.key}, setting.target);
     const auto& names = setting.choice.names;
-    const auto name = std::find(names.begin(), names.end(),
-                                value.is_string() ? value.get<std::string>() : value.dump());
+    const auto name =
+        std::ranges::find(names, value.is_string() ? value.get<std::string>() : value.dump());
     if (name == names.end())
       refuse(place, setting.key, concat("one of ", list(names)).c_str(), value);
     setting.choice.set(static_cast<std::size_t>(name - names.begin()));
@@ -208,8 +207,8 @@ struct Settings::Reader {
         keys.push_back(s.key.substr(0, dot));
       keys.push_back(s.key);
     }
-    throw ConfigFileError(concat(where(key), ": there is no key '", printable(key),
-                                 "'; the nearest is '", nearest(key.substr(0, 200), keys), "'"));
+    throw ConfigFileError(where(key), ": there is no key '", printable(key), "'; the nearest is '",
+                          nearest(key.substr(0, 200), keys), "'");
   }
 };
 
@@ -231,8 +230,8 @@ void Settings::read_text(const std::string& text, const std::string& source) {
 void Settings::set(const std::string& assignment) {
   const std::size_t equals = assignment.find('=');
   if (equals == std::string::npos || equals == 0)
-    throw InvalidArgument(
-        concat("--set ", printable(assignment), ": write KEY=VALUE, as in trainer.max_steps=100"));
+    throw InvalidArgument("--set ", printable(assignment),
+                          ": write KEY=VALUE, as in trainer.max_steps=100");
   const std::string source = concat("--set ", printable(assignment));
   Json document = detail::parse_document(assignment.substr(equals + 1), FileFormat::yaml, source);
   std::vector<std::string> path = split(assignment.substr(0, equals), '.');
@@ -254,8 +253,8 @@ std::vector<std::string> Settings::read_arguments(int argc, const char* const* a
       continue;
     }
     if (++i == argc)
-      throw InvalidArgument(concat(argument, " stands at the end: ", file ? "a file" : "KEY=VALUE",
-                                   " comes after it"));
+      throw InvalidArgument(argument, " stands at the end: ", file ? "a file" : "KEY=VALUE",
+                            " comes after it");
     if (file)
       read_file(argv[i]);
     else

@@ -39,7 +39,7 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
       if (equals == std::string::npos)
         throw fail(concat("'", printable(word), "' is not Key=value"));
       std::string key = word.substr(0, equals);
-      std::transform(key.begin(), key.end(), key.begin(), to_lower);
+      std::ranges::transform(key, key.begin(), to_lower);
       if (key != "switchname" && key != "switches" && key != "nodes" && key != "linkspeed")
         throw fail(concat("'", printable(word.substr(0, equals)),
                           "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes "
@@ -122,14 +122,14 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
   for (const Host& host : topology.hosts) {
     const auto at = tree.leaf_of.find(host.name);
     if (at == tree.leaf_of.end())
-      throw ConfigFileError(concat(source, ": host '", host.name,
-                                   "' is connected to no switch; add it to the Nodes of one"));
+      throw ConfigFileError(source, ": host '", host.name,
+                            "' is connected to no switch; add it to the Nodes of one");
     leaf.push_back(at->second);
     std::size_t steps = 0;
     for (int s = at->second; s >= 0; s = tree.above(s)) {
       if (++steps > found.size())
-        throw ConfigFileError(concat(source, ": switch '", found[s].name,
-                                     "' is its own ancestor; switches form a tree"));
+        throw ConfigFileError(source, ": switch '", found[s].name,
+                              "' is its own ancestor; switches form a tree");
       ++hosts_below[s];
     }
   }
@@ -138,9 +138,9 @@ Topology with_slurm_switches(Topology topology, const std::string& conf, double 
   for (int s = leaf.front(); s >= 0 && !root; s = tree.above(s))
     if (hosts_below[s] == all) root = s;
   if (!root)
-    throw ConfigFileError(concat(source,
-                                 ": the hosts are connected to trees of switches that no switch "
-                                 "connects; add one above them"));
+    throw ConfigFileError(source,
+                          ": the hosts are connected to trees of switches that no switch "
+                          "connects; add one above them");
   std::map<int, int> kept;
   topology.switches.clear();
   const std::function<void(int, int)> keep = [&](int s, int to) {

@@ -121,17 +121,16 @@ Topology parse_hosts(const std::string& text) {
   const auto number = [&](const std::string& part) {
     if (part.empty() || part.size() > 9 ||
         part.find_first_not_of("0123456789") != std::string::npos || std::stoi(part) < 1)
-      throw ConfigFileError(concat("hosts '", printable(text), "': '", printable(part),
-                                   "' is not a number from 1 to 999999999; write \"16x8\" (16 "
-                                   "hosts with 8 devices) or \"8,8,4\""));
+      throw ConfigFileError("hosts '", printable(text), "': '", printable(part),
+                            "' is not a number from 1 to 999999999; write \"16x8\" (16 "
+                            "hosts with 8 devices) or \"8,8,4\"");
     return std::stoi(part);
   };
   if (const auto cross = text.find('x'); cross != std::string::npos) {
     const int hosts = number(text.substr(0, cross)), devices = number(text.substr(cross + 1));
     if (static_cast<long long>(hosts) * devices > kMostRanks)
-      throw ConfigFileError(concat("hosts '", text, "' are ",
-                                   static_cast<long long>(hosts) * devices, " devices; at most ",
-                                   kMostRanks, " can be planned"));
+      throw ConfigFileError("hosts '", text, "' are ", static_cast<long long>(hosts) * devices,
+                            " devices; at most ", kMostRanks, " can be planned");
     return Topology::uniform(hosts, devices);
   }
   std::vector<int> counts;
@@ -224,17 +223,17 @@ Topology topology_of(const Launch& launch) {
              launch.world_size == launch.local_size * static_cast<int>(launch.hosts.size()))
       counts.assign(launch.hosts.size(), launch.local_size);
     else
-      throw ConfigurationError(concat("the launcher '", launch.launcher,
-                                      "' does not say how many of its ", launch.world_size,
-                                      " ranks run on each host; give the hosts (a topology file, "
-                                      "or LaunchOverrides::ranks_per_host)"));
+      throw ConfigurationError("the launcher '", launch.launcher, "' does not say how many of its ",
+                               launch.world_size,
+                               " ranks run on each host; give the hosts (a topology file, "
+                               "or LaunchOverrides::ranks_per_host)");
   }
   Topology topology = Topology::of_counts(counts);
   if (!launch.hosts.empty()) {
     if (launch.hosts.size() != counts.size())
-      throw ConfigurationError(concat("the launcher names ", launch.hosts.size(), " hosts ",
-                                      list(launch.hosts), ", but ranks for ", counts.size(),
-                                      " hosts ", list(counts)));
+      throw ConfigurationError("the launcher names ", launch.hosts.size(), " hosts ",
+                               list(launch.hosts), ", but ranks for ", counts.size(), " hosts ",
+                               list(counts));
     for (std::size_t h = 0; h < counts.size(); ++h) topology.hosts[h].name = launch.hosts[h];
   }
   topology.check();

@@ -14,10 +14,9 @@ std::string quoted_name(std::string_view name) { return concat("'", printable(na
 
 void require_parts(const std::string& name) {
   const auto fault = name_fault(name, /*spaces=*/true);
-  if (fault) throw InvalidArgument(concat("the field name ", quoted_name(name), " ", *fault));
+  if (fault) throw InvalidArgument("the field name ", quoted_name(name), " ", *fault);
   if (name.front() == '/' || name.back() == '/' || name.find("//") != std::string::npos)
-    throw InvalidArgument(
-        concat("the field name ", quoted_name(name), " has an empty part beside a '/'"));
+    throw InvalidArgument("the field name ", quoted_name(name), " has an empty part beside a '/'");
 }
 
 }  // namespace
@@ -27,22 +26,22 @@ void require_field_names(const std::vector<std::string>& names) {
   for (const std::string& name : names) {
     require_parts(name);
     if (!tensors.insert(name).second)
-      throw InvalidArgument(concat("two fields have the name ", quoted_name(name)));
+      throw InvalidArgument("two fields have the name ", quoted_name(name));
     const std::string_view whole = name;
     for (auto at = whole.find('/'); at != std::string_view::npos; at = whole.find('/', at + 1))
       groups.insert(whole.substr(0, at));
   }
   for (const std::string_view name : tensors)
     if (groups.contains(name))
-      throw InvalidArgument(concat("the field ", quoted_name(name),
-                                   " is a tensor, and a group of others too: ", list(names)));
+      throw InvalidArgument("the field ", quoted_name(name),
+                            " is a tensor, and a group of others too: ", list(names));
 }
 
 Fields::Fields(std::vector<std::string> names, std::vector<at::Tensor> tensors)
     : names_(std::move(names)), tensors_(std::move(tensors)) {
   if (names_.size() != tensors_.size())
-    throw InvalidArgument(
-        concat(names_.size(), " names for ", tensors_.size(), " tensors: ", list(names_)));
+    throw InvalidArgument(names_.size(), " names for ", tensors_.size(),
+                          " tensors: ", list(names_));
   require_field_names(names_);
 }
 
@@ -55,7 +54,7 @@ Fields::Fields(std::initializer_list<std::pair<std::string, at::Tensor>> fields)
 }
 
 bool Fields::contains(std::string_view name) const {
-  return std::find(names_.begin(), names_.end(), name) != names_.end();
+  return std::ranges::find(names_, name) != names_.end();
 }
 
 at::Tensor Fields::at(std::string_view name) const {
@@ -70,8 +69,7 @@ Fields Fields::under(std::string_view group) const {
     members.tensors_.push_back(tensors_[i]);
   }
   if (members.names_.empty())
-    throw InvalidArgument(
-        concat("no group of fields ", quoted_name(group), "; there are: ", list(names_)));
+    throw InvalidArgument("no group of fields ", quoted_name(group), "; there are: ", list(names_));
   return members;
 }
 
@@ -94,13 +92,12 @@ namespace detail {
 
 at::Tensor field_of(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
                     std::string_view name) {
-  const auto found = std::find(names.begin(), names.end(), name);
+  const auto found = std::ranges::find(names, name);
   if (found == names.end() && names.empty())
-    throw InvalidArgument(
-        concat("no field ", quoted_name(name), ": the ", tensors.size(),
-               " tensors have no names; the dataset or the loader's options give them"));
+    throw InvalidArgument("no field ", quoted_name(name), ": the ", tensors.size(),
+                          " tensors have no names; the dataset or the loader's options give them");
   if (found == names.end())
-    throw InvalidArgument(concat("no field ", quoted_name(name), "; there are: ", list(names)));
+    throw InvalidArgument("no field ", quoted_name(name), "; there are: ", list(names));
   return tensors.at(static_cast<std::size_t>(found - names.begin()));
 }
 

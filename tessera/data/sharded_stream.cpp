@@ -29,14 +29,14 @@ ShardedStream::ShardedStream(std::shared_ptr<const StreamShards> shards,
       rows_(rows),
       size_(shards_ ? shards_->size() : 0) {
   if (size_ == 0 || rows < 1)
-    throw InvalidArgument(concat("a sharded stream of ", size_, " shards with batches of ", rows,
-                                 " rows; it needs at least 1 of both"));
+    throw InvalidArgument("a sharded stream of ", size_, " shards with batches of ", rows,
+                          " rows; it needs at least 1 of both");
   if (options_.lanes == 0) options_.lanes = usual_lanes(rows, size_);
   if (options_.lanes < 1 || rows % options_.lanes != 0 ||
       static_cast<std::uint64_t>(options_.lanes) > size_)
-    throw InvalidArgument(concat(options_.lanes, " lanes for ", size_, " shards and batches of ",
-                                 rows, " rows; lanes are a divisor of the rows of the global ",
-                                 "batch, and at most as many as shards"));
+    throw InvalidArgument(options_.lanes, " lanes for ", size_, " shards and batches of ", rows,
+                          " rows; lanes are a divisor of the rows of the global ",
+                          "batch, and at most as many as shards");
   lanes_.resize(static_cast<std::size_t>(options_.lanes));
 }
 
@@ -71,8 +71,8 @@ std::optional<Sample> ShardedStream::next(int lane) {
   // An epoch without any sample would be followed by others like it.
   for (std::uint64_t empty = 0; !dry(lane, of.place); ++empty) {
     if (options_.epochs == 0 && empty > size_)
-      throw Error(concat("lane ", lane, " has read ", empty, " shards without a sample, up to ",
-                         of.number, "; in a stream without end some have one"));
+      throw Error("lane ", lane, " has read ", empty, " shards without a sample, up to ", of.number,
+                  "; in a stream without end some have one");
     try {
       if (!of.shard) {
         of.number = shard_of(lane, of.place.turn);

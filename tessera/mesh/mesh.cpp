@@ -19,18 +19,18 @@ std::int64_t product(const std::vector<Axis>& axes) {
   for (const Axis& axis : axes) {
     if (axis.size < 1)
       throw InvalidArgument(
-          concat("mesh axis '", axis.name, "' has size ", axis.size, "; give a size of at least 1",
-                 axis.size == kOpenAxis ? ", or a number of ranks that decides an open axis" : ""));
+          "mesh axis '", axis.name, "' has size ", axis.size, "; give a size of at least 1",
+          axis.size == kOpenAxis ? ", or a number of ranks that decides an open axis" : "");
     if (!names.insert(axis.name).second)
-      throw InvalidArgument(
-          concat("mesh axis '", axis.name, "' is named twice; give each axis its own name"));
+      throw InvalidArgument("mesh axis '", axis.name,
+                            "' is named twice; give each axis its own name");
     if (const auto fault = name_fault(axis.name, /*spaces=*/true); fault && !axis.name.empty())
-      throw InvalidArgument(concat("mesh axis '", printable(axis.name), "' ", *fault,
-                                   "; names go into files and messages"));
+      throw InvalidArgument("mesh axis '", printable(axis.name), "' ", *fault,
+                            "; names go into files and messages");
     n *= axis.size;
     if (n > kMostRanks)
-      throw InvalidArgument(
-          concat("the mesh has ", n, " ranks or more; at most ", kMostRanks, " can be planned"));
+      throw InvalidArgument("the mesh has ", n, " ranks or more; at most ", kMostRanks,
+                            " can be planned");
   }
   return n;
 }
@@ -46,17 +46,16 @@ std::vector<int> row_major_strides(const std::vector<Axis>& axes) {
 
 std::vector<Axis> closed_axes(std::vector<Axis> axes, int ranks) {
   const auto is_open = [](const Axis& axis) { return axis.size == kOpenAxis; };
-  const auto open = std::find_if(axes.begin(), axes.end(), is_open);
+  const auto open = std::ranges::find_if(axes, is_open);
   if (open == axes.end()) return axes;
   if (const auto other = std::find_if(open + 1, axes.end(), is_open); other != axes.end())
-    throw InvalidArgument(concat("mesh axes '", open->name, "' and '", other->name,
-                                 "' are both open; one can take what the others leave"));
+    throw InvalidArgument("mesh axes '", open->name, "' and '", other->name,
+                          "' are both open; one can take what the others leave");
   open->size = 1;
   const std::int64_t others = product(axes);
   if (ranks < 1 || ranks % others != 0)
-    throw InvalidArgument(concat("mesh axis '", open->name, "' is open, but ", ranks,
-                                 " ranks do not divide by ", others,
-                                 ", the product of the other axes"));
+    throw InvalidArgument("mesh axis '", open->name, "' is open, but ", ranks,
+                          " ranks do not divide by ", others, ", the product of the other axes");
   open->size = static_cast<int>(ranks / others);
   return axes;
 }
@@ -84,8 +83,8 @@ struct Mesh::Table {
     const auto n = static_cast<int>(ranks.size());
     for (int i = 0; i < n && row_major; ++i) row_major = ranks[i] == i;
     if (row_major) return;
-    const auto [low, high] = std::minmax_element(ranks.begin(), ranks.end());
-    if (*low < 0) throw InvalidArgument(concat("rank ", *low, " is negative"));
+    const auto [low, high] = std::ranges::minmax_element(ranks);
+    if (*low < 0) throw InvalidArgument("rank ", *low, " is negative");
     lowest = *low;
     const auto twice = [](int rank) {
       return InvalidArgument(
@@ -100,7 +99,7 @@ struct Mesh::Table {
     } else {
       sparse.reserve(n);
       for (int i = 0; i < n; ++i) sparse.emplace_back(ranks[i], i);
-      std::sort(sparse.begin(), sparse.end());
+      std::ranges::sort(sparse);
       for (int i = 1; i < n; ++i)
         if (sparse[i].first == sparse[i - 1].first) throw twice(sparse[i].first);
     }
@@ -116,7 +115,7 @@ struct Mesh::Table {
                  ? std::optional<int>(dense[at])
                  : std::nullopt;
     }
-    const auto at = std::lower_bound(sparse.begin(), sparse.end(), std::pair<int, int>(rank, 0));
+    const auto at = std::ranges::lower_bound(sparse, std::pair<int, int>(rank, 0));
     return at != sparse.end() && at->first == rank ? std::optional<int>(at->second) : std::nullopt;
   }
 };
@@ -132,8 +131,8 @@ Mesh::Mesh(std::vector<Axis> axes, std::vector<int> ranks)
     : axes_(closed_axes(std::move(axes), static_cast<int>(ranks.size()))) {
   const std::int64_t n = product(axes_);
   if (n != static_cast<std::int64_t>(ranks.size()))
-    throw InvalidArgument(
-        concat("the axes have ", n, " coordinates, but ", ranks.size(), " ranks were given"));
+    throw InvalidArgument("the axes have ", n, " coordinates, but ", ranks.size(),
+                          " ranks were given");
   table_ = std::make_shared<Table>(std::move(ranks));
   strides_ = row_major_strides(axes_);
 }
@@ -144,8 +143,7 @@ Mesh Mesh::over(std::shared_ptr<const Table> table, std::vector<Axis> axes) {
   axes = closed_axes(std::move(axes), static_cast<int>(ranks));
   const std::int64_t n = product(axes);
   if (n != ranks)
-    throw InvalidArgument(
-        concat("the axes have ", n, " coordinates, but the mesh has ", ranks, " ranks"));
+    throw InvalidArgument("the axes have ", n, " coordinates, but the mesh has ", ranks, " ranks");
   mesh.strides_ = row_major_strides(axes);
   mesh.axes_ = std::move(axes);
   mesh.table_ = std::move(table);
@@ -162,7 +160,7 @@ bool Mesh::operator==(const Mesh& other) const {
 
 int Mesh::size(int axis) const {
   if (axis < 0 || axis >= dims())
-    throw InvalidArgument(concat("axis ", axis, " of a mesh with ", dims(), " axes"));
+    throw InvalidArgument("axis ", axis, " of a mesh with ", dims(), " axes");
   return axes_[axis].size;
 }
 
@@ -180,13 +178,13 @@ std::vector<std::string> Mesh::names() const {
 }
 
 bool Mesh::has_axis(const std::string& axis) const {
-  return std::any_of(axes_.begin(), axes_.end(), [&](const Axis& a) { return a.name == axis; });
+  return std::ranges::any_of(axes_, [&](const Axis& a) { return a.name == axis; });
 }
 
 int Mesh::index(const std::string& axis) const {
   for (int i = 0; i < dims(); ++i)
     if (axes_[i].name == axis) return i;
-  throw InvalidArgument(concat("the mesh has no axis '", axis, "'; its axes are ", list(names())));
+  throw InvalidArgument("the mesh has no axis '", axis, "'; its axes are ", list(names()));
 }
 
 std::vector<int> Mesh::indices(std::span<const std::string> axes) const {
@@ -197,7 +195,7 @@ std::vector<int> Mesh::indices(std::span<const std::string> axes) const {
 
 int Mesh::position(int rank) const {
   if (const auto at = find(rank)) return *at;
-  throw InvalidArgument(concat("rank ", rank, " is not in the mesh of ranks ", list(ranks())));
+  throw InvalidArgument("rank ", rank, " is not in the mesh of ranks ", list(ranks()));
 }
 
 std::vector<int> Mesh::coordinate(int rank) const {
@@ -209,14 +207,14 @@ std::vector<int> Mesh::coordinate(int rank) const {
 
 int Mesh::rank_at(std::span<const int> coordinate) const {
   if (static_cast<int>(coordinate.size()) != dims())
-    throw InvalidArgument(concat("a coordinate of ", coordinate.size(), " numbers for a mesh with ",
-                                 dims(), " axes"));
+    throw InvalidArgument("a coordinate of ", coordinate.size(), " numbers for a mesh with ",
+                          dims(), " axes");
   if (ranks().empty()) throw InvalidArgument("an empty mesh has no coordinates");
   std::size_t at = 0;
   for (int i = 0; i < dims(); ++i) {
     if (coordinate[i] < 0 || coordinate[i] >= axes_[i].size)
-      throw InvalidArgument(concat("coordinate ", coordinate[i], " on axis '", axes_[i].name,
-                                   "' of size ", axes_[i].size));
+      throw InvalidArgument("coordinate ", coordinate[i], " on axis '", axes_[i].name, "' of size ",
+                            axes_[i].size);
     at += static_cast<std::size_t>(coordinate[i]) * strides_[i];
   }
   return ranks()[at];
@@ -224,7 +222,7 @@ int Mesh::rank_at(std::span<const int> coordinate) const {
 
 std::vector<int> Mesh::sorted_axes(std::span<const int> axes) const {
   std::vector<int> sorted(axes.begin(), axes.end());
-  std::sort(sorted.begin(), sorted.end());
+  std::ranges::sort(sorted);
   sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
   for (int axis : sorted) size(axis);
   return sorted;
@@ -314,7 +312,7 @@ GroupTable Mesh::groups(const std::string& axis) const {
 std::vector<int> Mesh::complement(std::span<const int> axes, std::span<const int> scope) const {
   const auto inside = sorted_axes(axes), around = sorted_axes(scope);
   for (int axis : inside) {
-    if (std::binary_search(around.begin(), around.end(), axis)) continue;
+    if (std::ranges::binary_search(around, axis)) continue;
     std::vector<std::string> scope_names;
     for (int a : around) scope_names.push_back(axes_[a].name);
     std::vector<int> outside;
@@ -322,8 +320,7 @@ std::vector<int> Mesh::complement(std::span<const int> axes, std::span<const int
     if (!ranks().empty()) {
       const auto scope_group = group(around, first);
       for (int rank : group(inside, first))
-        if (std::find(scope_group.begin(), scope_group.end(), rank) == scope_group.end())
-          outside.push_back(rank);
+        if (std::ranges::find(scope_group, rank) == scope_group.end()) outside.push_back(rank);
     }
     throw OrthogonalityError(
         concat("axis '", axes_[axis].name, "' is not in the scope ", list(scope_names),
@@ -346,7 +343,7 @@ std::vector<int> Mesh::complement(std::span<const int> axes) const {
 Mesh Mesh::slice(const std::string& axis, int at) const {
   const int i = index(axis);
   if (at < 0 || at >= axes_[i].size)
-    throw InvalidArgument(concat("slice ", at, " of axis '", axis, "' of size ", axes_[i].size));
+    throw InvalidArgument("slice ", at, " of axis '", axis, "' of size ", axes_[i].size);
   auto mesh = slice(axis, at, at + 1);
   auto axes = axes_;
   axes.erase(axes.begin() + i);
@@ -356,8 +353,8 @@ Mesh Mesh::slice(const std::string& axis, int at) const {
 Mesh Mesh::slice(const std::string& axis, int begin, int end) const {
   const int i = index(axis);
   if (begin < 0 || end > axes_[i].size || begin >= end)
-    throw InvalidArgument(concat("slice [", begin, ", ", end, ") of axis '", axis, "' of size ",
-                                 axes_[i].size, "; take 0 <= begin < end <= size"));
+    throw InvalidArgument("slice [", begin, ", ", end, ") of axis '", axis, "' of size ",
+                          axes_[i].size, "; take 0 <= begin < end <= size");
   auto axes = axes_;
   axes[i].size = end - begin;
   const int block = axes_[i].size * strides_[i];
@@ -379,8 +376,8 @@ Mesh Mesh::submesh(const std::vector<std::string>& axes, int rank) const {
 Mesh Mesh::flatten(const std::vector<std::string>& axes, const std::string& name) const {
   const auto merged = sorted_axes(indices(axes));
   if (merged.empty())
-    throw InvalidArgument(concat("flatten into '", name, "' names no axes; name at least one"));
-  const auto is_merged = [&](int i) { return std::binary_search(merged.begin(), merged.end(), i); };
+    throw InvalidArgument("flatten into '", name, "' names no axes; name at least one");
+  const auto is_merged = [&](int i) { return std::ranges::binary_search(merged, i); };
   std::vector<std::string> order;
   std::vector<Axis> result;
   for (int i = 0; i < dims(); ++i) {
@@ -400,8 +397,8 @@ Mesh Mesh::unflatten(const std::string& axis, const std::vector<Axis>& given) co
   const std::vector<Axis> into = closed_axes(given, axes_[i].size);
   const std::int64_t n = product(into);
   if (n != axes_[i].size || into.empty())
-    throw InvalidArgument(concat("axis '", axis, "' of size ", axes_[i].size,
-                                 " cannot be split into axes with product ", n));
+    throw InvalidArgument("axis '", axis, "' of size ", axes_[i].size,
+                          " cannot be split into axes with product ", n);
   auto axes = axes_;
   axes.erase(axes.begin() + i);
   axes.insert(axes.begin() + i, into.begin(), into.end());
@@ -412,9 +409,9 @@ Mesh Mesh::permute(const std::vector<std::string>& order) const {
   const auto picked = indices(order);
   if (static_cast<int>(order.size()) != dims() ||
       static_cast<int>(sorted_axes(picked).size()) != dims())
-    throw InvalidArgument(
-        concat("the order ", list(order), " must name each of the axes ", list(names()), " once"));
-  if (std::is_sorted(picked.begin(), picked.end())) return *this;
+    throw InvalidArgument("the order ", list(order), " must name each of the axes ", list(names()),
+                          " once");
+  if (std::ranges::is_sorted(picked)) return *this;
   std::vector<Axis> axes;
   for (int i : picked) axes.push_back(axes_[i]);
   std::vector<int> moved(ranks().size());

@@ -14,11 +14,10 @@ std::vector<std::string> split_order(const std::string& order) {
   std::set<std::string> seen;
   for (const std::string& name : names) {
     if (name.empty())
-      throw GroupConfigError(
-          concat("the order '", order,
-                 "' has an empty name; write axis names with single dashes between"));
+      throw GroupConfigError("the order '", order,
+                             "' has an empty name; write axis names with single dashes between");
     if (!seen.insert(name).second)
-      throw RepeatedName(concat("axis '", name, "' is duplicated in the order '", order, "'"));
+      throw RepeatedName("axis '", name, "' is duplicated in the order '", order, "'");
   }
   return names;
 }
@@ -27,9 +26,9 @@ std::vector<Axis> axes_from_order(const std::string& order,
                                   const std::map<std::string, int>& sizes) {
   const auto names = split_order(order);
   for (const auto& [name, size] : sizes)
-    if (std::find(names.begin(), names.end(), name) == names.end())
-      throw UnknownName(concat("axis '", name, "' has size ", size, " but is not in the order '",
-                               order, "'; add it there"));
+    if (std::ranges::find(names, name) == names.end())
+      throw UnknownName("axis '", name, "' has size ", size, " but is not in the order '", order,
+                        "'; add it there");
   std::vector<Axis> axes;
   for (auto name = names.rbegin(); name != names.rend(); ++name) {
     const auto size = sizes.find(*name);
@@ -53,10 +52,9 @@ std::string order_of(const Mesh& mesh) {
   std::string order;
   for (auto axis = mesh.axes().rbegin(); axis != mesh.axes().rend(); ++axis) {
     if (axis->name.empty() || axis->name.find('-') != std::string::npos)
-      throw GroupConfigError(
-          concat("axis '", axis->name,
-                 "' cannot be used in a named order: a name must not be empty or "
-                 "hold a dash; rename the axis"));
+      throw GroupConfigError("axis '", axis->name,
+                             "' cannot be used in a named order: a name must not be empty or "
+                             "hold a dash; rename the axis");
     if (!order.empty()) order += '-';
     order += axis->name;
   }
@@ -65,9 +63,9 @@ std::string order_of(const Mesh& mesh) {
 
 Mesh parallel_mesh(int world_size, int model_parallelism, int pipeline_parallelism) {
   if (world_size < 1 || model_parallelism < 1 || pipeline_parallelism < 1)
-    throw GroupConfigError(concat("world ", world_size, ", model parallelism ", model_parallelism,
-                                  " and pipeline parallelism ", pipeline_parallelism,
-                                  " must each be at least 1"));
+    throw GroupConfigError("world ", world_size, ", model parallelism ", model_parallelism,
+                           " and pipeline parallelism ", pipeline_parallelism,
+                           " must each be at least 1");
   const long long product = static_cast<long long>(model_parallelism) * pipeline_parallelism;
   if (world_size % product != 0)
     throw WorldSizeMismatch(

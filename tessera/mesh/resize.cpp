@@ -9,8 +9,8 @@
 namespace tessera {
 
 int MeshResize::count(RankMove::Kind kind) const {
-  return static_cast<int>(std::count_if(moves.begin(), moves.end(),
-                                        [&](const RankMove& move) { return move.kind == kind; }));
+  return static_cast<int>(
+      std::ranges::count_if(moves, [&](const RankMove& move) { return move.kind == kind; }));
 }
 
 namespace {
@@ -27,9 +27,9 @@ std::vector<int> survivors(const Mesh& old_mesh, const std::vector<int>& old_ran
       continue;
     }
     if (survivor[*at] >= 0)
-      throw InvalidArgument(concat("new ranks ", survivor[*at], " and ", r,
-                                   " both say that they were old rank ", old_rank_of[r],
-                                   "; a process has one rank"));
+      throw InvalidArgument("new ranks ", survivor[*at], " and ", r,
+                            " both say that they were old rank ", old_rank_of[r],
+                            "; a process has one rank");
     survivor[*at] = r;
   }
   return survivor;
@@ -41,7 +41,7 @@ std::vector<int> slice_targets(const std::vector<int>& alive, int new_size) {
   const int old_size = static_cast<int>(alive.size());
   std::vector<int> kept(old_size);
   std::iota(kept.begin(), kept.end(), 0);
-  std::stable_sort(kept.begin(), kept.end(), [&](int a, int b) { return alive[a] > alive[b]; });
+  std::ranges::stable_sort(kept, [&](int a, int b) { return alive[a] > alive[b]; });
   if (old_size > new_size) kept.resize(new_size);
   std::vector<int> target(old_size, -1);  // of a slice: its index in the new mesh
   std::vector<bool> taken(new_size, false);
@@ -50,11 +50,10 @@ std::vector<int> slice_targets(const std::vector<int>& alive, int new_size) {
       target[s] = s;
       taken[s] = true;
     }
-  std::sort(kept.begin(), kept.end());
+  std::ranges::sort(kept);
   for (int s : kept)
     if (s >= new_size) {
-      const auto free =
-          static_cast<int>(std::find(taken.begin(), taken.end(), false) - taken.begin());
+      const auto free = static_cast<int>(std::ranges::find(taken, false) - taken.begin());
       target[s] = free;
       taken[free] = true;
     }
@@ -77,7 +76,7 @@ std::vector<RankMove> moves(const Mesh& old_mesh, const Mesh& mesh,
   std::vector<int> gone;
   for (int p = 0; p < old_mesh.size(); ++p)
     if (survivor[p] < 0) gone.push_back(old_mesh.ranks()[p]);
-  std::sort(gone.begin(), gone.end());
+  std::ranges::sort(gone);
   for (int rank : gone)
     result.push_back({RankMove::Kind::left, rank, -1, old_mesh.coordinate(rank), {}});
   return result;

@@ -195,8 +195,8 @@ void compare_gradients(CheckReport& report, const Tensors& plain, const Tensors&
 
 bool CheckReport::safe() const {
   const auto equal = [](const CheckedValue& v) { return v.equal(); };
-  return refused.empty() && std::all_of(values.begin(), values.end(), equal) &&
-         std::all_of(gradients.begin(), gradients.end(), equal);
+  return refused.empty() && std::ranges::all_of(values, equal) &&
+         std::ranges::all_of(gradients, equal);
 }
 
 std::string CheckReport::to_string(std::size_t most) const {
@@ -211,9 +211,9 @@ std::string CheckReport::to_string(std::size_t most) const {
   };
   Checked differ;
   for (const auto* list_of : {&values, &gradients})
-    std::copy_if(list_of->begin(), list_of->end(), std::back_inserter(differ),
-                 [](const CheckedValue& v) { return !v.equal(); });
-  std::stable_sort(differ.begin(), differ.end(), [](const CheckedValue& a, const CheckedValue& b) {
+    std::ranges::copy_if(*list_of, std::back_inserter(differ),
+                         [](const CheckedValue& v) { return !v.equal(); });
+  std::ranges::stable_sort(differ, [](const CheckedValue& a, const CheckedValue& b) {
     return a.difference > b.difference;
   });
   std::vector<std::string> lines;
@@ -273,11 +273,10 @@ void require_same(const torch::nn::Module& module, const Tensors& inputs, const 
     std::size_t at = 0;
     const std::size_t both = std::min(hashes[r].size(), hashes[0].size());
     while (at < both && hashes[r][at] == hashes[0][at]) ++at;
-    throw MismatchError(concat("check_module: ", at < all.size() ? all[at].first : "the module",
-                               " differs between ranks ", ranks.ranks()[0], " and ",
-                               ranks.ranks()[r],
-                               ": give all ranks the same module and inputs, drawn with one seed "
-                               "(torch::manual_seed), or loaded from one file"));
+    throw MismatchError("check_module: ", at < all.size() ? all[at].first : "the module",
+                        " differs between ranks ", ranks.ranks()[0], " and ", ranks.ranks()[r],
+                        ": give all ranks the same module and inputs, drawn with one seed "
+                        "(torch::manual_seed), or loaded from one file");
   }
 }
 
@@ -356,8 +355,8 @@ void judge_in_float64(CheckReport& report, const torch::nn::Module& module, cons
   const CheckReport reference = checked_once(*wide_module, call, wide, mesh, rule, options);
   const auto judge = [](Checked& values, const Checked& judges) {
     for (CheckedValue& v : values) {
-      const auto found = std::find_if(judges.begin(), judges.end(),
-                                      [&](const CheckedValue& j) { return j.name == v.name; });
+      const auto found =
+          std::ranges::find_if(judges, [&](const CheckedValue& j) { return j.name == v.name; });
       // Buffers that are equal are not listed.
       const bool known = found != judges.end();
       if (!rounds(v) || (known ? !found->equal() : !v.name.starts_with("buffer "))) continue;
@@ -377,17 +376,16 @@ CheckReport check_module(const torch::nn::Module& module, const ModuleCall& call
                          const CheckOptions& options) {
   if (!call) throw InvalidArgument("check_module: there is no call to run the module by");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined())
-      throw InvalidArgument(concat("check_module: input ", i, " is undefined"));
+    if (!inputs[i].defined()) throw InvalidArgument("check_module: input ", i, " is undefined");
   }
   if (options.placements.size() > 1 && options.placements.size() != inputs.size())
-    throw InvalidArgument(concat("check_module: ", options.placements.size(),
-                                 " entries of placements for ", inputs.size(), " inputs"));
+    throw InvalidArgument("check_module: ", options.placements.size(),
+                          " entries of placements for ", inputs.size(), " inputs");
   require_same(module, inputs, mesh.all());
   CheckReport report = checked_once(module, call, inputs, mesh, rule, options);
   // The differences are the same on all ranks.
-  if (!options.tolerance && (std::any_of(report.values.begin(), report.values.end(), rounds) ||
-                             std::any_of(report.gradients.begin(), report.gradients.end(), rounds)))
+  if (!options.tolerance &&
+      (std::ranges::any_of(report.values, rounds) || std::ranges::any_of(report.gradients, rounds)))
     judge_in_float64(report, module, call, inputs, mesh, rule, options);
   return report;
 }

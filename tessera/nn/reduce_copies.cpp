@@ -23,8 +23,7 @@ void reduce_copies(const std::vector<std::pair<std::string, at::Tensor>>& parame
   std::vector<std::pair<DeviceMesh, std::vector<detail::UnitParameter>>> by_mesh;
   for (const auto& [name, parameter] : parameters) {
     const DeviceMesh mesh = spec(parameter).mesh();
-    auto at = std::find_if(by_mesh.begin(), by_mesh.end(),
-                           [&](const auto& of) { return of.first == mesh; });
+    auto at = std::ranges::find_if(by_mesh, [&](const auto& of) { return of.first == mesh; });
     if (at == by_mesh.end()) at = by_mesh.insert(at, {mesh, {}});
     at->second.push_back({name, parameter});
   }

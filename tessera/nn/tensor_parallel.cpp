@@ -43,13 +43,13 @@ struct Planner {
   ParameterPlacement along(const std::string& name, const at::Tensor& t, int dim,
                            std::int64_t units) const {
     if (dim < 0 || dim >= t.dim())
-      throw InvalidArgument(concat("tensor_parallel: ", name, " of shape ", t.sizes(),
-                                   " has no dim ", dim, " to shard"));
+      throw InvalidArgument("tensor_parallel: ", name, " of shape ", t.sizes(), " has no dim ", dim,
+                            " to shard");
     const std::int64_t extent = t.size(dim), blocks = units > 0 ? units : extent;
     if (units < 0 || (blocks > 0 && extent % blocks != 0))
-      throw InvalidArgument(concat("tensor_parallel: the ", extent, " features of ", name, " (dim ",
-                                   dim, " of ", t.sizes(), ") do not divide into ", units,
-                                   " units of one size"));
+      throw InvalidArgument("tensor_parallel: the ", extent, " features of ", name, " (dim ", dim,
+                            " of ", t.sizes(), ") do not divide into ", units,
+                            " units of one size");
     Sizes sizes = Partition::even(blocks, ranks).sizes();
     for (std::int64_t& n : sizes) n *= blocks > 0 ? extent / blocks : 0;
     ParameterPlacement where = whole();
@@ -64,15 +64,15 @@ struct Planner {
     if (s.kind == Kind::replicated) return whole();
     if (s.kind == Kind::sharded)
       throw InvalidArgument(
-          concat("tensor_parallel: sharded() names a parameter itself, and the "
-                 "pattern matches the layer of ",
-                 name));
+          "tensor_parallel: sharded() names a parameter itself, and the "
+          "pattern matches the layer of ",
+          name);
     const bool weight = own == "weight" && t.dim() == 2, bias = own == "bias" && t.dim() == 1;
     if (!weight && !bias)
-      throw InvalidArgument(concat("tensor_parallel: ", described(s), " of a layer with ", name,
-                                   " of shape ", t.sizes(),
-                                   ": it knows layers of a weight [out, in] and a bias [out]; "
-                                   "name the parameter itself and say sharded(dim)"));
+      throw InvalidArgument("tensor_parallel: ", described(s), " of a layer with ", name,
+                            " of shape ", t.sizes(),
+                            ": it knows layers of a weight [out, in] and a bias [out]; "
+                            "name the parameter itself and say sharded(dim)");
     if (bias && s.kind == Kind::row) return whole();
     ParameterPlacement where = along(name, t, s.kind == Kind::row ? 1 : 0, s.units);
     // Without a dim of the data the weight is marked all the same: nothing gathers it on the axis.
@@ -93,7 +93,7 @@ std::int64_t elements_on(const TensorParallelPlan::Parameter& p, int axis, int r
     if (!where.is_shard()) continue;
     const Sizes& sizes = p.placement.sizes.at(where.dim);
     n = n / p.shape[where.dim] *
-        (static_cast<int>(a) == axis ? sizes[rank] : *std::max_element(sizes.begin(), sizes.end()));
+        (static_cast<int>(a) == axis ? sizes[rank] : *std::ranges::max_element(sizes));
   }
   return n;
 }
@@ -140,10 +140,10 @@ void lie_in_one_way(TensorParallelPlan::Parameter& p, TensorParallelPlan::Parame
   };
   if (p.placement.placements != again.placement.placements ||
       p.placement.sizes != again.placement.sizes)
-    throw InvalidArgument(concat("tensor_parallel: ", again.name, " and ", p.name,
-                                 " are one tensor, and lie in two ways: ", way_of(again), " and ",
-                                 way_of(p), ". Give both layers one sharding"));
-  std::fill(again.elements.begin(), again.elements.end(), 0);
+    throw InvalidArgument("tensor_parallel: ", again.name, " and ", p.name,
+                          " are one tensor, and lie in two ways: ", way_of(again), " and ",
+                          way_of(p), ". Give both layers one sharding");
+  std::ranges::fill(again.elements, 0);
   if (!again.placement.sequence) again.placement.sequence = p.placement.sequence;
   p.placement.sequence = again.placement.sequence;
 }
@@ -162,13 +162,13 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
     : axes_(mesh.mesh().names()), sequence_dim_(options.sequence_dim) {
   const Mesh& layout = mesh.mesh();
   if (sequence_dim_ && *sequence_dim_ < 0)
-    throw InvalidArgument(concat("tensor_parallel: sequence_dim is ", *sequence_dim_,
-                                 "; count from the first dim of the data"));
+    throw InvalidArgument("tensor_parallel: sequence_dim is ", *sequence_dim_,
+                          "; count from the first dim of the data");
   const int axis = axis_ = layout.index(options.axis);
   const int further = options.sharded_axis.empty() ? -1 : layout.index(options.sharded_axis);
   if (further == axis)
-    throw InvalidArgument(concat("tensor_parallel: ", options.axis,
-                                 " is the axis of the plan and its sharded_axis: give two axes"));
+    throw InvalidArgument("tensor_parallel: ", options.axis,
+                          " is the axis of the plan and its sharded_axis: give two axes");
   const Planner planner{axis, layout.dims(), layout.size(axis), sequence_dim_};
   Patterns patterns(layers);
   // One tensor may be a parameter of two layers.
@@ -202,9 +202,9 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
   visit("", module);
   if (!patterns.unused.empty())
     throw InvalidArgument(
-        concat("tensor_parallel: no layer with parameters, and no parameter, has "
-               "a name like ",
-               list(patterns.unused), "; there are ", list(seen), " and their parameters"));
+        "tensor_parallel: no layer with parameters, and no parameter, has "
+        "a name like ",
+        list(patterns.unused), "; there are ", list(seen), " and their parameters");
 }
 
 ModuleRule TensorParallelPlan::rule() const {

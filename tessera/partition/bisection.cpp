@@ -24,24 +24,24 @@ std::int64_t PartitionQuality::ghost_rows() const {
 
 double PartitionQuality::imbalance() const {
   if (nodes == 0) return 1;
-  return static_cast<double>(*std::max_element(sizes.begin(), sizes.end())) *
-         static_cast<double>(sizes.size()) / static_cast<double>(nodes);
+  return static_cast<double>(*std::ranges::max_element(sizes)) * static_cast<double>(sizes.size()) /
+         static_cast<double>(nodes);
 }
 
 std::string PartitionQuality::summary() const {
-  const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
+  const auto [least, most] = std::ranges::minmax_element(sizes);
   const double share = edges == 0 ? 0 : 100 * static_cast<double>(cut) / static_cast<double>(edges);
   return concat(sizes.size(), " parts of ", nodes, " nodes: ", *least, " to ", *most,
                 ", imbalance ", fixed(imbalance(), 2), "; ", cut, " of ", edges, " edges cut (",
                 fixed(share, 1), "%), ", ghost_rows(), " ghosts, at most ",
-                *std::max_element(ghosts.begin(), ghosts.end()), " in a part, at most ",
-                *std::max_element(peers.begin(), peers.end()), " peers\n");
+                *std::ranges::max_element(ghosts), " in a part, at most ",
+                *std::ranges::max_element(peers), " peers\n");
 }
 
 PartitionQuality quality_of(std::span<const int> owner, int parts,
                             std::span<const std::int64_t> source,
                             std::span<const std::int64_t> target) {
-  if (parts < 1) throw InvalidArgument(concat(parts, " parts; give at least 1"));
+  if (parts < 1) throw InvalidArgument(parts, " parts; give at least 1");
   detail::check_edges(static_cast<std::int64_t>(owner.size()), source, target);
   const auto n = static_cast<std::size_t>(parts);
   PartitionQuality quality{static_cast<std::int64_t>(owner.size()),
@@ -52,7 +52,7 @@ PartitionQuality quality_of(std::span<const int> owner, int parts,
                            std::vector<std::int64_t>(n, 0)};
   for (std::size_t i = 0; i < owner.size(); ++i) {
     if (owner[i] < 0 || owner[i] >= parts)
-      throw InvalidArgument(concat("node ", i, " has the owner ", owner[i], " of ", parts));
+      throw InvalidArgument("node ", i, " has the owner ", owner[i], " of ", parts);
     ++quality.sizes[static_cast<std::size_t>(owner[i])];
   }
   // The sources that each part needs of others, part by part.
@@ -65,7 +65,7 @@ PartitionQuality quality_of(std::span<const int> owner, int parts,
     needed[static_cast<std::size_t>(to)].push_back(source[e]);
   }
   for (std::size_t r = 0; r < n; ++r) {
-    std::sort(needed[r].begin(), needed[r].end());
+    std::ranges::sort(needed[r]);
     needed[r].erase(std::unique(needed[r].begin(), needed[r].end()), needed[r].end());
     quality.ghosts[r] = static_cast<std::int64_t>(needed[r].size());
     std::set<int> from;

@@ -54,8 +54,8 @@ std::string GhostRows::summary() const {
 std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> owned,
                                    std::span<const std::vector<std::int64_t>> needed) {
   if (owned.size() != needed.size())
-    throw InvalidArgument(concat("the owned ids of ", owned.size(),
-                                 " ranks, and the needed ones of ", needed.size()));
+    throw InvalidArgument("the owned ids of ", owned.size(), " ranks, and the needed ones of ",
+                          needed.size());
   const int ranks = static_cast<int>(owned.size());
   std::vector<int> names(owned.size());
   std::iota(names.begin(), names.end(), 0);
@@ -65,7 +65,7 @@ std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> ow
     try {
       all.emplace_back(r, names, owned[r], needed[r]);
     } catch (const InvalidArgument& e) {
-      throw InvalidArgument(concat("rank ", r, ": ", e.what()));
+      throw InvalidArgument("rank ", r, ": ", e.what());
     }
   }
   // One round: what each rank sends, as it arrives.
@@ -111,9 +111,9 @@ std::vector<std::int64_t> local_rows(std::span<const std::int64_t> owned,
   for (const std::int64_t id : ids) {
     rows.push_back(row_of.find(id));
     if (rows.back() < 0)
-      throw InvalidArgument(concat("id ", id, " (place ", rows.size() - 1,
-                                   ") is neither owned by this rank nor one of its ", ghosts.size(),
-                                   " ghosts"));
+      throw InvalidArgument("id ", id, " (place ", rows.size() - 1,
+                            ") is neither owned by this rank nor one of its ", ghosts.size(),
+                            " ghosts");
   }
   return rows;
 }

@@ -74,8 +74,8 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
                            int panels) {
   const int dims = static_cast<int>(input.shape().size());
   if (rows < 0 || rows >= dims || columns < -1 || columns >= dims || rows == columns)
-    throw InvalidArgument(
-        concat("dims ", rows, " and ", columns, " of a field of ", dims, " dims cannot be drawn"));
+    throw InvalidArgument("dims ", rows, " and ", columns, " of a field of ", dims,
+                          " dims cannot be drawn");
   const auto along = [&](const Box& box, int d) { return d < 0 ? Interval{0, 1} : box[d]; };
   const int shown = std::min(input.positions(), panels), wide = std::min(shown, 4),
             high = (shown + wide - 1) / std::max(wide, 1);
@@ -138,7 +138,7 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
     if (!input.dims()[d].axes.empty()) chosen.push_back(d);
   }
   for (int d = dims; d-- > 0 && chosen.size() < 2;) {
-    if (std::find(chosen.begin(), chosen.end(), d) == chosen.end()) chosen.push_back(d);
+    if (std::ranges::find(chosen, d) == chosen.end()) chosen.push_back(d);
   }
   if (chosen.size() < 2) chosen.push_back(-1);
   if (chosen[1] >= 0 && chosen[0] > chosen[1]) std::swap(chosen[0], chosen[1]);

@@ -49,10 +49,10 @@ MetisGraph metis_graph(std::int64_t nodes, std::span<const std::int64_t> source,
   for (std::size_t e = 0; e < source.size(); ++e)
     if (source[e] != target[e])
       edges.emplace_back(static_cast<idx_t>(source[e]), static_cast<idx_t>(target[e]));
-  std::sort(edges.begin(), edges.end());
+  std::ranges::sort(edges);
   edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
   for (std::size_t e = edges.size(); e-- > 0;) edges.emplace_back(edges[e].second, edges[e].first);
-  std::sort(edges.begin(), edges.end());
+  std::ranges::sort(edges);
   MetisGraph graph{std::vector<idx_t>(static_cast<std::size_t>(nodes) + 1, 0), {}, {}};
   for (std::size_t e = 0; e < edges.size(); ++e) {
     if (e > 0 && edges[e] == edges[e - 1]) {
@@ -73,14 +73,13 @@ std::vector<int> partition_by_metis(std::int64_t nodes, std::span<const std::int
                                     std::span<const std::int64_t> target, int parts,
                                     std::span<const double> weights) {
   if (nodes < 0 || parts < 1)
-    throw InvalidArgument(concat(nodes, " nodes in ", parts, " parts; give at least one part"));
+    throw InvalidArgument(nodes, " nodes in ", parts, " parts; give at least one part");
   detail::check_edges(nodes, source, target);
   const double all = detail::checked_weights(weights, static_cast<std::size_t>(nodes));
   constexpr std::int64_t kMost = std::numeric_limits<idx_t>::max();
   if (nodes >= kMost || static_cast<std::int64_t>(source.size()) > kMost / 2)
-    throw InvalidArgument(concat("a graph of ", nodes, " nodes and ", source.size(),
-                                 " edges: the integers of this METIS have ", sizeof(idx_t) * 8,
-                                 " bits"));
+    throw InvalidArgument("a graph of ", nodes, " nodes and ", source.size(),
+                          " edges: the integers of this METIS have ", sizeof(idx_t) * 8, " bits");
   std::vector<idx_t> owner(static_cast<std::size_t>(nodes), 0);
   if (parts >= nodes) {  // METIS takes neither one part nor more than there are nodes
     std::iota(owner.begin(), owner.end(), 0);
@@ -102,8 +101,8 @@ std::vector<int> partition_by_metis(std::int64_t nodes, std::span<const std::int
         costs.empty() ? nullptr : costs.data(), nullptr, graph.directions.data(), &wanted, nullptr,
         nullptr, options, &cut, owner.data());
     if (status != METIS_OK)
-      throw Error(concat("METIS could not divide ", nodes, " nodes into ", parts, " parts (status ",
-                         status, status == METIS_ERROR_MEMORY ? ": out of memory)" : ")"));
+      throw Error("METIS could not divide ", nodes, " nodes into ", parts, " parts (status ",
+                  status, status == METIS_ERROR_MEMORY ? ": out of memory)" : ")");
   }
   return {owner.begin(), owner.end()};
 }

@@ -13,10 +13,9 @@ namespace {
 
 void check(std::int64_t extent, std::int64_t parts) {
   if (extent < 0)
-    throw InvalidArgument(
-        concat("a partition of ", extent, " indices; give an extent of at least 0"));
+    throw InvalidArgument("a partition of ", extent, " indices; give an extent of at least 0");
   if (parts < 1 || parts > std::numeric_limits<int>::max())
-    throw InvalidArgument(concat("a partition into ", parts, " shards; give at least 1"));
+    throw InvalidArgument("a partition into ", parts, " shards; give at least 1");
 }
 
 }  // namespace
@@ -26,10 +25,10 @@ Partition::Partition(std::span<const std::int64_t> sizes) {
   offsets_.push_back(0);
   for (std::int64_t size : sizes) {
     if (size < 0)
-      throw InvalidArgument(
-          concat("a shard of ", size, " indices in ", list(sizes), "; sizes are at least 0"));
+      throw InvalidArgument("a shard of ", size, " indices in ", list(sizes),
+                            "; sizes are at least 0");
     if (size > std::numeric_limits<std::int64_t>::max() - offsets_.back())
-      throw InvalidArgument(concat("the sizes ", list(sizes), " add up to more than 2^63 - 1"));
+      throw InvalidArgument("the sizes ", list(sizes), " add up to more than 2^63 - 1");
     offsets_.push_back(offsets_.back() + size);
   }
 }
@@ -57,13 +56,13 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
   double total = 0;
   for (double w : weights) {
     if (!(w >= 0) || !std::isfinite(w))
-      throw InvalidArgument(
-          concat("weight ", w, " in ", list(weights), "; weights are finite and at least 0"));
+      throw InvalidArgument("weight ", w, " in ", list(weights),
+                            "; weights are finite and at least 0");
     total += w;
   }
   if (!(total > 0) || !std::isfinite(total))
-    throw InvalidArgument(
-        concat("the weights ", list(weights), " add up to ", total, "; give a finite sum above 0"));
+    throw InvalidArgument("the weights ", list(weights), " add up to ", total,
+                          "; give a finite sum above 0");
   std::vector<std::int64_t> sizes(weights.size());
   std::vector<double> remainder(weights.size());
   std::int64_t given = 0;
@@ -76,14 +75,13 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
   }
   std::vector<std::size_t> order(weights.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
+  std::ranges::stable_sort(
+      order, [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
   // The rest is below the number of positive shards, except for extents above 2^53: then the
   // largest shard takes what is left.
   for (std::size_t i = 0; i < order.size() && given < extent; ++i)
     if (weights[order[i]] > 0) ++sizes[order[i]], ++given;
-  if (given < extent)
-    sizes[std::max_element(weights.begin(), weights.end()) - weights.begin()] += extent - given;
+  if (given < extent) sizes[std::ranges::max_element(weights) - weights.begin()] += extent - given;
   return Partition(sizes);
 }
 
@@ -95,10 +93,8 @@ std::vector<std::int64_t> Partition::sizes() const {
 
 int Partition::owner(std::int64_t i) const {
   if (i < 0 || i >= extent())
-    throw InvalidArgument(concat("index ", i, " of a partition with extent ", extent()));
-  return static_cast<int>(std::upper_bound(offsets_.begin(), offsets_.end(), i) -
-                          offsets_.begin()) -
-         1;
+    throw InvalidArgument("index ", i, " of a partition with extent ", extent());
+  return static_cast<int>(std::ranges::upper_bound(offsets_, i) - offsets_.begin()) - 1;
 }
 
 Interval Partition::overlapping(Interval range) const {

@@ -16,17 +16,15 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh,
       ranks_(std::move(ranks)) {
   for (std::size_t axis = mesh_.size(); axis-- > 0;) {
     if (mesh_[axis] < 1)
-      throw InvalidArgument(
-          concat("mesh axis ", axis, " has size ", mesh_[axis], "; give at least 1"));
+      throw InvalidArgument("mesh axis ", axis, " has size ", mesh_[axis], "; give at least 1");
     stride_[axis] = positions_;
     positions_ *= mesh_[axis];
   }
   if (dims_.size() != shape_.size())
-    throw InvalidArgument(
-        concat(dims_.size(), " dim shardings for an array with ", shape_.size(), " dims"));
+    throw InvalidArgument(dims_.size(), " dim shardings for an array with ", shape_.size(),
+                          " dims");
   if (!ranks_.empty() && static_cast<int>(ranks_.size()) != positions_)
-    throw InvalidArgument(
-        concat(ranks_.size(), " ranks for a mesh with ", positions_, " positions"));
+    throw InvalidArgument(ranks_.size(), " ranks for a mesh with ", positions_, " positions");
   std::vector<int> dim_of(mesh_.size(), -1);
   for (std::size_t d = 0; d < dims_.size(); ++d) {
     if (dims_[d].axes.empty()) {
@@ -36,22 +34,22 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh,
     int parts = 1;
     for (int axis : dims_[d].axes) {
       if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
-        throw InvalidArgument(concat("dim ", d, " is sharded over axis ", axis, " of a mesh with ",
-                                     mesh_.size(), " axes"));
+        throw InvalidArgument("dim ", d, " is sharded over axis ", axis, " of a mesh with ",
+                              mesh_.size(), " axes");
       if (dim_of[axis] >= 0)
-        throw InvalidArgument(concat("mesh axis ", axis, " shards dim ", dim_of[axis], " and dim ",
-                                     d, "; an axis shards one dim, once"));
+        throw InvalidArgument("mesh axis ", axis, " shards dim ", dim_of[axis], " and dim ", d,
+                              "; an axis shards one dim, once");
       dim_of[axis] = static_cast<int>(d);
       parts *= mesh_[axis];
     }
     if (dims_[d].partition.parts() != parts)
-      throw InvalidArgument(concat("dim ", d, " is sharded over ", parts, " ranks, but ",
-                                   dims_[d].partition.parts(),
-                                   " sizes were given: ", list(dims_[d].partition.sizes())));
+      throw InvalidArgument("dim ", d, " is sharded over ", parts, " ranks, but ",
+                            dims_[d].partition.parts(),
+                            " sizes were given: ", list(dims_[d].partition.sizes()));
     if (dims_[d].partition.extent() != shape_[d])
-      throw InvalidArgument(concat("the sizes of dim ", d, ", ", list(dims_[d].partition.sizes()),
-                                   ", add up to ", dims_[d].partition.extent(),
-                                   ", not to its extent ", shape_[d]));
+      throw InvalidArgument("the sizes of dim ", d, ", ", list(dims_[d].partition.sizes()),
+                            ", add up to ", dims_[d].partition.extent(), ", not to its extent ",
+                            shape_[d]);
   }
   for (std::size_t axis = 0; axis < mesh_.size(); ++axis)
     if (dim_of[axis] < 0) free_axes_.push_back(static_cast<int>(axis));
@@ -59,7 +57,7 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh,
 
 int Sharding::position(int rank) const {
   if (ranks_.empty()) return rank >= 0 && rank < positions_ ? rank : -1;
-  const auto at = std::find(ranks_.begin(), ranks_.end(), rank);
+  const auto at = std::ranges::find(ranks_, rank);
   return at == ranks_.end() ? -1 : static_cast<int>(at - ranks_.begin());
 }
 

@@ -43,8 +43,8 @@ std::int64_t TransferPlan::received() const {
 
 TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
   if (from.shape() != to.shape())
-    throw InvalidArgument(concat("a transfer between arrays of different shapes, ",
-                                 list(from.shape()), " and ", list(to.shape())));
+    throw InvalidArgument("a transfer between arrays of different shapes, ", list(from.shape()),
+                          " and ", list(to.shape()));
   TransferPlan plan;
   const int source = from.position(rank), target = to.position(rank);
 
@@ -74,11 +74,11 @@ TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
       if (receiver == rank || held_by(from.position(receiver), box)) return;
       if (source_for(from, to, source, position) == source) plan.sends.push_back({receiver, box});
     });
-    std::stable_sort(plan.sends.begin(), plan.sends.end(),
-                     [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+    std::ranges::stable_sort(plan.sends,
+                             [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   }
-  std::stable_sort(plan.receives.begin(), plan.receives.end(),
-                   [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+  std::ranges::stable_sort(plan.receives,
+                           [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   return plan;
 }
 

@@ -19,9 +19,8 @@ std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential&
   int begin = 0;
   for (const int end : ends) {
     if (end <= begin || end > count)
-      throw InvalidArgument(concat("cuts ", list(cuts), " of a Sequential with ", count,
-                                   " children: each must be above the one before, and below ",
-                                   count));
+      throw InvalidArgument("cuts ", list(cuts), " of a Sequential with ", count,
+                            " children: each must be above the one before, and below ", count);
     torch::nn::Sequential stage;
     for (auto child = net->begin() + begin; child != net->begin() + end; ++child)
       stage->push_back(children[static_cast<std::size_t>(child - net->begin())].key(), *child);
@@ -40,8 +39,8 @@ std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential&
     for (std::size_t i = 0; i < children.size(); ++i)
       at = children[i].key() == name ? static_cast<int>(i) : at;
     if (at < 0)
-      throw InvalidArgument(
-          concat("the Sequential has no child '", name, "'; there are ", list(children.keys())));
+      throw InvalidArgument("the Sequential has no child '", name, "'; there are ",
+                            list(children.keys()));
     cuts.push_back(at);
   }
   return split_sequential(net, cuts);
@@ -50,10 +49,10 @@ std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential&
 std::vector<int> balanced_cuts(const std::vector<double>& costs, int stages) {
   const int count = static_cast<int>(costs.size());
   if (stages < 1 || stages > count)
-    throw InvalidArgument(concat(stages, " stages of ", count, " children; give 1 to ", count));
+    throw InvalidArgument(stages, " stages of ", count, " children; give 1 to ", count);
   for (const double c : costs) {
     if (!std::isfinite(c) || c < 0)
-      throw InvalidArgument(concat("a cost of ", c, "; costs must be finite and at least 0"));
+      throw InvalidArgument("a cost of ", c, "; costs must be finite and at least 0");
   }
   // best[s][i]: the smallest largest sum of the first i children in s stages.
   std::vector<double> sum(static_cast<std::size_t>(count) + 1, 0.0);

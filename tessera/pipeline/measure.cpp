@@ -24,7 +24,7 @@ std::vector<std::vector<double>> of_all(const Group& group, const std::vector<do
 
 double middle(std::vector<double> values) {
   if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
+  std::ranges::sort(values);
   return values[values.size() / 2];
 }
 
@@ -41,7 +41,7 @@ bool has_everywhere(const PipelineSchedule& schedule, ActionKind kind) {
     for (const PipelineAction& a : row)
       if (a.kind == kind) has[static_cast<std::size_t>(a.stage)] = true;
   }
-  return std::find(has.begin(), has.end(), false) == has.end();
+  return std::ranges::find(has, false) == has.end();
 }
 
 // Each B as an I and its W.
@@ -160,7 +160,7 @@ PipelineCosts costs_of(const std::vector<double>& sum, int stages) {
 }  // namespace
 
 PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
-  if (repeats < 1) throw InvalidArgument(concat("measure with ", repeats, " repeats; at least 1"));
+  if (repeats < 1) throw InvalidArgument("measure with ", repeats, " repeats; at least 1");
   State& state = *state_;
   const int stages = state.plan.count();
   const PipelineSchedule plain =

@@ -24,13 +24,13 @@ double monitored(const Trainer& trainer, const std::string& monitor, const char*
   if (it != trainer.metrics().end()) return it->second;
   std::vector<std::string> known;
   for (const auto& [name, value] : trainer.metrics()) known.push_back(name);
-  throw InvalidArgument(concat(who, " looks at '", monitor, "', which was not logged; known are ",
-                               list(known), ". Give it one of these, or log it"));
+  throw InvalidArgument(who, " looks at '", monitor, "', which was not logged; known are ",
+                        list(known), ". Give it one of these, or log it");
 }
 
 void check_decay(double decay) {
   if (!(decay >= 0 && decay < 1))
-    throw InvalidArgument(concat("Ema: the decay is ", decay, ", not in [0, 1)"));
+    throw InvalidArgument("Ema: the decay is ", decay, ", not in [0, 1)");
 }
 
 }  // namespace
@@ -50,10 +50,10 @@ void CheckpointCallback::on_setup(Trainer& trainer) {
     throw InvalidArgument("CheckpointCallback: TrainerOptions::checkpoint.folder is empty");
   const int others = trainer.options().checkpoint.options.keep_last;
   if (others > 0 && !options_.monitor.empty())
-    throw InvalidArgument(concat("CheckpointCallback: the ", options_.best,
-                                 " best checkpoints are to be kept, and CheckpointOptions::"
-                                 "keep_last keeps the last ",
-                                 others, ": choose CheckpointCallbackOptions::keep_last alone"));
+    throw InvalidArgument("CheckpointCallback: the ", options_.best,
+                          " best checkpoints are to be kept, and CheckpointOptions::"
+                          "keep_last keeps the last ",
+                          others, ": choose CheckpointCallbackOptions::keep_last alone");
   if (options_.on_exception) trainer.save_on_exception();
   last_.clear();
   best_.clear();
@@ -87,7 +87,7 @@ void CheckpointCallback::on_epoch_end(Trainer& trainer) {
 // The checkpoint of this step is one of the periodic ones, of which the last are kept.
 void CheckpointCallback::periodic(Trainer& trainer) {
   const std::string name = concat("step-", trainer.step());
-  if (std::find(last_.begin(), last_.end(), name) == last_.end()) last_.push_back(name);
+  if (std::ranges::find(last_, name) == last_.end()) last_.push_back(name);
   // More than one where the run went on from one that nobody had asked for.
   while (options_.keep_last > 0 && last_.size() > static_cast<std::size_t>(options_.keep_last)) {
     const std::string old = last_.front();
@@ -97,23 +97,20 @@ void CheckpointCallback::periodic(Trainer& trainer) {
 }
 
 bool CheckpointCallback::needed(const std::string& checkpoint) const {
-  return std::find(last_.begin(), last_.end(), checkpoint) != last_.end() ||
-         std::any_of(best_.begin(), best_.end(),
-                     [&](const auto& b) { return b.first == checkpoint; });
+  return std::ranges::find(last_, checkpoint) != last_.end() ||
+         std::ranges::any_of(best_, [&](const auto& b) { return b.first == checkpoint; });
 }
 
 void CheckpointCallback::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || options_.monitor.empty() || trainer.stage() != RunStage::train) return;
   const double value = monitored(trainer, options_.monitor, "CheckpointCallback");
   if (std::isnan(value)) return;
-  const auto worse = std::find_if(best_.begin(), best_.end(), [&](const auto& b) {
-    return improves(value, b.second, options_.better, 0);
-  });
+  const auto worse = std::ranges::find_if(
+      best_, [&](const auto& b) { return improves(value, b.second, options_.better, 0); });
   if (worse == best_.end() && best_.size() >= static_cast<std::size_t>(options_.best)) return;
   const std::string name = concat("step-", trainer.step());
   // Two validations after one step: one checkpoint, with the better value.
-  const auto same =
-      std::find_if(best_.begin(), best_.end(), [&](const auto& b) { return b.first == name; });
+  const auto same = std::ranges::find_if(best_, [&](const auto& b) { return b.first == name; });
   if (same < worse) return;
   const auto at = best_.insert(worse, {name, value});
   best_.erase(std::remove_if(at + 1, best_.end(), [&](const auto& b) { return b.first == name; }),
@@ -162,9 +159,9 @@ void CheckpointCallback::loaded(Trainer& trainer, const CheckpointState& state,
 detail::Patience::Patience(std::string monitor, EarlyStoppingOptions options)
     : monitor_(std::move(monitor)), options_(options) {
   if (options_.patience < 1 || !(options_.least >= 0))
-    throw InvalidArgument(concat("a patience of ", options_.patience,
-                                 " validations and a least improvement of ", options_.least,
-                                 ": the first is at least 1, the other at least 0"));
+    throw InvalidArgument("a patience of ", options_.patience,
+                          " validations and a least improvement of ", options_.least,
+                          ": the first is at least 1, the other at least 0");
 }
 
 double detail::Patience::value(const Trainer& trainer, const char* who) const {
@@ -219,8 +216,7 @@ void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
 ReduceOnPlateau::ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options)
     : PatientCallback({std::move(monitor), options}), factor_(factor) {
   if (!(factor > 0 && factor < 1))
-    throw InvalidArgument(
-        concat("ReduceOnPlateau: the factor is ", factor, ", not between 0 and 1"));
+    throw InvalidArgument("ReduceOnPlateau: the factor is ", factor, ", not between 0 and 1");
 }
 
 void ReduceOnPlateau::on_validation_end(Trainer& trainer, bool complete) {
@@ -270,8 +266,7 @@ void Timer::loaded(Trainer&, const CheckpointState& state, const std::string& pr
   const std::string name = prefix + "elapsed";
   const auto elapsed = integer_from_bytes(state.get_of_rank(name), name);
   if (elapsed < 0)
-    throw InvalidArgument(
-        concat("the checkpoint's '", name, "' is ", elapsed, " ms: it is damaged"));
+    throw InvalidArgument("the checkpoint's '", name, "' is ", elapsed, " ms: it is damaged");
   // Bounded, so that what is added to it does not overflow, and the limit ends the run.
   before_ = bounded_limit(std::chrono::milliseconds(elapsed));
   began_.reset();

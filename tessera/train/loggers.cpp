@@ -34,7 +34,7 @@ double wall_seconds() {
 void make_folders(const std::string& folder) {
   std::error_code problem;
   std::filesystem::create_directories(folder, problem);
-  if (problem) throw FileError(concat(folder, ": cannot be made: ", problem.message()));
+  if (problem) throw FileError(folder, ": cannot be made: ", problem.message());
 }
 
 // The file is nobody else's while it lives: who cuts it sees whole lines, and cuts none that comes
@@ -107,7 +107,7 @@ class GrowingFile {
 
  private:
   [[noreturn]] void fail(const char* what) const {
-    throw FileError(concat(path_, ": cannot be ", what, ": ", std::strerror(errno)));
+    throw FileError(path_, ": cannot be ", what, ": ", std::strerror(errno));
   }
   void write_now() {
     std::size_t done = 0;
@@ -147,7 +147,7 @@ class LineLogger : public Logger {
     const auto earlier = [&](const std::string& line) { return step_of(line).value_or(0) <= step; };
     open();
     const auto there = file_.lines();
-    if (step == 0 && std::any_of(there.begin(), there.end(), [&](const auto& line) {
+    if (step == 0 && std::ranges::any_of(there, [&](const auto& line) {
           return line.second && !earlier(line.first);
         })) {
       move_aside();
@@ -206,7 +206,7 @@ class LineLogger : public Logger {
     int n = 1;
     while (std::filesystem::exists(concat(path_, ".", n), problem)) ++n;
     std::filesystem::rename(path_, concat(path_, ".", n), problem);
-    if (problem) throw FileError(concat(path_, ": cannot be moved aside: ", problem.message()));
+    if (problem) throw FileError(path_, ": cannot be moved aside: ", problem.message());
   }
   std::string path_;
   GrowingFile file_;

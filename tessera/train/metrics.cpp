@@ -37,12 +37,11 @@ void Metrics::Sum::add(double other, double other_weight) {
 
 void Metrics::add(const std::string& name, double value, double weight, Kind kind) {
   if (!(weight >= 0) || !std::isfinite(weight))
-    throw InvalidArgument(concat("metric '", name, "' was given the weight ", weight,
-                                 ", but it must be finite and not negative"));
+    throw InvalidArgument("metric '", name, "' was given the weight ", weight,
+                          ", but it must be finite and not negative");
   auto [it, is_new] = all_.try_emplace(name, Sum{kind});
   if (it->second.kind != kind)
-    throw InvalidArgument(
-        concat("metric '", name, "' was given as two kinds (mean, sum, min, max)"));
+    throw InvalidArgument("metric '", name, "' was given as two kinds (mean, sum, min, max)");
   if (weight > 0) it->second.add(kind == Kind::mean ? value * weight : value, weight);
 }
 
@@ -50,8 +49,7 @@ void Metrics::add(const Metrics& other) {
   for (const auto& [name, sum] : other.all_) {
     auto [it, is_new] = all_.try_emplace(name, Sum{sum.kind});
     if (it->second.kind != sum.kind)
-      throw InvalidArgument(
-          concat("metric '", name, "' was given as two kinds (mean, sum, min, max)"));
+      throw InvalidArgument("metric '", name, "' was given as two kinds (mean, sum, min, max)");
     it->second.add(sum.value, sum.weight);
   }
 }
@@ -76,7 +74,7 @@ std::map<std::string, double> Metrics::reduce(const std::vector<Metrics>& ranks,
     for (const auto& [name, sum] : ranks[r].all_) {
       auto [it, is_new] = sums.try_emplace(name, Sum{sum.kind});
       if (it->second.kind != sum.kind)
-        throw MismatchError(concat("metric '", name, "' has another kind on another rank"));
+        throw MismatchError("metric '", name, "' has another kind on another rank");
       it->second.add(sum.value, sum.weight);
       if (sum.weight > 0 && std::isnan(sum.value)) nans[name].push_back(static_cast<int>(r));
     }

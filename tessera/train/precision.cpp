@@ -36,9 +36,9 @@ class Converting final : public Ours {
         const at::Tensor& p = item.value();
         const auto wanted = converted(p);
         if (wanted && !moves)
-          throw InvalidArgument(concat("precision ", name(), ", but '", m.name, ".", item.key(),
-                                       "' is ", p.scalar_type(),
-                                       ", and the strategy leaves modules as the user made them"));
+          throw InvalidArgument("precision ", name(), ", but '", m.name, ".", item.key(), "' is ",
+                                p.scalar_type(),
+                                ", and the strategy leaves modules as the user made them");
         if (wanted) p.set_data(p.to(*wanted));
       }
       if (!moves) continue;
@@ -158,9 +158,9 @@ std::shared_ptr<PrecisionPlugin> make_precision(const PrecisionChoice& choice,
     if (!*own) throw InvalidArgument("SessionOptions::precision is a null pointer");
     if (std::find(std::begin(kPrecisionNames), std::end(kPrecisionNames), (*own)->name()) !=
         std::end(kPrecisionNames))
-      throw InvalidArgument(concat("a precision of one's own with the name '", (*own)->name(),
-                                   "', which is one of ours: a configuration file, and the ranks, "
-                                   "could not tell them apart; give it another"));
+      throw InvalidArgument("a precision of one's own with the name '", (*own)->name(),
+                            "', which is one of ours: a configuration file, and the ranks, "
+                            "could not tell them apart; give it another");
     return *own;
   }
   switch (const Precision ours = std::get<Precision>(choice)) {
@@ -183,10 +183,10 @@ LossScaler::LossScaler(const LossScalerOptions& options)
   if (!(options.initial > 0) || !std::isfinite(options.initial) || !(options.growth >= 1) ||
       !(options.backoff > 0 && options.backoff < 1) || options.interval < 1 ||
       !(options.smallest > 0))
-    throw InvalidArgument(concat(
+    throw InvalidArgument(
         "a loss scaler of ", options.initial, " that grows by ", options.growth, " after ",
         options.interval, " steps and shrinks by ", options.backoff, " down to ", options.smallest,
-        ": scales are above 0, growth is at least 1, backoff between 0 and 1, interval above 0"));
+        ": scales are above 0, growth is at least 1, backoff between 0 and 1, interval above 0");
 }
 
 void LossScaler::update(bool overflow) {
@@ -194,8 +194,8 @@ void LossScaler::update(bool overflow) {
     scale_ *= options_.backoff;
     since_ = 0;
     if (scale_ < options_.smallest)
-      throw Error(concat("gradients overflow although the loss is scaled by ", scale_,
-                         " only: the loss itself is not finite, or the model diverges"));
+      throw Error("gradients overflow although the loss is scaled by ", scale_,
+                  " only: the loss itself is not finite, or the model diverges");
   } else if (++since_ >= options_.interval) {
     scale_ *= options_.growth;
     since_ = 0;
@@ -210,7 +210,7 @@ void LossScaler::restore(const std::string& state) {
   const auto since =
       space == std::string::npos ? std::nullopt : parse_number(state.substr(space + 1));
   if (!scale || !(*scale > 0) || !since)
-    throw ConfigurationError(concat("'", state.substr(0, 60), "' is no state of a loss scaler"));
+    throw ConfigurationError("'", state.substr(0, 60), "' is no state of a loss scaler");
   scale_ = *scale;
   since_ = static_cast<std::int64_t>(*since);
 }

@@ -130,7 +130,7 @@ void Progress::write(const std::string& line, char end) {
   }
   // Of a character of several bytes all but the first begin with the bits 10.
   const auto columns = static_cast<std::size_t>(
-      std::count_if(line.begin(), line.end(), [](char c) { return (c & 0xc0) != 0x80; }));
+      std::ranges::count_if(line, [](char c) { return (c & 0xc0) != 0x80; }));
   // What a longer line before it has left is written over. A return at the end lets a launcher pass
   // the line on before the next one comes.
   const std::size_t rest = open_ > columns ? open_ - columns : 0;

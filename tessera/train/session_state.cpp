@@ -49,20 +49,19 @@ void refuse_other_modules(const CheckpointReader& saved, const NamedModules& mod
       left += concat(left.empty() ? "'" : ", '", printable(t.name), "'");
   }
   if (!left.empty())
-    throw InvalidArgument(concat("the checkpoint is that of another model: it has ", left,
-                                 ", which is not here; here are ",
-                                 list(std::vector(known.begin(), known.end())),
-                                 ". Build the model that was saved, or give another folder"));
+    throw InvalidArgument("the checkpoint is that of another model: it has ", left,
+                          ", which is not here; here are ",
+                          list(std::vector(known.begin(), known.end())),
+                          ". Build the model that was saved, or give another folder");
 }
 
 void refuse_other_optimizers(const CheckpointReader& saved, std::size_t here) {
   const std::vector<std::string> names = saved.value_names();
   std::size_t there = 0;
-  while (std::find(names.begin(), names.end(), concat("optimizer.", there, ".kind")) != names.end())
-    ++there;
+  while (std::ranges::find(names, concat("optimizer.", there, ".kind")) != names.end()) ++there;
   if (there != here)
-    throw InvalidArgument(
-        concat("the checkpoint has ", there, " optimizers, and there are ", here, " here"));
+    throw InvalidArgument("the checkpoint has ", there, " optimizers, and there are ", here,
+                          " here");
 }
 
 }  // namespace
@@ -88,9 +87,9 @@ CheckpointState Session::state() {
 void Session::load(const CheckpointReader& saved, CheckpointState* extra) {
   const HandShards shards = strategy_->hand_shards();
   if (!strategy_->abilities().restores_after_setup && !restored_)
-    throw InvalidArgument(concat(
+    throw InvalidArgument(
         "the strategy '", strategy_->name(),
-        "' restores before setup() alone: give the checkpoint to the session's constructor"));
+        "' restores before setup() alone: give the checkpoint to the session's constructor");
   // What does not fit is found before anything is changed.
   if (!restored_) refuse_other_modules(saved, modules_, *all_, *strategy_);
   refuse_other_optimizers(saved, optimizers_.size());

@@ -22,18 +22,18 @@ Trainer::Trainer(TrainerOptions options) : options_(std::move(options)) {
   if (!options_.strategy) options_.strategy = std::make_shared<SingleDevice>();
   if (options_.accumulate < 1 || options_.log_every_steps < 1 ||
       options_.validate_every_epochs < 0 || options_.validate_every_steps < 0)
-    throw InvalidArgument(concat("TrainerOptions: accumulate ", options_.accumulate,
-                                 ", log_every_steps ", options_.log_every_steps,
-                                 ", validate_every_epochs ", options_.validate_every_epochs,
-                                 ", validate_every_steps ", options_.validate_every_steps,
-                                 ": the first two are at least 1, the others at least 0"));
+    throw InvalidArgument("TrainerOptions: accumulate ", options_.accumulate, ", log_every_steps ",
+                          options_.log_every_steps, ", validate_every_epochs ",
+                          options_.validate_every_epochs, ", validate_every_steps ",
+                          options_.validate_every_steps,
+                          ": the first two are at least 1, the others at least 0");
   std::set<std::string> names;
   for (const auto& callback : options_.callbacks) {
     if (!callback) throw InvalidArgument("TrainerOptions: a callback is null");
     const std::string name = callback->name();
     if (name.empty() || name.find('.') != std::string::npos || !names.insert(name).second)
-      throw InvalidArgument(concat("TrainerOptions: a callback named '", name,
-                                   "': names are not empty, have no dot, and are unique"));
+      throw InvalidArgument("TrainerOptions: a callback named '", name,
+                            "': names are not empty, have no dot, and are unique");
   }
   for (const auto& logger : options_.loggers)
     if (!logger) throw InvalidArgument("TrainerOptions: a logger is null");
@@ -70,9 +70,9 @@ struct Trainer::Running {
 void Trainer::require_free(const Task* task, const char* what) {
   if (running_ && task && task_ == task) return;
   if (running_)
-    throw InvalidArgument(concat(what,
-                                 " inside a run of the same trainer: give it a trainer, and a "
-                                 "strategy, of its own"));
+    throw InvalidArgument(what,
+                          " inside a run of the same trainer: give it a trainer, and a "
+                          "strategy, of its own");
   if (session_ && task && task_ == task) return;
   end_session();
   Session::require_free(strategy());
@@ -182,8 +182,8 @@ void Trainer::begin(Task& task, const CheckpointReader* from) {
   schedules_ = task.schedules();
   for (const LearningRateSchedule& s : schedules_) {
     if (s.optimizer >= base_rates_.size() || !s.factor)
-      throw InvalidArgument(concat("a schedule for optimizer ", s.optimizer, " of ",
-                                   base_rates_.size(), ", or without a function"));
+      throw InvalidArgument("a schedule for optimizer ", s.optimizer, " of ", base_rates_.size(),
+                            ", or without a function");
   }
   each([&](Callback& c) { c.on_setup(*this); });
 }
@@ -284,10 +284,10 @@ void Trainer::run_epoch() {
   }
   if (fresh && training_->index() == 0)
     throw InvalidArgument(
-        concat("epoch ", epoch_, " has no batch",
-               options_.uneven == UnevenData::drop
-                   ? " on some rank, where the others' are dropped: give each rank at least one"
-                   : " on any rank: look at the data that the trainer was given"));
+        "epoch ", epoch_, " has no batch",
+        options_.uneven == UnevenData::drop
+            ? " on some rank, where the others' are dropped: give each rank at least one"
+            : " on any rank: look at the data that the trainer was given");
   end_epoch();
 }
 

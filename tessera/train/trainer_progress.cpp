@@ -110,7 +110,7 @@ void Trainer::end_progress() {
   const ProgressOptions common;
   for (const std::string& name : options_.progress.metrics) {
     if (metrics_.empty() || metrics_.contains(name)) continue;
-    if (std::count(common.metrics.begin(), common.metrics.end(), name) > 0) continue;
+    if (std::ranges::count(common.metrics, name) > 0) continue;
     std::vector<std::string> known;
     for (const auto& [other, value] : metrics_) known.push_back(other);
     warn(concat("ProgressOptions::metrics has '", name, "', which was not logged; known are ",

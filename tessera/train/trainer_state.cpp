@@ -23,10 +23,10 @@ void Trainer::make_checkpointer(bool writes) {
   if (!saves.given()) return;
   const bool all = saves_on_all_ranks();
   if (strategy().manager() == nullptr && strategy().size() > 1 && all)
-    throw NotAvailable(concat("the strategy '", strategy().name(), "' has no manager, by which ",
-                              strategy().size(),
-                              " ranks could save: override Strategy::manager(), or declare that "
-                              "the first rank saves alone"));
+    throw NotAvailable("the strategy '", strategy().name(), "' has no manager, by which ",
+                       strategy().size(),
+                       " ranks could save: override Strategy::manager(), or declare that "
+                       "the first rank saves alone");
   if (!all && !first_rank()) return;
   CheckpointOptions options = saves.options;
   options.remove_incomplete = options.remove_incomplete && writes;
@@ -55,7 +55,7 @@ std::string Trainer::latest() {
     try {
       if (checkpointer_) found = checkpointer_->to_resume().value_or("");
     } catch (const CheckpointDamaged& e) {
-      throw CheckpointDamaged(concat(e.what(), " (TrainerCheckpoints::from)"));
+      throw CheckpointDamaged(e.what(), " (TrainerCheckpoints::from)");
     }
   });
   std::string said = failure.empty() ? '\0' + found : failure;
@@ -132,12 +132,12 @@ void Trainer::load(const CheckpointReader& saved) {
     const std::string prefix = "callback." + callback->name() + ".";
     const std::size_t before = extra.tensors().size();
     callback->save(*this, extra, prefix);
-    if (extra.tensors().size() > before &&
-        std::none_of(tensors.begin(), tensors.end(),
-                     [&](const SavedTensor& t) { return t.name.starts_with(prefix); }))
-      throw InvalidArgument(concat("the callback '", callback->name(),
-                                   "' is new in this run: it has tensors to load, and the "
-                                   "checkpoint has none of it; leave it out, or begin anew"));
+    if (extra.tensors().size() > before && std::ranges::none_of(tensors, [&](const SavedTensor& t) {
+          return t.name.starts_with(prefix);
+        }))
+      throw InvalidArgument("the callback '", callback->name(),
+                            "' is new in this run: it has tensors to load, and the "
+                            "checkpoint has none of it; leave it out, or begin anew");
   }
   session_->load(saved, &extra);
   step_ = session_->steps();
@@ -152,7 +152,7 @@ void Trainer::load_loop(const CheckpointReader& saved) {
   const std::vector<std::string> names = saved.value_names();
   // Checkpoints of before do not say everything.
   const auto has = [&](const std::string& name) {
-    return std::find(names.begin(), names.end(), name) != names.end();
+    return std::ranges::find(names, name) != names.end();
   };
   epoch_ = saved.integer("loop.epoch");
   in_epoch_ = saved.integer("loop.in_epoch") != 0;
@@ -191,7 +191,7 @@ void Trainer::load_position(const CheckpointReader& saved) {
   BatchSource& source = training_->source();
   std::string position;
   const auto names = saved.value_names();
-  if (std::find(names.begin(), names.end(), "loop.source") != names.end()) {
+  if (std::ranges::find(names, "loop.source") != names.end()) {
     position = saved.value("loop.source");
   } else {
     const auto all = saved.values_of_ranks("loop.source");
@@ -199,9 +199,9 @@ void Trainer::load_position(const CheckpointReader& saved) {
       position = all.at(strategy().rank());
     } else if (in_epoch_) {
       throw ConfigurationError(
-          concat("the checkpoint was saved in the middle of an epoch by ", all.size(),
-                 " ranks with a position each, and there are ", strategy().size(),
-                 " now: go on with as many, from the end of an epoch, or read by a Loader"));
+          "the checkpoint was saved in the middle of an epoch by ", all.size(),
+          " ranks with a position each, and there are ", strategy().size(),
+          " now: go on with as many, from the end of an epoch, or read by a Loader");
     }
   }
   if (!position.empty()) source.restore(position);
@@ -212,8 +212,7 @@ void Trainer::load_position(const CheckpointReader& saved) {
 
 void Trainer::request_save(const std::string& name) {
   const std::string wanted = name.empty() ? concat("step-", step_) : name;
-  if (std::find(to_save_.begin(), to_save_.end(), wanted) == to_save_.end())
-    to_save_.push_back(wanted);
+  if (std::ranges::find(to_save_, wanted) == to_save_.end()) to_save_.push_back(wanted);
 }
 
 // Between steps and epochs: nothing is half done, so that what is saved here can go on.
@@ -339,7 +338,7 @@ void Trainer::remove_all(const std::vector<std::string>& names) {
   if (!checkpointer_ || names.empty()) return;
   const auto there = checkpointer_->names();
   for (const std::string& name : names)
-    if (std::find(there.begin(), there.end(), name) != there.end()) checkpointer_->remove(name);
+    if (std::ranges::find(there, name) != there.end()) checkpointer_->remove(name);
 }
 
 // At the end, when the last save is on the disk.

@@ -79,8 +79,7 @@ class Full : public FileOperations {
     int now = left;
     while (now > 0 && !left.compare_exchange_weak(now, now - 1)) {
     }
-    if (now == 0)
-      throw FileError(concat("'", path, "' cannot be written to: No space left on device"));
+    if (now == 0) throw FileError("'", path, "' cannot be written to: No space left on device");
   }
 };
 
@@ -97,7 +96,7 @@ class Committed : public FileOperations {
   void sync_folder(const std::string& path) override {
     const bool now = moved_.exchange(false);
     if (now && then == Then::no_sync)
-      throw FileError(concat("'", path, "' cannot be synced: Input/output error"));
+      throw FileError("'", path, "' cannot be synced: Input/output error");
     FileOperations::sync_folder(path);
     if (!now) return;
     std::filesystem::rename(path, path + ".aside");

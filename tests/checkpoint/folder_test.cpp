@@ -25,7 +25,7 @@ CheckpointState number_state(double value) {
 class Lockless : public FileOperations {
  public:
   std::shared_ptr<const void> lock(const std::string& path) override {
-    throw NotAvailable(concat("'", path, "' cannot be locked: No locks available"));
+    throw NotAvailable("'", path, "' cannot be locked: No locks available");
   }
 };
 

@@ -87,8 +87,8 @@ void expect_saved(DistributedManager& manager, const std::string& folder, const 
   saved.load(state, {.allow_extra = true});
   EXPECT_EQ(state.get_integer("number"), number) << name;
   for (const auto& t : state.tensors()) {
-    const auto e = std::find_if(entries.begin(), entries.end(),
-                                [&](const Entry& one) { return one.name == t.name; });
+    const auto e =
+        std::ranges::find_if(entries, [&](const Entry& one) { return one.name == t.name; });
     const at::Tensor expected = values(e->shape, e->type, number * 1000);
     EXPECT_TRUE(whole(t.value).equal(expected)) << name << ", " << t.name << ' ' << e->type;
   }
@@ -203,7 +203,7 @@ TEST(HostileCheckpoints, WhatIsReadIsWhatWasSavedAndWhoLooksChangesNothing) {
       std::vector<std::string> files;
       for (const auto& entry : std::filesystem::directory_iterator(latest))
         files.push_back(entry.path().string());
-      std::sort(files.begin(), files.end());
+      std::ranges::sort(files);
       const std::string file = draw.of(files), text = contents(file);
       put(file, text.substr(0, text.size() / 2));
       on_threads(readers, [&](DistributedManager& manager) {

@@ -70,7 +70,7 @@ class Faulty : public FileOperations {
   void step(const std::string& path) {
     if (left_-- > 0) return;
     if (fault_ == Fault::full) {
-      throw FileError(concat("'", path, "' cannot be written to: No space left on device"));
+      throw FileError("'", path, "' cannot be written to: No space left on device");
     }
     if (fault_ == Fault::power) {
       // The disk never saw what was not synced, and may have seen the names in any order.

@@ -200,13 +200,13 @@ class HttpIO : public CheckpointIO {
   }
   std::shared_ptr<const ReadFile> open(const std::string& name) override {
     const auto bytes = size(name);
-    if (!bytes) throw FileError(concat("'", where(name), "' is not there"));
+    if (!bytes) throw FileError("'", where(name), "' is not there");
     return std::make_shared<const ReadFile>(
         where(name), *bytes, [this, name](std::uint64_t offset, void* out, std::size_t n) {
           if (n == 0) return;
           const std::string range = concat("Range: bytes=", offset, '-', offset + n - 1, "\r\n");
           const std::string got = ask("GET", name, range, {}, {206}).second;
-          if (got.size() != n) throw FileError(concat("'", where(name), "' is too short"));
+          if (got.size() != n) throw FileError("'", where(name), "' is too short");
           std::memcpy(out, got.data(), n);
         });
   }
@@ -247,7 +247,7 @@ class HttpIO : public CheckpointIO {
       text += concat("Fault: ", kAsked[static_cast<int>(fault)], "\r\n");
     text += concat("Content-Length: ", body.size(), "\r\n\r\n", body);
     const auto refuse = [&](const std::string& why) {
-      throw FileError(concat("'", where(name), "': ", method, ": ", why));
+      throw FileError("'", where(name), "': ", method, ": ", why);
     };
     // Who is never answered need not wait for long.
     const auto limit = fault == Fault::slow ? std::chrono::milliseconds(60) : limit_;
@@ -270,7 +270,7 @@ class HttpIO : public CheckpointIO {
       throw;
     } catch (const Error& e) {
       const bool over = time_left(deadline).count() == 0;
-      throw FileError(concat("'", where(name), "': ", over ? late : e.what()));
+      throw FileError("'", where(name), "': ", over ? late : e.what());
     }
   }
 

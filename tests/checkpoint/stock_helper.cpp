@@ -79,7 +79,7 @@ void read(const std::string& file) {
       const at::Tensor got = to_local(saved.read(name, ShardSpec::replicated(mesh, {5, 3})));
       if (got.scalar_type() != dtype ||
           std::memcmp(got.const_data_ptr(), expected.const_data_ptr(), expected.nbytes()) != 0)
-        throw Error(concat(name, " has come back as something else"));
+        throw Error(name, " has come back as something else");
     }
   });
 }

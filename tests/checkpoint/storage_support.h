@@ -53,7 +53,7 @@ inline std::vector<Box> draw_boxes(std::mt19937& engine, const std::vector<std::
   for (const std::int64_t n : shape) {
     std::vector<std::int64_t> cuts{0, n};
     for (int k = static_cast<int>(engine() % 3); k > 0; --k) cuts.push_back(engine() % (n + 1));
-    std::sort(cuts.begin(), cuts.end());
+    std::ranges::sort(cuts);
     std::vector<Box> next;
     for (const Box& box : boxes)
       for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
@@ -62,7 +62,7 @@ inline std::vector<Box> draw_boxes(std::mt19937& engine, const std::vector<std::
       }
     boxes = std::move(next);
   }
-  std::sort(boxes.begin(), boxes.end(), [](const Box& a, const Box& b) {
+  std::ranges::sort(boxes, [](const Box& a, const Box& b) {
     return std::lexicographical_compare(
         a.begin(), a.end(), b.begin(), b.end(),
         [](auto& x, auto& y) { return std::pair(x.begin, x.end) < std::pair(y.begin, y.end); });
@@ -157,14 +157,14 @@ inline void expect_drawn(const DrawnState& state, std::shared_ptr<CheckpointIO> 
   const SavedCheckpoint saved(std::move(io), name);
   for (std::size_t t = 0; t < state.shapes.size(); ++t) {
     const Entry* entry = saved.manifest().find(EntryKind::tensor, concat("t", t));
-    if (!entry) throw Error(concat("t", t, " is not in the checkpoint"));
-    if (entry->info.shape != state.shapes[t]) throw Error(concat("t", t, " has another shape"));
+    if (!entry) throw Error("t", t, " is not in the checkpoint");
+    if (entry->info.shape != state.shapes[t]) throw Error("t", t, " has another shape");
     Box full;
     for (const std::int64_t n : state.shapes[t]) full.push_back({0, n});
     std::vector<std::uint32_t> got(static_cast<std::size_t>(volume(full)));
     saved.read(*entry, full, got.data());
     if (got != numbers(state.shapes[t], full, state.bases[t]))
-      throw Error(concat("t", t, " has other values"));
+      throw Error("t", t, " has other values");
   }
 }
 inline void expect_drawn(const DrawnState& state, const std::string& folder,

@@ -24,7 +24,7 @@ TEST(CollectivesOfProcesses, EqualTheReference) {
     // A group of some ranks, in an order of its own.
     std::vector<int> ranks;
     for (int r = manager.world_size() - 1; r >= 0; r -= 2) ranks.push_back(r);
-    if (std::find(ranks.begin(), ranks.end(), manager.rank()) != ranks.end())
+    if (std::ranges::find(ranks, manager.rank()) != ranks.end())
       testing_cases::check_everything(manager.group(ranks, over), {torch::kFloat, torch::kLong});
     world.barrier();
   }

@@ -387,7 +387,7 @@ TEST(Memory, SharedElementsAreFoundForAllStrides) {
       }
       all.push_back(t.data_ptr<float>() + offset);
     }
-    std::sort(all.begin(), all.end());
+    std::ranges::sort(all);
     return all;
   };
   const auto number = [](std::int64_t from, std::int64_t to) {
@@ -404,7 +404,7 @@ TEST(Memory, SharedElementsAreFoundForAllStrides) {
   int overlaps = 0;
   for (std::size_t i = 0; i < views.size(); ++i) {
     const auto mine = addresses(views[i]);
-    const bool twice = std::adjacent_find(mine.begin(), mine.end()) != mine.end();
+    const bool twice = std::ranges::adjacent_find(mine) != mine.end();
     EXPECT_EQ(detail::shares_elements(views[i]), twice) << views[i].sizes() << views[i].strides();
     for (std::size_t j = 0; j < i; ++j) {
       const auto theirs = addresses(views[j]);

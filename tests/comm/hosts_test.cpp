@@ -370,7 +370,7 @@ TEST_P(OnHosts, RequestsGoOnBesideEachOther) {
       sums.push_back(torch::full({1000 * (i + 1)}, me + i, torch::kDouble));
       requests.push_back(world.started().all_reduce(sums.back()));
     }
-    if (me % 2 == 0) std::reverse(requests.begin(), requests.end());
+    if (me % 2 == 0) std::ranges::reverse(requests);
     for (auto& request : requests) request.wait();
     std::size_t next = 0;
     for (int i = 0; i < 4; ++i) {

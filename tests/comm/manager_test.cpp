@@ -89,7 +89,7 @@ void require_mesh(const DistributedManager& manager, const Mesh& layout) {
       if (set >> axis & 1) axes.push_back(axis);
     const Group group = mesh.group(axes);
     require_group(manager, group, layout.group(axes, manager.rank()));
-    std::reverse(axes.begin(), axes.end());
+    std::ranges::reverse(axes);
     require(mesh.group(axes) == group, "the order in which axes are named made another group");
     if (axes.size() == 1) {
       require(mesh.group(axes[0]) == group && mesh.group(layout.axes()[axes[0]].name) == group,

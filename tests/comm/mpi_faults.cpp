@@ -152,7 +152,7 @@ void run(const MpiWorld& world, const std::string& fault) {
     if (world.rank() == last) store->wait({"all through"});
     const tessera::Mesh all({{"all", world.size()}});
     std::vector<int> backwards = test::all_ranks(world);
-    std::reverse(backwards.begin(), backwards.end());
+    std::ranges::reverse(backwards);
     const auto start = std::chrono::steady_clock::now();
     try {
       if (world.rank() == last)

@@ -59,7 +59,7 @@ TEST(MpiHosts, GroupsGoOnBesideEachOther) {
   const auto manager = on_hosts("mpi", false, *world);
   const int n = world->size();
   std::vector<int> backwards = all_ranks(*world);
-  std::reverse(backwards.begin(), backwards.end());
+  std::ranges::reverse(backwards);
   const Group one = manager.world(), two = manager.group(backwards);
   EXPECT_NE(two.backend_reason().find("mpi between the hosts"), std::string::npos);
   std::vector<at::Tensor> sums;
@@ -70,7 +70,7 @@ TEST(MpiHosts, GroupsGoOnBesideEachOther) {
       requests.push_back(group->started().all_reduce(sums.back()));
     }
   }
-  if (world->rank() % 2 == 0) std::reverse(requests.begin(), requests.end());
+  if (world->rank() % 2 == 0) std::ranges::reverse(requests);
   for (auto& request : requests) request.wait();
   for (std::size_t i = 0; i < sums.size(); ++i)
     EXPECT_EQ(sums[i][0].item<double>(), n * static_cast<double>(i / 2) + n * (n - 1) / 2.0);

@@ -100,7 +100,7 @@ struct Way {
 
 std::vector<Way> ways() {
   std::vector<int> all = all_ranks(*world), backwards = all;
-  std::reverse(backwards.begin(), backwards.end());
+  std::ranges::reverse(backwards);
   std::vector<Way> result;
   for (const bool reversed : {false, true}) {
     const auto& ranks = reversed ? backwards : all;
@@ -507,7 +507,7 @@ TEST(Mpi, ReceiveFromAnyRankNamesTheSender) {
     EXPECT_EQ(t[0][2].item<std::int64_t>(), work->sourceRank());
     seen[static_cast<std::size_t>(work->sourceRank())] = true;
   }
-  EXPECT_EQ(std::count(seen.begin(), seen.end(), true), world->size() - 1);
+  EXPECT_EQ(std::ranges::count(seen, true), world->size() - 1);
 }
 
 TEST(Mpi, ExchangeInAnyOrder) {
@@ -600,7 +600,7 @@ TEST(Mpi, GroupsOfSomeRanks) {
   for (int pass = 0; pass < 3; ++pass)
     for (int first = 0; first < n; ++first) {
       const std::vector<int> ranks{(first + 2) % n, first};
-      if (std::find(ranks.begin(), ranks.end(), world->rank()) == ranks.end()) continue;
+      if (std::ranges::find(ranks, world->rank()) == ranks.end()) continue;
       const auto pair = backend(*world, ranks, "pair");
       EXPECT_EQ(ranks[static_cast<std::size_t>(pair->getRank())], world->rank());
       std::vector<at::Tensor> t{at::full({3}, 1 << world->rank(), at::kInt)};

@@ -38,7 +38,7 @@ TEST(ParallelGroups, EightRanksByTwoAndTwo) {
           std::pair(&groups.dp, &data)}) {
       int found = 0;
       for (const auto& ranks : *lists) {
-        const auto at = std::find(ranks.begin(), ranks.end(), me);
+        const auto at = std::ranges::find(ranks, me);
         if (at == ranks.end()) continue;
         ++found;
         require(info->global_ranks == ranks && info->group.ranks() == ranks,

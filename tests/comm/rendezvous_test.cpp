@@ -91,7 +91,7 @@ TEST(Rendezvous, NamesTheMissingRanksOnEveryRank) {
        std::vector<std::pair<int, std::vector<int>>>{{4, {2}}, {5, {1, 3}}, {2, {1}}}) {
     auto present = launches(world, free_port());
     std::erase_if(present, [&, &gone = missing](const Launch& l) {
-      return std::find(gone.begin(), gone.end(), l.rank) != gone.end();
+      return std::ranges::find(gone, l.rank) != gone.end();
     });
     milliseconds longest{0};
     for (const auto& outcome : meet(present, 1000ms)) {
@@ -328,8 +328,8 @@ struct News {
   }
   bool wait_for(const std::string& item) {
     std::unique_lock lock(mutex);
-    return changed.wait_for(
-        lock, 20s, [&] { return std::find(items.begin(), items.end(), item) != items.end(); });
+    return changed.wait_for(lock, 20s,
+                            [&] { return std::ranges::find(items, item) != items.end(); });
   }
   detail::StoreConnection::Listener listener() {
     return {[this](const std::string& group, const detail::Poison& poison) {

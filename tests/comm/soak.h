@@ -114,8 +114,7 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
     std::vector<int> some = world.ranks();
     std::shuffle(some.begin(), some.end(), random);  // the same on every rank
     some.resize(2);
-    if (std::find(some.begin(), some.end(), launch.rank) != some.end())
-      manager.group(some).barrier();
+    if (std::ranges::find(some, launch.rank) != some.end()) manager.group(some).barrier();
     const auto mesh = manager.mesh({{"all", launch.world_size}});
     const at::Tensor x = at::full({100}, launch.rank);
     mesh.group("all").all_reduce(x);

@@ -84,7 +84,7 @@ TEST(MeshProperty, ComplementsMeetInOneRankInEveryScope) {
         for (const auto& gb : b) {
           if (!members.contains(gb.front())) continue;
           int common = 0;
-          for (int rank : ga) common += static_cast<int>(std::count(gb.begin(), gb.end(), rank));
+          for (int rank : ga) common += static_cast<int>(std::ranges::count(gb, rank));
           ASSERT_EQ(common, 1) << mesh;
         }
       }

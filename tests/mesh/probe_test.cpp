@@ -109,7 +109,7 @@ TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
     // all on one, is one class, and needs none.
     std::vector<int> used(racks + 1);
     for (const Host& host : topology.hosts) ++used[racks > 1 ? host.network : 0];
-    const bool divides = racks > 1 && *std::max_element(used.begin(), used.end()) > 1;
+    const bool divides = racks > 1 && *std::ranges::max_element(used) > 1;
     EXPECT_EQ(!found.switches.empty(), divides);
     if (!divides) continue;
     for (std::size_t g = 0; g < devices.size(); ++g)

@@ -12,8 +12,8 @@ namespace tessera::test {
 
 inline std::string order_of(const CommTrace& trace) {
   std::vector<CommEvent> events = trace.events();
-  std::stable_sort(events.begin(), events.end(),
-                   [](const CommEvent& a, const CommEvent& b) { return a.begin < b.begin; });
+  std::ranges::stable_sort(
+      events, [](const CommEvent& a, const CommEvent& b) { return a.begin < b.begin; });
   std::string text;
   for (const CommEvent& e : events) text += concat(e.operation, " '", e.name, "'\n");
   return text;

@@ -97,7 +97,7 @@ std::vector<Axis> axes_of(Draw& draw, int ranks) {
   std::vector<Axis> axes{{"expert", ranks}};
   if (ranks == 4 && draw.chance(60)) axes = {{"data", 2}, {"expert", 2}};
   if (draw.chance(40)) axes.push_back({"other", 1});
-  if (draw.chance(50)) std::reverse(axes.begin(), axes.end());
+  if (draw.chance(50)) std::ranges::reverse(axes);
   return axes;
 }
 
@@ -122,7 +122,7 @@ ShardSpec rows_spec(Draw& draw, const DeviceMesh& mesh, std::vector<std::int64_t
     if (shard) parts *= axis.size;
   }
   ShardSizes sizes;
-  if (std::any_of(where.begin(), where.end(), [](const Placement& p) { return p.is_shard(); }))
+  if (std::ranges::any_of(where, [](const Placement& p) { return p.is_shard(); }))
     sizes[0] = draw.sizes(shape[0], parts);
   return {mesh, shape, where, sizes};
 }

@@ -102,7 +102,7 @@ inline void expect_same(torch::nn::Module& got, torch::nn::Module& expected,
 inline std::vector<at::Tensor> once(const torch::nn::Module& module) {
   std::vector<at::Tensor> all;
   for (const at::Tensor& p : module.parameters()) {
-    if (std::none_of(all.begin(), all.end(), [&](const at::Tensor& q) { return q.is_same(p); }))
+    if (std::ranges::none_of(all, [&](const at::Tensor& q) { return q.is_same(p); }))
       all.push_back(p);
   }
   return all;

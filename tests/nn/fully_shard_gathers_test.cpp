@@ -332,8 +332,7 @@ TEST(FullyShard, LearnsFromEvaluationAlone) {
       for (const CommEvent& e : trace->events()) {
         if (e.operation == "all_gather") gathers.push_back(e);
       }
-      std::sort(gathers.begin(), gathers.end(),
-                [](const auto& a, const auto& b) { return a.begin < b.begin; });
+      std::ranges::sort(gathers, [](const auto& a, const auto& b) { return a.begin < b.begin; });
       // The root's first and last layers are one use where one forward goes into the next.
       ASSERT_GE(gathers.size(), 4u) << trace->table();
       EXPECT_LE(gathers.size(), 5u) << trace->table();

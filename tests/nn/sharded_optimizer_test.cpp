@@ -56,7 +56,7 @@ Many many() {
 std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> all;
   for (const at::Tensor& p : module.parameters()) {
-    if (std::none_of(all.begin(), all.end(), [&](const at::Tensor& q) { return q.is_same(p); }))
+    if (std::ranges::none_of(all, [&](const at::Tensor& q) { return q.is_same(p); }))
       all.push_back(p);
   }
   return all;

@@ -52,7 +52,7 @@ class Coverage {
       for (const int a : dim.axes) wide += field.sharding().mesh()[a] > 1;
       row.over_axes |= wide > 1;
       const Sizes sizes = dim.partition.sizes();
-      row.empty |= std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+      row.empty |= std::ranges::find(sizes, 0) != sizes.end();
     }
     row.cut.insert(cut.begin(), cut.end());
     row.together |= cut.size() > 1 || in_space > 1;

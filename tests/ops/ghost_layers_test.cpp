@@ -248,7 +248,7 @@ void check_layers(const DeviceMesh& mesh, Draw& draw, std::uint64_t n) {
   Ids here, source, target;
   for (std::size_t e = 0; e < graph.source.size(); ++e) {
     const Ids& own = cut.owned[me];
-    if (std::find(own.begin(), own.end(), graph.target[e]) == own.end()) continue;
+    if (std::ranges::find(own, graph.target[e]) == own.end()) continue;
     here.push_back(static_cast<std::int64_t>(e));
     source.push_back(cut.id[graph.source[e]]);
     target.push_back(cut.id[graph.target[e]]);

@@ -270,9 +270,7 @@ void check_network(const DeviceMesh& mesh, Draw& draw, std::uint64_t n) {
   // An edge is its target's owner's.
   Ids sources, targets;
   for (std::size_t e = 0; e < graph.source.size(); ++e) {
-    if (std::find(cut.owned[me].begin(), cut.owned[me].end(), graph.target[e]) ==
-        cut.owned[me].end())
-      continue;
+    if (std::ranges::find(cut.owned[me], graph.target[e]) == cut.owned[me].end()) continue;
     sources.push_back(graph.source[e]);
     targets.push_back(graph.target[e]);
   }

@@ -56,15 +56,15 @@ std::uint64_t number_of(const Sharding& s, int position) {
   std::uint64_t n = 17;
   for (std::size_t axis = 0; axis < s.mesh().size(); ++axis) {
     const auto& free = s.free_axes();
-    const bool is_free = std::find(free.begin(), free.end(), static_cast<int>(axis)) != free.end();
+    const bool is_free = std::ranges::find(free, static_cast<int>(axis)) != free.end();
     n = n * 31 +
         (is_free ? 0 : static_cast<std::uint64_t>(s.coordinate(position, static_cast<int>(axis))));
   }
   return n;
 }
 bool first_replica(const Sharding& s, int position) {
-  return std::all_of(s.free_axes().begin(), s.free_axes().end(),
-                     [&](int axis) { return s.coordinate(position, axis) == 0; });
+  return std::ranges::all_of(s.free_axes(),
+                             [&](int axis) { return s.coordinate(position, axis) == 0; });
 }
 
 int position_of(const DeviceMesh& mesh) { return mesh.all().rank(); }

@@ -209,7 +209,7 @@ std::string compare(const char* what, const Tensors& got, const Tensors& expecte
         text << ": " << whole(got[i]).cpu().flatten() << " instead of "
              << whole(expected[i]).flatten();
         values = text.str();
-        std::replace(values.begin(), values.end(), '\n', ' ');
+        std::ranges::replace(values, '\n', ' ');
       }
       return concat(what, " ", i, " differs by ", d, values);
     }
@@ -444,8 +444,7 @@ Outcome run_case(const OperatorCase& one, std::uint64_t number, DistributedManag
       all = exchange();
     }
   } catch (const CommError& e) {
-    throw CommError(
-        concat("after '", static_cast<char>(mine.kind), "' ", mine.text, ": ", e.what()));
+    throw CommError("after '", static_cast<char>(mine.kind), "' ", mine.text, ": ", e.what());
   }
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r][0] != all[0][0]) {

@@ -216,7 +216,7 @@ Number number(const std::string& text) {
   Number n{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
   if (error != std::errc() || end != text.data() + text.size())
-    throw InvalidArgument(concat("'", text, "' is not a number"));
+    throw InvalidArgument("'", text, "' is not a number");
   return n;
 }
 

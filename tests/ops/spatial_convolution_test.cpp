@@ -128,9 +128,8 @@ void compare(const DeviceMesh& mesh, DistributedManager& manager, Draw& draw, st
   const auto is_local = [](const Placement& p) {
     return p.is_replicate() || (p.is_shard() && p.dim != 1);
   };
-  const bool local =
-      std::all_of(specs[0].placements().begin(), specs[0].placements().end(), is_local) &&
-      specs[1].is_replicated() && specs[2].is_replicated();
+  const bool local = std::ranges::all_of(specs[0].placements(), is_local) &&
+                     specs[1].is_replicated() && specs[2].is_replicated();
   set_policies(manager, {.redistribution = local ? Policy::error : Policy::allow});
   const auto sharded = [&](HaloPolicy policy) {
     set_halo_policy(manager, policy);

@@ -40,7 +40,7 @@ TEST(BisectedPoints, PartsDifferByOnePointAndDoNotDependOnChance) {
     const auto owner = bisect_points(coordinates, dims, parts);
     ASSERT_EQ(static_cast<std::int64_t>(owner.size()), points);
     const auto sizes = sizes_of(owner, parts);
-    const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
+    const auto [least, most] = std::ranges::minmax_element(sizes);
     ASSERT_LE(*most - *least, 1);
     ASSERT_EQ(owner, bisect_points(coordinates, dims, parts));
   }

@@ -35,7 +35,7 @@ TEST(CurveTest, GoesFromEachPlaceOfALatticeToOneBesideIt) {
                           places[static_cast<std::size_t>(order[i - 1] * dims + d)]);
       EXPECT_EQ(apart, 1) << dims << " dims, place " << i;
     }
-    std::sort(order.begin(), order.end());
+    std::ranges::sort(order);
     for (std::size_t i = 0; i < order.size(); ++i)
       ASSERT_EQ(order[i], static_cast<std::int64_t>(i));
   }
@@ -56,9 +56,9 @@ TEST(CurveTest, IsDividedEvenlyAndByWeight) {
     std::vector<int> along;
     for (const auto point : curve_order(places, dims))
       along.push_back(even[static_cast<std::size_t>(point)]);
-    EXPECT_TRUE(std::is_sorted(along.begin(), along.end()));
+    EXPECT_TRUE(std::ranges::is_sorted(along));
     for (int p = 0; p < parts; ++p) {
-      const auto size = std::count(even.begin(), even.end(), p);
+      const auto size = std::ranges::count(even, p);
       EXPECT_LE(std::abs(static_cast<double>(size) - static_cast<double>(points) / parts), 1);
     }
     if (points == 0) continue;

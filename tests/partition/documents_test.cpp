@@ -88,8 +88,8 @@ TEST(DocumentCuts, AreTheBestThereAre) {
     ASSERT_EQ(cut.sizes.size(), static_cast<std::size_t>(parts)) << where;
     ASSERT_EQ(std::accumulate(cut.sizes.begin(), cut.sizes.end(), std::int64_t{0}), tokens);
     const auto most = options.most_tokens > 0 ? options.most_tokens : tokens;
-    ASSERT_LE(*std::max_element(cut.sizes.begin(), cut.sizes.end()), most) << where;
-    ASSERT_GE(*std::min_element(cut.sizes.begin(), cut.sizes.end()), 0) << where;
+    ASSERT_LE(*std::ranges::max_element(cut.sizes), most) << where;
+    ASSERT_GE(*std::ranges::min_element(cut.sizes), 0) << where;
     const auto costs = costs_of(rows, tokens, options);
     const double all = std::accumulate(costs.begin(), costs.end(), 0.0);
     ASSERT_NEAR(dearest(costs, cut.sizes), best(costs, 0, parts, most), 1e-9 * (1 + all)) << where;

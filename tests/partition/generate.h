@@ -33,7 +33,7 @@ class Generator {
   Partition partition_of(std::int64_t extent, int parts) {
     std::vector<std::int64_t> cuts{0, extent};
     for (int i = 1; i < parts; ++i) cuts.push_back(number(0, extent));
-    std::sort(cuts.begin(), cuts.end());
+    std::ranges::sort(cuts);
     std::vector<std::int64_t> sizes(parts);
     for (int i = 0; i < parts; ++i) sizes[i] = cuts[i + 1] - cuts[i];
     return Partition(sizes);

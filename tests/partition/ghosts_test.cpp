@@ -121,8 +121,8 @@ TEST(Ghosts, HomesHoldAboutAsManyIdsEachWhateverTheirPattern) {
     for (std::int64_t i = 0; i < 64 * 1000; ++i) owned.push_back(kFar + i * step);
     detail::GhostDirectory directory(0, names, owned, {});
     const auto claims = directory.claims();
-    EXPECT_LT(*std::max_element(claims.counts.begin(), claims.counts.end()), 1200) << step;
-    EXPECT_GT(*std::min_element(claims.counts.begin(), claims.counts.end()), 800) << step;
+    EXPECT_LT(*std::ranges::max_element(claims.counts), 1200) << step;
+    EXPECT_GT(*std::ranges::min_element(claims.counts), 800) << step;
   }
 }
 

@@ -61,7 +61,7 @@ TEST(MetisTest, CutsFewerEdgesOfAMeshThanTheCurve) {
         quality_of(partition_along_curve(mesh.places, 2, parts), parts, mesh.source, mesh.target);
     EXPECT_LE(metis.cut, curve.cut) << metis.summary() << curve.summary();
     EXPECT_LE(metis.imbalance(), 1.06) << metis.summary();
-    EXPECT_EQ(*std::max_element(owner.begin(), owner.end()), parts - 1);
+    EXPECT_EQ(*std::ranges::max_element(owner), parts - 1);
     EXPECT_EQ(partition_by_metis(mesh.nodes, mesh.source, mesh.target, parts), owner);
     // Neither direction nor order of edges matters where all come in both.
     std::vector<std::int64_t> source(mesh.target.rbegin(), mesh.target.rend()),

@@ -84,7 +84,7 @@ TEST(NeighborsTest, AreThoseOfAllPairsWithinARadius) {
     const double radius = static_cast<double>(random.number(0, 6)) * 0.125;
     const Neighbors got =
         points_within(places.points, places.queries, places.dims, radius, places.box);
-    EXPECT_TRUE(std::is_sorted(got.query.begin(), got.query.end()));
+    EXPECT_TRUE(std::ranges::is_sorted(got.query));
     for (std::int64_t q = 0; q < places.count(); ++q) {
       auto expected = places.all_of(q);
       std::erase_if(expected, [&](const Found& f) { return std::get<2>(f) > radius; });
@@ -102,7 +102,7 @@ TEST(NeighborsTest, AreTheNearestOfAllPairsWithTies) {
         nearest_points(places.points, places.queries, places.dims, count, places.box);
     for (std::int64_t q = 0; q < places.count(); ++q) {
       auto all = places.all_of(q);
-      std::sort(all.begin(), all.end(), [](const Found& a, const Found& b) {
+      std::ranges::sort(all, [](const Found& a, const Found& b) {
         return std::tie(std::get<2>(a), std::get<0>(a), std::get<1>(a)) <
                std::tie(std::get<2>(b), std::get<0>(b), std::get<1>(b));
       });

@@ -75,7 +75,7 @@ struct Points {
     for (auto& end : ends)
       if (&end != &ends.back())
         end = static_cast<std::size_t>(random.number(0, static_cast<std::int64_t>(n)));
-    std::sort(ends.begin(), ends.end());
+    std::ranges::sort(ends);
     Together together(ranks);
     std::vector<std::vector<int>> part(ends.size());
     std::vector<std::thread> threads;

@@ -72,7 +72,7 @@ TEST_P(WindowCalls, ComputeWhatTheySay) {
     ASSERT_EQ(backward.inputs, box);
     for (std::int64_t o = -40; o < 80; ++o) {
       const auto in = reads(w, o, transposed);
-      if (std::any_of(in.begin(), in.end(), [&](auto i) { return box.contains(i); })) {
+      if (std::ranges::any_of(in, [&](auto i) { return box.contains(i); })) {
         ASSERT_TRUE(backward.outputs.contains(o));
       }
     }

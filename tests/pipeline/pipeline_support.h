@@ -38,9 +38,8 @@ struct DrawnStage : torch::nn::Module {
     at::Tensor mark;
     if (marked) {
       // Between the plain inputs and the skips, or the last.
-      const auto at = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& t) {
-        return t.scalar_type() == at::kLong;
-      });
+      const auto at = std::ranges::find_if(
+          inputs, [](const at::Tensor& t) { return t.scalar_type() == at::kLong; });
       mark = *at;
       inputs.erase(at);
     }

@@ -117,7 +117,7 @@ TEST(BatchMapping, EqualCoordinatesReadTheSameAndOthersDisjointSamples) {
         for (const auto& [b, rb] : read) {
           const auto ha = held(m, a), hb = held(m, b);
           bool meets = false;
-          for (int c : ha) meets |= std::find(hb.begin(), hb.end(), c) != hb.end();
+          for (int c : ha) meets |= std::ranges::find(hb, c) != hb.end();
           fails |= ha.size() != hb.size() || (meets && ha != hb);
         }
       EXPECT_TRUE(fails);

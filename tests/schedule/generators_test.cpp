@@ -21,7 +21,7 @@ struct Figures {
 
 Figures figures(const PipelineSchedule& s, double f = 1, double i = 1, double w = 1) {
   const Timeline t = simulate(s, PipelineCosts::uniform(s.stages(), f, i, w));
-  return {t.makespan - t.work(), *std::max_element(t.peak.begin(), t.peak.end())};
+  return {t.makespan - t.work(), *std::ranges::max_element(t.peak)};
 }
 
 }  // namespace
@@ -106,7 +106,7 @@ TEST(Generators, MessagesHaveAPeerAndATagOfTheirOwn) {
       tags.push_back(message_of(s, {ActionKind::send_gradient, stage + 1, k}).tag);
     }
   }
-  std::sort(tags.begin(), tags.end());
+  std::ranges::sort(tags);
   EXPECT_EQ(std::unique(tags.begin(), tags.end()), tags.end());
   for (const char* none : {"0SEND_B0", "3SEND_F0", "0F0", "0UNSHARD", "0SEND_F3", "4RECV_F0"}) {
     EXPECT_THROW(message(none), InvalidArgument) << none;

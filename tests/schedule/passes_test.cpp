@@ -20,8 +20,8 @@ namespace {
 int count(const PipelineSchedule& s, ActionKind kind) {
   int n = 0;
   for (const auto& row : s.actions) {
-    n += static_cast<int>(
-        std::count_if(row.begin(), row.end(), [&](const auto& a) { return a.kind == kind; }));
+    n +=
+        static_cast<int>(std::ranges::count_if(row, [&](const auto& a) { return a.kind == kind; }));
   }
   return n;
 }
@@ -82,7 +82,7 @@ TEST(Passes, GathersAsSeldomAsRoomAllows) {
     for (const int stage : uses) {
       std::vector<std::pair<std::vector<int>, int>> next;
       for (const auto& [here, cost] : states) {
-        if (std::find(here.begin(), here.end(), stage) != here.end()) {
+        if (std::ranges::find(here, stage) != here.end()) {
           next.emplace_back(here, cost);
           continue;
         }
@@ -91,11 +91,11 @@ TEST(Passes, GathersAsSeldomAsRoomAllows) {
           if (out < here.size()) then.erase(then.begin() + static_cast<std::ptrdiff_t>(out));
           if (static_cast<int>(then.size()) == room) continue;
           then.push_back(stage);
-          std::sort(then.begin(), then.end());
+          std::ranges::sort(then);
           next.emplace_back(then, cost + 1);
         }
       }
-      std::sort(next.begin(), next.end());
+      std::ranges::sort(next);
       states.clear();
       for (const auto& state : next) {
         if (states.empty() || states.back().first != state.first) states.push_back(state);

@@ -74,8 +74,7 @@ std::string all_calls(Group& group, int number) {
   group.all_gather(data[own].data(), all.data(), sizes);
   expect(all == joined, "all_gather");
   Bytes in_place(joined.size());
-  std::copy(data[own].begin(), data[own].end(),
-            in_place.begin() + static_cast<std::ptrdiff_t>(starts[own]));
+  std::ranges::copy(data[own], in_place.begin() + static_cast<std::ptrdiff_t>(starts[own]));
   group.all_gather(in_place.data() + starts[own], in_place.data(), sizes);
   expect(in_place == joined, "all_gather in place");
 

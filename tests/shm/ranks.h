@@ -233,9 +233,8 @@ template <class Run>
 std::vector<RankEnd> quickest(const Run& run) {
   for (int attempt = 1;; ++attempt) {
     const std::vector<RankEnd> ends = run();
-    const bool slow = std::any_of(ends.begin(), ends.end(), [](const RankEnd& end) {
-      return end.report.starts_with("too late: ");
-    });
+    const bool slow = std::ranges::any_of(
+        ends, [](const RankEnd& end) { return end.report.starts_with("too late: "); });
     if (!slow || attempt == 3) return ends;
   }
 }

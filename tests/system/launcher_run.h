@@ -18,8 +18,7 @@ using Words = std::vector<std::string>;
 inline Words command(int ranks, const Words& options, const Words& words) {
   Words all{TESSERA_PROGRAM, "run", "-n", std::to_string(ranks)};
   auto put_default = [&](const std::string& name, const std::string& value) {
-    if (std::find(options.begin(), options.end(), name) == options.end())
-      all.insert(all.end(), {name, value});
+    if (std::ranges::find(options, name) == options.end()) all.insert(all.end(), {name, value});
   };
   put_default("--timeout", "100");
   put_default("--grace", "0.2");

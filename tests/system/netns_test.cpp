@@ -177,7 +177,7 @@ void cut_the_cable(const std::string& backend) {
           // that rank 0 is. A neighbour may be a call behind when the cable is cut, and is missing
           // then as well.
           const int silent = from_test.rank == 2 ? 0 : 2;
-          require(std::find(missing.begin(), missing.end(), silent) != missing.end(),
+          require(std::ranges::find(missing, silent) != missing.end(),
                   concat("missing ", list(missing), ": ", error.what()));
         }
         require(std::chrono::steady_clock::now() - begin < 15s, "it took too long");

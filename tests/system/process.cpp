@@ -108,8 +108,7 @@ bool Process::read_some(int wait_ms) {
 bool Process::await(const std::vector<std::string>& texts, std::chrono::seconds limit) {
   const auto end = Clock::now() + limit;
   for (;;) {
-    if (std::all_of(texts.begin(), texts.end(), [&](const std::string& t) { return holds(t); }))
-      return true;
+    if (std::ranges::all_of(texts, [&](const std::string& t) { return holds(t); })) return true;
     if (!read_some(ms_until(end))) return false;
   }
 }

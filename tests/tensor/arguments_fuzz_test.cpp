@@ -180,8 +180,7 @@ c10::IValue with_tensors(const c10::IValue& v,
   if (v.isTensor()) return v.toTensor().defined() ? as(v.toTensor()) : at::Tensor();
   if (!v.isList()) return v;
   const auto elements = v.toListRef();
-  if (std::none_of(elements.begin(), elements.end(), [](const auto& e) { return e.isTensor(); }))
-    return v;
+  if (std::ranges::none_of(elements, [](const auto& e) { return e.isTensor(); })) return v;
   c10::impl::GenericList made(v.type()->castRaw<c10::ListType>()->getElementType());
   for (const c10::IValue& one : elements) made.push_back(with_tensors(one, as));
   return made;
@@ -290,7 +289,7 @@ class Fuzzer {
     sound += taken > before;
     for (std::size_t i = 0; i < arguments.size(); ++i) {
       if (schema.arguments()[i].name() == "pin_memory" ||  // a matter of the machine
-          std::find(base.fixed.begin(), base.fixed.end(), i) != base.fixed.end())
+          std::ranges::find(base.fixed, i) != base.fixed.end())
         continue;
       for (const c10::IValue& v :
            other_of(draw_, schema.arguments()[i].real_type(), arguments[i])) {
@@ -345,7 +344,7 @@ class Fuzzer {
     const bool throws = expected.end != End::taken;
     EXPECT_FALSE(right && throws) << "the base: " << expected.what;
     judge(all, throws, expected, got);
-    if (std::count(all.begin(), all.end(), End::taken) < static_cast<int>(all.size())) {
+    if (std::ranges::count(all, End::taken) < static_cast<int>(all.size())) {
       ++refused;
     } else if (!throws) {
       ++taken;
@@ -362,7 +361,7 @@ class Fuzzer {
   }
 
   void judge(const std::vector<End>& all, bool throws, const Call& expected, const Call& got) {
-    const auto count = [&](End end) { return std::count(all.begin(), all.end(), end); };
+    const auto count = [&](End end) { return std::ranges::count(all, end); };
     const auto ranks = static_cast<std::ptrdiff_t>(all.size());
     EXPECT_EQ(count(End::communication), 0) << got.what;
     EXPECT_TRUE(count(End::taken) == 0 || count(End::taken) == ranks)

@@ -236,7 +236,7 @@ TEST(FromBlob, SharesBlocksWithGhostCellsInEitherOrder) {
         after.select(1 - dim, 0).add_(1);
         each([](double& cell, double) { cell += 3; });
         EXPECT_LT(difference(x, after + 3), 1e-15);
-        const auto ghosts = std::count(block.cells.begin(), block.cells.end(), -7.0);
+        const auto ghosts = std::ranges::count(block.cells, -7.0);
         EXPECT_EQ(ghosts, static_cast<std::ptrdiff_t>(block.cells.size()) - s.local_numel());
       }
     });

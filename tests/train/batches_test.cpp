@@ -44,8 +44,8 @@ TEST(AgreedBatches, EveryPolicyOnDrawnLengths) {
     std::vector<bool> known;
     const bool all_known = draw.chance(50);
     for (int r = 0; r < ranks; ++r) known.push_back(all_known || draw.chance(30));
-    const std::int64_t most = *std::max_element(counts.begin(), counts.end());
-    const std::int64_t fewest = *std::min_element(counts.begin(), counts.end());
+    const std::int64_t most = *std::ranges::max_element(counts);
+    const std::int64_t fewest = *std::ranges::min_element(counts);
     for (const UnevenData policy :
          {UnevenData::error, UnevenData::drop, UnevenData::pad, UnevenData::weight_zero}) {
       on_threads(ranks, [&](DistributedManager& manager) {

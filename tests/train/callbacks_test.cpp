@@ -83,7 +83,7 @@ TEST(Callbacks, CheckpointsKeepTheBestAndTheLast) {
       EXPECT_EQ(best->best(),
                 (std::vector<std::pair<std::string, double>>{{"step-10", 2}, {"step-4", 3}}));
       auto names = checkpoints_in(manager, folder.path());
-      std::sort(names.begin(), names.end());
+      std::ranges::sort(names);
       EXPECT_EQ(names, (std::vector<std::string>{"step-10", "step-12", "step-4"}));
     });
   }
@@ -109,7 +109,7 @@ TEST(Callbacks, CheckpointsByStepsAndByTheClock) {
     const FitResult result = Trainer(options).fit(task, ragged_batches(manager.rank(), 7));
     EXPECT_EQ(result.checkpoint, "step-7");
     auto names = checkpoints_in(manager, folder.path());
-    std::sort(names.begin(), names.end());
+    std::ranges::sort(names);
     EXPECT_EQ(names, (std::vector<std::string>{"step-3", "step-6", "step-7"}));
 
     // One rank's clock says so: both save, at the same step.
@@ -345,7 +345,7 @@ TEST(Callbacks, TiesKeepTheEarlierCheckpoint) {
     EXPECT_EQ(best->best(),
               (std::vector<std::pair<std::string, double>>{{"step-5", 2}, {"step-6", 2}}));
     auto names = checkpoints_in(manager, folder.path());
-    std::sort(names.begin(), names.end());
+    std::ranges::sort(names);
     EXPECT_EQ(names, (std::vector<std::string>{"step-5", "step-6"}));
   });
   const Folder larger;

@@ -130,7 +130,7 @@ TEST(Hostile, AFullDiskInTheBackgroundIsTheNextCallsErrorAndNothingIsLost) {
     explicit FullFrom(std::string name) : name_(std::move(name)) {}
     void sync(const File& file) override {
       if (file.path.find(name_) != std::string::npos)
-        throw FileError(concat("'", file.path, "': No space left on device"));
+        throw FileError("'", file.path, "': No space left on device");
       FileOperations::sync(file);
     }
 

@@ -224,7 +224,7 @@ void damage(const Plan& plan, const std::string& folder, Draws& draw) {
   std::vector<std::string> files;
   for (const auto& entry : std::filesystem::directory_iterator(latest))
     files.push_back(entry.path().string());
-  std::sort(files.begin(), files.end());
+  std::ranges::sort(files);
   const std::string file = draw.of(files), text = contents(file);
   ASSERT_FALSE(text.empty()) << file;
   put(file, text.substr(0, static_cast<std::size_t>(draw.below(static_cast<int>(text.size())))));

@@ -32,7 +32,7 @@ std::shared_ptr<CheckpointCallback> keeping(CheckpointCallbackOptions options) {
 std::vector<std::string> sorted_names(const std::string& folder) {
   auto names =
       Checkpointer(*SingleDevice().manager(), folder, {.remove_incomplete = false}).names();
-  std::sort(names.begin(), names.end());
+  std::ranges::sort(names);
   return names;
 }
 

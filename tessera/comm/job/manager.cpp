@@ -28,31 +28,30 @@ c10::Device detail::choose_device(const std::optional<c10::Device>& wanted, int 
   }
   if (wanted->is_cpu()) return *wanted;
   if (!wanted->is_cuda())
-    throw InvalidArgument(
-        concat("the manager was given the device ", *wanted, "; groups serve cpu and cuda"));
+    throw InvalidArgument("the manager was given the device ", *wanted,
+                          "; groups serve cpu and cuda");
   if (!problem.empty())
-    throw NotAvailable(concat("the manager was given the device ", *wanted,
-                              ", but NCCL cannot run here: ", problem));
+    throw NotAvailable("the manager was given the device ", *wanted,
+                       ", but NCCL cannot run here: ", problem);
   const int index = wanted->has_index() ? wanted->index() : local_rank % devices;
   if (index >= devices)
-    throw InvalidArgument(concat("the manager was given the device ", *wanted, ", but there are ",
-                                 devices, " devices"));
+    throw InvalidArgument("the manager was given the device ", *wanted, ", but there are ", devices,
+                          " devices");
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
 void detail::check_options(const ManagerOptions& options, std::vector<std::string> backends) {
   if (options.timeout.count() < 1)
-    throw InvalidArgument(concat("the manager was given a time limit of ", options.timeout.count(),
-                                 " ms; give a positive one"));
+    throw InvalidArgument("the manager was given a time limit of ", options.timeout.count(),
+                          " ms; give a positive one");
   backends.insert(backends.begin(), {"auto", "gloo", "shm"});
-  if (!options.backend.empty() &&
-      std::find(backends.begin(), backends.end(), options.backend) == backends.end())
-    throw InvalidArgument(concat("backend '", options.backend,
-                                 "' is not one for processes; choose one of ", list(backends)));
+  if (!options.backend.empty() && std::ranges::find(backends, options.backend) == backends.end())
+    throw InvalidArgument("backend '", options.backend,
+                          "' is not one for processes; choose one of ", list(backends));
   if (options.between_hosts != "auto" && options.between_hosts != "gloo" &&
       options.between_hosts != "mpi")
-    throw InvalidArgument(concat("the manager was given '", options.between_hosts,
-                                 "' to use between hosts; choose auto, gloo or mpi"));
+    throw InvalidArgument("the manager was given '", options.between_hosts,
+                          "' to use between hosts; choose auto, gloo or mpi");
 }
 
 namespace {
@@ -67,9 +66,9 @@ void require_mpi_launcher(const MpiWorld& mpi) {
   const Launch around = detect_launch(environment);
   if (around.world_size > 1)
     throw ConfigurationError(
-        concat("the manager was given ranks of MPI, which says that this process is alone, and ",
-               around.launcher, " has started ", around.world_size,
-               " of them: that launcher starts no ranks of MPI. Start it with mpirun (or srun)"));
+        "the manager was given ranks of MPI, which says that this process is alone, and ",
+        around.launcher, " has started ", around.world_size,
+        " of them: that launcher starts no ranks of MPI. Start it with mpirun (or srun)");
 }
 
 }  // namespace
@@ -92,16 +91,14 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
     base.device = detail::choose_device(options.device, base.launch.local_rank, cuda_device_count(),
                                         nccl_unavailable());
   if (options.mpi && base.backend != "mpi" && (base.backend != "auto" || !options.launch))
-    throw InvalidArgument(
-        concat("the manager was given ranks of MPI, but the backend ", base.backend,
-               "; give the backend mpi, or auto and a launch: groups of auto meet "
-               "at a store"));
+    throw InvalidArgument("the manager was given ranks of MPI, but the backend ", base.backend,
+                          "; give the backend mpi, or auto and a launch: groups of auto meet "
+                          "at a store");
   if (!meets && !base.device.is_cpu()) {
     if (options.device)
-      throw InvalidArgument(concat("the manager was given the device ", base.device,
-                                   ", and ranks of MPI without a launch: groups of ",
-                                   base.device.type(),
-                                   " tensors meet at a store; give ManagerOptions::launch too"));
+      throw InvalidArgument("the manager was given the device ", base.device,
+                            ", and ranks of MPI without a launch: groups of ", base.device.type(),
+                            " tensors meet at a store; give ManagerOptions::launch too");
     base.device = c10::DeviceType::CPU;
   }
   if (base.backend == "mpi" || options.mpi || begins_mpi) {
@@ -110,12 +107,12 @@ DistributedManager DistributedManager::initialize(const ManagerOptions& options)
                            : MpiWorld::initialize(begins_mpi ? MpiThreadLevel::multiple
                                                              : MpiThreadLevel::funneled);
     if (base.mpi->rank() != base.launch.rank || base.mpi->size() != base.launch.world_size)
-      throw ConfigurationError(concat(
+      throw ConfigurationError(
           "the launch says rank ", base.launch.rank, " of ", base.launch.world_size, " (",
           base.launch.launcher, "), and MPI says rank ", base.mpi->rank(), " of ", base.mpi->size(),
           options.mpi ? "; give a launch with the rank and size of these ranks of MPI"
                       : "; start the ranks by MPI's own launcher (mpirun or srun), with no other "
-                        "around it"));
+                        "around it");
   }
   if (meets && base.mpi && base.launch.world_size > 1)
     base.launch.secret =
@@ -155,8 +152,8 @@ Group DistributedManager::group(const std::vector<int>& ranks, const GroupOption
 Group tagged_group(const DistributedManager& manager, const std::vector<int>& ranks,
                    const GroupOptions& options, const std::string& tag) {
   if (tag.empty() || tag.find('/') != std::string::npos)
-    throw InvalidArgument(concat("a group was given the tag '", tag,
-                                 "'; tags have at least one character, and none is '/'"));
+    throw InvalidArgument("a group was given the tag '", tag,
+                          "'; tags have at least one character, and none is '/'");
   // In quotes, so that it differs from the library's own tags.
   return Group(manager.state()->group(ranks, options, concat("'", tag, "'")));
 }
@@ -167,9 +164,9 @@ DeviceMesh DistributedManager::mesh(const std::vector<Axis>& axes) const {
   Mesh mesh(closed_axes(axes, world_size()));
   if (mesh.size() != world_size())
     throw InvalidArgument(
-        concat("the mesh ", mesh.to_string(), " has ", mesh.size(), " coordinates, the world ",
-               world_size(),
-               " ranks; let the sizes multiply up to the world, or give a Mesh with a rank table"));
+        "the mesh ", mesh.to_string(), " has ", mesh.size(), " coordinates, the world ",
+        world_size(),
+        " ranks; let the sizes multiply up to the world, or give a Mesh with a rank table");
   return DeviceMesh(std::move(mesh), *this);
 }
 
@@ -208,9 +205,8 @@ RankMapping DistributedManager::create_process_groups(const ProcessGroupConfig& 
                                                       const std::vector<Traffic>& traffic,
                                                       bool eager) const {
   if (topology.slots() != world_size())
-    throw MappingError(
-        concat("the topology has ", topology.slots(), " slots and the world ", world_size(),
-               " ranks; describe the machines that the ranks run on, one slot per rank"));
+    throw MappingError("the topology has ", topology.slots(), " slots and the world ", world_size(),
+                       " ranks; describe the machines that the ranks run on, one slot per rank");
   const CostModel model(topology, config.mesh(world_size()).axes(), traffic);
   RankMapping mapping = traffic.empty() ? naive_mapping(model) : optimise_mapping(model);
   create_process_groups(GroupPlan::of_config(config, mapping.slot_of), eager);

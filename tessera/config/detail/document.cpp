@@ -41,7 +41,7 @@ class Limits {
     if (count > kMostKeys) fail(line, concat("an object with more than ", kMostKeys, " keys"));
   }
   [[noreturn]] void fail(int line, const std::string& why) const {
-    throw ConfigFileError(concat(source_, line > 0 ? concat(":", line) : "", ": ", why));
+    throw ConfigFileError(source_, line > 0 ? concat(":", line) : "", ": ", why);
   }
 
  private:
@@ -85,10 +85,10 @@ Json from_yaml(const YAML::Node& node, Limits& limits, const std::string& source
       for (const auto& entry : node) {
         const YAML::Node& key = entry.first;
         if (!key.IsScalar())
-          throw ConfigFileError(concat(source, ":", line, ": a key is not a plain name"));
+          throw ConfigFileError(source, ":", line, ": a key is not a plain name");
         if (object.contains(key.Scalar()))
-          throw ConfigFileError(concat(source, ":", key.Mark().line + 1, ": the key '",
-                                       printable(key.Scalar()), "' is duplicated"));
+          throw ConfigFileError(source, ":", key.Mark().line + 1, ": the key '",
+                                printable(key.Scalar()), "' is duplicated");
         object[key.Scalar()] = from_yaml(entry.second, limits, source, depth + 1);
       }
       return object;
@@ -139,9 +139,9 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
       static_cast<void>(Json(text).dump());
       return from_yaml(YAML::Load(text), limits, source, 0);
     } catch (const YAML::Exception& error) {
-      throw ConfigFileError(concat(source, ":", error.mark.line + 1, ": ", error.msg));
+      throw ConfigFileError(source, ":", error.mark.line + 1, ": ", error.msg);
     } catch (const Json::type_error& error) {
-      throw ConfigFileError(concat(source, ": ", printable(error.what())));
+      throw ConfigFileError(source, ": ", printable(error.what()));
     }
   }
   std::vector<std::set<std::string>> keys;
@@ -161,12 +161,12 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
   try {
     Json document = Json::parse(text, watch);
     if (!repeated.empty())
-      throw ConfigFileError(
-          concat(source, ": the key '", printable(repeated), "' is duplicated in one object"));
+      throw ConfigFileError(source, ": the key '", printable(repeated),
+                            "' is duplicated in one object");
     return document;
   } catch (const Json::exception& error) {
     // Of a number that is too large the message holds every digit.
-    throw ConfigFileError(concat(source, ": ", printable(error.what(), 500)));
+    throw ConfigFileError(source, ": ", printable(error.what(), 500));
   }
 }
 
@@ -191,8 +191,8 @@ std::string write_document(const Json& value, FileFormat format) {
     try {
       return value.dump(1) + "\n";
     } catch (const Json::type_error& error) {
-      throw InvalidArgument(
-          concat("a name that is no valid UTF-8 cannot be written: ", printable(error.what())));
+      throw InvalidArgument("a name that is no valid UTF-8 cannot be written: ",
+                            printable(error.what()));
     }
   }
   YAML::Emitter out;
@@ -207,17 +207,17 @@ FileFormat format_of(const std::string& path) {
   };
   if (ends(".json")) return FileFormat::json;
   if (ends(".yaml") || ends(".yml")) return FileFormat::yaml;
-  throw ConfigFileError(
-      concat(path, ": the name must end in .json, .yaml or .yml, so that the format is known"));
+  throw ConfigFileError(path,
+                        ": the name must end in .json, .yaml or .yml, so that the format is known");
 }
 
 std::string read_text(const std::string& path) {
   try {
     std::string text = read_whole_file(path);
-    if (text.empty()) throw ConfigFileError(concat(path, ": is empty; check the path"));
+    if (text.empty()) throw ConfigFileError(path, ": is empty; check the path");
     return text;
   } catch (const FileError& error) {
-    throw ConfigFileError(concat(path, ": cannot be read: ", error.what()));
+    throw ConfigFileError(path, ": cannot be read: ", error.what());
   }
 }
 
@@ -234,8 +234,7 @@ void write_text(const std::string& path, const std::string& text) {
   file << text;
   file.close();
   if (!file)
-    throw ConfigFileError(
-        concat(path, ": cannot be written; check the folder and its permissions"));
+    throw ConfigFileError(path, ": cannot be written; check the folder and its permissions");
 }
 
 }  // namespace tessera::detail

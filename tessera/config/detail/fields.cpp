@@ -21,8 +21,8 @@ std::pair<double, std::string> split_unit(const std::string& text, const std::st
   double number = std::numeric_limits<double>::quiet_NaN();
   const auto read = std::from_chars(text.data() + begin, text.data() + text.size(), number);
   if (read.ec != std::errc() || !std::isfinite(number) || number < 0)
-    throw ConfigFileError(concat(where, ": '", printable(text),
-                                 "' does not begin with a finite number of at least 0"));
+    throw ConfigFileError(where, ": '", printable(text),
+                          "' does not begin with a finite number of at least 0");
   auto used = static_cast<std::size_t>(read.ptr - text.data());
   while (used < text.size() && text[used] == ' ') ++used;
   return {number, text.substr(used)};
@@ -36,8 +36,8 @@ double with_unit(const std::string& text, const std::map<std::string, double>& u
     std::vector<std::string> names;
     for (const auto& [name, unused] : units)
       if (!name.empty()) names.push_back(name);
-    throw ConfigFileError(concat(where, ": '", printable(text), "' has the unknown unit '",
-                                 printable(unit), "'; the units are ", list(names)));
+    throw ConfigFileError(where, ": '", printable(text), "' has the unknown unit '",
+                          printable(unit), "'; the units are ", list(names));
   }
   return number * factor->second;
 }
@@ -68,12 +68,12 @@ double parse_seconds(const std::string& text, const std::string& where) {
 
 Fields::Fields(const Json& value, std::string where) : value_(value), where_(std::move(where)) {
   if (!value.is_object())
-    throw ConfigFileError(
-        concat(where_, ": must be an object (fields with values), but is ", value.type_name()));
+    throw ConfigFileError(where_, ": must be an object (fields with values), but is ",
+                          value.type_name());
 }
 
 void Fields::fail(const std::string& field, const std::string& why) const {
-  throw ConfigFileError(concat(where(field), ": ", why));
+  throw ConfigFileError(where(field), ": ", why);
 }
 
 const Json* Fields::raw(const std::string& field) {
@@ -168,8 +168,8 @@ std::optional<std::chrono::milliseconds> Fields::duration(const std::string& fie
 void Fields::finish() const {
   for (const auto& [name, unused] : value_.items()) {
     if (read_.contains(name)) continue;
-    throw ConfigFileError(
-        concat(where(printable(name)), ": is not a field here; the fields are ", list(read_)));
+    throw ConfigFileError(where(printable(name)), ": is not a field here; the fields are ",
+                          list(read_));
   }
 }
 

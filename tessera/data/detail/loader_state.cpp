@@ -71,8 +71,8 @@ OrderCursor read_state(const Order& order, const std::string& state) {
   cursor.step = number();
   if (saved != fingerprint(order))
     throw ConfigurationError(
-        concat("the state was saved by another order; this one is: ", order.describe(),
-               ". Resume with the same samples, seed and batch schedule"));
+        "the state was saved by another order; this one is: ", order.describe(),
+        ". Resume with the same samples, seed and batch schedule");
   cursor.position.resize(count());
   for (auto& p : cursor.position) p = number();
   cursor.credit.resize(count());

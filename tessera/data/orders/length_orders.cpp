@@ -23,9 +23,7 @@ void LengthOrder::check(const OrderCursor& cursor) const {
         concat("offset ", cursor.position[1], " in an epoch of ", samples(), " samples"));
 }
 
-std::uint64_t LengthOrder::longest() const {
-  return *std::max_element(lengths_.begin(), lengths_.end());
-}
+std::uint64_t LengthOrder::longest() const { return *std::ranges::max_element(lengths_); }
 
 LengthOrder::Epoch::Epoch(const LengthOrder& order, std::uint64_t epoch)
     : order_(order), permutation_(order.samples(), order.seed_, epoch) {}

@@ -10,8 +10,8 @@ Order::~Order() = default;
 
 void Order::rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const {
   if (first > batch.rows.size() || out.size() > batch.rows.size() - first)
-    throw InvalidArgument(
-        concat(out.size(), " rows from ", first, " on of a batch that lists ", batch.rows.size()));
+    throw InvalidArgument(out.size(), " rows from ", first, " on of a batch that lists ",
+                          batch.rows.size());
   std::copy_n(batch.rows.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
 }
 

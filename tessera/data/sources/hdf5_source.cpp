@@ -37,7 +37,7 @@ class Library {
           return 0;
         },
         &why);
-    throw FileError(concat(what, ": ", why));
+    throw FileError(what, ": ", why);
   }
 
  private:
@@ -198,8 +198,7 @@ const VariableInfo& Hdf5Source::info(const std::string& variable) const {
     if (v.name == variable) return v;
   std::vector<std::string> known;
   for (const VariableInfo& v : file_->variables) known.push_back(printable(v.name));
-  throw VariableError(
-      concat(file_->path, " has no numeric dataset ", variable, "; it has ", list(known)));
+  throw VariableError(file_->path, " has no numeric dataset ", variable, "; it has ", list(known));
 }
 
 at::Tensor Hdf5Source::read_box(const VariableInfo& variable, const Hyperslab& slab,
@@ -232,7 +231,7 @@ at::Tensor Hdf5Source::read_box(const VariableInfo& variable, const Hyperslab& s
               H5Tget_sign(type) == H5T_SGN_NONE;
   }
   if (natural && out.lt(0).any().item<bool>())
-    throw FileError(concat(what, ": unsigned values above 2^63 - 1 cannot be held"));
+    throw FileError(what, ": unsigned values above 2^63 - 1 cannot be held");
   return out.to(options.dtype);
 }
 

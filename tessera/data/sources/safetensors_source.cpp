@@ -40,7 +40,7 @@ struct SafetensorsSource::File {
     if (const SafetensorsTensor* t = header.find(name)) need_torch_layout(*t, file.path());
     std::vector<std::string> known;
     for (const Entry& e : entries) known.push_back(printable(e.info.name));
-    throw VariableError(concat(file.path(), " has no tensor ", name, "; it has ", list(known)));
+    throw VariableError(file.path(), " has no tensor ", name, "; it has ", list(known));
   }
 
   ReadFile file;

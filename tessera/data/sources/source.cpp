@@ -13,12 +13,12 @@ Hyperslab complete_slab(const Hyperslab& slab, const std::vector<std::int64_t>& 
                         const std::vector<std::string>& dims, const std::string& variable) {
   const std::size_t given = slab.start.size();
   if (slab.count.size() != given || (!slab.stride.empty() && slab.stride.size() != given))
-    throw InvalidArgument(concat("the hyperslab of ", variable, " has ", given, " starts, ",
-                                 slab.count.size(), " counts and ", slab.stride.size(),
-                                 " strides: give as many of each (strides may be left out)"));
+    throw InvalidArgument("the hyperslab of ", variable, " has ", given, " starts, ",
+                          slab.count.size(), " counts and ", slab.stride.size(),
+                          " strides: give as many of each (strides may be left out)");
   if (given > shape.size())
-    throw InvalidArgument(concat("the hyperslab of ", variable, " has ", given,
-                                 " dimensions, the variable has ", shape.size(), ": ", list(dims)));
+    throw InvalidArgument("the hyperslab of ", variable, " has ", given,
+                          " dimensions, the variable has ", shape.size(), ": ", list(dims));
   Hyperslab full;
   for (std::size_t d = 0; d < shape.size(); ++d) {
     const std::int64_t start = d < given ? slab.start[d] : 0;
@@ -29,9 +29,9 @@ Hyperslab complete_slab(const Hyperslab& slab, const std::vector<std::int64_t>& 
         start >= 0 && count >= 0 && stride >= 1 && start <= shape[d] &&
         (count == 0 || (start < shape[d] && count - 1 <= (shape[d] - 1 - start) / stride));
     if (!inside)
-      throw RangeError(concat("dimension ", dims[d], " of ", variable, " has ", shape[d],
-                              " indices, 0 to ", shape[d] - 1, "; asked for ", count, " from ",
-                              start, " with stride ", stride));
+      throw RangeError("dimension ", dims[d], " of ", variable, " has ", shape[d],
+                       " indices, 0 to ", shape[d] - 1, "; asked for ", count, " from ", start,
+                       " with stride ", stride);
     full.start.push_back(start);
     full.count.push_back(count);
     full.stride.push_back(stride);
@@ -58,8 +58,8 @@ const Attribute& attribute_of(const Source& source, const std::string& variable,
   if (found == all.end()) {
     std::vector<std::string> known;
     for (const auto& [name, value] : all) known.push_back(printable(name));
-    throw VariableError(concat(variable, " in ", source.name(), " has no attribute ", attribute,
-                               "; it has ", list(known)));
+    throw VariableError(variable, " in ", source.name(), " has no attribute ", attribute,
+                        "; it has ", list(known));
   }
   return found->second;
 }
@@ -69,16 +69,16 @@ const Attribute& attribute_of(const Source& source, const std::string& variable,
 double Source::number(const std::string& variable, const std::string& attribute) const {
   const auto* numbers = std::get_if<std::vector<double>>(&attribute_of(*this, variable, attribute));
   if (!numbers || numbers->size() != 1)
-    throw VariableError(concat("attribute ", attribute, " of ", variable, " in ", name(), " is ",
-                               numbers ? "a list of numbers" : "text", ", not one number"));
+    throw VariableError("attribute ", attribute, " of ", variable, " in ", name(), " is ",
+                        numbers ? "a list of numbers" : "text", ", not one number");
   return numbers->front();
 }
 
 std::string Source::text(const std::string& variable, const std::string& attribute) const {
   const auto* text = std::get_if<std::string>(&attribute_of(*this, variable, attribute));
   if (!text)
-    throw VariableError(concat("attribute ", attribute, " of ", variable, " in ", name(),
-                               " is a number, not text"));
+    throw VariableError("attribute ", attribute, " of ", variable, " in ", name(),
+                        " is a number, not text");
   return *text;
 }
 

@@ -38,16 +38,15 @@ SourceDataset::SourceDataset(std::shared_ptr<const Source> source, std::vector<S
   for (SourceField& field : fields_) {
     const VariableInfo& about = source_->info(field.variable);
     if (about.shape.empty())
-      throw InvalidArgument(concat(field.variable, " in ", source_->name(),
-                                   " has no dim along which samples could lie"));
+      throw InvalidArgument(field.variable, " in ", source_->name(),
+                            " has no dim along which samples could lie");
     field.slab = complete_slab(field.slab, about.shape, about.dims,
                                concat(field.variable, " in ", source_->name()));
     const auto samples = static_cast<std::uint64_t>(field.slab.count[0]);
     if (&field == &fields_.front()) size_ = samples;
     if (samples != size_)
-      throw InvalidArgument(concat(field.variable, " gives ", samples, " samples, ",
-                                   fields_.front().variable, " ", size_,
-                                   "; all fields give as many"));
+      throw InvalidArgument(field.variable, " gives ", samples, " samples, ",
+                            fields_.front().variable, " ", size_, "; all fields give as many");
   }
   names_ = names_of(fields_);
 }

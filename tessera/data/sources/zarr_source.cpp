@@ -28,11 +28,10 @@ using detail::ZarrArray;
 void require_known(const ZarrArray& array) {
   const bool known = array.compressor.empty() || detail::is_chunk_codec(array.compressor);
   if (known && array.refused.empty()) return;
-  throw NotAvailable(
-      concat("the chunks of ", array.folder, " have ",
-             known ? array.refused : concat("compressor '", array.compressor, "'"),
-             ", which ZarrSource cannot read: write the array with zlib, gzip, zstd, blosc "
-             "or no compressor, or read it in Python by the package zarr"));
+  throw NotAvailable("the chunks of ", array.folder, " have ",
+                     known ? array.refused : concat("compressor '", array.compressor, "'"),
+                     ", which ZarrSource cannot read: write the array with zlib, gzip, zstd, blosc "
+                     "or no compressor, or read it in Python by the package zarr");
 }
 
 // Whether a chunk was written. Throws FileError where that cannot be told: the array itself may be
@@ -43,13 +42,13 @@ bool is_there(const ZarrArray& array, const std::string& path) {
     std::error_code error;
     const fs::file_status status = fs::symlink_status(of, error);
     if (error && status.type() != fs::file_type::not_found)
-      throw FileError(concat(of, ": ", error.message()));
+      throw FileError(of, ": ", error.message());
     return status.type();
   };
   if (type(path) != fs::file_type::not_found) return true;
   if (type(array.folder + "/zarr.json") == fs::file_type::not_found &&
       type(array.folder + "/.zarray") == fs::file_type::not_found)
-    throw FileError(concat(path, ": the array of this chunk is not there any more"));
+    throw FileError(path, ": the array of this chunk is not there any more");
   return false;
 }
 
@@ -59,9 +58,9 @@ at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& pla
   const std::string path = array.chunk_path(place);
   if (!is_there(array, path)) {
     if (!array.fill)
-      throw FileError(concat(path,
-                             ": this chunk is not there, and the array has no fill value, or one "
-                             "above 2^63 - 1"));
+      throw FileError(path,
+                      ": this chunk is not there, and the array has no fill value, or one "
+                      "above 2^63 - 1");
     return at::full({}, *array.fill, array.info.stored).expand(array.chunk);
   }
   const std::vector<std::int64_t> shape =
@@ -80,9 +79,9 @@ at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& pla
                                         values.nbytes(), array.folder);
   }
   if (!complete)
-    throw FileError(concat(path, ": this chunk of ", file.size(), " bytes is damaged or cut off; ",
-                           values.nbytes(), " bytes were to come",
-                           array.compressor.empty() ? "" : concat(" out of ", array.compressor)));
+    throw FileError(path, ": this chunk of ", file.size(), " bytes is damaged or cut off; ",
+                    values.nbytes(), " bytes were to come",
+                    array.compressor.empty() ? "" : concat(" out of ", array.compressor));
   if (array.big_endian && values.element_size() > 1)
     values =
         at::from_blob(values.mutable_data_ptr(), {values.numel(), values.element_size()}, at::kByte)
@@ -96,7 +95,7 @@ at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& pla
   }
   values = array.file_type == at::kBool ? values.ne(0) : values.to(array.info.stored);
   if (array.file_type == at::kUInt64 && values.lt(0).any().item<bool>())
-    throw FileError(concat(path, ": unsigned values above 2^63 - 1 cannot be held"));
+    throw FileError(path, ": unsigned values above 2^63 - 1 cannot be held");
   return values;
 }
 
@@ -112,7 +111,7 @@ struct ZarrSource::Arrays {
       if (a.info.name == name) return a;
       known.push_back(printable(a.info.name));
     }
-    throw VariableError(concat(path, " has no numeric array ", name, "; it has ", list(known)));
+    throw VariableError(path, " has no numeric array ", name, "; it has ", list(known));
   }
 
   // Two threads may read a chunk at the same time; one of them is kept.
@@ -213,8 +212,8 @@ at::Tensor ZarrSource::read_box(const VariableInfo& about, const Hyperslab& slab
   }
   if (!options.decode) return stored.to(options.dtype);
   if (!array.unmarked.empty())
-    throw VariableError(concat(about.name, " in ", name(), ": ", array.unmarked,
-                               ": read it with ReadOptions::decode = false"));
+    throw VariableError(about.name, " in ", name(), ": ", array.unmarked,
+                        ": read it with ReadOptions::decode = false");
   return detail::cf_values(stored, about, array.missing, options, name());
 }
 

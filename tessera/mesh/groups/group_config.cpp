@@ -25,18 +25,18 @@ std::string options_text(const GroupOptions& options) {
 constexpr int kDeepest = 4000;
 
 void check_name(const std::string& name, const char* what) {
-  if (name.empty()) throw GroupConfigError(concat("a ", what, " has an empty name; give it one"));
+  if (name.empty()) throw GroupConfigError("a ", what, " has an empty name; give it one");
   if (const auto fault = name_fault(name, /*spaces=*/true))
-    throw GroupConfigError(concat("the name '", printable(name), "' of a ", what, " ", *fault,
-                                  "; choose another name"));
+    throw GroupConfigError("the name '", printable(name), "' of a ", what, " ", *fault,
+                           "; choose another name");
   if (name == "parent")
-    throw GroupConfigError(concat(
-        "a ", what, " is named 'parent', which is reserved for scopes; choose another name"));
+    throw GroupConfigError("a ", what,
+                           " is named 'parent', which is reserved for scopes; choose another name");
 }
 
 void check_size(const std::string& name, int size) {
   if (size < 1)
-    throw GroupConfigError(concat("group '", name, "' has size ", size, "; a size is at least 1"));
+    throw GroupConfigError("group '", name, "' has size ", size, "; a size is at least 1");
 }
 
 }  // namespace
@@ -56,8 +56,8 @@ ProcessGroupConfig ProcessGroupConfig::from_nodes(
   for (int i = 0; i < n; ++i) {
     const auto& [node, above] = nodes[i];
     if (!index.emplace(node.name, i).second)
-      throw RepeatedName(
-          concat("the node '", printable(node.name), "' is duplicated; give each its own name"));
+      throw RepeatedName("the node '", printable(node.name),
+                         "' is duplicated; give each its own name");
     if (above.empty()) roots.push_back(node.name);
   }
   std::vector<int> parent(n, -1);
@@ -67,8 +67,8 @@ ProcessGroupConfig ProcessGroupConfig::from_nodes(
     if (above.empty()) continue;
     const auto at = index.find(above);
     if (at == index.end())
-      throw UnknownName(concat("node '", printable(node.name), "' names the parent '",
-                               printable(above), "', which does not exist"));
+      throw UnknownName("node '", printable(node.name), "' names the parent '", printable(above),
+                        "', which does not exist");
     parent[i] = at->second;
     children[at->second].push_back(i);
   }
@@ -82,12 +82,12 @@ ProcessGroupConfig ProcessGroupConfig::from_nodes(
     for (int next = parent[at]; next != at; next = parent[next])
       path.push_back(nodes[next].first.name);
     path.push_back(path.front());
-    throw GroupCycle(
-        concat("the nodes ", list(path), " form a cycle: each is the parent of the one before it"));
+    throw GroupCycle("the nodes ", list(path),
+                     " form a cycle: each is the parent of the one before it");
   }
   if (roots.size() != 1)
-    throw GroupConfigError(
-        concat("a tree has one root, but ", roots.size(), " nodes have no parent: ", list(roots)));
+    throw GroupConfigError("a tree has one root, but ", roots.size(),
+                           " nodes have no parent: ", list(roots));
   // Parents may be listed after their children, which keep their order.
   std::vector<int> order{index.at(roots.front())};
   for (std::size_t at = 0; at < order.size(); ++at) {
@@ -104,8 +104,7 @@ int ProcessGroupConfig::find(const std::string& name) const {
   if (const auto at = index_.find(name); at != index_.end()) return at->second;
   std::vector<std::string> names;
   for (const Item& item : nodes_) names.push_back(item.node.name);
-  throw UnknownName(
-      concat("there is no group '", printable(name), "'; the nodes are ", list(names)));
+  throw UnknownName("there is no group '", printable(name), "'; the nodes are ", list(names));
 }
 
 bool ProcessGroupConfig::contains(const std::string& name) const { return index_.contains(name); }
@@ -142,16 +141,15 @@ void ProcessGroupConfig::add_node(ProcessGroupNode node, const std::string& pare
         "only the root may be named 'world', for the scope 'world' means the root; choose another "
         "name");
   if (contains(node.name))
-    throw RepeatedName(concat("the node '", node.name, "' is duplicated; give each its own name"));
+    throw RepeatedName("the node '", node.name, "' is duplicated; give each its own name");
   if (node.size) check_size(node.name, *node.size);
   if (!contains(parent))
-    throw UnknownName(concat("node '", node.name, "' names the parent '", parent,
-                             "', which does not exist; the nodes are ", list(node_names())));
+    throw UnknownName("node '", node.name, "' names the parent '", parent,
+                      "', which does not exist; the nodes are ", list(node_names()));
   const int above = find(parent);
   const int depth = nodes_[above].depth + 1;
   if (depth > kDeepest)
-    throw GroupConfigError(
-        concat("node '", node.name, "' is ", depth, " levels deep; at most ", kDeepest));
+    throw GroupConfigError("node '", node.name, "' is ", depth, " levels deep; at most ", kDeepest);
   const int here = static_cast<int>(nodes_.size());
   nodes_[above].children.push_back(here);
   index_.emplace(node.name, here);
@@ -161,8 +159,8 @@ void ProcessGroupConfig::add_node(ProcessGroupNode node, const std::string& pare
 void ProcessGroupConfig::add_orthogonal(OrthogonalGroup group) {
   check_name(group.name, "orthogonal group");
   if (group.of.empty())
-    throw GroupConfigError(
-        concat("the orthogonal group '", group.name, "' names no node that it is orthogonal to"));
+    throw GroupConfigError("the orthogonal group '", group.name,
+                           "' names no node that it is orthogonal to");
   orthogonal_.push_back(std::move(group));
 }
 
@@ -216,8 +214,8 @@ std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
       const auto named = split_order(own);
       const auto same_names = [&](std::vector<std::string> all) {
         auto sorted = named;
-        std::sort(sorted.begin(), sorted.end());
-        std::sort(all.begin(), all.end());
+        std::ranges::sort(sorted);
+        std::ranges::sort(all);
         return sorted == all;
       };
       const auto leaves = leaf_groups(item.node.name);
@@ -228,13 +226,13 @@ std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
         names.insert(names.end(), named.begin(), named.end());
         continue;
       } else {
-        throw GroupConfigError(concat(
+        throw GroupConfigError(
             "the order '", own, "' of group '", item.node.name,
             "' must be 'first-adjacent', 'last-adjacent', or name each of its children ",
-            list(children(item.node.name)), " or each of its leaves ", list(leaves), " once"));
+            list(children(item.node.name)), " or each of its leaves ", list(leaves), " once");
       }
     } else if (passed_on == kLast) {
-      std::reverse(order.begin(), order.end());
+      std::ranges::reverse(order);
     }
     for (auto child = order.rbegin(); child != order.rend(); ++child)
       open.emplace_back(*child, passed_on);
@@ -267,9 +265,9 @@ std::string ProcessGroupConfig::scope_of(const OrthogonalGroup& group) const {
   if (group.scope == "world") return root().name;
   if (!group.scope.empty() && group.scope != "parent") return nodes_[find(group.scope)].node.name;
   for (const auto& candidate : ancestors(group.of.front())) {
-    const bool common = std::all_of(group.of.begin(), group.of.end(), [&](const std::string& name) {
+    const bool common = std::ranges::all_of(group.of, [&](const std::string& name) {
       const auto above = ancestors(name);
-      return std::find(above.begin(), above.end(), candidate) != above.end();
+      return std::ranges::find(above, candidate) != above.end();
     });
     if (common) return candidate;
   }
@@ -280,12 +278,12 @@ void ProcessGroupConfig::set_leaf_group_sizes(const std::map<std::string, int>& 
                                               bool update_parents) {
   for (const auto& [name, size] : sizes) {
     if (!contains(name))
-      throw UnknownName(
-          concat("there is no leaf group '", name, "'; the leaves are ", list(leaf_groups())));
+      throw UnknownName("there is no leaf group '", name, "'; the leaves are ",
+                        list(leaf_groups()));
     if (!is_leaf(name))
-      throw GroupConfigError(concat("group '", name,
-                                    "' is not a leaf: its size is the product of its children ",
-                                    list(children(name)), "; set those"));
+      throw GroupConfigError("group '", name,
+                             "' is not a leaf: its size is the product of its children ",
+                             list(children(name)), "; set those");
     check_size(name, size);
   }
   for (const auto& [name, size] : sizes) nodes_[find(name)].node.size = size;
@@ -314,9 +312,8 @@ std::vector<std::optional<int>> ProcessGroupConfig::all_sizes() const {
       if (!known) break;
       product *= *sizes[child];
       if (product > std::numeric_limits<int>::max())
-        throw GroupConfigError(concat("the leaves of group '", item.node.name,
-                                      "' multiply to more than ", std::numeric_limits<int>::max(),
-                                      " ranks"));
+        throw GroupConfigError("the leaves of group '", item.node.name, "' multiply to more than ",
+                               std::numeric_limits<int>::max(), " ranks");
     }
     if (known) sizes[i] = static_cast<int>(product);
   }
@@ -344,8 +341,8 @@ std::optional<int> ProcessGroupConfig::size(const std::string& name) const {
     if (!size) return std::nullopt;
     product *= *size;
     if (product > std::numeric_limits<int>::max())
-      throw GroupConfigError(concat("the leaves of group '", name, "' multiply to more than ",
-                                    std::numeric_limits<int>::max(), " ranks"));
+      throw GroupConfigError("the leaves of group '", name, "' multiply to more than ",
+                             std::numeric_limits<int>::max(), " ranks");
   }
   return static_cast<int>(product);
 }

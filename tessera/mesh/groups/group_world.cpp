@@ -19,7 +19,7 @@ constexpr std::size_t kDrawn = 40;
 bool ProcessGroupConfig::inside_a_world() const {
   if (root().name == "world") return false;
   if (!root().orthogonal_group.empty()) return true;
-  return std::any_of(orthogonal_.begin(), orthogonal_.end(), [&](const OrthogonalGroup& group) {
+  return std::ranges::any_of(orthogonal_, [&](const OrthogonalGroup& group) {
     return group.of == std::vector{root().name};
   });
 }
@@ -32,9 +32,8 @@ ProcessGroupConfig ProcessGroupConfig::inside_world(const std::string& replicas)
   OrthogonalGroup outside{root().orthogonal_group, {root().name}, root().scope, root().options};
   std::vector<OrthogonalGroup> others = orthogonal_;
   if (outside.name.empty()) {
-    const auto first = std::find_if(
-        others.begin(), others.end(),
-        [&](const OrthogonalGroup& group) { return group.of == std::vector{root().name}; });
+    const auto first = std::ranges::find_if(
+        others, [&](const OrthogonalGroup& group) { return group.of == std::vector{root().name}; });
     if (first == others.end()) {
       outside.name = replicas;
     } else {
@@ -68,10 +67,10 @@ std::string ProcessGroupConfig::advice(int world_size, long long product) const 
   const std::string start = concat("; if '", root().name, "' is a model of which the world holds ",
                                    replicas, " replicas, ");
   const auto groups = orthogonal_groups();
-  const bool taken = contains("data_parallel") ||
-                     std::any_of(groups.begin(), groups.end(), [](const OrthogonalGroup& group) {
-                       return group.name == "data_parallel";
-                     });
+  const bool taken =
+      contains("data_parallel") || std::ranges::any_of(groups, [](const OrthogonalGroup& group) {
+        return group.name == "data_parallel";
+      });
   if (taken || nodes_.size() > kDrawn)
     return start + "give its root an orthogonal_group, whose groups hold the replicas";
   return concat(start, "give its root `orthogonal_group: data_parallel`, which stands for\n",
@@ -80,7 +79,7 @@ std::string ProcessGroupConfig::advice(int world_size, long long product) const 
 
 ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
   if (world_size < 1)
-    throw GroupConfigError(concat("a world of ", world_size, " ranks; it has at least 1"));
+    throw GroupConfigError("a world of ", world_size, " ranks; it has at least 1");
   if (inside_a_world()) return inside_world().resolve(world_size);
   std::vector<std::string> open, given;
   long long product = 1;
@@ -99,9 +98,9 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
   }
   ProcessGroupConfig resolved = *this;
   if (open.size() > 1)
-    throw UnsetSize(concat("the leaf groups ", list(open),
-                           " have no size; one may be left open and follows from the world of ",
-                           world_size, " ranks, set the others"));
+    throw UnsetSize("the leaf groups ", list(open),
+                    " have no size; one may be left open and follows from the world of ",
+                    world_size, " ranks, set the others");
   if (open.size() == 1) {
     if (world_size % product != 0)
       throw WorldSizeMismatch(

@@ -37,7 +37,7 @@ void require_partition(const RankLists& groups, std::span<const int> scope,
     for (int rank : group)
       if (!inside.contains(rank)) foreign.push_back(rank);
   if (!foreign.empty()) {
-    std::sort(foreign.begin(), foreign.end());
+    std::ranges::sort(foreign);
     throw OrthogonalityError(concat("the groups of ", what, " reach out of their scope ",
                                     list(scope), ": ranks ", list(foreign), " do not belong to it"),
                              foreign);
@@ -122,8 +122,7 @@ namespace {
 
 // Arrays by rank if the table is dense, by position (one look-up more) if it has wide gaps.
 struct RankSlots {
-  explicit RankSlots(const Mesh& m)
-      : mesh(m), highest(*std::max_element(m.ranks().begin(), m.ranks().end())) {}
+  explicit RankSlots(const Mesh& m) : mesh(m), highest(*std::ranges::max_element(m.ranks())) {}
   int operator()(int rank) const { return dense ? rank : mesh.position(rank); }
   const Mesh& mesh;
   const int highest;
@@ -143,8 +142,8 @@ std::vector<int> axes_of(unsigned set, int dims) {
 MeshValidation validate(const Mesh& mesh) {
   MeshValidation result;
   if (mesh.dims() > 20)
-    throw InvalidArgument(concat("a mesh with ", mesh.dims(),
-                                 " axes has too many sets of axes to check; the limit is 20 axes"));
+    throw InvalidArgument("a mesh with ", mesh.dims(),
+                          " axes has too many sets of axes to check; the limit is 20 axes");
   const int n = mesh.size();
   if (n == 0) return result;
   const RankSlots index(mesh);
@@ -176,7 +175,7 @@ MeshValidation validate(const Mesh& mesh) {
                  name(rest), " ", b.members.size(), " of the ", n, " ranks of ", mesh),
           {});
     // A partition has as many members as ranks, none twice.
-    std::fill(group_of.begin(), group_of.end(), -1);
+    std::ranges::fill(group_of, -1);
     for (int i = 0; i < a.count(); ++i)
       for (int rank : a[i]) {
         int& owner = group_of[index(rank)];

@@ -20,8 +20,8 @@ std::vector<int> identity(int n) {
 }
 
 bool devices_alike(const Host& host) {
-  return host.links.empty() && std::all_of(host.rail.begin(), host.rail.end(),
-                                           [&](int r) { return r == host.rail.front(); });
+  return host.links.empty() &&
+         std::ranges::all_of(host.rail, [&](int r) { return r == host.rail.front(); });
 }
 
 /// Tries all mappings, except for exchanging devices of one host that are alike (one rail, one
@@ -94,7 +94,7 @@ void tidy(const Topology& topology, std::vector<int>& slot_of) {
   }
   for (std::size_t h = 0; h < positions.size(); ++h) {
     if (!devices_alike(topology.hosts[h])) continue;
-    std::sort(slots[h].begin(), slots[h].end());
+    std::ranges::sort(slots[h]);
     for (std::size_t i = 0; i < positions[h].size(); ++i) slot_of[positions[h][i]] = slots[h][i];
   }
 }
@@ -150,7 +150,7 @@ class Search {
     std::vector<int> axes;
     for (int i = 0; i < mesh_.dims(); ++i)
       if (mesh_.size(i) > 1) axes.push_back(i);
-    std::stable_sort(axes.begin(), axes.end(), [&](int a, int b) { return bytes[a] > bytes[b]; });
+    std::ranges::stable_sort(axes, [&](int a, int b) { return bytes[a] > bytes[b]; });
     return axes;
   }
 
@@ -225,7 +225,7 @@ class Search {
     for (std::size_t i = 0; i < inner.size() && tries_ > reserve; ++i)
       ranked.emplace_back(try_blocks({inner[i]}, sizes, identity(static_cast<int>(sizes.size()))),
                           i);
-    std::sort(ranked.begin(), ranked.end());
+    std::ranges::sort(ranked);
     if (ranked.size() > 6) ranked.resize(6);
     for (const auto& [unused, i] : ranked) {
       std::vector<std::vector<int>> outer;
@@ -322,9 +322,9 @@ Reach reach_of(const GroupTable& groups, const std::vector<int>& host_of) {
   for (int g = 0; g < groups.count(); ++g) {
     std::vector<int> hosts;
     for (int rank : groups[g]) hosts.push_back(host_of.at(rank));
-    std::sort(hosts.begin(), hosts.end());
+    std::ranges::sort(hosts);
     spans = spans || hosts.front() != hosts.back();
-    shares = shares || std::adjacent_find(hosts.begin(), hosts.end()) != hosts.end();
+    shares = shares || std::ranges::adjacent_find(hosts) != hosts.end();
     if (spans && shares) return Reach::both;
   }
   return spans ? Reach::between : Reach::inside;
@@ -390,16 +390,16 @@ RankMapping optimise_mapping(const CostModel& model, const MappingOptions& optio
 RankMapping given_mapping(const CostModel& model, std::vector<int> slot_of) {
   const int slots = model.topology().slots();
   if (static_cast<int>(slot_of.size()) != model.size())
-    throw MappingError(concat("the mapping has ", slot_of.size(), " entries, but the mesh has ",
-                              model.size(), " ranks; give one slot per rank"));
+    throw MappingError("the mapping has ", slot_of.size(), " entries, but the mesh has ",
+                       model.size(), " ranks; give one slot per rank");
   std::vector<int> taken(slots, -1);
   for (int p = 0; p < model.size(); ++p) {
     if (slot_of[p] < 0 || slot_of[p] >= slots)
-      throw MappingError(concat("the mapping puts rank ", p, " on slot ", slot_of[p],
-                                ", but the slots are 0 to ", slots - 1));
+      throw MappingError("the mapping puts rank ", p, " on slot ", slot_of[p],
+                         ", but the slots are 0 to ", slots - 1);
     if (taken[slot_of[p]] >= 0)
-      throw MappingError(concat("the mapping puts ranks ", taken[slot_of[p]], " and ", p,
-                                " both on slot ", slot_of[p]));
+      throw MappingError("the mapping puts ranks ", taken[slot_of[p]], " and ", p, " both on slot ",
+                         slot_of[p]);
     taken[slot_of[p]] = p;
   }
   RankMapping placement = naive_mapping(model);

@@ -13,21 +13,21 @@ namespace {
 
 void check_link(const LinkClass& link) {
   if (!(link.bandwidth > 0) || !std::isfinite(link.bandwidth))
-    throw MappingError(concat("link class '", link.name, "' has a bandwidth of ", link.bandwidth,
-                              " bytes/s; it must be finite and above 0"));
+    throw MappingError("link class '", link.name, "' has a bandwidth of ", link.bandwidth,
+                       " bytes/s; it must be finite and above 0");
   if (!(link.latency >= 0) || !std::isfinite(link.latency))
-    throw MappingError(concat("link class '", link.name, "' has a latency of ", link.latency,
-                              " s; it must be finite and at least 0"));
+    throw MappingError("link class '", link.name, "' has a latency of ", link.latency,
+                       " s; it must be finite and at least 0");
 }
 
 void check_name(const char* what, const std::string& name) {
   if (const auto fault = name_fault(name))
-    throw MappingError(concat("the name of ", what, " '", printable(name), "' ", *fault,
-                              "; it goes into rank files and host files"));
+    throw MappingError("the name of ", what, " '", printable(name), "' ", *fault,
+                       "; it goes into rank files and host files");
   // A number sign begins a comment there, and an equals sign ends a rank's number.
   if (name.find_first_of("#=,") != std::string::npos)
-    throw MappingError(concat("the name of ", what, " '", name,
-                              "' holds '#', '=' or ',', which end a name in rank files"));
+    throw MappingError("the name of ", what, " '", name,
+                       "' holds '#', '=' or ',', which end a name in rank files");
 }
 
 // Each switch is visited once: chains may be long.
@@ -40,17 +40,17 @@ void check_tree(const std::vector<Switch>& switches) {
       at = switches[at].parent;
     }
     if (at >= 0 && walk_of[at] == s)
-      throw MappingError(
-          concat("switch '", switches[at].name, "' is its own ancestor; switches form a tree"));
+      throw MappingError("switch '", switches[at].name,
+                         "' is its own ancestor; switches form a tree");
   }
 }
 
 }  // namespace
 
 Topology Topology::uniform(int hosts, int devices) {
-  if (hosts < 1) throw MappingError(concat(hosts, " hosts; give at least 1"));
+  if (hosts < 1) throw MappingError(hosts, " hosts; give at least 1");
   if (hosts > kMostRanks)
-    throw MappingError(concat(hosts, " hosts; at most ", kMostRanks, " can be planned"));
+    throw MappingError(hosts, " hosts; at most ", kMostRanks, " can be planned");
   return of_counts(std::vector<int>(hosts, devices));
 }
 
@@ -72,7 +72,7 @@ int Topology::host_of(int slot) const {
   int first = 0;
   for (std::size_t h = 0; h < hosts.size(); first += hosts[h++].devices)
     if (slot >= first && slot < first + hosts[h].devices) return static_cast<int>(h);
-  throw MappingError(concat("slot ", slot, " of ", first, " slots on ", hosts.size(), " hosts"));
+  throw MappingError("slot ", slot, " of ", first, " slots on ", hosts.size(), " hosts");
 }
 
 std::vector<int> Topology::hosts_of_slots() const {
@@ -96,42 +96,40 @@ namespace {
 
 void check_host(const Topology& topology, const Host& host) {
   if (host.devices < 1)
-    throw MappingError(
-        concat("host '", host.name, "' has ", host.devices, " devices; it needs at least 1"));
+    throw MappingError("host '", host.name, "' has ", host.devices,
+                       " devices; it needs at least 1");
   const auto known_class = [&](int link) {
     return link >= 0 && link < static_cast<int>(topology.device_links.size());
   };
   if (!known_class(host.link_class))
-    throw MappingError(concat("host '", host.name, "' has link class ", host.link_class,
-                              ", but there are ", topology.device_links.size()));
+    throw MappingError("host '", host.name, "' has link class ", host.link_class,
+                       ", but there are ", topology.device_links.size());
   for (const DeviceLink& link : host.links)
     if (link.a < 0 || link.b < 0 || link.a >= host.devices || link.b >= host.devices ||
         link.a == link.b || !known_class(link.link_class))
-      throw MappingError(concat("host '", host.name, "' has a link between devices ", link.a,
-                                " and ", link.b, " of class ", link.link_class, ", but ",
-                                host.devices, " devices and ", topology.device_links.size(),
-                                " link classes"));
+      throw MappingError("host '", host.name, "' has a link between devices ", link.a, " and ",
+                         link.b, " of class ", link.link_class, ", but ", host.devices,
+                         " devices and ", topology.device_links.size(), " link classes");
   if (!host.rail.empty() && static_cast<int>(host.rail.size()) != host.devices)
-    throw MappingError(concat("host '", host.name, "' has ", host.devices, " devices, but ",
-                              host.rail.size(), " rails are given; give one per device"));
+    throw MappingError("host '", host.name, "' has ", host.devices, " devices, but ",
+                       host.rail.size(), " rails are given; give one per device");
   for (int rail : host.rail)
     if (rail < 0 || rail > 4095)
-      throw MappingError(concat("host '", host.name, "' has a device on rail ", rail,
-                                "; rails are numbered 0 to 4095"));
+      throw MappingError("host '", host.name, "' has a device on rail ", rail,
+                         "; rails are numbered 0 to 4095");
   if (host.network < -1 || host.network >= static_cast<int>(topology.switches.size()) ||
       (host.network < 0 && !topology.switches.empty()))
-    throw MappingError(concat("host '", host.name, "' is connected to switch ", host.network,
-                              ", but there are ", topology.switches.size(), " switches"));
+    throw MappingError("host '", host.name, "' is connected to switch ", host.network,
+                       ", but there are ", topology.switches.size(), " switches");
 }
 
 void check_switch(const Topology& topology, const Switch& sw) {
   if (sw.parent < -1 || sw.parent >= static_cast<int>(topology.switches.size()))
-    throw MappingError(concat("switch '", sw.name, "' is connected to switch ", sw.parent,
-                              ", but there are ", topology.switches.size()));
+    throw MappingError("switch '", sw.name, "' is connected to switch ", sw.parent,
+                       ", but there are ", topology.switches.size());
   if (!(sw.latency >= 0) || !(sw.uplink_bandwidth >= 0))
-    throw MappingError(concat("switch '", sw.name, "' has latency ", sw.latency,
-                              " and uplink bandwidth ", sw.uplink_bandwidth,
-                              "; both must be at least 0"));
+    throw MappingError("switch '", sw.name, "' has latency ", sw.latency, " and uplink bandwidth ",
+                       sw.uplink_bandwidth, "; both must be at least 0");
 }
 
 }  // namespace
@@ -143,31 +141,31 @@ void Topology::check() const {
   for (const Host& host : hosts) {
     check_name("host", host.name);
     if (!names.insert(host.name).second)
-      throw MappingError(concat("host '", host.name, "' is listed twice; give its devices once"));
+      throw MappingError("host '", host.name, "' is listed twice; give its devices once");
     check_host(*this, host);
     slots += host.devices;
   }
   if (slots > kMostRanks)
-    throw MappingError(
-        concat("the hosts have ", slots, " devices; at most ", kMostRanks, " can be planned"));
+    throw MappingError("the hosts have ", slots, " devices; at most ", kMostRanks,
+                       " can be planned");
   for (const LinkClass& link : device_links) check_link(link);
   check_link(network);
   if (!(cross_rail_latency >= 0))
-    throw MappingError(
-        concat("the cross-rail latency is ", cross_rail_latency, " s; it must be at least 0"));
+    throw MappingError("the cross-rail latency is ", cross_rail_latency,
+                       " s; it must be at least 0");
   std::set<std::string> switch_names;
   std::vector<std::string> roots;
   for (const Switch& sw : switches) {
     check_name("switch", sw.name);
     if (!switch_names.insert(sw.name).second)
-      throw MappingError(concat("switch '", sw.name, "' is listed twice"));
+      throw MappingError("switch '", sw.name, "' is listed twice");
     check_switch(*this, sw);
     if (sw.parent < 0) roots.push_back(sw.name);
   }
   check_tree(switches);
   if (!switches.empty() && roots.size() != 1)
-    throw MappingError(concat("the switches have ", roots.size(), " roots ", list(roots),
-                              "; connect them below one switch"));
+    throw MappingError("the switches have ", roots.size(), " roots ", list(roots),
+                       "; connect them below one switch");
 }
 
 }  // namespace tessera

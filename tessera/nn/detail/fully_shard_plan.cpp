@@ -15,14 +15,13 @@ namespace tessera::detail {
 namespace {
 
 bool any_matches(const std::string& name, const std::vector<std::string>& patterns) {
-  return std::any_of(patterns.begin(), patterns.end(),
-                     [&](const std::string& p) { return matches(name, p); });
+  return std::ranges::any_of(patterns, [&](const std::string& p) { return matches(name, p); });
 }
 
 // Rows of another width than the plan was made for: the same rows on each rank, without padding.
 void resize_rows(FlatPlan& plan, const std::vector<std::int64_t>& widths) {
   std::int64_t at = 0;
-  std::fill(plan.cuts.begin(), plan.cuts.end(), 0);
+  std::ranges::fill(plan.cuts, 0);
   for (std::size_t i = 0; i < widths.size(); ++i) {
     plan.offset[i] = at;
     for (std::size_t r = 0; r < plan.rows[i].size(); ++r) {
@@ -57,11 +56,11 @@ FullyShardPlan::FullyShardPlan(const torch::nn::Module& module, const DeviceMesh
 
 void FullyShardPlan::check_numbers() const {
   if (options_.prefetch < 0)
-    throw InvalidArgument(
-        concat("fully_shard: prefetch is ", options_.prefetch, " units, but must be at least 0"));
+    throw InvalidArgument("fully_shard: prefetch is ", options_.prefetch,
+                          " units, but must be at least 0");
   if (options_.coalesce_bytes < 0)
-    throw InvalidArgument(concat("fully_shard: coalesce_bytes is ", options_.coalesce_bytes,
-                                 ", but must be at least 0"));
+    throw InvalidArgument("fully_shard: coalesce_bytes is ", options_.coalesce_bytes,
+                          ", but must be at least 0");
 }
 
 bool FullyShardPlan::ignored(const std::string& name) {
@@ -80,8 +79,8 @@ void FullyShardPlan::take_parameters(const torch::nn::Module& module, const Unit
     staying.insert(p.value().unsafeGetTensorImpl());
   }
   if (!unmatched.empty())
-    throw InvalidArgument(concat("fully_shard: no parameter has a name like ", list(unmatched),
-                                 ", which is to stay"));
+    throw InvalidArgument("fully_shard: no parameter has a name like ", list(unmatched),
+                          ", which is to stay");
   for (const auto& p : module.named_parameters()) {
     if (ignored(p.key()) || source_of(p.value()).first || !first_time(p.value())) continue;
     const NamedTensor entry{p.key(), p.value(), true};
@@ -104,8 +103,8 @@ void FullyShardPlan::take_buffers(const torch::nn::Module& module) {
       all.push_back({b.key(), b.value(), false});
   }
   if (!unused_.empty())
-    throw InvalidArgument(concat("fully_shard: no parameter or buffer has a name like ",
-                                 list(unused_), ", which is to be ignored"));
+    throw InvalidArgument("fully_shard: no parameter or buffer has a name like ", list(unused_),
+                          ", which is to be ignored");
 }
 
 ParameterPlacement FullyShardPlan::placement(const std::string& name) const {
@@ -158,17 +157,17 @@ void FullyShardPlan::check_further(const NamedTensor& p, const UnitPrecision& pr
   bool fits = !have.has_partial();
   for (const int axis : axes) fits &= have.placements()[axis].is_replicate();
   if (!fits)
-    throw ShardingError(concat("fully_shard: ", p.name, " is ", have,
-                               " already: over the axes that are to shard it, it must be "
-                               "replicated"));
+    throw ShardingError("fully_shard: ", p.name, " is ", have,
+                        " already: over the axes that are to shard it, it must be "
+                        "replicated");
   if (p.tensor.grad().defined() || p.tensor.grad_fn())
-    throw ShardingError(concat("fully_shard: ", p.name,
-                               " has a gradient or a graph: call it before the first backward, "
-                               "or zero_grad() with set_to_none"));
+    throw ShardingError("fully_shard: ", p.name,
+                        " has a gradient or a graph: call it before the first backward, "
+                        "or zero_grad() with set_to_none");
   if (precision.reduce)
-    throw InvalidArgument(concat("fully_shard: ", p.name,
-                                 " is a ShardTensor, whose gradient is reduced as what made it "
-                                 "one was told: no dtype to reduce in can be given"));
+    throw InvalidArgument("fully_shard: ", p.name,
+                          " is a ShardTensor, whose gradient is reduced as what made it "
+                          "one was told: no dtype to reduce in can be given");
 }
 
 int FullyShardPlan::dim_to_cut(const at::Tensor& p) {
@@ -190,12 +189,12 @@ std::vector<int> FullyShardPlan::find(const std::vector<std::string>& names,
   const auto& known = layout.axes();
   std::vector<int> found;
   for (const std::string& name : names) {
-    if (std::none_of(known.begin(), known.end(), [&](const Axis& a) { return a.name == name; }))
-      throw InvalidArgument(
-          concat("fully_shard: the mesh ", layout.to_string(), " has no axis '", name, "' ", use));
+    if (std::ranges::none_of(known, [&](const Axis& a) { return a.name == name; }))
+      throw InvalidArgument("fully_shard: the mesh ", layout.to_string(), " has no axis '", name,
+                            "' ", use);
     found.push_back(layout.index(name));
   }
-  std::sort(found.begin(), found.end());
+  std::ranges::sort(found);
   found.erase(std::unique(found.begin(), found.end()), found.end());
   return found;
 }
@@ -221,19 +220,18 @@ void FullyShardPlan::find_device() {
   device = options_.offload.device.value_or(manager.device());
   if (device->is_cpu())
     throw InvalidArgument(
-        concat("fully_shard: offload is from a device to host memory, and the device is the CPU (",
-               options_.offload.device ? "as offload.device says" : "the manager's",
-               "): give ManagerOptions::device or offload.device"));
+        "fully_shard: offload is from a device to host memory, and the device is the CPU (",
+        options_.offload.device ? "as offload.device says" : "the manager's",
+        "): give ManagerOptions::device or offload.device");
   const Group ranks = mesh_.all();
   if (!c10::impl::hasDeviceGuardImpl(device->type()))
-    throw NotAvailable(
-        concat("fully_shard: offload from ", *device, ", of which this libtorch has none"));
+    throw NotAvailable("fully_shard: offload from ", *device, ", of which this libtorch has none");
   if (!device->has_index()) device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
   if (ranks.size() == 1) return;
   ranks.backend(device->type());  // throws where there is none
   if (const c10::Device own = manager.device(); own.type() == device->type() && own != *device)
-    throw InvalidArgument(concat("fully_shard: offload from ", *device, ", but groups serve ", own,
-                                 ", the manager's device, on this rank"));
+    throw InvalidArgument("fully_shard: offload from ", *device, ", but groups serve ", own,
+                          ", the manager's device, on this rank");
 }
 
 void FullyShardPlan::find_kept_axes() {
@@ -243,10 +241,10 @@ void FullyShardPlan::find_kept_axes() {
         "fully_shard: reshard_axes says over what units stay sharded after forward, and "
         "reshard_after_forward, which is false, that they do not: give one of the two");
   for (const int axis : kept_axes) {
-    if (std::find(axes.begin(), axes.end(), axis) == axes.end())
-      throw InvalidArgument(concat("fully_shard: '", mesh_.mesh().axes()[axis].name,
-                                   "' is among reshard_axes, and not among the axes that "
-                                   "parameters are sharded over"));
+    if (std::ranges::find(axes, axis) == axes.end())
+      throw InvalidArgument("fully_shard: '", mesh_.mesh().axes()[axis].name,
+                            "' is among reshard_axes, and not among the axes that "
+                            "parameters are sharded over");
   }
 }
 
@@ -256,8 +254,8 @@ bool FullyShardPlan::first_time(const at::Tensor& t) {
 
 void FullyShardPlan::keep(const NamedTensor& p) {
   if (p.tensor.dim() == 0 || p.tensor.numel() == 0 || is_sharded(p.tensor))
-    throw InvalidArgument(concat("fully_shard: ", p.name, " of shape ", p.tensor.sizes(),
-                                 " shall stay, and has no rows to shard, or is sharded already"));
+    throw InvalidArgument("fully_shard: ", p.name, " of shape ", p.tensor.sizes(),
+                          " shall stay, and has no rows to shard, or is sharded already");
   staying_.insert(p.name);
 }
 
@@ -272,7 +270,7 @@ void FullyShardPlan::add(const std::string& unit, const NamedTensor& p) {
     rows_.emplace(p.name, Sizes());
     return;
   }
-  auto flat = std::find_if(flats.begin(), flats.end(), [&](const Flat& f) {
+  auto flat = std::ranges::find_if(flats, [&](const Flat& f) {
     const at::Tensor& like = f.parameters.front().tensor;
     return f.unit == at->second && like.scalar_type() == p.tensor.scalar_type() &&
            like.device() == p.tensor.device();
@@ -348,8 +346,8 @@ void FullyShardPlan::cut_further(Flat& flat) {
     const at::Tensor& p = flat.parameters[i].tensor;
     const int dim = dim_to_cut(p);
     widths.push_back(p.numel() / p.size(dim));
-    const auto at = std::find_if(further.begin(), further.end(),
-                                 [&](const Further& f) { return f.parameter.tensor.is_same(p); });
+    const auto at = std::ranges::find_if(
+        further, [&](const Further& f) { return f.parameter.tensor.is_same(p); });
     if (at == further.end()) continue;
     any = true;
     widths.back() = at->spec.local_numel() / p.size(dim);

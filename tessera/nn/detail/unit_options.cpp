@@ -26,13 +26,13 @@ bool is_floating(at::ScalarType t) {
 void check_dtypes(const std::string& where, const UnitPrecision& precision) {
   for (const auto& dtype : {precision.parameters, precision.reduce, precision.output}) {
     if (dtype && !is_floating(*dtype))
-      throw InvalidArgument(concat("fully_shard: the precision", where, " names ", toString(*dtype),
-                                   "; give float16, bfloat16, float32 or float64"));
+      throw InvalidArgument("fully_shard: the precision", where, " names ", toString(*dtype),
+                            "; give float16, bfloat16, float32 or float64");
   }
   if (precision.output && !precision.parameters)
-    throw InvalidArgument(concat("fully_shard: the precision", where,
-                                 " has an output dtype and none to compute in: give "
-                                 "`parameters` too"));
+    throw InvalidArgument("fully_shard: the precision", where,
+                          " has an output dtype and none to compute in: give "
+                          "`parameters` too");
 }
 
 }  // namespace
@@ -46,8 +46,8 @@ UnitNames::UnitNames(const torch::nn::Module& module, const std::vector<std::str
     matched_units(module, "", none);
   }
   if (!unused_.empty())
-    throw InvalidArgument(concat("fully_shard: no module has a name like ", list(unused_),
-                                 "; names are as in named_modules()"));
+    throw InvalidArgument("fully_shard: no module has a name like ", list(unused_),
+                          "; names are as in named_modules()");
 }
 
 std::string UnitNames::of(const std::string& parameter) const {
@@ -106,20 +106,19 @@ void UnitPrecisions::check_parameter(const std::string& unit, const NamedTensor&
   const UnitPrecision& precision = of(unit);
   const at::ScalarType dtype = p.tensor.scalar_type();
   if ((precision.parameters || precision.reduce) && !is_floating(dtype))
-    throw InvalidArgument(concat(
+    throw InvalidArgument(
         "fully_shard: ", p.name, " is ", toString(dtype), ", and its unit '", unit,
         "' has a precision, which is for real floating-point parameters alone: give the unit "
-        "another one by unit_precision, or leave the parameter out by ignore"));
+        "another one by unit_precision, or leave the parameter out by ignore");
   if (precision.output && precision.parameters == dtype)
-    throw InvalidArgument(concat("fully_shard: ", p.name, " of unit '", unit, "' is ",
-                                 toString(dtype), " already, so that nothing is cast and no ",
-                                 "output dtype can be given"));
+    throw InvalidArgument("fully_shard: ", p.name, " of unit '", unit, "' is ", toString(dtype),
+                          " already, so that nothing is cast and no ", "output dtype can be given");
 }
 
 void UnitPrecisions::check_used() const {
   if (!unused_.empty())
-    throw InvalidArgument(concat("fully_shard: no unit has a name like ", list(unused_),
-                                 ", which unit_precision names"));
+    throw InvalidArgument("fully_shard: no unit has a name like ", list(unused_),
+                          ", which unit_precision names");
 }
 
 std::string described(const UnitPrecision& precision) {

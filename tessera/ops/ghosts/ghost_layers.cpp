@@ -81,23 +81,22 @@ std::pair<std::int64_t, Ids> checked_edges(const Group& group, IdSpan owned, IdS
                                            IdSpan target, int depth) {
   Ids rows;
   const auto said = agree::all<std::array<std::int64_t, 2>>(group, kLayers, [&] {
-    if (depth < 1) throw InvalidArgument(concat("ghosts of ", depth, " layers; give at least 1"));
+    if (depth < 1) throw InvalidArgument("ghosts of ", depth, " layers; give at least 1");
     if (source.size() != target.size())
-      throw InvalidArgument(
-          concat(source.size(), " sources of edges and ", target.size(), " targets"));
+      throw InvalidArgument(source.size(), " sources of edges and ", target.size(), " targets");
     try {
       rows = local_rows(owned, {}, target);
     } catch (const InvalidArgument& e) {
-      throw InvalidArgument(concat("the target of an edge: ", e.what(),
-                                   "; give each edge to the owner of its target"));
+      throw InvalidArgument("the target of an edge: ", e.what(),
+                            "; give each edge to the owner of its target");
     }
     return std::array{static_cast<std::int64_t>(source.size()), std::int64_t{depth}};
   });
   std::int64_t begin = 0;
   for (std::size_t r = 0; r < said.size(); ++r) {
     if (said[r][1] != said[0][1])
-      throw InvalidArgument(concat(kLayers, ": ", said[0][1], " layers on rank ", group.ranks()[0],
-                                   ", ", said[r][1], " on rank ", group.ranks()[r]));
+      throw InvalidArgument(kLayers, ": ", said[0][1], " layers on rank ", group.ranks()[0], ", ",
+                            said[r][1], " on rank ", group.ranks()[r]);
     if (static_cast<int>(r) < group.rank()) begin += said[r][0];
   }
   return {begin, std::move(rows)};
@@ -109,9 +108,9 @@ int left_of_depth(int k, int layers, int depth) {
 
 std::int64_t number_to(const Ids& of_layers, int l) {
   if (l < 0 || l >= static_cast<int>(of_layers.size()))
-    throw InvalidArgument(concat("layer ", l, " of ghosts; there are 0 to ",
-                                 static_cast<int>(of_layers.size()) - 1,
-                                 ": make them deeper, or exchange more often"));
+    throw InvalidArgument("layer ", l, " of ghosts; there are 0 to ",
+                          static_cast<int>(of_layers.size()) - 1,
+                          ": make them deeper, or exchange more often");
   return of_layers[static_cast<std::size_t>(l)];
 }
 
@@ -192,10 +191,10 @@ std::vector<DepthLoad> loads_of(const GhostLayers& g, int layers) {
 LayerCosts layer_costs(const GhostLayers& ghosts, int layers, const GhostPrices& prices) {
   const Group group = ghosts.nodes.group();
   agree::all_same(group, "layer_costs", [&] {
-    if (layers < 1) throw InvalidArgument(concat("a network of ", layers, " layers"));
+    if (layers < 1) throw InvalidArgument("a network of ", layers, " layers");
     for (const double price : {prices.message, prices.row, prices.edge})
       if (!(price >= 0) || !std::isfinite(price))
-        throw InvalidArgument(concat("a price of ", price, " s; give what is at least 0"));
+        throw InvalidArgument("a price of ", price, " s; give what is at least 0");
     return concat(layers, " layers by depths to ", ghosts.depth(), " at ", prices.message, ", ",
                   prices.row, ", ", prices.edge, " s");
   });

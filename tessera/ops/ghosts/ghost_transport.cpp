@@ -75,9 +75,9 @@ void run_user(const GhostState& s, bool forward, const at::Tensor& rows) {
   const void* const memory = rows.const_data_ptr();
   (forward ? functions.forward : functions.reverse)(rows);
   if (rows.sizes() != at::IntArrayRef(sizes) || rows.const_data_ptr() != memory)
-    throw InvalidArgument(concat("it has made its rows of shape ", at::IntArrayRef(sizes),
-                                 " ones of shape ", rows.sizes(),
-                                 ", or moved them; it changes values alone"));
+    throw InvalidArgument("it has made its rows of shape ", at::IntArrayRef(sizes),
+                          " ones of shape ", rows.sizes(),
+                          ", or moved them; it changes values alone");
 }
 
 // Digits of the ids plus 1 (0: nothing has come), lowest first: rows x `width`, from digit `first`
@@ -183,8 +183,8 @@ void by_user(const GhostState& s, bool forward, const at::Tensor& rows) {
       if (!problems[r].empty())
         text += concat(" On rank ", group.ranks()[r], ": ", problems[r], '.');
     if (!text.empty())
-      throw MismatchError(concat(call, " moves other rows than the plan's.", text,
-                                 " Its lists of neighbours are of another partition or order"));
+      throw MismatchError(call, " moves other rows than the plan's.", text,
+                          " Its lists of neighbours are of another partition or order");
     agree::all(group, call, [&] { run_user(s, forward, rows); });
     return;
   }
@@ -211,10 +211,9 @@ void reverse_by_user(const GhostState& state, const at::Tensor& rows) {
 void check_carried(const UserExchange& by_user, at::ScalarType type) {
   const auto& types = by_user.functions.dtypes;
   if (std::ranges::find(types, type) == types.end())
-    throw InvalidArgument(concat("rows of ", type, "; the plan's transport carries ",
-                                 names_of(types),
-                                 ": convert them, name the dtype in the transport, or exchange "
-                                 "them by a plan without one"));
+    throw InvalidArgument("rows of ", type, "; the plan's transport carries ", names_of(types),
+                          ": convert them, name the dtype in the transport, or exchange "
+                          "them by a plan without one");
 }
 
 }  // namespace detail
@@ -229,14 +228,14 @@ GhostPlan plan_over(const GhostTransport& transport, const DeviceMesh& mesh,
                     std::span<const std::int64_t> needed) {
   agree::all_same(mesh.group(axes), kPlanOver, [&] {
     if (!transport.forward || !transport.reverse)
-      throw InvalidArgument(
-          concat("the transport has no ", transport.forward ? "reverse" : "forward", " function"));
+      throw InvalidArgument("the transport has no ", transport.forward ? "reverse" : "forward",
+                            " function");
     if (transport.dtypes.empty())
       throw InvalidArgument("the transport names no dtype that it carries");
     for (const at::ScalarType type : transport.dtypes)
       if (digit_of(type).bits == 0)
-        throw InvalidArgument(concat("a transport of ", type,
-                                     "; it carries floating point, complex, int32 or int64"));
+        throw InvalidArgument("a transport of ", type,
+                              "; it carries floating point, complex, int32 or int64");
     return concat("a transport of ", names_of(transport.dtypes));
   });
   GhostPlan plan(mesh, axes, owned, needed);

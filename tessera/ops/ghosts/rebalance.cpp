@@ -38,19 +38,19 @@ std::vector<double> measured_here(const OwnedRows& rows, const at::Tensor& place
   if (!places.defined() || places.dim() != 2 || local(places).size(0) != own ||
       !places.is_floating_point() || places.size(1) < 1)
     throw InvalidArgument(
-        concat("places of ",
-               places.defined() ? concat("shape ", local(places).sizes()) : std::string("nothing"),
-               "; give the ", own, " rows of this rank x dims"));
+        "places of ",
+        places.defined() ? concat("shape ", local(places).sizes()) : std::string("nothing"),
+        "; give the ", own, " rows of this rank x dims");
   if (!costs.defined() || costs.dim() > 1 || (costs.dim() == 1 && local(costs).size(0) != own))
     throw InvalidArgument(
-        concat("costs of ",
-               costs.defined() ? concat("shape ", local(costs).sizes()) : std::string("nothing"),
-               "; give one for each of the ", own, " rows of this rank, or one number of all"));
+        "costs of ",
+        costs.defined() ? concat("shape ", local(costs).sizes()) : std::string("nothing"),
+        "; give one for each of the ", own, " rows of this rank, or one number of all");
   std::vector<double> all = numbers_of(places), cost = numbers_of(costs);
   for (const double x : all)
-    if (!std::isfinite(x)) throw InvalidArgument(concat("a place at ", x));
+    if (!std::isfinite(x)) throw InvalidArgument("a place at ", x);
   for (const double c : cost)
-    if (!std::isfinite(c) || c < 0) throw InvalidArgument(concat("a row that costs ", c));
+    if (!std::isfinite(c) || c < 0) throw InvalidArgument("a row that costs ", c);
   if (costs.dim() == 0)
     cost.assign(static_cast<std::size_t>(own), own == 0 ? 0 : cost[0] / static_cast<double>(own));
   all.insert(all.end(), cost.begin(), cost.end());
@@ -194,8 +194,8 @@ at::Tensor Rebalanced::move(const at::Tensor& t) const {
                       spec(t).mesh() == rows.mesh() && spec(t).sizes().contains(0) &&
                       spec(t).sizes().at(0) == old_sizes;
     if (!fits)
-      throw InvalidArgument(concat("a tensor that is not sharded along dim 0 as the rows were, ",
-                                   list(old_sizes), ": make it by OwnedRows::shard()"));
+      throw InvalidArgument("a tensor that is not sharded along dim 0 as the rows were, ",
+                            list(old_sizes), ": make it by OwnedRows::shard()");
   });
   const at::NoGradGuard none;
   return t.detach().index_select(0, from).set_requires_grad(t.requires_grad());
@@ -207,9 +207,9 @@ Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::
   std::vector<double> here;
   agree::all_same(rows.mesh().all(), kRebalance, [&] {
     if (!(options.tolerance >= 1))
-      throw InvalidArgument(concat("a tolerance of ", options.tolerance, "; give at least 1"));
+      throw InvalidArgument("a tolerance of ", options.tolerance, "; give at least 1");
     if (options.edges.defined() && (options.edges.dim() != 2 || options.edges.size(0) != 2))
-      throw InvalidArgument(concat("edges of shape ", options.edges.sizes(), "; give 2 x edges"));
+      throw InvalidArgument("edges of shape ", options.edges.sizes(), "; give 2 x edges");
     here = measured_here(rows, places, costs);
     if (options.by == RebalanceOptions::By::curve)
       detail::require_curve(static_cast<int>(places.size(1)));

@@ -83,14 +83,13 @@ GhostDirectory::GhostDirectory(int rank, std::span<const int> names,
     else if (const auto row = row_of_.find(needed[g]); row >= 0)
       own.add(needed[g], " (ghost ", g, ", row ", row, ")");
   }
-  if (negative.any())
-    throw InvalidArgument(concat("negative ids: ", negative.text(), "; number from 0"));
+  if (negative.any()) throw InvalidArgument("negative ids: ", negative.text(), "; number from 0");
   if (twice.any())
-    throw InvalidArgument(
-        concat("ids that this rank owns more than once: ", twice.text(), "; give each one row"));
+    throw InvalidArgument("ids that this rank owns more than once: ", twice.text(),
+                          "; give each one row");
   if (own.any())
-    throw InvalidArgument(concat("needed ids that this rank owns itself: ", own.text(),
-                                 "; leave them out (ghosts_of() does)"));
+    throw InvalidArgument("needed ids that this rank owns itself: ", own.text(),
+                          "; leave them out (ghosts_of() does)");
   rows_.rank = rank;
   rows_.ranks = static_cast<int>(names.size());
   rows_.owned = static_cast<std::int64_t>(owned.size());

@@ -88,8 +88,8 @@ std::optional<double> gradient_scale(const PipelinePlan& plan) {
   const int samples = static_cast<int>(counted.size());
   std::optional<double> common;
   const auto refuse = [](int stage, const at::Tensor& p, const std::string& why) {
-    throw GradientError(
-        concat("the gradient of a parameter of stage ", stage, " (shape ", p.sizes(), ") ", why));
+    throw GradientError("the gradient of a parameter of stage ", stage, " (shape ", p.sizes(), ") ",
+                        why);
   };
   const auto take = [&](int s, const at::Tensor& p) {
     const auto sum = gradient_sum(p);
@@ -110,9 +110,9 @@ std::optional<double> gradient_scale(const PipelinePlan& plan) {
                     " have different samples (PipelineOptions::sample_axes); reduce it over those, "
                     "or as a sum"));
     if (common && *common != scale)
-      throw GradientError(concat("the gradients of stage ", s,
-                                 " come together in different ways, some as a mean and some as a "
-                                 "sum; give all the same reduction"));
+      throw GradientError("the gradients of stage ", s,
+                          " come together in different ways, some as a mean and some as a "
+                          "sum; give all the same reduction");
     common = scale;
   };
   for (int s = 0; s < plan.count(); ++s) {
@@ -176,8 +176,7 @@ void fill(Greeting& mine, std::vector<std::uint64_t>& signatures, const Pipeline
   const std::string problem = batch_problem(plan, batch, facts.training, facts.weights);
   if (!problem.empty()) throw InvalidArgument(problem);
   if (divisor && !(std::isfinite(*divisor) && *divisor > 0))
-    throw InvalidArgument(
-        concat("gradients divided by ", *divisor, "; it must be finite and above 0"));
+    throw InvalidArgument("gradients divided by ", *divisor, "; it must be finite and above 0");
   if (facts.training) {
     const auto by = gradient_scale(plan);
     mine.scaled = by ? 1 : 0;
@@ -269,23 +268,23 @@ void require_alike(const Beside& all) {
   for (const double some : {all.training, all.with_targets}) {
     if (some != 0 && some != all.pipelines)
       throw InvalidArgument(
-          concat("pipeline: ", some, " of ", all.pipelines, " pipelines beside each other ",
-                 some == all.training ? "train" : "have targets", ", and the others do not"));
+          "pipeline: ", some, " of ", all.pipelines, " pipelines beside each other ",
+          some == all.training ? "train" : "have targets", ", and the others do not");
   }
   const double divisor = all.divisor / all.pipelines;
   if (!are_equal(divisor, all.divisor_squares / all.pipelines))
     throw InvalidArgument(
-        concat("pipeline: the pipelines beside each other give different divisors for gradients, ",
-               divisor, " in the mean (0: none); give the same on all ranks"));
+        "pipeline: the pipelines beside each other give different divisors for gradients, ",
+        divisor, " in the mean (0: none); give the same on all ranks");
 }
 
 // By what the losses are multiplied.
 double loss_scale(const Beside& all, std::optional<double> divisor) {
   if (!divisor && !(all.weight > 0))
     throw InvalidArgument(
-        concat("pipeline: the weights of a step must not all be zero; their sum "
-               "over all micro-batches is ",
-               all.weight));
+        "pipeline: the weights of a step must not all be zero; their sum "
+        "over all micro-batches is ",
+        all.weight);
   const double mean = all.scaled > 0 ? all.scale / all.scaled : 1;
   if (all.scaled > 0 && !are_equal(mean, all.scale_squares / all.scaled))
     throw GradientError(
@@ -316,8 +315,7 @@ bool PipelinePlan::counts() const {
   const std::vector<int> samples = sample_axes(), here = mesh.coordinate();
   bool all_first = true;
   for (const int a : other_axes()) {
-    if (std::find(samples.begin(), samples.end(), a) == samples.end())
-      all_first = all_first && here[a] == 0;
+    if (std::ranges::find(samples, a) == samples.end()) all_first = all_first && here[a] == 0;
   }
   return all_first;
 }

@@ -221,9 +221,9 @@ at::Tensor StepRun::scaled_loss(int k, const std::vector<at::Tensor>& outputs, b
   const auto at = static_cast<std::size_t>(k);
   const at::Tensor loss = plan_.loss(outputs, batch_.targets[at]);
   if (!loss.defined() || loss.dim() != 0 || !loss.is_floating_point())
-    throw InvalidArgument(concat("the loss must be 0-dim and floating-point: the mean over the ",
-                                 "micro-batch",
-                                 loss.defined() ? concat("; it has shape ", loss.sizes()) : ""));
+    throw InvalidArgument("the loss must be 0-dim and floating-point: the mean over the ",
+                          "micro-batch",
+                          loss.defined() ? concat("; it has shape ", loss.sizes()) : "");
   const double weight = facts_.weights[at];
   // A product alone would keep the NaN of a mean over nothing.
   const at::Tensor sound =
@@ -322,9 +322,9 @@ void StepRun::hand_on(int s, int k, Flight& f, const Made& made, List passing,
   std::size_t leaving = 0;
   for (const PipelineSkip& skip : plan_.options.skips) leaving += skip.from == s ? 1 : 0;
   if (outputs.size() < leaving)
-    throw InvalidArgument(concat("the stage gave ", outputs.size(), " tensors, and ", leaving,
-                                 " skip connections begin here, for each of which the last ones "
-                                 "are"));
+    throw InvalidArgument("the stage gave ", outputs.size(), " tensors, and ", leaving,
+                          " skip connections begin here, for each of which the last ones "
+                          "are");
   const auto carry = [&](std::size_t i) {
     const at::Tensor& t = outputs[i];
     if (!t.defined()) throw InvalidArgument("the stage gave an undefined tensor");

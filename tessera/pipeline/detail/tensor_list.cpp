@@ -30,8 +30,8 @@ std::int64_t TensorSpec::numel() const {
 TensorSpec spec_of(const at::Tensor& tensor, bool wants) {
   if (!tensor.defined()) throw InvalidArgument("a tensor that a stage passes on is undefined");
   if (tensor.layout() != at::kStrided || !tensor.has_storage())
-    throw InvalidArgument(concat("a tensor that a stage passes on (", tensor.sizes(),
-                                 ") has no dense memory of its own; pass on a dense one"));
+    throw InvalidArgument("a tensor that a stage passes on (", tensor.sizes(),
+                          ") has no dense memory of its own; pass on a dense one");
   TensorSpec spec{tensor.scalar_type(), tensor.sizes().vec(), tensor.strides().vec(), wants};
   if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense())
     spec.strides = at::IntArrayRef(c10::contiguous_strides(spec.sizes)).vec();
@@ -52,16 +52,15 @@ ShardLayout layout_of(const ShardSpec& spec, const DeviceMesh& mesh, const std::
   const Mesh& own = spec.mesh().mesh();
   const Mesh& all = mesh.mesh();
   const std::vector<std::string> names = own.names();
-  const bool known = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
-    return name != axis && all.has_axis(name);
-  });
+  const bool known = std::ranges::all_of(
+      names, [&](const std::string& name) { return name != axis && all.has_axis(name); });
   if (!known || !(own == all.submesh(names, mesh.manager().rank())))
     throw InvalidArgument(
-        concat("a stage passes on a sharded tensor (", spec, ") that lies on the mesh ", own,
-               "; the next stage can hold its shards only if that mesh is the pipeline's (", all,
-               ") through this rank without its axis '", axis,
-               "': make sharded tensors on stage_mesh(mesh, \"", axis,
-               "\"), or pass on the local one (to_local)"));
+        "a stage passes on a sharded tensor (", spec, ") that lies on the mesh ", own,
+        "; the next stage can hold its shards only if that mesh is the pipeline's (", all,
+        ") through this rank without its axis '", axis,
+        "': make sharded tensors on stage_mesh(mesh, \"", axis,
+        "\"), or pass on the local one (to_local)");
   return {all.indices(names), spec.placements(), spec.shape(), spec.sizes()};
 }
 

@@ -141,7 +141,7 @@ class Call {
     return masks;
   }
   bool no_tensor() const {
-    return std::any_of(schema_.returns().begin(), schema_.returns().end(), [](const auto& r) {
+    return std::ranges::any_of(schema_.returns(), [](const auto& r) {
       return r.type()->kind() != c10::TypeKind::TensorType &&
              r.type()->kind() != c10::TypeKind::ListType;
     });

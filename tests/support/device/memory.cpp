@@ -64,8 +64,7 @@ class Memory final : public c10::DeviceAllocator {
     auto& d = engine.devices[device];
     // What other streams have used is free once they have done so.
     std::erase_if(d.leaving, [&](const auto& leaving) {
-      if (!std::all_of(leaving.second.begin(), leaving.second.end(),
-                       [](const MarkPtr& m) { return m->done.load(); }))
+      if (!std::ranges::all_of(leaving.second, [](const MarkPtr& m) { return m->done.load(); }))
         return false;
       for (const MarkPtr& mark : leaving.second)
         std::erase_if(leaving.first->accesses, [&](const Access& a) {

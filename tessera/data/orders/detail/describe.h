@@ -25,8 +25,8 @@ inline std::uint64_t fingerprint_of(const Numbers& numbers) {
 }
 
 [[noreturn]] inline void refuse_cursor(const std::string& why) {
-  throw ConfigurationError(concat("a position of another order, or a damaged one: ", why,
-                                  "; restore a state that this order saved"));
+  throw ConfigurationError("a position of another order, or a damaged one: ", why,
+                           "; restore a state that this order saved");
 }
 
 }  // namespace tessera::detail

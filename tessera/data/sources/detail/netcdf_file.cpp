@@ -79,7 +79,7 @@ std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool sta
 }  // namespace
 
 void NetcdfFile::check(int status, const std::string& what) const {
-  if (status != NC_NOERR) throw FileError(concat(path_, ": ", what, ": ", nc_strerror(status)));
+  if (status != NC_NOERR) throw FileError(path_, ": ", what, ": ", nc_strerror(status));
 }
 
 NetcdfFile::NetcdfFile(const std::string& path) : path_(path) {
@@ -158,7 +158,7 @@ const NetcdfVariable& NetcdfFile::variable(const std::string& name) const {
     if (v.info.name == name) return v;
   std::vector<std::string> known;
   for (const auto& v : variables_) known.push_back(printable(v.info.name));
-  throw VariableError(concat(path_, " has no numeric variable ", name, "; it has ", list(known)));
+  throw VariableError(path_, " has no numeric variable ", name, "; it has ", list(known));
 }
 
 at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& slab) const {

@@ -94,13 +94,12 @@ std::optional<at::Scalar> scalar_of(const Json& value, at::ScalarType type) {
       return at::Scalar(*word);
     if (const auto bits = at::isFloatingType(type) ? of_bits(value.string(), type) : std::nullopt)
       return bits;
-    throw InvalidArgument(concat("a fill value '", value.string(), "'"));
+    throw InvalidArgument("a fill value '", value.string(), "'");
   }
   if (at::isFloatingType(type)) return at::Scalar(value.real());
   if (type == at::kUInt64 && value.real() >= 0x1p63) return std::nullopt;
   const auto number = value.integer();
-  if (!number || !fits(*number, type))
-    throw InvalidArgument(concat("a fill value that is none of ", type));
+  if (!number || !fits(*number, type)) throw InvalidArgument("a fill value that is none of ", type);
   return at::Scalar(*number);
 }
 
@@ -161,9 +160,9 @@ std::map<std::string, Attribute> attributes_of(const Json& all) {
         attributes[name] = value.string();
     } else if (value.is(Kind::number)) {
       attributes[name] = std::vector{value.real()};
-    } else if (value.is(Kind::array) &&
-               std::all_of(value.items().begin(), value.items().end(),
-                           [](const Json& item) { return item.is(Kind::number); })) {
+    } else if (value.is(Kind::array) && std::ranges::all_of(value.items(), [](const Json& item) {
+                 return item.is(Kind::number);
+               })) {
       std::vector<double> numbers;
       for (const Json& item : value.items()) numbers.push_back(item.real());
       attributes[name] = std::move(numbers);
@@ -186,7 +185,7 @@ void refuse(ZarrArray& array, const std::string& what) {
 
 void use_separator(ZarrArray& array, const std::string& separator) {
   if (separator != "." && separator != "/")
-    throw InvalidArgument(concat("a separator '", separator, "' in names of chunks"));
+    throw InvalidArgument("a separator '", separator, "' in names of chunks");
   array.separator = separator;
 }
 
@@ -294,27 +293,26 @@ std::optional<Json> json_of(const fs::path& file) {
   try {
     return Json::parse(with_quoted_words(text));
   } catch (const InvalidArgument& e) {
-    throw FileError(concat(file.string(), ": ", e.what()));
+    throw FileError(file.string(), ": ", e.what());
   }
 }
 
 void require_format(const Json& about, std::uint64_t format) {
   if (about.at("zarr_format").number() != format)
-    throw InvalidArgument(concat("format ", about.at("zarr_format").number(), " where format ",
-                                 format, " is expected"));
+    throw InvalidArgument("format ", about.at("zarr_format").number(), " where format ", format,
+                          " is expected");
 }
 
 // Bytes of a chunk must be a number that a tensor can have.
 void check_chunk(ZarrArray& array) {
   if (array.chunk.size() != array.info.shape.size())
-    throw InvalidArgument(
-        concat("chunks of ", list(array.chunk), " and a shape of ", list(array.info.shape)));
+    throw InvalidArgument("chunks of ", list(array.chunk), " and a shape of ",
+                          list(array.info.shape));
   auto left = std::numeric_limits<std::int64_t>::max() / 8;
   for (std::size_t d = 0; d < array.chunk.size(); ++d) {
     if (array.chunk[d] == 0 && array.info.shape[d] == 0) array.chunk[d] = 1;
     if (array.chunk[d] < 1 || array.chunk[d] > left)
-      throw InvalidArgument(
-          concat("a size of ", array.chunk[d], " in chunks of ", list(array.chunk)));
+      throw InvalidArgument("a size of ", array.chunk[d], " in chunks of ", list(array.chunk));
     left /= array.chunk[d];
   }
 }
@@ -348,8 +346,8 @@ std::optional<ZarrArray> array_in(const fs::path& folder, const std::string& nam
     if (!read) return std::nullopt;
     check_chunk(array);
   } catch (const InvalidArgument& e) {
-    throw FileError(concat("the metadata of the Zarr array in ", folder.string(),
-                           " cannot be understood: ", e.what()));
+    throw FileError("the metadata of the Zarr array in ", folder.string(),
+                    " cannot be understood: ", e.what());
   }
   array.info.stored = holding(array.file_type);
   return array;
@@ -375,9 +373,9 @@ std::vector<ZarrArray> zarr_arrays(const std::string& folder) {
     return arrays;
   }
   if (!known)
-    throw FileError(concat(folder,
-                           " is no Zarr group or array: it has none of zarr.json, .zgroup "
-                           "and .zarray"));
+    throw FileError(folder,
+                    " is no Zarr group or array: it has none of zarr.json, .zgroup "
+                    "and .zarray");
   for (auto it = fs::recursive_directory_iterator(root); it != fs::recursive_directory_iterator();
        ++it) {
     std::error_code none;
@@ -389,8 +387,8 @@ std::vector<ZarrArray> zarr_arrays(const std::string& folder) {
     if (array || !array_or_group) it.disable_recursion_pending();
     if (array) arrays.push_back(std::move(*array));
   }
-  std::sort(arrays.begin(), arrays.end(),
-            [](const ZarrArray& a, const ZarrArray& b) { return a.info.name < b.info.name; });
+  std::ranges::sort(
+      arrays, [](const ZarrArray& a, const ZarrArray& b) { return a.info.name < b.info.name; });
   return arrays;
 }
 

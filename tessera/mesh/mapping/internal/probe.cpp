@@ -15,7 +15,7 @@ namespace {
 constexpr double kBandwidthGap = 1.6, kLatencyGap = 2, kSharedBelow = 0.6;
 
 double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
+  std::ranges::sort(values);
   const auto n = values.size();
   return n % 2 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
 }
@@ -29,8 +29,7 @@ struct Class {
 /// Divides the samples where the sorted values jump by more than the gap.
 std::vector<std::vector<int>> divided(std::vector<int> samples, const std::vector<LinkSample>& all,
                                       double LinkSample::* value, double gap) {
-  std::stable_sort(samples.begin(), samples.end(),
-                   [&](int a, int b) { return all[a].*value < all[b].*value; });
+  std::ranges::stable_sort(samples, [&](int a, int b) { return all[a].*value < all[b].*value; });
   std::vector<std::vector<int>> parts;
   for (const int s : samples) {
     if (parts.empty() || all[s].*value > gap * all[parts.back().back()].*value)
@@ -52,7 +51,7 @@ std::vector<Class> classes_of(const std::vector<int>& samples, const std::vector
       }
       classes.push_back({part, median(latencies), median(bandwidths)});
     }
-  std::stable_sort(classes.begin(), classes.end(), [](const Class& a, const Class& b) {
+  std::ranges::stable_sort(classes, [](const Class& a, const Class& b) {
     return a.bandwidth != b.bandwidth ? a.bandwidth > b.bandwidth : a.latency < b.latency;
   });
   return classes;
@@ -60,22 +59,22 @@ std::vector<Class> classes_of(const std::vector<int>& samples, const std::vector
 
 void check(const Probe& probe) {
   if (probe.hosts.empty() || probe.hosts.size() != probe.devices.size())
-    throw MappingError(concat("a probe of ", probe.hosts.size(), " hosts with ",
-                              probe.devices.size(), " numbers of devices; give one for each"));
+    throw MappingError("a probe of ", probe.hosts.size(), " hosts with ", probe.devices.size(),
+                       " numbers of devices; give one for each");
   const long long slots = std::accumulate(probe.devices.begin(), probe.devices.end(), 0LL);
   for (const LinkSample& s : probe.samples) {
     if (s.a < 0 || s.b < 0 || s.a >= slots || s.b >= slots || s.a == s.b)
-      throw MappingError(concat("a probe measured between slots ", s.a, " and ", s.b,
-                                ", but there are ", slots, " slots"));
+      throw MappingError("a probe measured between slots ", s.a, " and ", s.b, ", but there are ",
+                         slots, " slots");
     if (!(s.latency > 0) || !(s.bandwidth > 0) || !std::isfinite(s.latency) ||
         !std::isfinite(s.bandwidth))
-      throw MappingError(concat("a probe measured ", s.latency, " s and ", s.bandwidth,
-                                " bytes/s between slots ", s.a, " and ", s.b,
-                                "; both must be finite and above 0"));
+      throw MappingError("a probe measured ", s.latency, " s and ", s.bandwidth,
+                         " bytes/s between slots ", s.a, " and ", s.b,
+                         "; both must be finite and above 0");
   }
   if (!probe.kept.empty() && probe.kept.size() != probe.hosts.size())
-    throw MappingError(concat("a probe of ", probe.hosts.size(), " hosts with ", probe.kept.size(),
-                              " shares; give one for each or none"));
+    throw MappingError("a probe of ", probe.hosts.size(), " hosts with ", probe.kept.size(),
+                       " shares; give one for each or none");
 }
 
 void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::vector<int>& inside,
@@ -83,7 +82,7 @@ void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::
   Topology& topology = result.topology;
   const auto classes = classes_of(inside, probe.samples);
   if (classes.empty()) {
-    if (*std::max_element(probe.devices.begin(), probe.devices.end()) > 1)
+    if (*std::ranges::max_element(probe.devices) > 1)
       result.notes.push_back("no pair inside a host was measured: their links are assumed");
     return;
   }
@@ -101,8 +100,8 @@ void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::
     ++all_votes[class_of[s]];
   }
   const auto most = [](const std::map<int, int>& counts) {
-    return std::max_element(counts.begin(), counts.end(),
-                            [](const auto& a, const auto& b) { return a.second < b.second; })
+    return std::ranges::max_element(
+               counts, [](const auto& a, const auto& b) { return a.second < b.second; })
         ->first;
   };
   for (std::size_t h = 0; h < probe.hosts.size(); ++h)
@@ -139,7 +138,7 @@ std::vector<std::vector<int>> racks_of(int hosts, const std::set<std::pair<int, 
       }
   }
   for (auto& members : racks) {
-    std::sort(members.begin(), members.end());
+    std::ranges::sort(members);
     for (const int a : members)
       for (const int b : members)
         if (a < b && !near.count({a, b})) return {};
