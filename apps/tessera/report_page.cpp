@@ -54,8 +54,7 @@ bool has_word(const std::string& name, const std::string& word) {
 std::size_t topic_of(const std::string& name) {
   for (std::size_t t = 0; t < topics().size(); ++t) {
     const auto& words = topics()[t].words;
-    if (std::any_of(words.begin(), words.end(),
-                    [&](const std::string& word) { return has_word(name, word); }))
+    if (std::ranges::any_of(words, [&](const std::string& word) { return has_word(name, word); }))
       return t;
   }
   return topics().size();
@@ -158,7 +157,7 @@ class PageBody {
     for (const auto& [name, series] : run.series) {
       if (series.steps.empty()) continue;
       steps = std::max(steps, series.steps.back());
-      seconds = std::max(seconds, *std::max_element(series.seconds.begin(), series.seconds.end()));
+      seconds = std::max(seconds, *std::ranges::max_element(series.seconds));
     }
     const Series* loss = loss_of(run);
     const auto complete = std::find_if(run.checkpoints.rbegin(), run.checkpoints.rend(),
@@ -194,11 +193,11 @@ class PageBody {
   }
 
   void not_finite(const RunLog& run, const std::string& name, const Series& series) {
-    const auto bad = std::count_if(series.values.begin(), series.values.end(),
-                                   [](double v) { return !std::isfinite(v); });
+    const auto bad =
+        std::ranges::count_if(series.values, [](double v) { return !std::isfinite(v); });
     if (bad == 0) return;
-    const auto first = std::find_if(series.values.begin(), series.values.end(),
-                                    [](double v) { return !std::isfinite(v); });
+    const auto first =
+        std::ranges::find_if(series.values, [](double v) { return !std::isfinite(v); });
     out_ << "<p class=warn>" << markup_text(concat(run.name, ": ", name)) << " is not finite at "
          << bad << " of " << series.values.size() << " steps, first at step "
          << significant(series.steps[static_cast<std::size_t>(first - series.values.begin())], 10)
@@ -253,8 +252,7 @@ class PageBody {
   }
 
   void checkpoints() {
-    if (std::all_of(runs_.begin(), runs_.end(),
-                    [](const RunLog& run) { return run.checkpoints.empty(); }))
+    if (std::ranges::all_of(runs_, [](const RunLog& run) { return run.checkpoints.empty(); }))
       return;
     out_ << "<h2>Checkpoints</h2><div class=card><table><tr><th>run</th><th>checkpoint</th>"
             "<th>size</th><th></th></tr>";

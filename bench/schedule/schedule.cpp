@@ -105,7 +105,7 @@ void grid(bench::Report& report, const Layout& layout, double communication, boo
           for (std::size_t n = 0; n < layout.known.size(); ++n) {
             const PipelineSchedule known = layout.known[n].second(p, m);
             const Timeline t = simulate(known, costs);
-            const double peak = *std::max_element(t.peak.begin(), t.peak.end());
+            const double peak = *std::ranges::max_element(t.peak);
             if (limited && peak > stages) continue;
             spreads[n].add(t.makespan / bound);
             worse += ours > t.makespan * (1 + 1e-9) ? 1 : 0;

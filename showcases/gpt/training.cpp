@@ -51,7 +51,7 @@ Text read_text(const Options& options) {
                                                      int{static_cast<unsigned char>(c)}));
   }
   const at::Tensor all = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
-  std::copy(bytes.begin(), bytes.end(), all.mutable_data_ptr<std::uint8_t>());
+  std::ranges::copy(bytes, all.mutable_data_ptr<std::uint8_t>());
   const at::Tensor rows = all.unfold(0, row, options.network.length).contiguous();
   const std::int64_t held = rows.size(0) / 10, trained = rows.size(0) - held;
   const auto dataset = [&](std::int64_t begin, std::int64_t n) {

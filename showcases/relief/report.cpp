@@ -25,7 +25,7 @@ constexpr const char* style = R"(
 
 double megabytes(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 std::int64_t most(const std::vector<std::int64_t>& values) {
-  return *std::max_element(values.begin(), values.end());
+  return *std::ranges::max_element(values);
 }
 
 std::string fixed(double value, int digits) {

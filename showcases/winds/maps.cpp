@@ -27,7 +27,7 @@ std::string bitmap(const at::Tensor& field, const MapOptions& options) {
   at::Tensor colours = at::empty({256, 3}, at::kByte);
   for (int i = 0; i < 256; ++i) {
     const Colour c = colour_at(*options.colours, i / 255.0);
-    std::copy(c.begin(), c.end(), colours.mutable_data_ptr<std::uint8_t>() + 3 * i);
+    std::ranges::copy(c, colours.mutable_data_ptr<std::uint8_t>() + 3 * i);
   }
   // Zeros alone have a limit of zero.
   const at::Tensor level =

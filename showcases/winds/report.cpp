@@ -74,8 +74,7 @@ std::int64_t typical_month(const Skill& skill) {
     return std::hypot(skill.by_month[0][static_cast<std::size_t>(t)],
                       skill.by_month[1][static_cast<std::size_t>(t)]);
   };
-  std::sort(order.begin(), order.end(),
-            [&](std::int64_t a, std::int64_t b) { return error(a) < error(b); });
+  std::ranges::sort(order, [&](std::int64_t a, std::int64_t b) { return error(a) < error(b); });
   return order[order.size() / 2];
 }
 

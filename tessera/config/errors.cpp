@@ -3,6 +3,5 @@
 namespace tessera {
 
 // Defined here, so that it has one type information and can be caught across shared objects.
-ConfigFileError::~ConfigFileError() = default;
 
 }  // namespace tessera

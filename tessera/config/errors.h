@@ -14,7 +14,6 @@ enum class FileFormat { json, yaml };
 class ConfigFileError : public ConfigurationError {
  public:
   using ConfigurationError::ConfigurationError;
-  ~ConfigFileError() override;
 };
 
 }  // namespace tessera

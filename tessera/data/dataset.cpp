@@ -13,7 +13,6 @@ namespace tessera {
 
 Dataset::~Dataset() = default;
 IterableDataset::~IterableDataset() = default;
-SampleError::~SampleError() = default;
 
 std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indices) const {
   std::vector<Sample> samples;
@@ -50,7 +49,7 @@ std::uint64_t TensorDataset::size() const {
 }
 
 Sample TensorDataset::get(std::uint64_t index) const {
-  if (index >= size()) throw RangeError(concat("sample ", index, " of a dataset with ", size()));
+  if (index >= size()) throw RangeError("sample ", index, " of a dataset with ", size());
   Sample sample;
   for (const at::Tensor& t : tensors_)
     sample.push_back(t.select(0, static_cast<std::int64_t>(index)));
@@ -77,8 +76,8 @@ FunctionDataset::FunctionDataset(std::uint64_t size, std::vector<std::string> na
   get_ = [names = names_, get = std::move(get)](std::uint64_t index) {
     const Fields fields = get(index);
     if (fields.names().size() != names.size())
-      throw InvalidArgument(concat("sample ", index, " has the fields ", list(fields.names()),
-                                   ", the dataset was given ", list(names)));
+      throw InvalidArgument("sample ", index, " has the fields ", list(fields.names()),
+                            ", the dataset was given ", list(names));
     Sample sample;
     for (const std::string& name : names) sample.push_back(fields.at(name));
     return sample;
@@ -95,11 +94,10 @@ TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype
   file_ = std::make_unique<RandomAccessFile>(path);
   const std::size_t item = c10::elementSize(dtype);
   if (file_->size() % item != 0)
-    throw FileError(concat("'", path, "' has ", file_->size(), " bytes, no multiple of the ", item,
-                           " of ", dtype));
+    throw FileError("'", path, "' has ", file_->size(), " bytes, no multiple of the ", item, " of ",
+                    dtype);
   if (tokens() < row)
-    throw InvalidArgument(
-        concat("'", path, "' has ", tokens(), " tokens, fewer than one row of ", row));
+    throw InvalidArgument("'", path, "' has ", tokens(), " tokens, fewer than one row of ", row);
   rows_ = (tokens() - row) / stride_ + 1;
 }
 

@@ -57,7 +57,6 @@ class IterableDataset {
 class SampleError : public Error {
  public:
   SampleError(const std::string& what, std::uint64_t index) : Error(what), index_(index) {}
-  ~SampleError() override;
   std::uint64_t index() const { return index_; }
 
  private:

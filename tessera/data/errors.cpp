@@ -1,8 +1,3 @@
 #include "tessera/data/errors.h"
 
-namespace tessera {
-
-VariableError::~VariableError() = default;
-RangeError::~RangeError() = default;
-
-}  // namespace tessera
+namespace tessera {}  // namespace tessera

@@ -10,7 +10,6 @@ namespace tessera {
 class VariableError : public InvalidArgument {
  public:
   using InvalidArgument::InvalidArgument;
-  ~VariableError() override;
 };
 
 /// Thrown for a hyperslab that reaches beyond the variable; the message names the dimension, what
@@ -18,7 +17,6 @@ class VariableError : public InvalidArgument {
 class RangeError : public InvalidArgument {
  public:
   using InvalidArgument::InvalidArgument;
-  ~RangeError() override;
 };
 
 }  // namespace tessera

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "tessera/data/dataset.h"
-#include "tessera/sampling/sampling.h"
 #include "tessera/sampling/permutation.h"
 #include "tessera/sampling/sample_order.h"
+#include "tessera/sampling/sampling.h"
 
 namespace tessera {
 

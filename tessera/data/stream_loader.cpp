@@ -22,8 +22,6 @@
 
 namespace tessera {
 
-UnevenDataError::~UnevenDataError() = default;
-
 // What the loader and its workers share. The workers hold it too: one that hangs in a read is left
 // behind, and what it uses must stay alive.
 struct StreamLoader::Engine {
@@ -108,9 +106,8 @@ struct StreamLoader::Engine {
       slot.failed_at = slot.first + slot.taken;
       if (!options.names.empty() && !slot.samples.empty() &&
           slot.samples.front().size() != options.names.size())
-        throw InvalidArgument(concat("samples of ", slot.samples.front().size(), " tensors and ",
-                                     options.names.size(),
-                                     " names for them: ", list(options.names)));
+        throw InvalidArgument("samples of ", slot.samples.front().size(), " tensors and ",
+                              options.names.size(), " names for them: ", list(options.names));
       for (std::size_t t = 0; !slot.samples.empty() && t < slot.samples.front().size(); ++t) {
         std::vector<at::Tensor> column;
         for (const Sample& s : slot.samples) column.push_back(s[t]);
@@ -182,8 +179,8 @@ struct StreamLoader::Engine {
     std::unique_lock lock(mutex);
     begun = false;
     if (!rested.wait_until(lock, deadline_after(options.stall_limit), [&] { return !reading; }))
-      throw StalledError(concat("the stream has been read for ", options.stall_limit.count(),
-                                " ms; it cannot be restored meanwhile"));
+      throw StalledError("the stream has been read for ", options.stall_limit.count(),
+                         " ms; it cannot be restored meanwhile");
     slots.clear();
     ended = false;
     taken = samples;
@@ -218,8 +215,8 @@ StreamLoader::StreamLoader(std::shared_ptr<IterableDataset> dataset, std::int64_
       last_(options.example),
       engine_(std::make_shared<Engine>()) {
   if (!dataset || rows < 1)
-    throw InvalidArgument(concat("a stream loader with batches of ", rows,
-                                 " rows; it needs a dataset and at least 1 row"));
+    throw InvalidArgument("a stream loader with batches of ", rows,
+                          " rows; it needs a dataset and at least 1 row");
   engine_->dataset = std::move(dataset);
   begin(std::move(options));
 }
@@ -234,8 +231,8 @@ StreamLoader::StreamLoader(std::shared_ptr<const StreamShards> shards,
       engine_(std::make_shared<Engine>()) {
   const auto& lanes = engine_->lanes.emplace(std::move(shards), sharding, rows);
   if (lanes.lanes() < group_.size())
-    throw InvalidArgument(concat(lanes.lanes(), " lanes for ", group_.size(),
-                                 " ranks; each rank reads one at least"));
+    throw InvalidArgument(lanes.lanes(), " lanes for ", group_.size(),
+                          " ranks; each rank reads one at least");
   engine_->own = Partition::even(lanes.lanes(), group_.size()).interval(group_.rank());
   rows_ = engine_->own.size() * lanes.rows_of_lane();
   places_.resize(static_cast<std::size_t>(lanes.lanes()));
@@ -244,15 +241,14 @@ StreamLoader::StreamLoader(std::shared_ptr<const StreamShards> shards,
 
 void StreamLoader::begin(StreamOptions options) {
   if (options.workers < 0 || options.prefetch < 0 || options.stall_limit.count() <= 0)
-    throw InvalidArgument(concat("a stream loader with ", options.workers, " workers, ",
-                                 options.prefetch, " batches ahead and a limit of ",
-                                 options.stall_limit.count(),
-                                 " ms; counts are at least 0, the limit above 0"));
+    throw InvalidArgument("a stream loader with ", options.workers, " workers, ", options.prefetch,
+                          " batches ahead and a limit of ", options.stall_limit.count(),
+                          " ms; counts are at least 0, the limit above 0");
   require_field_names(options.names);
   if (!options.names.empty() && !options.example.empty() &&
       options.names.size() != options.example.size())
-    throw InvalidArgument(concat("an example of ", options.example.size(), " tensors and ",
-                                 options.names.size(), " names for them: ", list(options.names)));
+    throw InvalidArgument("an example of ", options.example.size(), " tensors and ",
+                          options.names.size(), " names for them: ", list(options.names));
   engine_->rows = rows_;
   engine_->options = std::move(options);
   detail::start_workers(engine_, engine_->options.workers);
@@ -354,10 +350,9 @@ std::optional<StreamBatch> StreamLoader::next() {
       group_, {n, rows_, n > 0 || !last_.empty(), !failure.empty(), !slot, slot && slot->moved});
   // A rank that has its samples keeps them until the others have theirs.
   if (!heard.stalled.empty())
-    throw StalledError(
-        concat("step ", step_, ": the streams of ranks ", list(heard.stalled),
-               " have not delivered within ", engine_->options.stall_limit.count(),
-               " ms (this rank's limit); call next() again on every rank to wait longer"));
+    throw StalledError("step ", step_, ": the streams of ranks ", list(heard.stalled),
+                       " have not delivered within ", engine_->options.stall_limit.count(),
+                       " ms (this rank's limit); call next() again on every rank to wait longer");
   engine_->pop();
   taken_ += slot->taken;
   ended_ = ended_ || slot->ended;
@@ -419,8 +414,8 @@ void StreamLoader::restore_places(const std::string& state) {
   if (words[1] != std::to_string(Hash().text(here).value()) ||
       words.size() != 4 + 2 * places_.size())
     throw ConfigurationError(
-        concat("the state is of other shards, lanes, rows, seed or epochs than this loader's (",
-               here, "); they decide which samples come next, and stay the same"));
+        "the state is of other shards, lanes, rows, seed or epochs than this loader's (", here,
+        "); they decide which samples come next, and stay the same");
   std::vector<std::uint64_t> numbers;
   for (std::size_t i = 2; i + 1 < words.size(); ++i)
     numbers.push_back(parse_number(words[i]).value_or(0));
@@ -446,16 +441,16 @@ void StreamLoader::restore(const std::string& state, bool replay) {
     throw ConfigurationError("this is no state of a stream loader, or it was truncated or changed");
   const std::uint64_t step = *step_read, taken = *taken_read;
   if (!replay)
-    throw NotAvailable(concat("a stream without positions cannot be resumed after ", taken,
-                              " samples. Use a dataset with random access and Loader, or "
-                              "restore(state, replay = true), which reads them again"));
+    throw NotAvailable("a stream without positions cannot be resumed after ", taken,
+                       " samples. Use a dataset with random access and Loader, or "
+                       "restore(state, replay = true), which reads them again");
   TORCH_WARN("StreamLoader: reading ", taken, " samples again to come back to step ", step,
              "; this is right only if the stream repeats itself");
   engine_->go_back(taken, [&] {
     for (std::uint64_t i = 0; i < taken; ++i)
       if (!engine_->dataset->next())
-        throw ConfigurationError(
-            concat("the stream ended after ", i, " samples, the state was saved after ", taken));
+        throw ConfigurationError("the stream ended after ", i,
+                                 " samples, the state was saved after ", taken);
   });
   step_ = step;
   taken_ = taken;

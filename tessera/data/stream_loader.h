@@ -40,7 +40,6 @@ enum class UnevenData : unsigned char {
 class UnevenDataError : public Error {
  public:
   using Error::Error;
-  ~UnevenDataError() override;
 };
 
 /// A batch of this rank, with the names of StreamOptions; rows from `real` on are padding.

@@ -17,7 +17,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "tessera/base/text.h"
 #include "tessera/data/dataset.h"
 
 namespace tessera {
@@ -61,7 +60,7 @@ class TorchDataset : public Dataset {
   }
   std::uint64_t size() const override { return size_; }
   Sample get(std::uint64_t index) const override {
-    if (index >= size_) throw RangeError(concat("sample ", index, " of a dataset with ", size_));
+    if (index >= size_) throw RangeError("sample ", index, " of a dataset with ", size_);
     const std::lock_guard lock(mutex_);
     const std::size_t one = index;
     return detail::only_sample(dataset_.get_batch(at::ArrayRef<std::size_t>(&one, 1)));

@@ -12,7 +12,6 @@
 // Nothing is sorted: with the table {5, 0, 3, 1} over data=2 x model=2 the groups of `model` are
 // {5, 0} and {3, 1}.
 
-#include <cstdint>
 #include <iosfwd>
 #include <memory>
 #include <optional>

@@ -15,12 +15,12 @@ void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
   for (int i = 0; i < groups.count(); ++i) {
     const auto mine = groups[i];
     const auto theirs = b.group(other, mine.front());
-    if (std::equal(mine.begin(), mine.end(), theirs.begin(), theirs.end())) continue;
+    if (std::ranges::equal(mine, theirs)) continue;
     std::vector<int> ranks;
     for (int rank : mine)
-      if (std::find(theirs.begin(), theirs.end(), rank) == theirs.end()) ranks.push_back(rank);
+      if (std::ranges::find(theirs, rank) == theirs.end()) ranks.push_back(rank);
     for (int rank : theirs)
-      if (std::find(mine.begin(), mine.end(), rank) == mine.end()) ranks.push_back(rank);
+      if (std::ranges::find(mine, rank) == mine.end()) ranks.push_back(rank);
     if (ranks.empty()) ranks.assign(mine.begin(), mine.end());  // the same ranks in another order
     throw ViewMismatch(concat("axis '", axis, "' differs between two views: rank ", mine.front(),
                               " has the group ", list(mine), " in '", a_name, "' and ",
@@ -49,7 +49,7 @@ void MeshViews::add(const std::string& name, std::vector<Axis> axes) {
 void MeshViews::add(const std::string& name, Mesh mesh) {
   const Mesh& first = views_.front().second;
   for (const auto& [taken, view] : views_)
-    if (taken == name) throw RepeatedName(concat("there is a view '", name, "' already"));
+    if (taken == name) throw RepeatedName("there is a view '", name, "' already");
   std::vector<int> foreign, missing;
   for (int rank : mesh.ranks())
     if (!first.contains(rank)) foreign.push_back(rank);
@@ -74,7 +74,7 @@ const Mesh& MeshViews::view(const std::string& name) const {
     if (known == name) return mesh;
     names.push_back(known);
   }
-  throw UnknownName(concat("there is no view '", name, "'; the views are ", list(names)));
+  throw UnknownName("there is no view '", name, "'; the views are ", list(names));
 }
 
 const Mesh& MeshViews::view_of_axis(const std::string& axis) const {
@@ -83,7 +83,7 @@ const Mesh& MeshViews::view_of_axis(const std::string& axis) const {
     if (mesh.has_axis(axis)) return mesh;
     for (const auto& known : mesh.names()) names.push_back(concat(name, ".", known));
   }
-  throw UnknownName(concat("no view has an axis '", axis, "'; there are ", list(names)));
+  throw UnknownName("no view has an axis '", axis, "'; there are ", list(names));
 }
 
 std::vector<int> MeshViews::group(const std::string& axis, int rank) const {

@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 #include "tessera/partition/detail/points.h"
 #include "tessera/partition/internal/division.h"
 
@@ -66,7 +65,7 @@ std::vector<std::uint64_t> detail::curve_positions(std::span<const double> coord
 
 void detail::require_curve(int dims) {
   if (dims < 1 || dims > kMostCurveDims)
-    throw InvalidArgument(concat("a curve through ", dims, " dims; give 1 to ", kMostCurveDims));
+    throw InvalidArgument("a curve through ", dims, " dims; give 1 to ", kMostCurveDims);
 }
 
 std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int dims) {
@@ -87,7 +86,7 @@ std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int d
   const auto position = detail::curve_positions(coordinates, dims, low, extent);
   std::vector<std::int64_t> order(position.size());
   std::iota(order.begin(), order.end(), std::int64_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+  std::ranges::stable_sort(order, [&](std::int64_t a, std::int64_t b) {
     return position[static_cast<std::size_t>(a)] < position[static_cast<std::size_t>(b)];
   });
   return order;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -62,11 +61,11 @@ std::vector<std::int64_t> document_bounds(std::span<const std::int64_t> lengths,
                                           std::int64_t tokens) {
   std::vector<std::int64_t> bounds{0};
   for (const std::int64_t n : lengths) {
-    if (n < 0) throw InvalidArgument(concat("a document of ", n, " tokens; give 0 or more"));
+    if (n < 0) throw InvalidArgument("a document of ", n, " tokens; give 0 or more");
     if (n > tokens - bounds.back())
-      throw InvalidArgument(concat(
-          "documents of lengths ", list(std::vector<std::int64_t>(lengths.begin(), lengths.end())),
-          " are longer than the row of ", tokens, " tokens that holds them"));
+      throw InvalidArgument("documents of lengths ",
+                            list(std::vector<std::int64_t>(lengths.begin(), lengths.end())),
+                            " are longer than the row of ", tokens, " tokens that holds them");
     bounds.push_back(bounds.back() + n);
   }
   return bounds;
@@ -75,13 +74,13 @@ std::vector<std::int64_t> document_bounds(std::span<const std::int64_t> lengths,
 DocumentCut cut_documents(const DocumentLengths& rows, int parts,
                           const DocumentCutOptions& options) {
   if (parts < 1 || rows.empty())
-    throw InvalidArgument(
-        concat("cut_documents of ", rows.size(), " rows into ", parts, " parts; give 1 or more"));
+    throw InvalidArgument("cut_documents of ", rows.size(), " rows into ", parts,
+                          " parts; give 1 or more");
   if (!std::isfinite(options.token_cost) || options.token_cost < 0 || options.tokens < 0 ||
       options.most_tokens < 0)
-    throw InvalidArgument(concat("cut_documents with a token cost of ", options.token_cost, ", ",
-                                 options.tokens, " tokens, at most ", options.most_tokens,
-                                 "; give 0 or more"));
+    throw InvalidArgument("cut_documents with a token cost of ", options.token_cost, ", ",
+                          options.tokens, " tokens, at most ", options.most_tokens,
+                          "; give 0 or more");
   std::int64_t tokens = options.tokens;
   if (tokens == 0) {
     for (const auto& lengths : rows)
@@ -89,12 +88,12 @@ DocumentCut cut_documents(const DocumentLengths& rows, int parts,
   }
   const std::int64_t most = options.most_tokens > 0 ? options.most_tokens : tokens;
   if (most < ceil_div(tokens, parts))
-    throw InvalidArgument(concat(parts, " parts of at most ", most, " tokens do not hold a row of ",
-                                 tokens, "; allow ", ceil_div(tokens, parts)));
+    throw InvalidArgument(parts, " parts of at most ", most, " tokens do not hold a row of ",
+                          tokens, "; allow ", ceil_div(tokens, parts));
   const std::vector<double> sum = costs_of(rows, tokens, options);
   if (!std::isfinite(sum.back()))
-    throw InvalidArgument(concat("cut_documents with a token cost of ", options.token_cost,
-                                 ": the cost of all ", tokens, " tokens is no finite number"));
+    throw InvalidArgument("cut_documents with a token cost of ", options.token_cost,
+                          ": the cost of all ", tokens, " tokens is no finite number");
   const auto fits = [&](const std::vector<std::int64_t>& sizes, double limit) {
     return sizes.back() <= most && dearest(sum, sizes) <= limit;
   };

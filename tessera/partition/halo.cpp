@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -82,13 +81,13 @@ bool restrict_to(const Box& held, std::vector<Segment>& segments) {
 
 void Window::check() const {
   if (kernel < 1 || stride < 1 || dilation < 1)
-    throw InvalidArgument(concat("a window of kernel ", kernel, ", stride ", stride, ", dilation ",
-                                 dilation, "; each is at least 1"));
+    throw InvalidArgument("a window of kernel ", kernel, ", stride ", stride, ", dilation ",
+                          dilation, "; each is at least 1");
   // So that no sum of products of them overflows.
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   if (std::max({kernel, stride, dilation, padding}) > most || padding < -most)
-    throw InvalidArgument(concat("a window of kernel ", kernel, ", stride ", stride, ", padding ",
-                                 padding, ", dilation ", dilation, "; each is at most ", most));
+    throw InvalidArgument("a window of kernel ", kernel, ", stride ", stride, ", padding ", padding,
+                          ", dilation ", dilation, "; each is at most ", most);
 }
 
 Interval Window::inputs(Interval outputs) const {
@@ -152,17 +151,16 @@ std::int64_t HaloPlan::received() const { return elements(receives); }
 HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
                    const std::function<Box(int)>& needed, int position) {
   if (edges.size() != input.shape().size())
-    throw InvalidArgument(
-        concat(edges.size(), " edges for an array with ", input.shape().size(), " dims"));
+    throw InvalidArgument(edges.size(), " edges for an array with ", input.shape().size(), " dims");
   auto checked = [&](int p) {
     Box box = needed(p);
     if (box.size() != input.shape().size())
-      throw InvalidArgument(concat("position ", p, " needs a box of ", box.size(),
-                                   " dims from an array with ", input.shape().size()));
+      throw InvalidArgument("position ", p, " needs a box of ", box.size(),
+                            " dims from an array with ", input.shape().size());
     return box;
   };
   auto same_replica = [&](int a, int b) {
-    return std::all_of(input.free_axes().begin(), input.free_axes().end(), [&](int axis) {
+    return std::ranges::all_of(input.free_axes(), [&](int axis) {
       return input.coordinate(a, axis) == input.coordinate(b, axis);
     });
   };
@@ -193,8 +191,8 @@ HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
                      });
   }
   auto by_rank = [](const HaloPiece& a, const HaloPiece& b) { return a.rank < b.rank; };
-  std::stable_sort(plan.sends.begin(), plan.sends.end(), by_rank);
-  std::stable_sort(plan.receives.begin(), plan.receives.end(), by_rank);
+  std::ranges::stable_sort(plan.sends, by_rank);
+  std::ranges::stable_sort(plan.receives, by_rank);
   return plan;
 }
 

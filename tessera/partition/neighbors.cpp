@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -172,22 +171,19 @@ class CellGrid {
 void check_places(std::span<const double> points, std::span<const double> queries, int dims,
                   std::span<const double> box) {
   if (dims < 1 || dims > kMostDims)
-    throw InvalidArgument(concat("points of ", dims, " dims; give 1 to ", kMostDims));
+    throw InvalidArgument("points of ", dims, " dims; give 1 to ", kMostDims);
   const auto n = static_cast<std::size_t>(dims);
   if (!box.empty() && box.size() != n)
-    throw InvalidArgument(concat("a box of ", box.size(), " periods for ", dims, " dims"));
+    throw InvalidArgument("a box of ", box.size(), " periods for ", dims, " dims");
   for (const double period : box)
     if (!(period >= 0) || !std::isfinite(period))
-      throw InvalidArgument(concat("a period of ", period, "; give a length, or 0 for none"));
+      throw InvalidArgument("a period of ", period, "; give a length, or 0 for none");
   for (const auto& [places, name] : {std::pair(points, "point"), std::pair(queries, "query")}) {
     if (places.size() % n != 0)
-      throw InvalidArgument(
-          concat(places.size(), " coordinates of each ", name, " in ", dims, " dims"));
-    const auto bad =
-        std::find_if_not(places.begin(), places.end(), [](double x) { return std::isfinite(x); });
+      throw InvalidArgument(places.size(), " coordinates of each ", name, " in ", dims, " dims");
+    const auto bad = std::ranges::find_if_not(places, [](double x) { return std::isfinite(x); });
     if (bad != places.end())
-      throw InvalidArgument(
-          concat(name, ' ', (bad - places.begin()) / dims, " has a coordinate ", *bad));
+      throw InvalidArgument(name, ' ', (bad - places.begin()) / dims, " has a coordinate ", *bad);
   }
 }
 
@@ -202,7 +198,7 @@ void append(Neighbors& all, std::int64_t query, const std::vector<Pair>& pairs, 
 
 // Of each point the nearest image.
 void keep_nearest_images(std::vector<Pair>& pairs) {
-  std::sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) {
+  std::ranges::sort(pairs, [](const Pair& a, const Pair& b) {
     return std::tie(a.point, a.distance, a.image) < std::tie(b.point, b.distance, b.image);
   });
   pairs.erase(std::unique(pairs.begin(), pairs.end(),
@@ -216,7 +212,7 @@ Neighbors points_within(std::span<const double> points, std::span<const double> 
                         double radius, std::span<const double> box) {
   check_places(points, queries, dims, box);
   if (!(radius >= 0) || !std::isfinite(radius))
-    throw InvalidArgument(concat("a radius of ", radius, "; give a length"));
+    throw InvalidArgument("a radius of ", radius, "; give a length");
   const CellGrid grid(points, dims, box, radius);
   Neighbors all;
   std::vector<Pair> pairs;
@@ -224,7 +220,7 @@ Neighbors points_within(std::span<const double> points, std::span<const double> 
   for (std::int64_t q = 0; q < count; ++q) {
     pairs.clear();
     grid.within(queries.data() + q * dims, radius, [&](const Pair& p) { pairs.push_back(p); });
-    std::sort(pairs.begin(), pairs.end(), lower);
+    std::ranges::sort(pairs, lower);
     append(all, q, pairs, dims);
   }
   return all;
@@ -233,7 +229,7 @@ Neighbors points_within(std::span<const double> points, std::span<const double> 
 Neighbors nearest_points(std::span<const double> points, std::span<const double> queries, int dims,
                          int count, std::span<const double> box) {
   check_places(points, queries, dims, box);
-  if (count < 1) throw InvalidArgument(concat("the ", count, " nearest points; give at least 1"));
+  if (count < 1) throw InvalidArgument("the ", count, " nearest points; give at least 1");
   const CellGrid grid(points, dims, box, 0);
   Neighbors all;
   std::vector<Pair> pairs;
@@ -249,7 +245,7 @@ Neighbors nearest_points(std::span<const double> points, std::span<const double>
       keep_nearest_images(pairs);
       if (pairs.size() >= wanted || radius >= most) break;
     }
-    std::sort(pairs.begin(), pairs.end(), nearer);
+    std::ranges::sort(pairs, nearer);
     pairs.resize(std::min(pairs.size(), wanted));
     append(all, q, pairs, dims);
   }

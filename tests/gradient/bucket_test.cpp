@@ -1,4 +1,4 @@
-#include "tessera/gradient/detail/bucket.h"
+#include "tessera/gradient/internal/coalesced.h"
 
 #include <gtest/gtest.h>
 

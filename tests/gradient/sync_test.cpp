@@ -8,8 +8,8 @@
 
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/threads.h"
-#include "tessera/gradient/step_weight.h"
 #include "tessera/gradient/reducer.h"
+#include "tessera/gradient/step_weight.h"
 
 namespace tessera {
 namespace {

@@ -76,8 +76,7 @@ class Exhaustive {
         }
       }
     }
-    if (*std::max_element(left.begin(), left.end()) >= best_ - 1e-9 || makespan >= best_ - 1e-9)
-      return;
+    if (*std::ranges::max_element(left) >= best_ - 1e-9 || makespan >= best_ - 1e-9) return;
     if (done) {
       best_ = makespan;
       return;
@@ -196,7 +195,7 @@ TEST(ListSchedule, DrawnCostsAndLimits) {
       }
       least = std::max(least, held + working);
     }
-    if (!costs.sizes.empty()) least *= *std::max_element(costs.sizes.begin(), costs.sizes.end());
+    if (!costs.sizes.empty()) least *= *std::ranges::max_element(costs.sizes);
     const double limit = least * (draw.chance(2) ? 1 : draw.time(1, 3));
     options.memory_limit = {limit};
     const PipelineSchedule s = list_schedule(placement, m, costs, options);

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 #include "tessera/mesh/errors.h"
 
@@ -21,18 +20,16 @@ using Machine = std::unique_ptr<hwloc_topology, Destroy>;
 
 Machine load(const std::string* xml, const std::string& source) {
   hwloc_topology_t raw = nullptr;
-  if (hwloc_topology_init(&raw) != 0)
-    throw ConfigFileError(concat(source, ": hwloc cannot be started"));
+  if (hwloc_topology_init(&raw) != 0) throw ConfigFileError(source, ": hwloc cannot be started");
   Machine machine(raw);
   hwloc_topology_set_io_types_filter(raw, HWLOC_TYPE_FILTER_KEEP_IMPORTANT);
   // hwloc counts the terminating zero.
   if (xml &&
       hwloc_topology_set_xmlbuffer(raw, xml->c_str(), static_cast<int>(xml->size()) + 1) != 0)
-    throw ConfigFileError(concat(
+    throw ConfigFileError(
         source,
-        ": is not a topology that hwloc reads (made by lstopo or hwloc_topology_export_xml)"));
-  if (hwloc_topology_load(raw) != 0)
-    throw ConfigFileError(concat(source, ": hwloc cannot load it"));
+        ": is not a topology that hwloc reads (made by lstopo or hwloc_topology_export_xml)");
+  if (hwloc_topology_load(raw) != 0) throw ConfigFileError(source, ": hwloc cannot load it");
   return machine;
 }
 
@@ -42,9 +39,9 @@ std::vector<hwloc_obj_t> os_devices(hwloc_topology_t machine, hwloc_obj_osdev_ty
   for (hwloc_obj_t at = nullptr; (at = hwloc_get_next_osdev(machine, at));) {
     if (at->attr->osdev.type != kind) continue;
     // A GPU may appear several times (as seen by CUDA, OpenCL, NVML): once per PCI device.
-    const bool known =
-        one_a_card && std::any_of(found.begin(), found.end(),
-                                  [&](hwloc_obj_t other) { return other->parent == at->parent; });
+    const bool known = one_a_card && std::ranges::any_of(found, [&](hwloc_obj_t other) {
+                         return other->parent == at->parent;
+                       });
     if (!known) found.push_back(at);
   }
   return found;
@@ -92,8 +89,8 @@ Topology describe(hwloc_topology_t machine, HostDevice device, const std::string
                   const std::string& source) {
   const auto devices = devices_of(machine, device);
   if (devices.empty()) {
-    throw NotAvailable(concat(source, ": has no device of kind '", name_of(device),
-                              "'; choose another of gpu, package, numa, core"));
+    throw NotAvailable(source, ": has no device of kind '", name_of(device),
+                       "'; choose another of gpu, package, numa, core");
   }
   Topology topology;
   topology.device_links = {{"far", 2e-6, 20e9, false}, {"near", 1e-6, 50e9, false}};

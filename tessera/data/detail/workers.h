@@ -15,7 +15,6 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera::detail {
 
@@ -45,8 +44,7 @@ void start_workers(const std::shared_ptr<Engine>& engine, int workers) {
       engine->stop = true;
     }
     engine->work.notify_all();
-    throw Error(
-        concat("the system does not give ", workers, " worker threads: ", e.what(), "; use fewer"));
+    throw Error("the system does not give ", workers, " worker threads: ", e.what(), "; use fewer");
   }
 }
 

@@ -1,6 +1,5 @@
 #include "tessera/data/sources/netcdf_source.h"
 
-#include "tessera/base/text.h"
 #include "tessera/data/sources/detail/cf_values.h"
 #include "tessera/data/sources/detail/netcdf_file.h"
 

@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "tessera/mesh/groups/group_table.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {

@@ -14,7 +14,6 @@
 namespace tessera {
 
 namespace detail::ring_attention_rules {
-
 namespace {
 
 void check_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::size_t lists,
@@ -26,9 +25,9 @@ void check_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
           "without rows");
     if (t->scalar_type() != q.scalar_type() || !at::isFloatingType(t->scalar_type()) ||
         t->device() != q.device())
-      throw InvalidArgument(concat("packed_attention of ", q.toString(), " on ", q.device().str(),
-                                   " and ", t->toString(), " on ", t->device().str(),
-                                   "; give one floating-point type on one device"));
+      throw InvalidArgument("packed_attention of ", q.toString(), " on ", q.device().str(), " and ",
+                            t->toString(), " on ", t->device().str(),
+                            "; give one floating-point type on one device");
   }
   const bool heads = k.size(-3) == q.size(-3) || (options.grouped && k.size(-3) > 0 &&
                                                   q.size(-3) > 0 && q.size(-3) % k.size(-3) == 0);
@@ -36,16 +35,15 @@ void check_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       q.size(-1) != k.size(-1) || q.size(-1) < 1 ||
       k.sizes().slice(0, k.dim() - 1) != v.sizes().slice(0, k.dim() - 1))
     throw InvalidArgument(
-        concat("packed_attention: q has shape ", list(q.sizes().vec()), ", k ",
-               list(k.sizes().vec()), ", v ", list(v.sizes().vec()),
-               "; they differ in v's channels at most, and, if grouped, q's heads are a multiple"));
+        "packed_attention: q has shape ", list(q.sizes().vec()), ", k ", list(k.sizes().vec()),
+        ", v ", list(v.sizes().vec()),
+        "; they differ in v's channels at most, and, if grouped, q's heads are a multiple");
   const std::int64_t rows = q.dim() == 4 ? q.size(0) : 1;
   if (lists != 1 && (lists == 0 || static_cast<std::int64_t>(lists) != rows))
-    throw InvalidArgument(concat("packed_attention of ", rows, " rows was given lengths of ", lists,
-                                 "; give one list for each row, or one for all"));
+    throw InvalidArgument("packed_attention of ", rows, " rows was given lengths of ", lists,
+                          "; give one list for each row, or one for all");
   if (!(options.dropout >= 0 && options.dropout <= 1))
-    throw InvalidArgument(
-        concat("packed_attention with a dropout of ", options.dropout, "; give 0 to 1"));
+    throw InvalidArgument("packed_attention with a dropout of ", options.dropout, "; give 0 to 1");
 }
 
 std::string described(const DocumentLengths& lengths, const PackedAttentionOptions& options) {
@@ -62,8 +60,7 @@ Group sharing_rows(const at::Tensor& t) {
   const ShardSpec of = spec(t);
   std::vector<int> axes;
   for (int a = 0; a < of.mesh().mesh().dims(); ++a)
-    if (t.dim() != 4 || !of.placements()[static_cast<std::size_t>(a)].is_shard(0))
-      axes.push_back(a);
+    if (t.dim() != 4 || !of.placements()[a].is_shard(0)) axes.push_back(a);
   return of.mesh().group(axes);
 }
 
@@ -100,7 +97,6 @@ at::Tensor by_documents(const at::Tensor& q, const at::Tensor& k, const at::Tens
 }
 
 }  // namespace
-
 }  // namespace detail::ring_attention_rules
 
 at::Tensor packed_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,

@@ -9,7 +9,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <optional>
 
 #include "tessera/partition/documents.h"

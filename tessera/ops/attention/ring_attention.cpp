@@ -29,14 +29,13 @@
 #include "tessera/ops/attention/detail/straight.h"
 #include "tessera/ops/random/detail/draws.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::ring_attention_rules {
-
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -295,12 +294,11 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
     const bool masked = saved[4].defined() && ctx->needs_input_grad(4);
     variable_list result = derivatives(*ring, saved, {of_dq, of_dk, of_dv, of_db}, masked);
     if (!at::GradMode::is_enabled()) return result;
-    for (at::Tensor& t : result) {
+    for (at::Tensor& t : result)
       if (t.defined())
         t = NoThirdDerivative::apply(t, saved[0], saved[1], saved[2], saved[3],
                                      if_defined(saved[4]), if_defined(of_dq), if_defined(of_dk),
                                      if_defined(of_dv), if_defined(of_db));
-    }
     return result;
   }
 };
@@ -367,7 +365,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const variable_list all =
         RingGradient::apply(saved[0], saved[1], saved[2], placed, if_defined(saved[3]), mean,
                             saved[5], ctx->saved_data["mask gradient"].toBool(), ring);
-    std::copy(all.begin(), all.end(), result.begin());
+    std::ranges::copy(all, result.begin());
     return result;
   }
 };
@@ -397,18 +395,16 @@ const AtStart registered([] { register_decomposition("scaled_dot_product_attenti
 bool shards_sequence(const at::Tensor& t) {
   const ShardMeta* meta = meta_of(t);
   if (!meta || t.dim() < 3) return false;
-  for (const int a : meta->spec().dim(static_cast<int>(t.dim()) - 2).axes) {
+  for (const int a : meta->spec().dim(static_cast<int>(t.dim()) - 2).axes)
     if (context_of(meta->spec())->sizes[a] > 1) return true;
-  }
   return false;
 }
 
 at::Tensor on_ring(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& attn_mask, const AttentionCall& call) {
   std::shared_ptr<MeshContext> context;
-  for (const at::Tensor* t : {&query, &key, &value}) {
+  for (const at::Tensor* t : {&query, &key, &value})
     if (const ShardMeta* meta = meta_of(*t)) context = context_of(meta->spec());
-  }
   const auto sharded = [&](const at::Tensor& t) { return meta_of(t) ? t : promote(t, context); };
   const at::Tensor q = sharded(query), k = sharded(key), v = sharded(value),
                    mask = attn_mask ? sharded(*attn_mask) : at::Tensor();

@@ -19,7 +19,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::scaled_dot_product_rules {
-
 namespace {
 
 enum : int { kBatch, kHead };
@@ -31,17 +30,14 @@ std::optional<Plan> grouped(const OpCall& call, const ShardSpec& q, const ShardS
                             const ShardSpec& v) {
   const std::int64_t each = k.shape()[1] > 0 ? q.shape()[1] / k.shape()[1] : 0;
   if (each < 2 || call.find("attn_mask") || q.dim(1).axes.empty()) return std::nullopt;
-  for (const ShardSpec* other : {&k, &v}) {
+  for (const ShardSpec* other : {&k, &v})
     if (!(other->placements() == q.placements()) || !(other->dim(0) == q.dim(0)) ||
         !(other->dim(1) == k.dim(1)))
       return std::nullopt;
-  }
-  for (const Placement& p : q.placements()) {
+  for (const Placement& p : q.placements())
     if (p.is_partial() || (p.is_shard() && p.dim > 1)) return std::nullopt;
-  }
-  for (int r = 0; r < k.dim(1).partition.parts(); ++r) {
+  for (int r = 0; r < k.dim(1).partition.parts(); ++r)
     if (q.dim(1).partition.size(r) != each * k.dim(1).partition.size(r)) return std::nullopt;
-  }
   const auto like = [](const ShardSpec& lies, const Shape& shape) {
     std::vector<int> from(shape.size(), -1);
     from[0] = 0;
@@ -55,17 +51,16 @@ std::optional<Plan> grouped(const OpCall& call, const ShardSpec& q, const ShardS
   }
   Shape out = q.shape();
   out[3] = v.shape()[3];
-  if (call.find("grad_out")) {
+  if (call.find("grad_out"))
     plan.outputs = {{like(q, q.shape())}, {like(k, k.shape())}, {like(k, v.shape())}};
-  } else {
+  else
     plan.outputs = {{like(q, out)}, {like(q, {out[0], out[1], out[2]})}};
-  }
   return plan;
 }
 
 Plan solved(const OpCall& call) {
   const TensorInfo& q = *call.find("query");
-  if (q.spec.dims() != 4) throw ShardingError(concat(call.name(), " of ", q.spec, " has no rule"));
+  if (q.spec.dims() != 4) throw ShardingError(call.name(), " of ", q.spec, " has no rule");
   const Labels heads{kBatch, kHead, kUnsharded, kUnsharded};
   LabelProblem p(call);
   const auto& k = *call.find("key");
@@ -137,15 +132,15 @@ Plan attention_choice(const OpCall& call) {
   const auto last_is_dense = [&](const char* name) { return call.find(name)->strides.back() == 1; };
   const TensorInfo &k = *call.find("key"), &v = *call.find("value");
   if (q.dtype != k.dtype || q.dtype != v.dtype)
-    throw InvalidArgument(concat("attention of a query of ", toString(q.dtype), ", keys of ",
-                                 toString(k.dtype), " and values of ", toString(v.dtype),
-                                 ": convert them to one type"));
+    throw InvalidArgument("attention of a query of ", toString(q.dtype), ", keys of ",
+                          toString(k.dtype), " and values of ", toString(v.dtype),
+                          ": convert them to one type");
   const auto length = [](const TensorInfo& t) {
     return t.spec.dims() < 2 ? 0 : *(t.spec.shape().end() - 2);
   };
   if (length(k) != length(v))
-    throw InvalidArgument(
-        concat("attention of ", length(k), " keys and ", length(v), " values: one for each"));
+    throw InvalidArgument("attention of ", length(k), " keys and ", length(v),
+                          " values: one for each");
   const bool flash = q.spec.dims() == 4 && call.number("dropout_p") == 0 &&
                      last_is_dense("query") && last_is_dense("key") && last_is_dense("value") &&
                      !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&
@@ -197,8 +192,8 @@ std::tuple<at::Tensor, at::Tensor> multi_head_attention(
     const at::Tensor& proj_weight, const at::Tensor& proj_bias, const Mask& mask, bool need_weights,
     bool average_weights, std::optional<std::int64_t> mask_type) {
   if (query.dim() != 3 || num_head <= 0 || embed_dim % num_head != 0)
-    throw InvalidArgument(concat("_native_multi_head_attention of ", query.sizes(), " with ",
-                                 num_head, " heads of ", embed_dim, " channels"));
+    throw InvalidArgument("_native_multi_head_attention of ", query.sizes(), " with ", num_head,
+                          " heads of ", embed_dim, " channels");
   auto all = projected(query, key, value, qkv_weight, qkv_bias);
   for (at::Tensor& t : all)
     t = t.view({t.size(0), t.size(1), num_head, embed_dim / num_head}).transpose(1, 2);
@@ -265,5 +260,4 @@ const AtStart registered([] {
 });
 
 }  // namespace
-
 }  // namespace tessera::detail::scaled_dot_product_rules

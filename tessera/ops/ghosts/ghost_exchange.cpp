@@ -38,7 +38,7 @@ std::string name_of(ReduceOp op) { return to_string(op.kind); }
 void check_rows(const GhostState& s, const char* call, const at::Tensor& t, std::int64_t rows,
                 const std::string& which) {
   const auto refuse = [&](const auto&... why) {
-    throw InvalidArgument(concat(call, " on rank ", s.group().ranks()[s.rows.rank], ": ", why...));
+    throw InvalidArgument(call, " on rank ", s.group().ranks()[s.rows.rank], ": ", why...);
   };
   if (!t.defined()) refuse("no tensor was given");
   if (is_sharded(t)) refuse("a ShardTensor was given; give this rank's rows, to_local()");
@@ -57,12 +57,12 @@ bool is_reduced(at::ScalarType type) {
 
 void check_op(const char* call, const at::Tensor& t, ReduceOp op) {
   if (op != ReduceOp::sum && op != ReduceOp::min && op != ReduceOp::max)
-    throw InvalidArgument(concat(call, " by ", name_of(op), "; it reduces by sum, min or max"));
+    throw InvalidArgument(call, " by ", name_of(op), "; it reduces by sum, min or max");
   if (op != ReduceOp::sum && t.is_complex())
-    throw InvalidArgument(concat(call, ": complex numbers have no ", name_of(op)));
+    throw InvalidArgument(call, ": complex numbers have no ", name_of(op));
   if (!is_reduced(t.scalar_type()))
-    throw InvalidArgument(
-        concat(call, " does not reduce ", t.scalar_type(), "; convert it to a type of numbers"));
+    throw InvalidArgument(call, " does not reduce ", t.scalar_type(),
+                          "; convert it to a type of numbers");
 }
 
 // Ranks of which one has wrong rows would wait for it: they learn of it.

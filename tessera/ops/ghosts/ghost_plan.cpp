@@ -8,7 +8,6 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 
@@ -64,7 +63,7 @@ void prepare_messages(GhostState& state) {
     for (const GhostRows::Peer& peer : peers) pieces.push_back({peer.rank, {peer.rows}});
     return pieces;
   };
-  state.in_order = std::is_sorted(state.rows.received.begin(), state.rows.received.end());
+  state.in_order = std::ranges::is_sorted(state.rows.received);
   state.peers =
       std::make_shared<PeerExchange>(pieces_of(state.rows.sends), pieces_of(state.rows.receives));
 }
@@ -94,7 +93,7 @@ GhostPlan::GhostPlan(const DeviceMesh& mesh, const std::vector<int>& axes,
     return here;
   });
   if (const auto text = detail::ghost_problems(problems); !text.empty())
-    throw InvalidArgument(concat(kCall, ": ", text));
+    throw InvalidArgument(kCall, ": ", text);
   const IdsByRank wanted = carried_by(group, directory->requests(carried_by(group, owners)));
 
   state.rows = directory->rows(wanted);

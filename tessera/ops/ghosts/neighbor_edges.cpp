@@ -6,10 +6,8 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/partition/neighbors.h"
@@ -39,9 +37,9 @@ Placed placed(const char* call, const OwnedRows& rows, const at::Tensor& places)
   const at::Tensor local = local_places(places);
   if (local.dim() != 2 || local.size(0) != static_cast<std::int64_t>(rows.ids().size()) ||
       local.size(1) < 1 || !at::isFloatingType(local.scalar_type()))
-    throw InvalidArgument(concat(call, ": places of shape ", local.sizes(), " and dtype ",
-                                 local.scalar_type(), "; give the ", rows.ids().size(),
-                                 " rows of this rank x dims, in floating point"));
+    throw InvalidArgument(call, ": places of shape ", local.sizes(), " and dtype ",
+                          local.scalar_type(), "; give the ", rows.ids().size(),
+                          " rows of this rank x dims, in floating point");
   const at::Tensor host = local.to(at::kCPU, at::kDouble).contiguous();
   const auto* const first = host.const_data_ptr<double>();
   return {{first, first + host.numel()}, static_cast<int>(host.size(1))};
@@ -164,13 +162,11 @@ NeighborEdges nearest_edges(const OwnedRows& points, const at::Tensor& places,
     own = placed(kCall, points, places);
     asked = placed(kCall, queries, query_places);
     if (!(queries.mesh() == points.mesh()) || queries.placements() != points.placements())
-      throw InvalidArgument(concat(kCall, ": points and queries are on different ranks"));
+      throw InvalidArgument(kCall, ": points and queries are on different ranks");
     if (own.dims != asked.dims)
-      throw InvalidArgument(
-          concat(kCall, ": points of ", own.dims, " dims, and queries of ", asked.dims));
+      throw InvalidArgument(kCall, ": points of ", own.dims, " dims, and queries of ", asked.dims);
     if (count > points.size() && queries.size() > 0)
-      throw InvalidArgument(
-          concat(kCall, ": the ", count, " nearest of ", points.size(), " points"));
+      throw InvalidArgument(kCall, ": the ", count, " nearest of ", points.size(), " points");
     const Neighbors near = nearest_points(own.values, asked.values, own.dims, count, box);
     const bool enough = own.count() >= static_cast<std::size_t>(count);
     return region_of(asked,

@@ -32,8 +32,7 @@ std::int64_t rows_of_segments(const at::Tensor& lengths, std::int64_t first) {
   std::int64_t rows = 0;
   const auto* const length = lengths.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < lengths.numel(); ++i) {
-    if (length[i] < 0)
-      throw InvalidArgument(concat("segment ", first + i, " has the length ", length[i]));
+    if (length[i] < 0) throw InvalidArgument("segment ", first + i, " has the length ", length[i]);
     rows += length[i];
   }
   return rows;
@@ -51,9 +50,9 @@ at::Tensor segment_of_rows(const ShardMeta& data, const ShardMeta& lengths) {
       agree::all<std::int64_t>(group, kSegments, [&] { return rows_of_segments(mine, own.begin); });
   const Partition covered(sizes);
   if (covered.extent() != rows.partition.extent())
-    throw InvalidArgument(concat(kSegments, ": segments of ", covered.extent(), " rows in all (",
-                                 list(sizes), " by rank), and ", rows.partition.extent(),
-                                 " rows; give each row a segment"));
+    throw InvalidArgument(kSegments, ": segments of ", covered.extent(), " rows in all (",
+                          list(sizes), " by rank), and ", rows.partition.extent(),
+                          " rows; give each row a segment");
   at::Tensor index = at::arange(own.begin, own.end, at::TensorOptions(at::kLong))
                          .repeat_interleave(mine)
                          .to(data.local.device());

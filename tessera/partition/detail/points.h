@@ -7,7 +7,6 @@
 #include <span>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera::detail {
 
@@ -16,15 +15,15 @@ namespace tessera::detail {
 inline double checked_weights(std::span<const double> weights, std::size_t points) {
   if (weights.empty()) return 0;
   if (weights.size() != points)
-    throw InvalidArgument(concat(weights.size(), " weights for ", points, " points"));
+    throw InvalidArgument(weights.size(), " weights for ", points, " points");
   double all = 0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (!(weights[i] >= 0) || !std::isfinite(weights[i]))
-      throw InvalidArgument(concat("point ", i, " has the weight ", weights[i]));
+      throw InvalidArgument("point ", i, " has the weight ", weights[i]);
     all += weights[i];
   }
   if (!(all > 0 && std::isfinite(all)))
-    throw InvalidArgument(concat("weights whose sum is ", all, " divide nothing"));
+    throw InvalidArgument("weights whose sum is ", all, " divide nothing");
   return all;
 }
 
@@ -32,12 +31,11 @@ inline double checked_weights(std::span<const double> weights, std::size_t point
 inline void check_edges(std::int64_t nodes, std::span<const std::int64_t> source,
                         std::span<const std::int64_t> target) {
   if (source.size() != target.size())
-    throw InvalidArgument(
-        concat(source.size(), " sources of edges and ", target.size(), " targets"));
+    throw InvalidArgument(source.size(), " sources of edges and ", target.size(), " targets");
   for (std::size_t e = 0; e < source.size(); ++e)
     for (const std::int64_t node : {source[e], target[e]})
       if (node < 0 || node >= nodes)
-        throw InvalidArgument(concat("edge ", e, " names node ", node, " of ", nodes));
+        throw InvalidArgument("edge ", e, " names node ", node, " of ", nodes);
 }
 
 /// The number of points. Throws InvalidArgument for dims or parts below 1, numbers of coordinates
@@ -45,17 +43,15 @@ inline void check_edges(std::int64_t nodes, std::span<const std::int64_t> source
 inline std::size_t checked_points(std::span<const double> coordinates, int dims, int parts,
                                   std::span<const double> weights) {
   if (dims < 1 || parts < 1)
-    throw InvalidArgument(
-        concat("points of ", dims, " dims in ", parts, " parts; give at least 1"));
+    throw InvalidArgument("points of ", dims, " dims in ", parts, " parts; give at least 1");
   if (coordinates.size() % static_cast<std::size_t>(dims) != 0)
-    throw InvalidArgument(
-        concat(coordinates.size(), " coordinates are no points of ", dims, " dims"));
+    throw InvalidArgument(coordinates.size(), " coordinates are no points of ", dims, " dims");
   const std::size_t points = coordinates.size() / static_cast<std::size_t>(dims);
-  const auto not_finite = std::find_if_not(coordinates.begin(), coordinates.end(),
-                                           [](double x) { return std::isfinite(x); });
+  const auto not_finite =
+      std::ranges::find_if_not(coordinates, [](double x) { return std::isfinite(x); });
   if (not_finite != coordinates.end())
-    throw InvalidArgument(concat("point ", (not_finite - coordinates.begin()) / dims,
-                                 " has a coordinate ", *not_finite));
+    throw InvalidArgument("point ", (not_finite - coordinates.begin()) / dims, " has a coordinate ",
+                          *not_finite);
   checked_weights(weights, points);
   return points;
 }

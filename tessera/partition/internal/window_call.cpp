@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera {
 namespace {
@@ -54,8 +53,8 @@ Partition resampled_partition(const Partition& inputs, std::int64_t outputs) {
   const std::int64_t extent = inputs.extent();
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();  // no product overflows
   if (std::max(extent, outputs) > most)
-    throw InvalidArgument(
-        concat("a dim of ", extent, " resampled to ", outputs, "; each is at most ", most));
+    throw InvalidArgument("a dim of ", extent, " resampled to ", outputs, "; each is at most ",
+                          most);
   // The outputs whose centre is before `end`: (2 o + 1) * extent < 2 * outputs * end.
   return shard_like(inputs, outputs, [&](std::int64_t end) {
     return ceil_div(ceil_div(2 * outputs * end, extent) - 1, 2);

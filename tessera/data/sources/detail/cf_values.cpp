@@ -9,8 +9,6 @@
 
 #include <cmath>
 
-#include "tessera/base/text.h"
-
 namespace tessera::detail {
 
 namespace {
@@ -20,8 +18,8 @@ std::vector<double> numbers_of(const VariableInfo& variable, const char* attribu
   if (found == variable.attributes.end()) return {};
   const auto* numbers = std::get_if<std::vector<double>>(&found->second);
   if (!numbers || numbers->empty())
-    throw VariableError(concat("attribute ", attribute, " of ", variable.name,
-                               " must be a number, and is text or empty"));
+    throw VariableError("attribute ", attribute, " of ", variable.name,
+                        " must be a number, and is text or empty");
   return *numbers;
 }
 
@@ -50,8 +48,8 @@ at::Tensor missing_mask(const at::Tensor& stored, const VariableInfo& variable,
             : at::Scalar(mark));
   const std::vector<double> range = numbers_of(variable, "valid_range");
   if (!range.empty() && range.size() != 2)
-    throw VariableError(concat("attribute valid_range of ", variable.name,
-                               " must be two numbers, and has ", range.size()));
+    throw VariableError("attribute valid_range of ", variable.name,
+                        " must be two numbers, and has ", range.size());
   const double low = range.empty() ? number_or(variable, "valid_min", -INFINITY) : range[0];
   const double high = range.empty() ? number_or(variable, "valid_max", INFINITY) : range[1];
   const at::Tensor real =
@@ -73,10 +71,10 @@ at::Tensor cf_values(const at::Tensor& stored, const VariableInfo& about,
                      const std::string& source) {
   if (const auto mark = about.attributes.find("_Unsigned");
       mark != about.attributes.end() && mark->second == Attribute("true"))
-    throw VariableError(concat(about.name, " in ", source,
-                               " holds unsigned numbers in a signed type (_Unsigned), which is not "
-                               "decoded here: read it with "
-                               "ReadOptions::decode = false and convert"));
+    throw VariableError(about.name, " in ", source,
+                        " holds unsigned numbers in a signed type (_Unsigned), which is not "
+                        "decoded here: read it with "
+                        "ReadOptions::decode = false and convert");
   at::Tensor mask = missing_mask(stored, about, fill);
   // An integer holds no NaN, marked or not.
   if (!at::isFloatingType(options.dtype) && at::isFloatingType(stored.scalar_type()))
@@ -85,9 +83,9 @@ at::Tensor cf_values(const at::Tensor& stored, const VariableInfo& about,
   if (some_missing && (std::isnan(options.missing) ? !at::isFloatingType(options.dtype)
                                                    : !holds(options.dtype, options.missing)))
     throw VariableError(
-        concat(about.name, " in ", source, " has missing values in the box asked for, and ",
-               c10::toString(options.dtype), " cannot hold ", options.missing,
-               ": give ReadOptions::missing a value that it can hold, or read a floating type"));
+        about.name, " in ", source, " has missing values in the box asked for, and ",
+        c10::toString(options.dtype), " cannot hold ", options.missing,
+        ": give ReadOptions::missing a value that it can hold, or read a floating type");
   const double scale = number_or(about, "scale_factor", 1.0),
                offset = number_or(about, "add_offset", 0.0);
   at::Tensor value = scale == 1.0 && offset == 0.0

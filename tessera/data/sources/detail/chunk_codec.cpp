@@ -14,8 +14,6 @@
 #include <iterator>
 #include <limits>
 
-#include "tessera/base/text.h"
-
 namespace tessera::detail {
 
 namespace {
@@ -27,10 +25,9 @@ using Decompress = bool (*)(std::string& packed, void* out, std::size_t size,
 bool of_zlib(std::string& packed, void* out, std::size_t size, const std::string& whose) {
   constexpr std::size_t kMost = std::numeric_limits<uInt>::max();
   if (packed.size() > kMost || size > kMost)
-    throw NotAvailable(
-        concat("the chunks of ", whose,
-               " are compressed by zlib and larger than 4 GiB, which cannot be read: "
-               "write the array with smaller chunks"));
+    throw NotAvailable("the chunks of ", whose,
+                       " are compressed by zlib and larger than 4 GiB, which cannot be read: "
+                       "write the array with smaller chunks");
   z_stream stream{};
   stream.next_in = reinterpret_cast<Bytef*>(packed.data());
   stream.avail_in = static_cast<uInt>(packed.size());
@@ -95,10 +92,9 @@ bool decompress_chunk(const std::string& codec, std::string& packed, void* out, 
                       const std::string& whose) {
   const Codec& with = *find_codec(codec);
   if (!with.decompress)
-    throw NotAvailable(concat("this Tessera was built without ", with.library,
-                              ", and the chunks of ", whose, " are compressed by ", codec,
-                              ": install ", with.library, " (Debian: ", with.package,
-                              ") and configure again"));
+    throw NotAvailable("this Tessera was built without ", with.library, ", and the chunks of ",
+                       whose, " are compressed by ", codec, ": install ", with.library,
+                       " (Debian: ", with.package, ") and configure again");
   return with.decompress(packed, out, size, whose);
 }
 

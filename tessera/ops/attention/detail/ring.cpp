@@ -13,7 +13,6 @@
 #include "tessera/ops/attention/detail/straight.h"
 
 namespace tessera::detail::ring_attention_rules {
-
 namespace {
 
 // From this many queries per rank on halves of them are handed on to balance a causal mask.
@@ -91,10 +90,9 @@ Interval Round::columns(int rank) const {
 std::vector<Block> Round::blocks(const Interval& keys) const {
   if (!ring.documents.empty()) return blocks_of_documents(*this, keys);
   std::vector<Block> all;
-  for (const Run& run : runs) {
+  for (const Run& run : runs)
     if (!keys.empty() && run.count > 0 && !(ring.causal && keys.begin >= run.begin + run.count))
       all.push_back({run, keys});
-  }
   return all;
 }
 
@@ -169,12 +167,10 @@ namespace {
 const DimSharding* first_that_fits(int d, const std::vector<const ShardSpec*>& all,
                                    const std::vector<Placement>& placements) {
   std::vector<int> wanted;
-  for (int a = 0; a < static_cast<int>(placements.size()); ++a) {
+  for (int a = 0; a < static_cast<int>(placements.size()); ++a)
     if (placements[a].is_shard(d)) wanted.push_back(a);
-  }
-  for (const ShardSpec* s : all) {
+  for (const ShardSpec* s : all)
     if (s->dim(d).axes == wanted) return &s->dim(d);
-  }
   return nullptr;
 }
 
@@ -210,10 +206,9 @@ std::optional<DimSharding> groups_of(const ShardSpec& q, const ShardSpec& k, con
   const int sequence = q.dims() - 2;
   if (repeat == 1 || !q.is_sharded(sequence - 1)) return std::nullopt;
   const DimSharding& heads = q.dim(sequence - 1);
-  for (const int a : heads.axes) {
+  for (const int a : heads.axes)
     if (k.placements()[a].is_shard(sequence) || v.placements()[a].is_shard(sequence))
       return std::nullopt;
-  }
   auto sizes = heads.partition.sizes();
   for (std::int64_t& n : sizes) {
     if (n % repeat != 0) return std::nullopt;
@@ -234,9 +229,8 @@ bool shapes_fit(const Shape& q, const Shape& k, const Shape& v, bool grouped) {
 
 /// The first of the specs whose sequence is sharded, or the first.
 const ShardSpec& sequence_of(const std::vector<const ShardSpec*>& all) {
-  for (const ShardSpec* s : all) {
+  for (const ShardSpec* s : all)
     if (s->is_sharded(s->dims() - 2)) return *s;
-  }
   return *all[0];
 }
 
@@ -244,12 +238,11 @@ const ShardSpec& sequence_of(const std::vector<const ShardSpec*>& all) {
 ShardSpec cut_as(const ShardSpec& spec, const ShardSpec& like) {
   const int n = spec.dims(), sequence = n - 2;
   auto placements = spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
+  for (std::size_t a = 0; a < placements.size(); ++a)
     if (like.placements()[a].is_shard(sequence))
       placements[a] = Shard(sequence);
     else if (placements[a].is_shard(sequence))
       placements[a] = Replicate();
-  }
   std::vector<const DimSharding*> parts(n);
   for (int d = 0; d < n; ++d) parts[d] = &(d == sequence ? like : spec).dim(d);
   return placed(context_of(spec), spec.shape(), placements, parts);

@@ -6,7 +6,6 @@
 #include <tuple>
 
 namespace tessera::detail::ring_attention_rules {
-
 namespace {
 
 // So many queries of a document are computed at once: no more scores are held, and a causal mask
@@ -27,7 +26,7 @@ std::span<const std::vector<std::int64_t>> own_documents(const Ring& ring) {
 std::vector<Interval> documents_in(const std::vector<std::int64_t>& bounds,
                                    const Interval& tokens) {
   std::vector<Interval> all;
-  auto end = std::upper_bound(bounds.begin(), bounds.end(), tokens.begin);
+  auto end = std::ranges::upper_bound(bounds, tokens.begin);
   for (; end != bounds.end() && *(end - 1) < tokens.end; ++end) {
     const Interval document{*(end - 1), *end};
     if (!intersect(document, tokens).empty()) all.push_back(document);
@@ -99,7 +98,7 @@ Courier::Courier(const Round& round, std::vector<at::Tensor> own, std::vector<at
       before = visit.begin;
     }
   }
-  std::sort(due_.begin(), due_.end(), [](const Due& a, const Due& b) {
+  std::ranges::sort(due_, [](const Due& a, const Due& b) {
     return std::tie(a.time, a.sums, a.reader, a.owner) <
            std::tie(b.time, b.sums, b.reader, b.owner);
   });
