@@ -48,7 +48,7 @@ struct PyProgress : torch::CustomClassHolder {
     if (terminal) options.columns = terminal_columns();
     options.unit = unit;
     if (!(line_seconds >= 0 && line_seconds < 1e9))
-      throw InvalidArgument(concat("a line every ", line_seconds, " s: give 0 to 1e9"));
+      throw InvalidArgument("a line every ", line_seconds, " s: give 0 to 1e9");
     options.line_interval =
         std::chrono::milliseconds(static_cast<std::int64_t>(1e3 * line_seconds));
     progress = std::make_unique<Progress>(options);
@@ -80,7 +80,7 @@ struct PyLogger : torch::CustomClassHolder {
     else if (kind == "tensorboard")
       logger = tensorboard_logger(folder);
     else
-      throw InvalidArgument(concat("a logger of kind '", kind, "': csv, json or tensorboard"));
+      throw InvalidArgument("a logger of kind '", kind, "': csv, json or tensorboard");
     logger->start(step);
   }
 

@@ -25,7 +25,7 @@ namespace {
 using Numbers = std::vector<std::int64_t>;
 using Texts = std::vector<std::string>;
 /// Placements of a tensor and sizes of its shards; without placements: as it is.
-using Placed = std::tuple<Texts, SizesDict>;
+using SpecOf = std::tuple<Texts, SizesDict>;
 
 void require_operator(const std::string& op) {
   Texts near;
@@ -34,17 +34,17 @@ void require_operator(const std::string& op) {
     if (op == name.name || op == concat(name.name, ".", name.overload_name)) return;
     if (name.name.starts_with(space + "::") && near.size() < 20) near.push_back(name.name);
   }
-  throw InvalidArgument(concat("there is no operator '", op,
-                               "' that a rule could be for: define it first, and name it as "
-                               "torch.library.custom_op did, 'mylib::blur'; with this prefix there "
-                               "are ",
-                               list(near)));
+  throw InvalidArgument("there is no operator '", op,
+                        "' that a rule could be for: define it first, and name it as "
+                        "torch.library.custom_op did, 'mylib::blur'; with this prefix there "
+                        "are ",
+                        list(near));
 }
 
 // The call that a function of Python's plans on this thread, and what it has answered.
 struct Planning {
   const OpCall* call;
-  std::vector<Placed> inputs = {}, outputs = {};
+  std::vector<SpecOf> inputs = {}, outputs = {};
   std::string problem = {};
 };
 Planning*& planning() {
@@ -65,11 +65,11 @@ Plan plan_by(PythonRule rule, const OpCall& call) {
   Planning* const before = std::exchange(planning(), &mine);
   const int failed = rule();
   planning() = before;
-  if (failed != 0) throw ShardingError(concat("the rule of ", call.name(), ": ", mine.problem));
+  if (failed != 0) throw ShardingError("the rule of ", call.name(), ": ", mine.problem);
   Plan plan;
   if (mine.inputs.size() > call.tensors().size())
-    throw RuleError(concat("the rule of ", call.name(), " places ", mine.inputs.size(),
-                           " inputs, and the call has ", call.tensors().size(), " tensors"));
+    throw RuleError("the rule of ", call.name(), " places ", mine.inputs.size(),
+                    " inputs, and the call has ", call.tensors().size(), " tensors");
   for (std::size_t i = 0; i < mine.inputs.size(); ++i) {
     const auto& [where, parts] = mine.inputs[i];
     const ShardSpec& given = call.tensor(i).spec;
@@ -83,12 +83,12 @@ Plan plan_by(PythonRule rule, const OpCall& call) {
   }
   const auto* made = call.outputs();
   if (!made)
-    throw RuleError(concat("the rule of ", call.name(),
-                           " needs the shapes of its results: give the operator a fake "
-                           "(register_fake), which says them"));
+    throw RuleError("the rule of ", call.name(),
+                    " needs the shapes of its results: give the operator a fake "
+                    "(register_fake), which says them");
   if (made->size() != mine.outputs.size())
-    throw RuleError(concat("the rule of ", call.name(), " places ", mine.outputs.size(),
-                           " results, and the operator has ", made->size()));
+    throw RuleError("the rule of ", call.name(), " places ", mine.outputs.size(),
+                    " results, and the operator has ", made->size());
   for (std::size_t i = 0; i < made->size(); ++i)
     plan.outputs.push_back(
         {ShardSpec(call.mesh(), (*made)[i].shape, placements(std::get<0>(mine.outputs[i])),
@@ -149,7 +149,7 @@ void register_rules(Library& library) {
   library.def("planned_number",
               [](const std::string& name) { return planned_now().call->number(name); });
   library.def("planned_has", [](const std::string& name) { return planned_now().call->has(name); });
-  library.def("plan", [](const std::vector<Placed>& inputs, const std::vector<Placed>& outputs) {
+  library.def("plan", [](const std::vector<SpecOf>& inputs, const std::vector<SpecOf>& outputs) {
     planned_now().inputs = inputs;
     planned_now().outputs = outputs;
   });

@@ -33,7 +33,7 @@ using Texts = std::vector<std::string>;
 
 int counted(std::int64_t number, const char* what) {
   if (number < std::numeric_limits<int>::min() || number > std::numeric_limits<int>::max())
-    throw InvalidArgument(concat(what, " is ", number, ", beyond what a schedule counts"));
+    throw InvalidArgument(what, " is ", number, ", beyond what a schedule counts");
   return static_cast<int>(number);
 }
 
@@ -53,8 +53,8 @@ SchedulePtr schedule_named(const std::string& name, std::int64_t given_ranks,
   const int micro_batches = counted(given_micro_batches, "the number of micro-batches");
   const auto holds = [&](int stages) {
     if (chunks && *chunks != stages)
-      throw InvalidArgument(concat("schedule '", name, "' has chunks = ", stages,
-                                   " (stages on each rank), and ", *chunks, " are asked for"));
+      throw InvalidArgument("schedule '", name, "' has chunks = ", stages,
+                            " (stages on each rank), and ", *chunks, " are asked for");
   };
   if (name == "gpipe")
     return held(schedule_gpipe(loop_placement(ranks, counted(chunks.value_or(1), "chunks")),
@@ -70,9 +70,8 @@ SchedulePtr schedule_named(const std::string& name, std::int64_t given_ranks,
     return held(name == "1f1b" ? schedule_1f1b(ranks, micro_batches)
                                : schedule_zero_bubble_h1(ranks, micro_batches));
   }
-  throw InvalidArgument(concat("there is no schedule '", name, "'; there are ",
-                               list(schedule_names()),
-                               ", Schedule.gpipe(placement, ...) and Schedule.for_costs(...)"));
+  throw InvalidArgument("there is no schedule '", name, "'; there are ", list(schedule_names()),
+                        ", Schedule.gpipe(placement, ...) and Schedule.for_costs(...)");
 }
 
 /// forward, input_gradient, weight_gradient, backward, recompute, activation, kept_for_weight,
@@ -96,7 +95,7 @@ ValidateOptions validate_options(bool backward, const std::string& sends,
   if (sends == "buffered")
     options.sends = SendMode::buffered;
   else if (sends != "rendezvous")
-    throw InvalidArgument(concat("sends are 'rendezvous' or 'buffered', not '", sends, "'"));
+    throw InvalidArgument("sends are 'rendezvous' or 'buffered', not '", sends, "'");
   if (costs) options.costs = (*costs)->costs;
   return options;
 }
