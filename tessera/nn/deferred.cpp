@@ -1,45 +1,59 @@
 #include "tessera/nn/deferred.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/nn/detail/tape.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera {
-
-struct DeferredScope::State {
-  explicit State(bool host_too)
-      : tape(std::make_shared<detail::Tape>(host_too)),
-        before(detail::exchange_recording(tape.get())) {}
-  ~State() { detail::exchange_recording(before); }
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
-
-  const std::shared_ptr<detail::Tape> tape;
-  detail::Tape* const before;
-  const c10::impl::IncludeDispatchKeyGuard include{detail::Tape::kKey};
-};
 
 DeferredScope::DeferredScope() : DeferredScope(false) {}
 DeferredScope::DeferredScope(bool host_too) {
   detail::Tape::ensure_registered();
-  state_ = std::make_unique<State>(host_too);
+  recording_ = std::make_unique<detail::Recording>(std::make_shared<detail::Tape>(host_too));
 }
 DeferredScope::~DeferredScope() = default;
 
 bool is_deferred(const at::Tensor& tensor) { return detail::recorded(tensor) != nullptr; }
 
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& module) {
+  std::vector<NamedTensor> all;
+  for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
+  for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
+  return all;
+}
+
+void detail::name_deferred(const torch::nn::Module& module) {
+  for (const NamedTensor& entry : named_tensors(module))
+    if (const Recorded* is = recorded(entry.tensor)) is->tape->name(is->value, entry.name);
+}
+
+void require_values(const std::string& who, const std::vector<NamedTensor>& tensors,
+                    bool may_be_deferred) {
+  for (const auto& [name, t, parameter] : tensors) {
+    if (!t.defined() || !t.is_meta() || (may_be_deferred && is_deferred(t))) continue;
+    throw InvalidArgument(who, ": '", name,
+                          is_deferred(t) ? "' is deferred and has no values yet: place its module "
+                                           "first (fully_shard(), tensor_parallel(), "
+                                           "distribute_module()), or materialize() it"
+                                         : "' is on the meta device and has no values: call "
+                                           "defer() on its module first");
+  }
+}
+
 void set_source(const at::Tensor& deferred, const std::string& what, DeferredSource source) {
   const detail::Recorded* is = detail::recorded(deferred);
   if (!is)
-    throw InvalidArgument(concat("set_source: the tensor for ", what,
-                                 " is not deferred: it has values, or was made in no "
-                                 "DeferredScope"));
+    throw InvalidArgument("set_source: the tensor for ", what,
+                          " is not deferred: it has values, or was made in no "
+                          "DeferredScope");
   const auto tape = is->tape;
   deferred.unsafeGetTensorImpl()->set_backend_meta(
       c10::make_intrusive<detail::Recorded>(tape, tape->give(is->value, what, std::move(source))));
@@ -55,16 +69,48 @@ void materialize(const std::vector<at::Tensor>& tensors, c10::Device device) {
     if (!is) continue;
     std::vector<at::Tensor>& all = of[is->tape.get()];
     if (all.empty()) tapes.push_back(is->tape);
-    if (std::none_of(all.begin(), all.end(), [&](const at::Tensor& u) { return u.is_same(t); }))
+    if (std::ranges::none_of(all, [&](const at::Tensor& u) { return u.is_same(t); }))
       all.push_back(t);
   }
   for (const auto& tape : tapes) {
     const std::vector<at::Tensor>& all = of[tape.get()];
     std::vector<std::size_t> values;
-    for (const at::Tensor& t : all) values.push_back(detail::recorded(t)->value);
+    for (const at::Tensor& t : all) {
+      detail::require_said("materialize", *detail::recorded(t));
+      values.push_back(detail::recorded(t)->value);
+    }
     const std::vector<at::Tensor> made = tape->plain(values, device);
     for (std::size_t i = 0; i < made.size(); ++i) detail::fill_in(all[i], made[i]);
   }
+}
+
+void materialize(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh) {
+  const DistributedManager& manager = mesh.manager();
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> made;
+  const auto states = agree::all<RandomState>(mesh.all(), "materialize", [&] {
+    detail::require_no_scope("materialize");
+    require_values("materialize", tensors, /*may_be_deferred=*/true);
+    const DeviceMesh alone(Mesh({{"rank", 1}}, {manager.rank()}), manager);
+    std::unordered_set<const void*> seen;
+    for (const auto& [name, t, parameter] : tensors) {
+      const detail::Recorded* is = detail::recorded(t);
+      if (!is || !seen.insert(t.unsafeGetTensorImpl()).second) continue;
+      detail::require_said("materialize", *is);
+      const ShardSpec whole(alone, t.sizes().vec(), {Replicate()});
+      made.emplace_back(t, to_local(is->tape->placed(is->value, whole, manager.device())));
+    }
+    return random_state(manager);
+  });
+  for (const auto& [deferred, value] : made) detail::fill_in(deferred, value.detach());
+  // Ranks that have nothing to draw go on where the others do.
+  const RandomState mine = random_state(manager);
+  RandomState furthest = mine;
+  for (const RandomState& other : states) {
+    if (other.seed != mine.seed) return;
+    furthest.stream = std::max(furthest.stream, other.stream);
+  }
+  if (!(furthest == mine)) set_random_state(manager, furthest);
 }
 
 void materialize(torch::nn::Module& module, c10::Device device) {

@@ -25,11 +25,15 @@
 
 namespace tessera {
 
+class DeviceMesh;
 class ShardSpec;
+struct NamedTensor;
 
 namespace detail {
-class Tape;
-}
+class Recording;
+/// Messages name what is deferred in the module.
+void name_deferred(const torch::nn::Module& module);
+}  // namespace detail
 
 /// Defers the values of tensors that are made while it lives, by this thread, on the default
 /// device. They are on the meta device, and what is done with them is recorded. Tensors made on a
@@ -53,19 +57,49 @@ class DeferredScope {
   explicit DeferredScope(bool host_too);
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<detail::Recording> recording_;
 };
 
 /// What `make` returns, with the values of its parameters and buffers deferred.
 template <class Make>
 auto deferred(Make&& make) {
   const DeferredScope scope;
-  return std::forward<Make>(make)();
+  if constexpr (requires { detail::name_deferred(*make()); }) {
+    auto made = std::forward<Make>(make)();
+    detail::name_deferred(*made);
+    return made;
+  } else {
+    return std::forward<Make>(make)();
+  }
 }
 
-/// True if the tensor was made in a DeferredScope and has no values yet.
+/// Initialises a layer of libtorch's own by its reset_parameters(), and leaves other modules.
+void reset_parameters(torch::nn::Module& module);
+/// Defers the parameters and buffers of a module that are on the meta device (a constructor that
+/// names it, torch::jit::load() on it). `initialise` is called for each module all of whose
+/// parameters are such ones, those of its children included, children first as constructors run,
+/// and is recorded as a constructor is: it writes to the module's own parameters and buffers. A
+/// parameter that two modules share has what the first one wrote. What nothing has written to must
+/// get its values from elsewhere (fill_deferred(), set_source(), copy_) before it is placed, which
+/// otherwise names it. Defer a model before it is split into stages, so that all have one
+/// recording. Not collective; all ranks do the same. Throws InvalidArgument where nothing is on the
+/// meta device, for tensors that share memory, and inside a DeferredScope; by an exception the
+/// module is as it was.
+void defer(torch::nn::Module& module,
+           const std::function<void(torch::nn::Module&)>& initialise = reset_parameters);
+/// The same for the tensors of a module that is not C++'s own, which nothing initialises.
+void defer(const std::vector<NamedTensor>& tensors);
+
+/// The parameters and buffers of a module, under each of their full names.
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& module);
+
+/// True if the tensor was made in a DeferredScope, or is of defer(), and has no values yet.
 bool is_deferred(const at::Tensor& tensor);
+/// Throws InvalidArgument for the first parameter or buffer that has no values, by its name and
+/// with what to do: for what computes, sends or saves. `may_be_deferred`: only for those that are
+/// on the meta device and not deferred, which nothing can place.
+void require_values(const std::string& who, const std::vector<NamedTensor>& tensors,
+                    bool may_be_deferred = false);
 
 /// Gives the value of a deferred tensor: its shards as `spec` says, on `device`, a tensor of that
 /// spec and of the deferred tensor's dtype; for null the whole of it, as a plain tensor. Called
@@ -88,5 +122,12 @@ void set_source(const at::Tensor& deferred, const std::string& what, DeferredSou
 void materialize(torch::nn::Module& module, c10::Device device = c10::kCPU);
 /// The same for the tensors of a module that is not C++'s own; what is not deferred stays as it is.
 void materialize(const std::vector<at::Tensor>& tensors, c10::Device device = c10::kCPU);
+/// Gives deferred tensors their values, each whole, on this process, with the random numbers of
+/// sharded tensors: those that fully_shard() and the others would give them. For modules that a
+/// rank has alone, as the stages of a pipeline (whose constructor does it): ranks may give other
+/// tensors, or none, and their random numbers go on alike. Collective over `mesh`; what is wrong on
+/// one rank is thrown on all, and there everything stays deferred. A reader that fills them is of
+/// this rank alone. Throws InvalidArgument for a tensor on the meta device that is not deferred.
+void materialize(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh);
 
 }  // namespace tessera

@@ -59,13 +59,13 @@ void require_rows(const NamedTensor& entry, const Target& target) {
   if (!target.stays || !target.spec.has_shard()) return;
   for (const Placement& p : target.spec.placements()) {
     if (p.is_shard() && !p.is_shard(0))
-      throw InvalidArgument(concat("distribute_module: ", entry.name, " is ", target.spec,
-                                   ", and shall stay: shard its rows (dim 0) alone"));
+      throw InvalidArgument("distribute_module: ", entry.name, " is ", target.spec,
+                            ", and shall stay: shard its rows (dim 0) alone");
   }
   if (target.sequence)
-    throw InvalidArgument(concat("distribute_module: ", entry.name,
-                                 " shall stay, and is of a layer whose data are sharded along "
-                                 "their sequence: give one of the two"));
+    throw InvalidArgument("distribute_module: ", entry.name,
+                          " shall stay, and is of a layer whose data are sharded along "
+                          "their sequence: give one of the two");
 }
 
 void require_sequence(const NamedTensor& entry, const Target& target) {
@@ -73,9 +73,9 @@ void require_sequence(const NamedTensor& entry, const Target& target) {
   if (axis < 0) return;
   // -1: of a tensor-parallel plan whose data are replicated over the axis between layers
   if (axis >= target.spec.mesh_dims() || dim < -1 || !target.spec.placements()[axis].is_shard())
-    throw InvalidArgument(concat("distribute_module: ", entry.name, " is ", target.spec,
-                                 ", and its data shall be sharded along dim ", dim, " over axis ",
-                                 axis, ": give an axis that shards it, and a dim from 0 on"));
+    throw InvalidArgument("distribute_module: ", entry.name, " is ", target.spec,
+                          ", and its data shall be sharded along dim ", dim, " over axis ", axis,
+                          ": give an axis that shards it, and a dim from 0 on");
 }
 
 Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleRule& rule) {
@@ -89,10 +89,10 @@ Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleR
     require_rows(entry, target);
     if (!target.spec.has_partial()) return target;
   } catch (const InvalidArgument& e) {
-    throw InvalidArgument(concat("distribute_module: ", entry.name, ": ", e.what()));
+    throw InvalidArgument("distribute_module: ", entry.name, ": ", e.what());
   }
-  throw InvalidArgument(
-      concat("distribute_module: ", entry.name, " cannot be partial: ", list(where.placements)));
+  throw InvalidArgument("distribute_module: ", entry.name,
+                        " cannot be partial: ", list(where.placements));
 }
 
 // Each tensor once.
@@ -104,26 +104,27 @@ std::vector<NamedTensor> collected(const std::vector<NamedTensor>& tensors) {
     // one tensor under two names is one tensor
     if (!t.defined() || impls.contains(t.unsafeGetTensorImpl())) continue;
     if (is_sharded(t))
-      throw ShardingError(
-          concat("distribute_module: ", name, " is a ShardTensor already: ", spec(t)));
+      throw ShardingError("distribute_module: ", name, " is a ShardTensor already: ", spec(t));
     if (!gradient_syncs({t}).empty())
-      throw ShardingError(concat("distribute_module: the gradient of ", name,
-                                 " is reduced already (DistributedDataParallel, GradientReducer, "
-                                 "attach_gradient_sync): distribute first, and wrap then"));
+      throw ShardingError("distribute_module: the gradient of ", name,
+                          " is reduced already (DistributedDataParallel, GradientReducer, "
+                          "attach_gradient_sync): distribute first, and wrap then");
     if (t.grad().defined() || t.grad_fn())
-      throw ShardingError(concat("distribute_module: ", name,
-                                 " has a gradient or a graph: call it before the first backward, "
-                                 "or zero_grad() with set_to_none"));
+      throw ShardingError("distribute_module: ", name,
+                          " has a gradient or a graph: call it before the first backward, "
+                          "or zero_grad() with set_to_none");
     if (t.is_meta() && !is_deferred(t))
-      throw ShardingError(concat("distribute_module: ", name,
-                                 " is on the meta device and nothing says what its values are: "
-                                 "make the module in tessera::deferred()"));
+      throw ShardingError("distribute_module: ", name,
+                          " is on the meta device and nothing says what its values are: "
+                          "make the module in tessera::deferred(), or call tessera::defer()");
+    if (const detail::Recorded* is = detail::recorded(t))
+      detail::require_said("distribute_module", *is);
     if (t.numel() > 0) {
       const auto [at, fresh] = memory.emplace(t.storage().unsafeGetStorageImpl(), name);
       if (!fresh)
         throw ShardingError(
-            concat("distribute_module: ", name, " and ", at->second,
-                   " are different tensors in the same memory: make them one tensor, or copies"));
+            "distribute_module: ", name, " and ", at->second,
+            " are different tensors in the same memory: make them one tensor, or copies");
     }
     impls.emplace(t.unsafeGetTensorImpl(), name);
     all.push_back(entry);
@@ -205,13 +206,6 @@ void distribute_unless(const std::exception_ptr& refused, const std::vector<Name
     if (entry.tensor.requires_grad()) reduced.push_back({entry.name, entry.tensor});
   }
   detail::reduce_parameters(reduced, mesh, options);
-}
-
-std::vector<NamedTensor> named_tensors(const torch::nn::Module& module) {
-  std::vector<NamedTensor> all;
-  for (const auto& p : module.named_parameters()) all.push_back({p.key(), p.value(), true});
-  for (const auto& b : module.named_buffers()) all.push_back({b.key(), b.value(), false});
-  return all;
 }
 
 }  // namespace

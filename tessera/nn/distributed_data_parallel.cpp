@@ -15,6 +15,8 @@
 #include "tessera/gradient/internal/coalesced.h"
 #include "tessera/gradient/internal/hooks.h"
 #include "tessera/gradient/sync.h"
+#include "tessera/nn/deferred.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
@@ -35,11 +37,10 @@ class LocalGradient final : public GradientAccess {
     const at::Tensor& grad = parameter.grad();
     if (!grad.defined()) return {grad, group};
     if (!(spec(grad) == spec(parameter)))
-      throw GradientError(
-          concat("the gradient of a sharded parameter is still ", spec(grad), " where it is to be ",
-                 spec(parameter),
-                 ": its own mesh has not reduced it. Use no_sync(module) and "
-                 "reduce_gradients(module), which reach all that reduce a parameter."));
+      throw GradientError("the gradient of a sharded parameter is still ", spec(grad),
+                          " where it is to be ", spec(parameter),
+                          ": its own mesh has not reduced it. Use no_sync(module) and "
+                          "reduce_gradients(module), which reach all that reduce a parameter.");
     return {to_local(grad.detach()), group};
   }
   void store(const at::Tensor& parameter, const at::Tensor& reduced, bool) const override {
@@ -93,6 +94,9 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   // What one rank refuses is refused on all.
   std::exception_ptr refused;
   try {
+    std::vector<NamedTensor> sent = named_tensors(*module_);
+    std::erase_if(sent, [&](const NamedTensor& entry) { return !reduces(entry.name); });
+    require_values("DistributedDataParallel", sent);
     require_replicas();
   } catch (const Error& e) {
     refused = std::current_exception();
@@ -100,9 +104,8 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   }
   agree::same(group_, "the module", text);
   if (!unknown.empty())
-    throw InvalidArgument(
-        concat("the module has no parameter or buffer named ", list(unknown),
-               "; names to ignore are as in named_parameters() and named_buffers()"));
+    throw InvalidArgument("the module has no parameter or buffer named ", list(unknown),
+                          "; names to ignore are as in named_parameters() and named_buffers()");
   if (refused) std::rethrow_exception(refused);
   broadcast_coalesced(state, group_, 0);
   reducer_ = std::make_unique<GradientReducer>(std::move(reduced), options_.reducer);
@@ -112,8 +115,8 @@ void DataParallelEngine::require_replicas() const {
   const ReduceOp::Kind kind = options_.reduction.kind;
   if (kind != ReduceOp::Kind::avg && kind != ReduceOp::Kind::sum &&
       kind != ReduceOp::Kind::premultiplied)
-    throw InvalidArgument(concat("DistributedDataParallelOptions::reduction is ", to_string(kind),
-                                 ", but must be avg, sum or premultiplied"));
+    throw InvalidArgument("DistributedDataParallelOptions::reduction is ", to_string(kind),
+                          ", but must be avg, sum or premultiplied");
   const auto check = [&](const std::string& name, const at::Tensor& t) {
     if (!is_sharded(t) || !reduces(name)) return;
     const ShardSpec where = spec(t);
@@ -125,12 +128,12 @@ void DataParallelEngine::require_replicas() const {
       if (!spread && kind == ReduceOp::Kind::avg) continue;
       const int shared = shared_ranks(mesh.group(std::vector<int>{axis}, me), group_.ranks());
       if (shared > 1)
-        throw ShardingError(concat(
+        throw ShardingError(
             "DistributedDataParallel over group '", group_.name(), "': ", name, " is ", where,
             ", and ", shared, " ranks of the group lie along axis ", axis, ", where ",
             spread ? "they hold different shards" : "its gradient is complete on each of them",
             ": its own mesh reduces its gradient. Give a group of ranks "
-            "that hold the same shards, or list it in ignore."));
+            "that hold the same shards, or list it in ignore.");
     }
   };
   for (const auto& item : module_->named_parameters()) check(item.key(), item.value());
@@ -138,7 +141,7 @@ void DataParallelEngine::require_replicas() const {
 }
 
 bool DataParallelEngine::reduces(const std::string& name) const {
-  return std::find(options_.ignore.begin(), options_.ignore.end(), name) == options_.ignore.end();
+  return std::ranges::find(options_.ignore, name) == options_.ignore.end();
 }
 
 std::vector<at::Tensor> DataParallelEngine::buffers() const {
@@ -159,14 +162,14 @@ void DataParallelEngine::before_forward() {
   };
   if (group_.size() > 1 && at::GradMode::is_enabled()) {
     const auto all = module_->parameters();
-    if (std::any_of(all.begin(), all.end(), alone)) {
+    if (std::ranges::any_of(all, alone)) {
       for (const auto& item : module_->named_parameters()) {
         if (alone(item.value()) && reduces(item.key()))
           throw GradientError(
-              concat("DistributedDataParallel: '", item.key(),
-                     "' requires gradients and nothing reduces them: it was frozen, or not there, "
-                     "when the module was wrapped, or a post-accumulate hook registered since has "
-                     "taken the place of the reducer's. Wrap it anew, or list it in ignore"));
+              "DistributedDataParallel: '", item.key(),
+              "' requires gradients and nothing reduces them: it was frozen, or not there, "
+              "when the module was wrapped, or a post-accumulate hook registered since has "
+              "taken the place of the reducer's. Wrap it anew, or list it in ignore");
       }
     }
   }

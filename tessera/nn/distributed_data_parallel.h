@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/gradient/step_weight.h"
 #include "tessera/gradient/reducer.h"
+#include "tessera/gradient/step_weight.h"
 #include "tessera/gradient/sync.h"
 
 namespace tessera {

@@ -103,10 +103,10 @@ at::Tensor OptimizerShards::State::with_gradient(const at::Tensor& parameter) co
   if (!grad.defined()) return made;
   if (grad.layout() != at::kStrided || meta_of(grad) || grad.sizes() != parameter.sizes() ||
       grad.scalar_type() != parameter.scalar_type())
-    throw InvalidArgument(
-        concat("ShardedOptimizer: the gradient of a parameter of shape ", parameter.sizes(),
-               " and dtype ", toString(parameter.scalar_type()), " is ", grad.sizes(), ", ",
-               toString(grad.scalar_type()), ", and must be dense, plain, and like the parameter"));
+    throw InvalidArgument("ShardedOptimizer: the gradient of a parameter of shape ",
+                          parameter.sizes(), " and dtype ", toString(parameter.scalar_type()),
+                          " is ", grad.sizes(), ", ", toString(grad.scalar_type()),
+                          ", and must be dense, plain, and like the parameter");
   made.mutable_grad() = shard(parameter, grad.contiguous());
   return made;
 }
@@ -173,11 +173,14 @@ OptimizerShards& OptimizerShards::operator=(OptimizerShards&&) noexcept = defaul
 std::vector<at::Tensor> OptimizerShards::plan(const std::vector<at::Tensor>& parameters) {
   State& s = *state_;
   std::vector<at::Tensor> fresh;
-  std::string text;
+  std::string text, without;
+  for (const at::Tensor& p : parameters)
+    if (p.defined() && p.is_meta()) without = concat(p.sizes());
   for (const at::Tensor& p : parameters) {
     if (!p.defined() || s.knows(p)) continue;
     text += concat("parameter of shape ", p.sizes(), ", ", toString(p.scalar_type()),
-                   is_shardable(p) ? "" : ", not sharded", "\n");
+                   is_shardable(p) ? "" : ", not sharded", p.is_meta() ? ", no values" : "", "\n");
+    if (!without.empty()) continue;
     s.known.insert_or_assign(p.unsafeGetTensorImpl(),
                              c10::weak_intrusive_ptr<c10::TensorImpl>(p.getIntrusivePtr()));
     s.shards.erase(p.unsafeGetTensorImpl());
@@ -185,8 +188,11 @@ std::vector<at::Tensor> OptimizerShards::plan(const std::vector<at::Tensor>& par
   }
   if (text.empty()) return {};
   const Group ranks = s.ranks();
+  if (ranks.size() > 1) agree::same(ranks, "the parameters of a ShardedOptimizer", text);
+  if (!without.empty())
+    throw InvalidArgument("ShardedOptimizer: a parameter of shape ", without,
+                          " has no values yet: place or materialize() its module first");
   if (ranks.size() == 1) return {};
-  agree::same(ranks, "the parameters of a ShardedOptimizer", text);
   std::vector<at::Tensor> chunk;
   std::int64_t bytes = 0;
   const auto close = [&] {

@@ -27,8 +27,8 @@ thread_local Tape* recording = nullptr;
 // Deferred tensors carry the key themselves: what is done with them is recorded after the scope,
 // too.
 struct Keys : c10::TensorImpl {
-  static void add(c10::TensorImpl& impl) {
-    impl.*(&Keys::key_set_) = impl.key_set().add(Tape::kKey);
+  static void set(c10::TensorImpl& impl, c10::DispatchKeySet keys) {
+    impl.*(&Keys::key_set_) = keys;
   }
 };
 
@@ -37,7 +37,7 @@ bool is_random(const c10::OperatorHandle& op) {
 }
 
 [[noreturn]] void refuse(const c10::OperatorHandle& op, const std::string& why) {
-  throw NotAvailable(concat("deferred construction: ", op.schema().name(), " ", why));
+  throw NotAvailable("deferred construction: ", op.schema().name(), " ", why);
 }
 
 // Calls `take` with each defined tensor of a value and its place in a list (-1: in none).
@@ -110,13 +110,27 @@ void fill_in(const at::Tensor& deferred, const at::Tensor& made) {
   deferred.unsafeGetTensorImpl()->shallow_copy_from(made.getIntrusivePtr());
 }
 
-Tape* exchange_recording(Tape* tape) { return std::exchange(recording, tape); }
+void mark(const at::Tensor& meta, std::shared_ptr<Tape> tape, std::size_t value) {
+  c10::TensorImpl& impl = *meta.unsafeGetTensorImpl();
+  impl.set_backend_meta(c10::make_intrusive<Recorded>(std::move(tape), value));
+  Keys::set(impl, impl.key_set().add(Tape::kKey));
+}
+
+void unmark(const at::Tensor& meta) {
+  c10::TensorImpl& impl = *meta.unsafeGetTensorImpl();
+  impl.set_backend_meta(nullptr);
+  Keys::set(impl, impl.key_set().remove(Tape::kKey));
+}
+
+Recording::Recording(std::shared_ptr<Tape> tape)
+    : tape_(std::move(tape)), before_(std::exchange(recording, tape_.get())) {}
+Recording::~Recording() { recording = before_; }
 
 void require_no_scope(const std::string& who) {
   if (recording)
-    throw InvalidArgument(concat(who,
-                                 ": inside a DeferredScope nothing has values: end the scope "
-                                 "first, or make the module in deferred() alone"));
+    throw InvalidArgument(who,
+                          ": inside a DeferredScope nothing has values: end the scope "
+                          "first, or make the module in deferred() alone");
 }
 
 void Tape::ensure_registered() {
@@ -188,9 +202,7 @@ std::size_t Tape::add_value(const at::Tensor& tensor, const std::vector<at::Tens
       memory = values_[is->value].memory;
   }
   values_.push_back({memory ? *memory : memories_++, tensor.sizes().vec(), tensor.scalar_type()});
-  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  impl.set_backend_meta(c10::make_intrusive<Recorded>(shared_from_this(), values_.size() - 1));
-  Keys::add(impl);
+  mark(tensor, shared_from_this(), values_.size() - 1);
   return values_.size() - 1;
 }
 
@@ -244,10 +256,12 @@ void Tape::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } catch (const std::exception& e) {
     // Its first line: the others are libtorch's own frames.
     const std::string said = e.what();
-    refuse(op, concat("cannot be deferred: ", said.substr(0, said.find('\n')),
-                      ". What takes values is to come after the module is placed (or after "
-                      "materialize())"));
+    refuse(op,
+           concat("of ", described(step), " cannot be deferred: ", said.substr(0, said.find('\n')),
+                  ". What takes values is to come after the module is placed (or after "
+                  "materialize())"));
   }
+  require_no_graph(step, *stack, first);
   const std::lock_guard lock(mutex_);
   take_results(step, *stack, first, inputs);
   if (step.touched.empty()) return;
@@ -255,13 +269,35 @@ void Tape::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   steps_.push_back(std::move(step));
 }
 
-std::size_t Tape::give(std::size_t value, const std::string& what, DeferredSource source) {
+std::string Tape::described(const Step& step) const {
   const std::lock_guard lock(mutex_);
-  // A value of its own: what was recorded before takes the one of before.
-  Value fresh = values_[value];
-  fresh.memory = memories_++;
-  values_.push_back(std::move(fresh));
-  // As an operator that makes a tensor out of no other.
+  if (step.uses.empty()) return "deferred tensors";
+  const Value& value = values_[step.uses.front().value];
+  return value.name.empty() ? concat("a deferred tensor of shape ", list(value.shape))
+                            : concat("'", value.name, "', which is deferred,");
+}
+
+// A forward pass, which would be recorded to no end: initialisation makes no graph.
+void Tape::require_no_graph(const Step& step, const torch::jit::Stack& stack,
+                            std::size_t first) const {
+  if (recording || step.op.schema().name() == "aten::clone") return;
+  bool graph = false;
+  for (std::size_t i = first; i < stack.size(); ++i)
+    each_tensor(stack[i], [&](const at::Tensor& t, int) { graph |= !t.is_leaf(); });
+  const auto& arguments = step.op.schema().arguments();
+  if (graph && std::ranges::any_of(step.uses, [&](const Use& use) {
+        return !arguments[use.argument].alias_info();
+      }))
+    refuse(step.op, concat("takes the values of ", described(step),
+                           " and has none yet: compute after the module is placed (fully_shard(), "
+                           "tensor_parallel(), distribute_module(), a Pipeline), or after "
+                           "materialize()"));
+}
+
+// As an operator that makes a tensor out of no other.
+std::size_t Tape::add_made(Value value, const std::string& what, DeferredSource source) {
+  value.memory = memories_++;
+  values_.push_back(std::move(value));
   Step step{c10::Dispatcher::singleton().findSchemaOrThrow("aten::empty", "memory_format"),
             {},
             {},
@@ -272,8 +308,19 @@ std::size_t Tape::give(std::size_t value, const std::string& what, DeferredSourc
             std::move(source),
             what};
   steps_.push_back(std::move(step));
-  given_ = true;
   return values_.size() - 1;
+}
+
+std::size_t Tape::give(std::size_t value, const std::string& what, DeferredSource source) {
+  const std::lock_guard lock(mutex_);
+  given_ = true;
+  // A value of its own: what was recorded before takes the one of before.
+  return add_made(values_[value], what, std::move(source));
+}
+
+void Tape::name(std::size_t value, const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  if (values_[value].name.empty()) values_[value].name = name;
 }
 
 // All that writes to the memory of these values, and what that takes.
@@ -286,13 +333,13 @@ std::vector<const Tape::Step*> Tape::steps_of(const std::vector<std::size_t>& va
   }
   std::vector<const Step*> all;
   for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
-    if (std::none_of(step->touched.begin(), step->touched.end(),
-                     [&](std::size_t memory) { return memories.contains(memory); }))
+    if (std::ranges::none_of(step->touched,
+                             [&](std::size_t memory) { return memories.contains(memory); }))
       continue;
     for (const Use& use : step->uses) memories.insert(values_[use.value].memory);
     all.push_back(&*step);
   }
-  std::reverse(all.begin(), all.end());
+  std::ranges::reverse(all);
   return all;
 }
 

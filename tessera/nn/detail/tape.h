@@ -6,10 +6,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,6 +43,13 @@ class Tape : public std::enable_shared_from_this<Tape> {
 
   /// A value like that of a tensor, which is what `source` gives. `what` stands for it in hash().
   std::size_t give(std::size_t value, const std::string& what, DeferredSource source);
+  /// A new value like `meta`, of which nothing says yet what it is: what is written to all of it
+  /// does.
+  std::size_t blank(const at::Tensor& meta, const std::string& name);
+  /// What messages call a value, which otherwise has no name.
+  void name(std::size_t value, const std::string& name);
+  /// Of what a value is made of, the name of what nothing has said; "" where all is known.
+  std::string unsaid(std::size_t value) const;
   /// The value of a tensor, sharded as `spec` says. Collective over its mesh if what was recorded
   /// moves data. Draws are numbered as if all that was recorded ran at the first call.
   at::Tensor placed(std::size_t value, const ShardSpec& spec, c10::Device device);
@@ -57,6 +64,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
     std::size_t memory = 0;
     std::vector<std::int64_t> shape;
     at::ScalarType dtype = at::kFloat;
+    std::string name = {};
   };
   /// A tensor among the arguments: of a list its element, else -1.
   struct Use {
@@ -80,6 +88,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     /// What gives its result in place of the operator, and its name.
     DeferredSource source = {};
     std::string what = {};
+    /// It makes memory alone.
+    bool blank = false;
   };
   using Values = std::unordered_map<std::size_t, at::Tensor>;
 
@@ -88,6 +98,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void take_results(Step& step, const torch::jit::Stack& stack, std::size_t first,
                     const std::vector<at::Tensor>& inputs);
   std::size_t add_value(const at::Tensor& tensor, const std::vector<at::Tensor>& inputs);
+  std::size_t add_made(Value value, const std::string& what, DeferredSource source);
+  std::string described(const Step& step) const;
+  void require_no_graph(const Step& step, const torch::jit::Stack& stack, std::size_t first) const;
+  std::int64_t count(std::size_t value) const;
   std::vector<const Step*> steps_of(const std::vector<std::size_t>& values,
                                     bool draws = false) const;
   void run(const Step& step, Values& values, c10::Device device) const;
@@ -115,10 +129,26 @@ struct Recorded : c10::BackendMeta {
 };
 /// Null for tensors with values, and for those on the meta device that no scope recorded.
 const Recorded* recorded(const at::TensorBase& tensor);
+/// Makes a tensor of the meta device stand for a value of `tape`, or for nothing again.
+void mark(const at::Tensor& meta, std::shared_ptr<Tape> tape, std::size_t value);
+void unmark(const at::Tensor& meta);
+/// Throws InvalidArgument where nothing has said what a deferred tensor is.
+void require_said(const std::string& who, const Recorded& deferred);
 /// Gives a deferred tensor the value `made`, for every handle to it.
 void fill_in(const at::Tensor& deferred, const at::Tensor& made);
-/// Makes `tape` the recording of this thread's innermost scope. Returns the one before.
-Tape* exchange_recording(Tape* tape);
+/// Makes a tape the recording of this thread's innermost scope while it lives.
+class Recording {
+ public:
+  explicit Recording(std::shared_ptr<Tape> tape);
+  ~Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+ private:
+  const std::shared_ptr<Tape> tape_;
+  Tape* const before_;
+  const c10::impl::IncludeDispatchKeyGuard include_{Tape::kKey};
+};
 /// Throws InvalidArgument inside a DeferredScope of this thread, in which nothing has values.
 void require_no_scope(const std::string& who);
 
