@@ -10,6 +10,8 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/nn/deferred.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/pipeline/detail/pipeline_state.h"
 #include "tessera/schedule/csv.h"
 #include "tessera/schedule/passes.h"
@@ -18,25 +20,23 @@
 
 namespace tessera {
 
-PipelineError::~PipelineError() = default;
-
 DeviceMesh stage_mesh(const DeviceMesh& mesh, const std::string& axis) {
   const Mesh& all = mesh.mesh();
   const int at = all.index(axis);
   std::vector<std::string> names = all.names();
   names.erase(names.begin() + at);
   if (names.empty())
-    throw InvalidArgument(concat("stage_mesh: the mesh has no axis but '", axis,
-                                 "', so that each stage is on one rank; give it another axis, of "
-                                 "size 1 if need be"));
+    throw InvalidArgument("stage_mesh: the mesh has no axis but '", axis,
+                          "', so that each stage is on one rank; give it another axis, of "
+                          "size 1 if need be");
   return mesh.manager().mesh(all.submesh(names, mesh.manager().rank()));
 }
 
 PipelineBatch shard_batch(PipelineBatch batch, const DeviceMesh& stage,
                           const std::vector<Placement>& placements, bool first, bool last) {
   if (static_cast<int>(placements.size()) != stage.mesh().dims())
-    throw InvalidArgument(concat("shard_batch: ", placements.size(), " placements for ",
-                                 stage.mesh().dims(), " axes of the stage's mesh"));
+    throw InvalidArgument("shard_batch: ", placements.size(), " placements for ",
+                          stage.mesh().dims(), " axes of the stage's mesh");
   const auto distribute = [&](std::vector<std::vector<at::Tensor>>& lists, bool used) {
     for (auto& list : lists) {
       for (at::Tensor& t : list) {
@@ -56,7 +56,7 @@ PipelineBatch shard_batch(PipelineBatch batch, const DeviceMesh& stage,
 PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
                           const std::vector<at::Tensor>& targets, int micro_batches) {
   if (micro_batches < 1)
-    throw InvalidArgument(concat("split_batch into ", micro_batches, " micro-batches; at least 1"));
+    throw InvalidArgument("split_batch into ", micro_batches, " micro-batches; at least 1");
   std::int64_t rows = -1;
   for (const auto* list : {&inputs, &targets}) {
     for (const at::Tensor& t : *list) {
@@ -68,8 +68,8 @@ PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
             "rank has, and make sharded tensors of the parts (shard_batch())");
       if (rows < 0) rows = t.size(0);
       if (t.size(0) != rows)
-        throw InvalidArgument(concat("split_batch: tensors with ", rows, " and ", t.size(0),
-                                     " rows; all must have the same"));
+        throw InvalidArgument("split_batch: tensors with ", rows, " and ", t.size(0),
+                              " rows; all must have the same");
     }
   }
   PipelineBatch batch;
@@ -103,7 +103,7 @@ std::string own_problem(const detail::PipelinePlan& plan,
   if (stages.size() != mine.size())
     return concat(stages.size(), " stages are given, and the schedule places ", mine.size(),
                   " here: ", list(mine));
-  if (std::find(stages.begin(), stages.end(), nullptr) != stages.end()) return "a stage is null";
+  if (std::ranges::find(stages, nullptr) != stages.end()) return "a stage is null";
   for (const PipelineSkip& skip : plan.options.skips) {
     if (skip.from < 0 || skip.to >= plan.count() || skip.from >= skip.to)
       return concat("a skip from stage ", skip.from, " to stage ", skip.to, " of ", plan.count(),
@@ -142,22 +142,38 @@ std::string traits(const std::vector<int>& mine,
   return text;
 }
 
-// What this rank alone may find wrong is told to all before any of them goes on.
-void agree_on_schedule(const detail::PipelinePlan& plan,
-                       const std::vector<std::shared_ptr<PipelineStage>>& stages) {
+// All that this rank's stages hold.
+std::vector<NamedTensor> tensors_of(const detail::PipelinePlan& plan,
+                                    const std::vector<std::shared_ptr<PipelineStage>>& stages) {
+  const std::vector<int> mine = plan.training.stages_of(plan.rank);
+  std::vector<NamedTensor> all;
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    for (const NamedTensor& entry : stages[i]->tensors())
+      all.push_back({concat("stage ", mine[i], ": ", entry.name), entry.tensor, entry.parameter});
+  }
+  for (const auto& [name, tensors] : plan.options.tied)
+    for (const at::Tensor& t : tensors) all.push_back({name, t, true});
+  return all;
+}
+
+// What this rank alone may find wrong is told to all before any of them goes on. Gives what is to
+// have values.
+std::vector<NamedTensor> agree_on_schedule(
+    const detail::PipelinePlan& plan, const std::vector<std::shared_ptr<PipelineStage>>& stages) {
   const PipelineSchedule& schedule = plan.training;
   const Group all = plan.mesh.all();
   std::string text;
   std::exception_ptr own;
+  std::vector<NamedTensor> tensors;
   try {
     agree::all(all, "pipeline", [&] {
       try {
         check(schedule);
         text = agreed_text(plan, schedule);
         if (const int ranks = plan.group().size(); schedule.ranks() != ranks)
-          throw InvalidArgument(concat("the schedule is for ", schedule.ranks(),
-                                       " ranks, and axis '", plan.axis, "' of the mesh has ", ranks,
-                                       ": make one for as many ranks"));
+          throw InvalidArgument("the schedule is for ", schedule.ranks(), " ranks, and axis '",
+                                plan.axis, "' of the mesh has ", ranks,
+                                ": make one for as many ranks");
       } catch (const Error& e) {  // its faults stay with this rank
         own = std::current_exception();
         throw InvalidArgument(e.what());
@@ -171,7 +187,9 @@ void agree_on_schedule(const detail::PipelinePlan& plan,
   agree::all(all, "pipeline", [&] {
     const std::string problem = own_problem(plan, stages);
     if (!problem.empty()) throw InvalidArgument(problem);
+    tensors = tensors_of(plan, stages);
   });
+  return tensors;
 }
 
 // Of a schedule that has messages, which is taken as it is.
@@ -182,7 +200,7 @@ void require_gathers(const detail::PipelinePlan& plan) {
   for (int s = 0; s < plan.count(); ++s) {
     const auto& row = plan.training.actions[plan.training.placement[s]];
     const PipelineAction gather{ActionKind::gather, s, -1};
-    if (plan.sharded[s] && std::find(row.begin(), row.end(), gather) == row.end())
+    if (plan.sharded[s] && std::ranges::find(row, gather) == row.end())
       refused = concat("stage ", s, " is fully sharded, and the schedule never gathers it");
   }
   if (!refused.empty()) throw InvalidArgument("pipeline: " + refused);
@@ -200,7 +218,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   plan.loss = std::move(loss);
   plan.options = std::move(options);
   plan.training = schedule;
-  agree_on_schedule(plan, stages);
+  materialize(agree_on_schedule(plan, stages), mesh);
 
   const std::vector<int> mine = schedule.stages_of(plan.rank);
   std::vector<bool> recompute(plan.count()), sharded(plan.count());

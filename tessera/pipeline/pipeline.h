@@ -44,7 +44,6 @@ class PipelineError : public Error {
  public:
   PipelineError(const std::string& what, const PipelineAction& action)
       : Error(what), action_(action) {}
-  ~PipelineError() override;
   const PipelineAction& action() const { return action_; }
 
  private:
@@ -160,7 +159,9 @@ class Pipeline {
   /// Collective over the mesh. Position r along `axis` does actions[r] of the schedule, and gives
   /// the stages that are placed there, in ascending order. A schedule of compute alone is lowered
   /// (messages, gathers, reductions); stages that recompute get full backwards. All ranks compare
-  /// schedule, options and tied parameters first. Throws ScheduleError for a schedule that is not
+  /// schedule, options and tied parameters first. What is deferred in this rank's stages
+  /// (tessera/nn/deferred.h) gets its values here, plain and whole, by materialize() over the mesh:
+  /// those of a model that one process made. Throws ScheduleError for a schedule that is not
   /// valid, InvalidArgument where stages, skips or options do not fit it (on every rank, wherever
   /// it was seen), MismatchError where ranks differ.
   Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule schedule,

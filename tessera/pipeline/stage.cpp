@@ -3,11 +3,19 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
+#include "tessera/nn/deferred.h"
+#include "tessera/nn/distribute_module.h"
 
 namespace tessera {
 
 PipelineStage::~PipelineStage() = default;
 std::vector<at::Tensor> PipelineStage::buffers() const { return {}; }
+std::vector<NamedTensor> PipelineStage::tensors() const {
+  std::vector<NamedTensor> all;
+  for (const auto& p : parameters()) all.push_back({concat("parameter ", all.size()), p, true});
+  for (const auto& b : buffers()) all.push_back({concat("buffer ", all.size()), b, false});
+  return all;
+}
 bool PipelineStage::recomputes() const { return false; }
 bool PipelineStage::sharded() const { return false; }
 void PipelineStage::gather() {}
@@ -42,6 +50,7 @@ class ModuleStage final : public PipelineStage {
     return trained;
   }
   std::vector<at::Tensor> buffers() const override { return module_->buffers(); }
+  std::vector<NamedTensor> tensors() const override { return named_tensors(*module_); }
   bool recomputes() const override { return options_.recompute; }
   bool sharded() const override { return static_cast<bool>(options_.gather); }
   void gather() override { options_.gather(*module_); }
@@ -57,9 +66,9 @@ class ModuleStage final : public PipelineStage {
 
 void detail::require_one(std::size_t inputs) {
   if (inputs != 1)
-    throw InvalidArgument(concat("the stage's module takes one tensor and is given ", inputs,
-                                 "; give make_stage a function of the list, or the module a "
-                                 "forward that takes one"));
+    throw InvalidArgument("the stage's module takes one tensor and is given ", inputs,
+                          "; give make_stage a function of the list, or the module a "
+                          "forward that takes one");
 }
 
 std::shared_ptr<PipelineStage> make_stage(std::shared_ptr<torch::nn::Module> module,

@@ -22,6 +22,8 @@
 
 namespace tessera {
 
+struct NamedTensor;
+
 class PipelineStage : Pinned {
  public:
   virtual ~PipelineStage();
@@ -38,6 +40,9 @@ class PipelineStage : Pinned {
   virtual std::vector<at::Tensor> parameters() const = 0;
   /// What a second forward of the same micro-batch must leave as it is (running statistics).
   virtual std::vector<at::Tensor> buffers() const;
+  /// What a deferred stage (tessera/nn/deferred.h) is to be filled with: parameters that are not
+  /// trained, too. The default: parameters() and buffers(), under their numbers.
+  virtual std::vector<NamedTensor> tensors() const;
   /// True: nothing but the inputs is kept between forward and backward, which runs the forward
   /// again, with the same random numbers. Such a stage's backward is never split.
   virtual bool recomputes() const;

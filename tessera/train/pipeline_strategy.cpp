@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "tessera/base/text.h"
+#include "tessera/nn/deferred.h"
 #include "tessera/train/detail/all_modules.h"
 
 namespace tessera {
@@ -19,12 +19,12 @@ PipelineStrategy::PipelineStrategy(const DeviceMesh& mesh, std::string axis,
   const int others = layout.dims() - 1;
   if (others == 0 && parallelise_)
     throw InvalidArgument(
-        concat("PipelineStrategy: a function that shards stages, and the mesh has "
-               "no axis but '",
-               axis_, "'"));
+        "PipelineStrategy: a function that shards stages, and the mesh has "
+        "no axis but '",
+        axis_, "'");
   if (static_cast<int>(batch_.size()) != others)
-    throw InvalidArgument(concat("PipelineStrategy: ", batch_.size(), " placements of a batch for ",
-                                 others, " axes of the mesh beside '", axis_, "'"));
+    throw InvalidArgument("PipelineStrategy: ", batch_.size(), " placements of a batch for ",
+                          others, " axes of the mesh beside '", axis_, "'");
   if (others == 0) return;
   stages_ = stage_mesh(mesh_, axis_);
   sharing_ *= detail::ranks_sharing("PipelineStrategy", batch_, stages_->mesh());
@@ -40,15 +40,17 @@ void PipelineStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
   const NamedModules fresh = detail::not_among(prepared_, modules);
   if (fresh.empty()) return;
+  const auto all = std::make_shared<detail::AllModules>(fresh);
   for (const NamedModule& m : fresh) m.module->to(root_device());
   if (stages_) {
     if (parallelise_) {
       for (const NamedModule& m : fresh) parallelise_(m.name, *m.module, *stages_);
     } else {
-      const auto all = std::make_shared<detail::AllModules>(fresh);
       distribute_module(*all, *stages_, NamedPlacements());
     }
   }
+  // What the function has left deferred is an error of the session.
+  materialize(stages_ ? std::vector<NamedTensor>() : named_tensors(*all), mesh_);
   for (const NamedModule& m : fresh) prepared_.emplace_back(m.module);
 }
 
@@ -83,8 +85,8 @@ std::shared_ptr<Pipeline> PipelineStrategy::make_pipeline(
 PipelineBatch PipelineStrategy::split(const MicroBatch& batch, int inputs,
                                       int micro_batches) const {
   if (inputs < 0 || inputs > static_cast<int>(batch.tensors.size()))
-    throw InvalidArgument(concat("PipelineStrategy::split: ", inputs, " inputs of a batch of ",
-                                 batch.tensors.size(), " tensors"));
+    throw InvalidArgument("PipelineStrategy::split: ", inputs, " inputs of a batch of ",
+                          batch.tensors.size(), " tensors");
   const auto middle = batch.tensors.begin() + inputs;
   PipelineBatch parts =
       split_batch({batch.tensors.begin(), middle}, {middle, batch.tensors.end()}, micro_batches);

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "tessera/base/text.h"
+#include "tessera/nn/deferred.h"
+#include "tessera/nn/distribute_module.h"
 #include "tessera/train/detail/all_modules.h"
 
 namespace tessera {
@@ -67,8 +69,6 @@ constexpr const char* kMixed =
 
 }  // namespace
 
-NonFiniteGradient::~NonFiniteGradient() = default;
-
 Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,
                  const SessionOptions& options, const CheckpointReader* from)
     : strategy_(std::move(strategy)),
@@ -78,25 +78,33 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
   if (!strategy_) throw InvalidArgument("a session without a strategy");
   require_free(*strategy_);
   if (!(options_.clip_value > 0))
-    throw InvalidArgument(
-        concat("SessionOptions::clip_value is ", options_.clip_value, ", but must be above 0"));
+    throw InvalidArgument("SessionOptions::clip_value is ", options_.clip_value,
+                          ", but must be above 0");
   if (!(options_.clip.max_norm > 0))
-    throw InvalidArgument(concat("SessionOptions::clip.max_norm is ", options_.clip.max_norm,
-                                 ", but must be above 0"));
+    throw InvalidArgument("SessionOptions::clip.max_norm is ", options_.clip.max_norm,
+                          ", but must be above 0");
   all_ = std::make_shared<detail::AllModules>(modules_);
   for (const NamedModule& m : modules_) {
     if (m.name == "optimizer" || m.name == "train" || m.name == "loop" || m.name == "callback")
-      throw InvalidArgument(concat("a module named '", m.name, "': the checkpoint uses that name"));
+      throw InvalidArgument("a module named '", m.name, "': the checkpoint uses that name");
   }
   precision_ = make_precision(options_.precision, options_.scaler);
   if (precision_->session_ && !precision_->session_->resting_)
-    throw InvalidArgument(concat("the precision '", precision_->name(),
-                                 "' is in use by another session: end that one first, or give this "
-                                 "one an object of its own"));
+    throw InvalidArgument("the precision '", precision_->name(),
+                          "' is in use by another session: end that one first, or give this "
+                          "one an object of its own");
   listen(options_.signals);
+  // Only a strategy that shards or a pipeline fills what is deferred.
+  require_values("Session", named_tensors(*all_), /*may_be_deferred=*/true);
   precision_->convert_modules(modules_, strategy_->abilities().moves_modules);
   if (from && !strategy_->abilities().restores_after_setup) restore_modules(*from);
   strategy_->setup(modules_);
+  try {
+    require_values(concat("the strategy '", strategy_->name(), "'"), named_tensors(*all_));
+  } catch (...) {
+    strategy_->teardown();
+    throw;
+  }
   strategy_->session_ = this;
   precision_->session_ = this;
 }
@@ -104,20 +112,20 @@ Session::Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules
 void Session::require_free(const Strategy& strategy) {
   if (strategy.session_ && !strategy.session_->resting_)
     throw InvalidArgument(
-        concat("the strategy '", strategy.name(),
-               "' is in use by another session: end that one first, or give this one a strategy of "
-               "its own (a fit() inside a callback of another one, too)"));
+        "the strategy '", strategy.name(),
+        "' is in use by another session: end that one first, or give this one a strategy of "
+        "its own (a fit() inside a callback of another one, too)");
 }
 
 void Session::require_own() const {
   if (strategy_->session_ != this)
-    throw InvalidArgument(concat("the strategy '", strategy_->name(),
-                                 "' has been set up by another session since: this one trains no "
-                                 "longer"));
+    throw InvalidArgument("the strategy '", strategy_->name(),
+                          "' has been set up by another session since: this one trains no "
+                          "longer");
   if (precision_->session_ != this)
-    throw InvalidArgument(concat("the precision '", precision_->name(),
-                                 "' has been taken by another session since: this one trains no "
-                                 "longer"));
+    throw InvalidArgument("the precision '", precision_->name(),
+                          "' has been taken by another session since: this one trains no "
+                          "longer");
 }
 
 Session::~Session() {
@@ -138,6 +146,11 @@ void Session::convert(MicroBatch& batch) const {
 
 std::size_t Session::add(std::shared_ptr<torch::optim::Optimizer> optimizer) {
   if (!optimizer) throw InvalidArgument("a session was given no optimizer");
+  std::vector<NamedTensor> stepped;
+  for (const auto& group : optimizer->param_groups())
+    for (const at::Tensor& p : group.params())
+      stepped.push_back({concat("parameter ", stepped.size()), p, true});
+  require_values(concat("optimizer ", optimizers_.size()), stepped);
   optimizers_.push_back(std::move(optimizer));
   module_parameters_.clear();
   clean_ = false;
@@ -258,11 +271,11 @@ void Session::share_buffers() {
 StepResult Session::step_again(const std::function<void()>& evaluate, std::size_t optimizer) {
   if (!evaluate) throw InvalidArgument("step_again: there is no function");
   if (optimizer >= optimizers_.size())
-    throw InvalidArgument(concat("optimizer ", optimizer, " of ", optimizers_.size()));
+    throw InvalidArgument("optimizer ", optimizer, " of ", optimizers_.size());
   if (precision_->skips_overflow())
-    throw NotAvailable(concat(
+    throw NotAvailable(
         "step_again() with the precision ", precision_->name(),
-        ": a search along the loss cannot leave out an overflow; choose bfloat16 or float32"));
+        ": a search along the loss cannot leave out an overflow; choose bfloat16 or float32");
   if (!strategy_->by_hand().empty())
     throw NotAvailable(
         "step_again() with parameters that are sharded by hand: the optimizer would take its "
@@ -327,10 +340,10 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   result.save = sums[kSave] > 0;
   agreed_save_ = agreed_save_ || result.save;
   if (!(sums[kWeight] > 0))
-    throw InvalidArgument(concat(
+    throw InvalidArgument(
         "the weights of a step must be finite, not negative, and not all zero; their sum over "
         "ranks and micro-batches is ",
-        sums[kWeight], ", this rank gave ", mine.weight));
+        sums[kWeight], ", this rank gave ", mine.weight);
   result.loss = sums[kLoss] / sums[kWeight];
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
@@ -345,10 +358,10 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
   if (result.stepped && measured && !std::isfinite(result.norm)) {
     if (options_.non_finite == NonFinite::error)
-      throw NonFiniteGradient(concat("the gradients after step ", steps_,
-                                     " are not finite (the loss is ", result.loss,
-                                     "): look for what diverges, or leave such steps out by "
-                                     "SessionOptions::non_finite = NonFinite::skip"));
+      throw NonFiniteGradient("the gradients after step ", steps_, " are not finite (the loss is ",
+                              result.loss,
+                              "): look for what diverges, or leave such steps out by "
+                              "SessionOptions::non_finite = NonFinite::skip");
     result.stepped = options_.non_finite == NonFinite::step;
   }
   return result;
@@ -377,8 +390,8 @@ Stop Session::vote() {
 double Session::loss_scale() const {
   const double scale = precision_->loss_scale();
   if (!std::isfinite(scale) || scale <= 0)
-    throw InvalidArgument(concat("the precision '", precision_->name(), "' has a loss scale of ",
-                                 scale, ": give a finite one above 0"));
+    throw InvalidArgument("the precision '", precision_->name(), "' has a loss scale of ", scale,
+                          ": give a finite one above 0");
   return scale;
 }
 

@@ -55,7 +55,6 @@ enum class NonFinite : unsigned char {
 class NonFiniteGradient : public Error {
  public:
   using Error::Error;
-  ~NonFiniteGradient() override;
 };
 
 struct SessionOptions {
@@ -99,7 +98,8 @@ class Session {
   /// Has the precision convert the modules (ours: numbers with a fraction alone) and calls
   /// strategy.setup(). Throws InvalidArgument for a strategy that is in use (require_free()), and
   /// for parameters of another dtype than the precision asks for where the strategy does not move
-  /// modules; names "optimizer" and "train" are taken. `from`: the checkpoint that load() will be
+  /// modules, and for what has no values (tessera/nn/deferred.h) and gets none in setup(); names
+  /// "optimizer" and "train" are taken. `from`: the checkpoint that load() will be
   /// given; needed where Abilities::restores_after_setup is false, and then collective over the
   /// reader's group.
   Session(std::shared_ptr<Strategy> strategy, const NamedModules& modules,

@@ -5,7 +5,9 @@
 
 #include <cmath>
 
+#include "../support/meta.h"
 #include "cases.h"
+#include "tessera/nn/deferred.h"
 #include "tessera/pipeline/cuts.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/train/pipeline_strategy.h"
@@ -16,9 +18,10 @@ namespace {
 
 // The regression's network in two stages, of which this rank has one.
 struct Part : Task {
-  Part(std::shared_ptr<PipelineStrategy> s, int stage)
+  Part(std::shared_ptr<PipelineStrategy> s, int stage,
+       const torch::nn::Sequential& net = small_net())
       : strategy(std::move(s)),
-        part(split_sequential(small_net(), std::vector<int>{2})[static_cast<std::size_t>(stage)]) {}
+        part(split_sequential(net, std::vector<int>{2})[static_cast<std::size_t>(stage)]) {}
   NamedModules modules() override { return {{"net", part.ptr()}}; }
   Optimizers optimizers() override {
     const auto stage =
@@ -66,14 +69,15 @@ struct Ends {
 };
 
 // Two stages x `data` ranks.
-Ends run_part(DistributedManager& manager, int data, TrainerOptions options) {
+Ends run_part(DistributedManager& manager, int data, TrainerOptions options,
+              const torch::nn::Sequential& net = small_net()) {
   std::vector<Axis> axes{{"pipe", 2}};
   if (data > 0) axes.push_back({"data", data});
   const auto mesh = manager.mesh(mapped(axes));
   const auto strategy = data > 0 ? std::make_shared<PipelineStrategy>(mesh, "pipe", Parallelise(),
                                                                       std::vector{Shard(0)})
                                  : std::make_shared<PipelineStrategy>(mesh, "pipe");
-  Part task(strategy, mesh.coordinate()[0]);
+  Part task(strategy, mesh.coordinate()[0], net);
   const int reader = data > 0 ? mesh.coordinate()[1] : 0;
   options.strategy = strategy;
   const FitResult result =
@@ -109,6 +113,31 @@ TEST(TrainedPipeline, TrainsAsOneProcessDoes) {
         expect_part(got, expected, concat("data ", data, ", accumulate ", accumulate));
       });
     }
+  }
+}
+
+// Each rank makes the model in no memory, and the strategy fills its stage.
+TEST(TrainedPipeline, DeferredStagesTrainAsOneProcessDoes) {
+  for (const int data : {0, 2}) {
+    const Ends expected = run_alone(std::max(data, 1), 1, with(nullptr, 1));
+    on_threads(2 * std::max(data, 1), [&](DistributedManager& manager) {
+      for (const bool meta : {false, true}) {
+        torch::nn::Sequential net = small_net();
+        if (!meta)
+          net = deferred([] {
+            return torch::nn::Sequential(torch::nn::Linear(3, 5), torch::nn::Tanh(),
+                                         torch::nn::Linear(5, 2));
+          });
+        else
+          to_meta(*net);
+        if (meta) defer(*net);
+        net->to(at::kDouble);
+        fill(*net, 11);
+        const Ends got = run_part(manager, data, with(nullptr, 1), net);
+        expect_part(got, expected, concat("data ", data, ", meta ", meta));
+        EXPECT_TRUE(is_deferred(net->parameters()[got.stage == 0 ? 2 : 0]));
+      }
+    });
   }
 }
 
