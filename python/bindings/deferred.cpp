@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "library.h"
+#include "mesh.h"
 #include "tessera/base/error.h"
+#include "tessera/nn/detail/deferral.h"
 
 namespace tessera::python {
 
@@ -27,6 +29,22 @@ struct PyDeferred : torch::CustomClassHolder {
   std::unique_ptr<HostScope> scope;
 };
 
+std::vector<NamedTensor> named(const std::vector<std::string>& names,
+                               const std::vector<at::Tensor>& tensors) {
+  std::vector<NamedTensor> all;
+  for (std::size_t i = 0; i < names.size(); ++i) all.push_back({names[i], tensors.at(i), true});
+  return all;
+}
+
+/// What was on the meta device, and is recorded module by module.
+struct PyDeferral : torch::CustomClassHolder {
+  PyDeferral(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors)
+      : deferral(named(names, tensors), /*host_too=*/true) {}
+  detail::Deferral deferral;
+};
+using DeferralPtr = c10::intrusive_ptr<PyDeferral>;
+using Tensors = std::vector<at::Tensor>;
+
 }  // namespace
 
 void register_deferred(Library& library) {
@@ -34,9 +52,20 @@ void register_deferred(Library& library) {
       .def(torch::detail::types<void>())
       .def("begin", &PyDeferred::begin)
       .def("end", &PyDeferred::end);
+  library.class_<PyDeferral>("Deferral")
+      .def(torch::init<const std::vector<std::string>&, const Tensors&>())
+      .def("begin",
+           [](const DeferralPtr& self, const Tensors& parameters, const Tensors& buffers,
+              const Tensors& own) { return self->deferral.begin(parameters, buffers, own); })
+      .def("end", [](const DeferralPtr& self) { self->deferral.end(); })
+      .def("undo", [](const DeferralPtr& self) { self->deferral.undo(); });
   library.def("is_deferred", [](const at::Tensor& tensor) { return is_deferred(tensor); });
   library.def("materialize", [](const std::vector<at::Tensor>& tensors, const std::string& device) {
     materialize(tensors, c10::Device(device));
+  });
+  library.def("materialize_on", [](const std::vector<std::string>& names, const Tensors& tensors,
+                                   const c10::intrusive_ptr<PyMesh>& mesh) {
+    materialize(named(names, tensors), mesh->mesh);
   });
 }
 

@@ -5,8 +5,9 @@ import functools
 import math
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from tessera._errors import NotAvailable
+from tessera._errors import InvalidArgument, NotAvailable
 from tessera._library import classes, ops
 
 
@@ -62,8 +63,55 @@ class deferred(contextlib.ContextDecorator):
         return deferred()
 
 
+def _children_first(module, seen):
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def _kept(module):
+    """Parameters and buffers, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def defer(module, init=None):
+    """Defers what `module` has on the meta device, and returns the module: it is then placed as one that was made in `deferred`.
+
+    >>> with torch.device("meta"):
+    ...     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    >>> ts.is_deferred(ts.defer(net)[0].weight)
+    True
+    >>> net = ts.distribute_module(net, mesh, lambda name, t: [ts.Shard(0)])   # each rank fills its shards
+
+    Each module all of whose parameters, those of its children included, were on the meta device is initialised, children first, as constructors run: by
+    `init(module)`, or by its own `reset_parameters()` or `_reset_parameters()`. That is recorded as in `deferred`, and so are its random numbers. A parameter
+    that two modules share has what the first of them gave it. What nothing has written to gets its values from `fill_deferred`, or by hand (`copy_`), before
+    the module is placed, which otherwise raises InvalidArgument with its name. Defer a model before `ts.split` makes stages of it. Not collective; all ranks
+    do the same. Raises InvalidArgument where nothing is on the meta device; by an exception the module is as it was.
+    """
+    _initialise_as_others()
+    kept = _kept(module)
+    for name, tensor in kept.items():
+        if is_lazy(tensor):
+            raise InvalidArgument(f"defer: '{name}' has no shape yet: call the module once, on any input on the meta device")
+    deferral = classes.Deferral(list(kept), list(kept.values()))
+    try:
+        for m in _children_first(module, set()):
+            reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+            own = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+            if (init or reset) and deferral.begin(list(m.parameters()), list(m.buffers()), own):
+                init(m) if init else reset()
+                deferral.end()
+    except BaseException:
+        deferral.undo()
+        raise
+    return module
+
+
 def is_deferred(tensor):
-    """True if the tensor was made in a `deferred` scope and has no values yet.
+    """True if the tensor was made in a `deferred` scope, or is of `defer`, and has no values yet.
 
     >>> with ts.deferred():
     ...     layer = nn.Linear(8, 64)
@@ -98,16 +146,24 @@ def fill_deferred(module, saved, names=(), *, convert=False, allow_missing=False
     ops.fill_deferred(list(named), list(named.values()), reader._handle, [a for a, _ in pairs], [b for _, b in pairs], allow_missing, allow_extra, convert)
 
 
-def materialize(module, device="cpu"):
+def materialize(module, device=None, mesh=None):
     """Gives what is deferred in `module` its values on this process, whole, as its constructor would have, and returns the module.
 
-    For modules that nothing places; numbers of `trunc_normal_`, and what is drawn after it, are others. Not collective. Raises NotAvailable as `deferred`,
-    InvalidArgument inside such a scope.
+    For modules that nothing places; numbers of `trunc_normal_`, and what is drawn after it, are others. Not collective. `device`: default the CPU. With a
+    `mesh` the random numbers are those of sharded tensors, so that values are those that placing would give: for modules that a rank has alone, as the
+    stages that `ts.Pipeline` fills by itself. That is collective over the mesh, whose ranks may give other modules, and on its device. Raises NotAvailable as
+    `deferred`, InvalidArgument inside such a scope, and for what nothing has given values.
 
     >>> with ts.deferred():
     ...     layer = nn.Linear(8, 64)
     >>> ts.materialize(layer)(x).shape
     torch.Size([4, 64])
     """
-    ops.materialize([*module.parameters(), *module.buffers()], str(device))
+    kept = _kept(module)
+    if mesh is None:
+        ops.materialize(list(kept.values()), "cpu" if device is None else str(device))
+    elif device is not None:
+        raise InvalidArgument("materialize: a mesh has a device of its own: give one of the two")
+    else:
+        ops.materialize_on(list(kept), list(kept.values()), mesh._handle)
     return module

@@ -143,8 +143,199 @@ def test_mistakes():
             made = nn.Linear(3, 2)
             with pytest.raises(ts.InvalidArgument, match="end the scope first"):
                 ts.distribute_module(made, ts.Mesh({"x": 2}))
-        with pytest.raises(ts.ShardingError, match="nothing says what its values are"):
+        with pytest.raises(ts.ShardingError, match="nothing says what its values are.*tessera::defer"):
             ts.distribute_module(nn.Linear(3, 2, device="meta"), ts.Mesh({"x": 2}))
         ts.distribute_module(made, ts.Mesh({"x": 2}), rows)
 
     on_ranks(2, body)
+
+
+# ---- modules on the meta device ----
+
+
+class Own(nn.Module):
+    """A parameter that its own method initialises, children with theirs, a table that a head shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.conv = nn.Embedding(7, 6, padding_idx=1), nn.BatchNorm1d(6), nn.Conv1d(6, 6, 3, padding=1)
+        self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 7)
+        self.gain = nn.Parameter(torch.empty(6))
+        self.head.weight = self.table.weight
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.gain, mean=1.0, std=0.1, a=0.9, b=1.1)
+
+    def forward(self, words):
+        x = self.table(words) * self.gain
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+def deferred_values(ranks, rule):
+    def body(rank):
+        ts.manual_seed(5)
+        net = ts.defer(on_meta(Own))
+        assert all(ts.is_deferred(t) and not t.is_meta for t in net.state_dict(keep_vars=True).values())
+        ts.distribute_module(net, ts.Mesh({"x": ranks}), rule)
+        assert net.head.weight is net.table.weight and all(ts.is_sharded(p) and p.requires_grad for p in net.parameters())
+        return {n: whole(t).clone() for n, t in net.state_dict().items()}
+
+    return on_ranks(ranks, body)[0]
+
+
+def test_of_the_meta_device_by_reset_parameters():
+    expected = deferred_values(1, None)
+    assert (expected["table.weight"][1] == 0).all() and ((expected["gain"] - 1).abs() <= 0.1).all() and (expected["norm.running_var"] == 1).all()
+    for ranks in [2, 3]:
+        for rule in [None, rows]:
+            for name, value in deferred_values(ranks, rule).items():
+                assert torch.equal(value, expected[name]), f"{name} on {ranks} ranks"
+
+
+def test_of_the_meta_device_as_in_memory():
+    def make():
+        return nn.Sequential(nn.Embedding(7, 6), nn.MultiheadAttention(6, 2), nn.LSTM(6, 3, 2), nn.Linear(6, 5))
+
+    torch.manual_seed(3)
+    expected = make().state_dict()
+    torch.manual_seed(3)
+    net = ts.materialize(ts.defer(on_meta(make)))
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    # By a function of one's own, as the models of transformers have one.
+    net = ts.materialize(ts.defer(on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), init=lambda m: isinstance(m, nn.Linear) and m.weight.data.fill_(2) and m.bias.data.zero_()))
+    assert all((m.weight == 2).all() and (m.bias == 0).all() for m in net)
+
+
+def test_what_nothing_has_written_to_is_named(tmp_path):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("steps", torch.arange(4.0), persistent=False)
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        net = ts.defer(on_meta(Positions))
+        for place in [lambda: ts.fully_shard(net, mesh), lambda: ts.materialize(net), lambda: ts.materialize(net, mesh=mesh)]:
+            with pytest.raises(ts.InvalidArgument, match="'steps' was on the meta device, and nothing says what its values are"):
+                place()
+        net.steps.copy_(torch.arange(4.0))
+        ts.fully_shard(net, mesh)
+        assert torch.equal(whole(net.steps), torch.arange(4.0)) and ts.is_sharded(net.linear.weight)
+        # Files name what they hold, whatever has initialised it.
+        saved = {"linear.weight": torch.ones(2, 3), "linear.bias": torch.zeros(2), "steps": torch.full((4,), 7.0)}
+        ts.save(saved, mesh, tmp_path / "given.safetensors")
+        net = ts.defer(on_meta(lambda: nn.Linear(3, 2)))
+        ts.fill_deferred(net, tmp_path / "given.safetensors", {"*": "linear.*"}, allow_extra=True)
+        ts.distribute_module(net, mesh, rows)
+        assert (whole(net.weight) == 1).all()
+
+    on_ranks(2, body)
+
+
+def test_meta_mistakes():
+    net = on_meta(lambda: nn.Linear(3, 2))
+    with pytest.raises(ts.InvalidArgument, match="no parameter or buffer is on the meta device"):
+        ts.defer(nn.Linear(3, 2))
+    with pytest.raises(ts.InvalidArgument, match="'weight' has no shape yet"):
+        ts.defer(on_meta(lambda: nn.LazyLinear(2)))
+    with pytest.raises(ZeroDivisionError):
+        ts.defer(net, init=lambda m: m.weight.data.zero_() is None or 1 / 0)
+    assert net.weight.is_meta and not ts.is_deferred(net.weight)
+    with ts.deferred(), pytest.raises(ts.InvalidArgument, match="end the scope first"):
+        ts.defer(net)
+    # A module that has values beside keeps them.
+    half = nn.Sequential(nn.Linear(3, 2), net)
+    kept = half[0].weight.clone()
+    ts.defer(half)
+    assert torch.equal(half[0].weight, kept) and ts.is_deferred(net.weight)
+    with pytest.raises(ts.NotAvailable, match="'weight'|'1.weight'"):
+        net(torch.ones(1, 3))
+    with pytest.raises(ts.InvalidArgument, match="device of its own"):
+        ts.materialize(net, "cpu", ts.Mesh({"x": 1}))
+
+
+def test_what_needs_values_names_what_has_none(tmp_path):
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        for net, match in [(ts.defer(on_meta(lambda: nn.Linear(3, 2))), "'(net.)?weight' is deferred and has no values yet"), (on_meta(lambda: nn.Linear(3, 2)), "'(net.)?weight' is on the meta device")]:
+            for use in [
+                lambda: ts.DistributedDataParallel(net),
+                lambda: ts.Session(net, signals=False),
+                lambda: ts.Session(net, gradients="averaged", signals=False),
+            ]:
+                with pytest.raises(ts.InvalidArgument, match=match):
+                    use()
+            with pytest.raises(ts.InvalidArgument, match="'weight' has no data"):
+                ts.save(net, mesh, tmp_path / "net.safetensors")
+            with pytest.raises(ts.InvalidArgument, match="no values yet"):
+                ts.ShardedOptimizer(torch.optim.Adam, net.parameters(), mesh, lr=0.1).step()
+
+    on_ranks(2, body)
+
+
+# ---- stages of a pipeline ----
+
+
+class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+def recorded(meta):
+    if meta:
+        return ts.defer(on_meta(Steps))
+    with ts.deferred():
+        return Steps()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_stages_are_filled_by_the_ranks_that_run_them(meta):
+    x, y = torch.linspace(-1, 1, 24).reshape(4, 6), torch.linspace(0, 1, 24).reshape(4, 6)
+
+    def alone(rank):
+        ts.manual_seed(8)
+        net = ts.materialize(recorded(meta), mesh=ts.Mesh({"x": 1}))
+        loss = nn.functional.mse_loss(net(x), y)
+        loss.backward()
+        return net.state_dict(), {n: p.grad for n, p in net.named_parameters()}, loss.item()
+
+    ((expected, gradients, loss),) = on_ranks(1, alone)
+
+    def body(rank, placement):
+        ts.manual_seed(8)
+        net = recorded(meta)
+        parts = ts.split(net, at=["middle", "last"])
+        pipeline = ts.Pipeline(parts, ts.Schedule.gpipe(placement, 2), ts.Mesh({"pipe": max(placement) + 1}), "pipe", nn.functional.mse_loss)
+        for s, part in enumerate(parts):
+            for name, p in part.named_parameters():
+                if placement[s] == rank:
+                    assert torch.equal(p, expected[name]), name
+                elif not name.endswith(".weight") or name.startswith("middle"):
+                    assert ts.is_deferred(p), "no rank makes what it does not run"
+        assert abs(pipeline.step(x, y).loss - loss) < 1e-6
+        for name, p in pipeline.module.named_parameters():
+            assert torch.allclose(p.grad, gradients[name], atol=1e-6), name
+
+    for placement in [[0, 0, 0], [0, 1, 2], [0, 1, 0]]:
+        on_ranks(max(placement) + 1, body, placement)
+
+
+def test_stages_of_the_meta_device_are_named():
+    def body(rank):
+        net = on_meta(Steps) if rank == 1 else recorded(False)
+        with pytest.raises(ts.InvalidArgument, match="'stage 1: middle.0.weight' is on the meta device"):
+            ts.Pipeline(ts.split(net, at=["middle", "last"]), ts.Schedule("1f1b", 3, 2), ts.Mesh({"pipe": 3}), "pipe", nn.functional.mse_loss)
+
+    on_ranks(3, body)
