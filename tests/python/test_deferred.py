@@ -208,7 +208,12 @@ def test_of_the_meta_device_as_in_memory():
     for name, value in net.state_dict().items():
         assert torch.equal(value, expected[name]), name
     # By a function of one's own, as the models of transformers have one.
-    net = ts.materialize(ts.defer(on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), init=lambda m: isinstance(m, nn.Linear) and m.weight.data.fill_(2) and m.bias.data.zero_()))
+    def twos(module):
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 2)
+            module.bias.data.zero_()
+
+    net = ts.materialize(ts.defer(on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), init=twos))
     assert all((m.weight == 2).all() and (m.bias == 0).all() for m in net)
 
 
@@ -257,8 +262,12 @@ def test_meta_mistakes():
     assert torch.equal(half[0].weight, kept) and ts.is_deferred(net.weight)
     with pytest.raises(ts.NotAvailable, match="'weight'|'1.weight'"):
         net(torch.ones(1, 3))
-    with pytest.raises(ts.InvalidArgument, match="device of its own"):
-        ts.materialize(net, "cpu", ts.Mesh({"x": 1}))
+
+    def body(rank):
+        with pytest.raises(ts.InvalidArgument, match="device of its own"):
+            ts.materialize(net, "cpu", ts.Mesh({"x": 1}))
+
+    on_ranks(1, body)
 
 
 def test_what_needs_values_names_what_has_none(tmp_path):
