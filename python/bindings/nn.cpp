@@ -83,16 +83,14 @@ Edge edge_of(const std::string& name) {
   if (name == "circular") return Edge::circular;
   if (name == "reflect") return Edge::reflect;
   if (name == "replicate") return Edge::replicate;
-  throw InvalidArgument(
-      concat("'", name, "' is no edge: 'zero', 'circular', 'reflect', 'replicate'"));
+  throw InvalidArgument("'", name, "' is no edge: 'zero', 'circular', 'reflect', 'replicate'");
 }
 
 HaloMethod halo_method(const std::string& name) {
   if (name == "automatic") return HaloMethod::automatic;
   if (name == "point_to_point") return HaloMethod::point_to_point;
   if (name == "all_to_all") return HaloMethod::all_to_all;
-  throw InvalidArgument(
-      concat("'", name, "' is no method: 'automatic', 'point_to_point', 'all_to_all'"));
+  throw InvalidArgument("'", name, "' is no method: 'automatic', 'point_to_point', 'all_to_all'");
 }
 
 /// (dim, before, after, edge) each.
@@ -121,7 +119,7 @@ at::Tensor made(const std::string& how, const Numbers& shape, const MeshPtr& mes
   if (how == "full") return full(spec, value, options);
   if (how == "rand") return rand(spec, options);
   if (how == "randn") return randn(spec, options);
-  throw InvalidArgument(concat("no tensor is made by '", how, "'"));
+  throw InvalidArgument("no tensor is made by '", how, "'");
 }
 
 double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, double max_norm,

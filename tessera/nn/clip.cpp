@@ -7,7 +7,6 @@
 #include <cmath>
 #include <unordered_set>
 
-#include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -61,12 +60,12 @@ std::vector<int> sharded_axes(const ShardSpec& spec) {
 std::vector<at::Tensor> checked(const std::vector<at::Tensor>& given, const ClipOptions& options,
                                 const std::vector<OwnedShard>& by_hand) {
   if (!(options.max_norm > 0)) {
-    throw InvalidArgument(
-        concat("clip_gradients: max_norm is ", options.max_norm, ", but must be above 0"));
+    throw InvalidArgument("clip_gradients: max_norm is ", options.max_norm,
+                          ", but must be above 0");
   }
   if (!(options.norm_type >= 1)) {
-    throw InvalidArgument(
-        concat("clip_gradients: norm_type is ", options.norm_type, ", but must be at least 1"));
+    throw InvalidArgument("clip_gradients: norm_type is ", options.norm_type,
+                          ", but must be at least 1");
   }
   std::vector<at::Tensor> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -75,8 +74,8 @@ std::vector<at::Tensor> checked(const std::vector<at::Tensor>& given, const Clip
     if (seen.insert(p.unsafeGetTensorImpl()).second) parameters.push_back(p);
   }
   for (const OwnedShard& owned : by_hand) {
-    const bool known = std::any_of(parameters.begin(), parameters.end(),
-                                   [&](const at::Tensor& p) { return p.is_same(owned.parameter); });
+    const bool known = std::ranges::any_of(
+        parameters, [&](const at::Tensor& p) { return p.is_same(owned.parameter); });
     if (!known || is_sharded(owned.parameter)) {
       throw InvalidArgument(
           "clip_gradients: a parameter sharded by hand is a plain tensor among the parameters "
@@ -95,17 +94,15 @@ struct Sums {
   std::vector<GroupSum> over{};
 
   void add_to(const Group& group, double sum) {
-    auto it =
-        std::find_if(over.begin(), over.end(), [&](const GroupSum& s) { return s.group == group; });
+    auto it = std::ranges::find_if(over, [&](const GroupSum& s) { return s.group == group; });
     if (it == over.end()) it = over.insert(over.end(), GroupSum{group, 0});
     it->sum = norm.add(it->sum, sum);
   }
 
   void add(const at::Tensor& p, const std::vector<OwnedShard>& by_hand) {
     const at::Tensor& gradient = p.grad();
-    const auto hand = std::find_if(by_hand.begin(), by_hand.end(), [&](const OwnedShard& owned) {
-      return p.is_same(owned.parameter);
-    });
+    const auto hand = std::ranges::find_if(
+        by_hand, [&](const OwnedShard& owned) { return p.is_same(owned.parameter); });
     if (hand != by_hand.end()) {
       add_to(hand->group, gradient.defined() ? norm.of(gradient) : 0);
     } else if (is_sharded(p)) {
@@ -113,10 +110,10 @@ struct Sums {
       const ShardSpec where = spec(p);
       const std::vector<int> axes = sharded_axes(where);
       if (gradient.defined() && !(is_sharded(gradient) && spec(gradient) == where)) {
-        throw ShardingError(concat(
+        throw ShardingError(
             "clip_gradients: the gradient of a parameter that lies as ", where, " lies as ",
             is_sharded(gradient) ? spec(gradient).to_string() : std::string("a plain tensor"),
-            ": clip after the backward that reduces it, outside no_sync()"));
+            ": clip after the backward that reduces it, outside no_sync()");
       }
       const double mine = gradient.defined() ? norm.of(to_local(gradient)) : 0;
       if (axes.empty()) {
@@ -142,11 +139,11 @@ double compared(double mine, const Group& group) {
     return std::numeric_limits<double>::infinity();
   }
   if (largest - smallest > kRoundOff * largest) {
-    throw MismatchError(concat(
+    throw MismatchError(
         "clip_gradients: the norm is ", smallest, " on one rank of group '", group.name(), "' and ",
         largest, " on another (", mine,
         " here): declare parameters that are sharded by hand (by_hand), or look for replicas "
-        "that have drifted apart"));
+        "that have drifted apart");
   }
   return largest;
 }
@@ -160,8 +157,8 @@ double clip_gradients(const std::vector<at::Tensor>& given, const Group& group,
   Sums sums{Norm{options.norm_type}};
   const Norm& norm = sums.norm;
   for (const at::Tensor& p : parameters) {
-    if (std::none_of(options.elsewhere.begin(), options.elsewhere.end(),
-                     [&](const at::Tensor& other) { return p.is_same(other); }))
+    if (std::ranges::none_of(options.elsewhere,
+                             [&](const at::Tensor& other) { return p.is_same(other); }))
       sums.add(p, by_hand);
   }
   double sum = sums.replicated;

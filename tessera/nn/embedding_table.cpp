@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 
-#include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -37,8 +36,8 @@ TableBags bags_from_local(const at::Tensor& indices, const at::Tensor& offsets,
       throw InvalidArgument("bags_from_local: the first bag of a rank begins at its index 0");
     if (offsets.numel() > 0 &&
         (offsets.diff().lt(0).any().item<bool>() || offsets[-1].item<std::int64_t>() > count))
-      throw InvalidArgument(concat("bags_from_local: offsets do not decrease and are at most ",
-                                   count, ", the number of this rank's indices"));
+      throw InvalidArgument("bags_from_local: offsets do not decrease and are at most ", count,
+                            ", the number of this rank's indices");
   } catch (...) {
     detail::rethrow_to_all("bags_from_local", *context);
   }
@@ -66,19 +65,18 @@ at::Tensor locally(const at::Tensor& t) {
 
 Touched touched(const char* who, const at::Tensor& table, const at::Tensor& gradient) {
   if (table.dim() != 2 || !at::isFloatingType(table.scalar_type()))
-    throw InvalidArgument(concat(
-        who, ": a table is of floating-point numbers, [rows, columns], not ", table.sizes()));
-  if (!gradient.is_sparse()) throw InvalidArgument(concat(who, kDense));
+    throw InvalidArgument(who, ": a table is of floating-point numbers, [rows, columns], not ",
+                          table.sizes());
+  if (!gradient.is_sparse()) throw InvalidArgument(who, kDense);
   if (is_sharded(table) != is_sharded(gradient) ||
       (is_sharded(table) && !(spec(table) == spec(gradient))))
-    throw InvalidArgument(
-        concat(who, ": the gradient of a table lies as ",
-               is_sharded(gradient) ? spec(gradient).to_string() : "a plain tensor",
-               ", the table does not"));
+    throw InvalidArgument(who, ": the gradient of a table lies as ",
+                          is_sharded(gradient) ? spec(gradient).to_string() : "a plain tensor",
+                          ", the table does not");
   Touched t{locally(table), {}, {}, at::toOpMathType(table.scalar_type()), std::nullopt};
   const at::Tensor rows = locally(gradient).coalesce();
   if (rows.sparse_dim() != 1)
-    throw InvalidArgument(concat(who, ": the gradient of a table is sparse along its rows alone"));
+    throw InvalidArgument(who, ": the gradient of a table is sparse along its rows alone");
   t.ids = rows._indices()[0];
   t.rows = rows._values().to(t.wide);
   if (!is_sharded(table)) return t;
@@ -100,15 +98,15 @@ void write_rows(const Touched& t, const at::Tensor& to, const at::Tensor& rows) 
 
 void require_options(const char* who, bool good) {
   if (!good)
-    throw InvalidArgument(concat(who,
-                                 ": a learning rate, an eps or an initial value is negative, "
-                                 "or a beta is not in [0, 1)"));
+    throw InvalidArgument(who,
+                          ": a learning rate, an eps or an initial value is negative, "
+                          "or a beta is not in [0, 1)");
 }
 
 [[noreturn]] void refuse_archives(const char* who) {
-  throw NotAvailable(concat(who,
-                            " is not saved to libtorch's archives, which hold what one rank "
-                            "has: use add_optimizer() and load_optimizer()"));
+  throw NotAvailable(who,
+                     " is not saved to libtorch's archives, which hold what one rank "
+                     "has: use add_optimizer() and load_optimizer()");
 }
 
 template <class State>

@@ -15,8 +15,8 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/nn/detail/routes.h"
-#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -125,8 +125,8 @@ std::int64_t rows_of(const Routes& routes) {
 void check_weights(const at::Tensor& weights, const Routes& routes) {
   const std::int64_t experts = routes.probabilities.size(1);
   if (!weights.defined() || weights.dim() != 3 || weights.size(0) != experts)
-    throw InvalidArgument(concat("grouped_product: weights are [", experts, ", in, out]; given is ",
-                                 weights.defined() ? list(weights.sizes().vec()) : "none"));
+    throw InvalidArgument("grouped_product: weights are [", experts, ", in, out]; given is ",
+                          weights.defined() ? list(weights.sizes().vec()) : "none");
   if (is_sharded(weights) != routes.rows.has_value() ||
       (routes.rows && !(spec(weights).mesh() == routes.rows->mesh())))
     throw InvalidArgument(
@@ -139,11 +139,11 @@ void check_rows(const at::Tensor& rows, const at::Tensor& weights, const Routes&
   const std::int64_t n = rows_of(routes), in = weights.size(1);
   if (!rows.defined() || is_sharded(rows) || rows.dim() != 2 || rows.size(0) != n ||
       rows.size(1) != in)
-    throw InvalidArgument(concat("grouped_product: rows are plain, [", n, ", ", in, "]; given is ",
-                                 rows.defined() ? list(rows.sizes().vec()) : "none"));
+    throw InvalidArgument("grouped_product: rows are plain, [", n, ", ", in, "]; given is ",
+                          rows.defined() ? list(rows.sizes().vec()) : "none");
   if (rows.scalar_type() != weights.scalar_type())
-    throw InvalidArgument(concat("grouped_product of ", rows.scalar_type(), " rows and ",
-                                 weights.scalar_type(), " weights: convert one of them"));
+    throw InvalidArgument("grouped_product of ", rows.scalar_type(), " rows and ",
+                          weights.scalar_type(), " weights: convert one of them");
 }
 
 }  // namespace
@@ -158,9 +158,9 @@ at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weights,
 
 ExpertsImpl::ExpertsImpl(ExpertsOptions given) : options(std::move(given)) {
   if (options.experts < 1 || options.features < 1 || options.hidden < 1)
-    throw InvalidArgument(concat("Experts: ", options.experts, " experts of ", options.features,
-                                 " features and ", options.hidden,
-                                 " hidden ones; give at least 1 of each"));
+    throw InvalidArgument("Experts: ", options.experts, " experts of ", options.features,
+                          " features and ", options.hidden,
+                          " hidden ones; give at least 1 of each");
   router = register_parameter("router", at::empty({options.experts, options.features}));
   up = register_parameter("up", at::empty({options.experts, options.features, options.hidden}));
   down = register_parameter("down", at::empty({options.experts, options.hidden, options.features}));
@@ -178,8 +178,8 @@ void ExpertsImpl::reset_parameters() {
 
 ExpertsOutput ExpertsImpl::forward(const at::Tensor& x) {
   if (!x.defined() || x.dim() < 1 || x.size(-1) != options.features)
-    throw InvalidArgument(concat("Experts: the input is [..., ", options.features, "], given is ",
-                                 x.defined() ? list(x.sizes().vec()) : "none"));
+    throw InvalidArgument("Experts: the input is [..., ", options.features, "], given is ",
+                          x.defined() ? list(x.sizes().vec()) : "none");
   const at::Tensor tokens = x.dim() == 2 ? x : x.reshape({-1, options.features});
   const at::Tensor scores = at::linear(tokens, router);
   const bool low = scores.scalar_type() == at::kHalf || scores.scalar_type() == at::kBFloat16;

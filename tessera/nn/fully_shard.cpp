@@ -5,14 +5,13 @@
 
 #include <algorithm>
 
-#include "tessera/base/text.h"
 #include "tessera/gradient/internal/hooks.h"
 #include "tessera/nn/detail/fully_shard_plan.h"
 #include "tessera/nn/detail/gather_units.h"
 #include "tessera/nn/detail/parameter_gradient.h"
 #include "tessera/nn/distribute_module.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
@@ -53,9 +52,8 @@ void make_flat(const Flat& flat, int rank, const std::vector<Further>& further,
   const std::int64_t width = memory.element_size(), begin = flat.plan.cuts[rank];
   for (std::size_t i = 0; i < flat.parameters.size(); ++i) {
     const at::Tensor& parameter = flat.parameters[i].tensor;
-    const auto known = std::find_if(further.begin(), further.end(), [&](const Further& f) {
-      return f.parameter.tensor.is_same(parameter);
-    });
+    const auto known = std::ranges::find_if(
+        further, [&](const Further& f) { return f.parameter.tensor.is_same(parameter); });
     const bool fresh = known == further.end();
     const detail::ShardMeta& meta = *detail::meta_of(parameter);
     const ShardSpec to = fresh ? meta.spec() : known->spec;
@@ -128,11 +126,10 @@ void of_units(const torch::nn::Module& module, std::string_view name, const Call
     const auto units = std::dynamic_pointer_cast<GatherUnits>(source);
     if (!units) continue;
     const std::pair unit(units, units->unit_of(index));
-    if (std::find(all.begin(), all.end(), unit) == all.end()) all.push_back(unit);
+    if (std::ranges::find(all, unit) == all.end()) all.push_back(unit);
   }
   if (all.empty())
-    throw InvalidArgument(
-        concat(name, ": no parameter of the module has been sharded by fully_shard()"));
+    throw InvalidArgument(name, ": no parameter of the module has been sharded by fully_shard()");
   for (const auto& [units, unit] : all) call(*units, unit);
 }
 

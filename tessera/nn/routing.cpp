@@ -29,7 +29,7 @@ int axis_named(const DeviceMesh& mesh, const std::string& name, const char* who)
   const auto& axes = mesh.mesh().axes();
   for (std::size_t a = 0; a < axes.size(); ++a)
     if (axes[a].name == name) return static_cast<int>(a);
-  throw InvalidArgument(concat(who, ": the mesh has no axis '", name, "': ", mesh.mesh()));
+  throw InvalidArgument(who, ": the mesh has no axis '", name, "': ", mesh.mesh());
 }
 
 std::int64_t total(const Sizes& sizes) {
@@ -40,11 +40,11 @@ void check_routing(const at::Tensor& p, const RoutingOptions& options) {
   if (!p.defined() || p.dim() != 2 || !at::isFloatingType(p.scalar_type()))
     throw InvalidArgument("Routing: probabilities are floating-point, [tokens, experts]");
   if (options.chosen < 1 || options.chosen > p.size(1))
-    throw InvalidArgument(
-        concat("Routing: a token cannot choose ", options.chosen, " of ", p.size(1), " experts"));
+    throw InvalidArgument("Routing: a token cannot choose ", options.chosen, " of ", p.size(1),
+                          " experts");
   if (!(options.capacity >= 0))
-    throw InvalidArgument(concat("Routing: a capacity of ", options.capacity,
-                                 "; give a positive one, or 0 for none"));
+    throw InvalidArgument("Routing: a capacity of ", options.capacity,
+                          "; give a positive one, or 0 for none");
 }
 
 // Where tokens lie while they are routed, and who the experts' ranks are.
@@ -65,9 +65,9 @@ void place_rows(Routes& routes, const at::Tensor& p, const RoutingOptions& optio
   }
   routes.experts = options.sizes.empty() ? Partition::even(experts, parts).sizes() : options.sizes;
   if (static_cast<int>(routes.experts.size()) != parts || total(routes.experts) != experts ||
-      std::any_of(routes.experts.begin(), routes.experts.end(), [](auto n) { return n < 0; }))
-    throw InvalidArgument(concat("Routing: ", list(routes.experts), " experts on the ranks of '",
-                                 options.axis, "' are not ", experts, " on ", parts, " ranks"));
+      std::ranges::any_of(routes.experts, [](auto n) { return n < 0; }))
+    throw InvalidArgument("Routing: ", list(routes.experts), " experts on the ranks of '",
+                          options.axis, "' are not ", experts, " on ", parts, " ranks");
 }
 
 // The counts of all ranks that have tokens. `mine`: of this rank alone; `what` they all ask for.
@@ -248,8 +248,8 @@ Routing::Routing(const at::Tensor& probabilities, const RoutingOptions& options)
 at::Tensor Routing::to_experts(const at::Tensor& tokens) const {
   const Routes& r = *routes_;
   if (!tokens.defined() || tokens.dim() != 2 || tokens.size(0) != r.probabilities.size(0))
-    throw InvalidArgument(concat("Routing: tokens are [", r.probabilities.size(0),
-                                 ", features], as many as the probabilities are of"));
+    throw InvalidArgument("Routing: tokens are [", r.probabilities.size(0),
+                          ", features], as many as the probabilities are of");
   if (is_sharded(tokens) != r.rows.has_value())
     throw InvalidArgument(
         "Routing: tokens and probabilities are both plain, or both sharded on one mesh");
@@ -270,8 +270,8 @@ at::Tensor Routing::to_tokens(const at::Tensor& made) const {
   const std::int64_t tokens = r.rows ? r.rows->local_shape()[0] : r.probabilities.size(0);
   at::Tensor local = r.told("to_tokens", [&] {
     if (!made.defined() || is_sharded(made) || made.dim() != 2 || made.size(0) != total(r.mine))
-      throw InvalidArgument(concat("Routing: what experts made is plain, [", total(r.mine),
-                                   ", features], a row for each of to_experts()"));
+      throw InvalidArgument("Routing: what experts made is plain, [", total(r.mine),
+                            ", features], a row for each of to_experts()");
     at::Tensor x = made.index_select(0, r.departure);
     if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.sent, r.received);
     x = x * r.weight.unsqueeze(1);

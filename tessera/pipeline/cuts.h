@@ -7,8 +7,6 @@
 
 #include <torch/nn/modules/container/sequential.h>
 
-#include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 

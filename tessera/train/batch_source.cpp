@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "tessera/base/number.h"
@@ -15,8 +14,7 @@ namespace {
 
 std::uint64_t number_in(const std::string& text, const std::string& what) {
   const auto n = parse_number(text);
-  if (!n)
-    throw ConfigurationError(concat("'", text.substr(0, 60), "' is no saved position of ", what));
+  if (!n) throw ConfigurationError("'", text.substr(0, 60), "' is no saved position of ", what);
   return *n;
 }
 
@@ -66,9 +64,9 @@ class StreamBatches final : public BatchSource {
   }
   void start_epoch(std::uint64_t epoch) override {
     if (epoch > 0)
-      throw InvalidArgument(concat("epoch ", epoch,
-                                   " of a stream, which has one end; limit the "
-                                   "epochs to 1, or count steps"));
+      throw InvalidArgument("epoch ", epoch,
+                            " of a stream, which has one end; limit the "
+                            "epochs to 1, or count steps");
   }
   std::string state() const override { return loader_.state(); }
   void restore(const std::string& state) override { loader_.restore(state, replay_); }
@@ -93,8 +91,8 @@ class ListedBatches final : public BatchSource {
   void restore(const std::string& state) override {
     const std::uint64_t at = number_in(state, "a list of batches");
     if (at > batches_.size())
-      throw ConfigurationError(
-          concat("the saved position is batch ", at, " of a list of ", batches_.size()));
+      throw ConfigurationError("the saved position is batch ", at, " of a list of ",
+                               batches_.size());
     at_ = at;
   }
   std::optional<std::uint64_t> remaining() const override { return batches_.size() - at_; }
@@ -228,9 +226,9 @@ void AgreedBatches::agree_on_length() {
 }
 
 void AgreedBatches::refuse(const std::string& which) const {
-  throw UnevenDataError(concat("epoch ", epoch_, ", batch ", index_,
-                               ": the ranks have different numbers of batches: ", which,
-                               "; choose drop, pad or weight_zero to go on"));
+  throw UnevenDataError("epoch ", epoch_, ", batch ", index_,
+                        ": the ranks have different numbers of batches: ", which,
+                        "; choose drop, pad or weight_zero to go on");
 }
 
 bool AgreedBatches::ended() {

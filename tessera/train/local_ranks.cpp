@@ -1,15 +1,13 @@
 #include "tessera/train/local_ranks.h"
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 #include "tessera/launch/local_run.h"
 
 namespace tessera {
 
 std::optional<int> start_local_ranks(int ranks, int argc, char** argv,
                                      const Environment& environment) {
-  if (ranks < 1)
-    throw InvalidArgument(concat("a program was to start ", ranks, " ranks of itself"));
+  if (ranks < 1) throw InvalidArgument("a program was to start ", ranks, " ranks of itself");
   if (ranks == 1 || detect_launch(environment).launcher != "single") return std::nullopt;
   LocalRun run;
   run.ranks = ranks;

@@ -6,7 +6,6 @@
 //   metrics.add("samples", rows, Metrics::Kind::sum);
 //   const auto all = metrics.reduce(strategy);       // the same on every rank
 
-#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>

@@ -7,7 +7,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/detail/all_modules.h"
@@ -28,8 +27,7 @@ std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& w
   std::vector<at::Tensor> all;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const std::size_t i : which) {
-    if (i >= optimizers_.size())
-      throw InvalidArgument(concat("optimizer ", i, " of ", optimizers_.size()));
+    if (i >= optimizers_.size()) throw InvalidArgument("optimizer ", i, " of ", optimizers_.size());
     for (const auto& group : optimizers_[i]->param_groups())
       for (const at::Tensor& p : group.params())
         if (seen.insert(p.unsafeGetTensorImpl()).second) all.push_back(p);
@@ -88,21 +86,20 @@ double Session::multiple_of(const at::Tensor& parameter, bool reduced) const {
     const bool others =
         sum->is_mean() && (sum->count % losses != 0 || sum->count > strategy_->size());
     if (sum->count > 0 && (sum->count < losses || others))
-      throw GradientError(concat("a session of ", losses,
-                                 " ranks with different losses was given "
-                                 "a parameter (shape ",
-                                 parameter.sizes(), ") whose gradients come together over ",
-                                 sum->count,
-                                 " ranks: reduce them over those that have different losses"));
+      throw GradientError("a session of ", losses,
+                          " ranks with different losses was given "
+                          "a parameter (shape ",
+                          parameter.sizes(), ") whose gradients come together over ", sum->count,
+                          " ranks: reduce them over those that have different losses");
     // Each loss is in a mean as often as ranks share it.
     return sum->is_mean() ? 1.0 / losses : sum->scale;
   }
   if (!reduced)
     throw GradientError(
-        concat("an optimizer has a parameter (shape ", parameter.sizes(),
-               ") that is in none of the session's modules, and the strategy '", strategy_->name(),
-               "' reduces the gradients of those alone: each rank would train its own; register "
-               "it in a module"));
+        "an optimizer has a parameter (shape ", parameter.sizes(),
+        ") that is in none of the session's modules, and the strategy '", strategy_->name(),
+        "' reduces the gradients of those alone: each rank would train its own; register "
+        "it in a module");
   return strategy_->abilities().gradients == Abilities::Gradients::averaged
              ? static_cast<double>(strategy_->loss_sharing()) / strategy_->size()
              : 1.0;

@@ -9,11 +9,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
 #include <mutex>
-
-#include "tessera/base/text.h"
 
 extern char** environ;
 
@@ -112,24 +109,23 @@ bool PeriodicVote::poll(bool mine) {
 }
 
 void requeue_slurm_job(const std::string& job_id) {
-  const bool plain = !job_id.empty() && std::all_of(job_id.begin(), job_id.end(), [](char c) {
+  const bool plain = !job_id.empty() && std::ranges::all_of(job_id, [](char c) {
     return (c >= '0' && c <= '9') || c == '_';
   });
   if (!plain)
-    throw InvalidArgument(concat("'", job_id, "' is no identifier of a Slurm job to be requeued"));
+    throw InvalidArgument("'", job_id, "' is no identifier of a Slurm job to be requeued");
   std::string command = "scontrol", verb = "requeue", id = job_id;
   char* words[] = {command.data(), verb.data(), id.data(), nullptr};
   pid_t child = 0;
   const int problem = ::posix_spawnp(&child, command.c_str(), nullptr, nullptr, words, environ);
-  if (problem != 0) throw Error(concat("scontrol requeue ", job_id, ": ", std::strerror(problem)));
+  if (problem != 0) throw Error("scontrol requeue ", job_id, ": ", std::strerror(problem));
   int status = 0;
   while (::waitpid(child, &status, 0) < 0) {
-    if (errno != EINTR)
-      throw Error(concat("scontrol requeue ", job_id, ": ", std::strerror(errno)));
+    if (errno != EINTR) throw Error("scontrol requeue ", job_id, ": ", std::strerror(errno));
   }
   if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-    throw Error(concat("scontrol requeue ", job_id, " failed with status ",
-                       WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status)));
+    throw Error("scontrol requeue ", job_id, " failed with status ",
+                WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
 }
 
 }  // namespace tessera

@@ -10,7 +10,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "tessera/base/pinned.h"

@@ -7,7 +7,6 @@
 #include <set>
 #include <utility>
 
-#include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -182,12 +181,10 @@ double ManagedStrategy::summed_weight(double mine) {
 void check_modules(const NamedModules& modules) {
   std::set<std::string> names;
   for (const NamedModule& m : modules) {
-    if (!m.module) throw InvalidArgument(concat("the module '", m.name, "' is null"));
+    if (!m.module) throw InvalidArgument("the module '", m.name, "' is null");
     if (m.name.empty() || m.name.find('.') != std::string::npos)
-      throw InvalidArgument(
-          concat("a module named '", m.name, "': a name is not empty and has no dot"));
-    if (!names.insert(m.name).second)
-      throw InvalidArgument(concat("two modules are named '", m.name, "'"));
+      throw InvalidArgument("a module named '", m.name, "': a name is not empty and has no dot");
+    if (!names.insert(m.name).second) throw InvalidArgument("two modules are named '", m.name, "'");
   }
 }
 

@@ -19,8 +19,6 @@
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
-#include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>

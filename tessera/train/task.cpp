@@ -6,7 +6,6 @@
 #include <cmath>
 #include <numbers>
 
-#include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -14,8 +13,8 @@ namespace tessera {
 std::function<double(std::int64_t, std::int64_t)> warmup_cosine(std::int64_t warmup,
                                                                 std::int64_t total, double floor) {
   if (warmup < 0 || total <= warmup)
-    throw InvalidArgument(concat("warmup_cosine: ", warmup, " steps of ", total,
-                                 " are warm-up: give 0 <= warmup < total"));
+    throw InvalidArgument("warmup_cosine: ", warmup, " steps of ", total,
+                          " are warm-up: give 0 <= warmup < total");
   return [=](std::int64_t step, std::int64_t) {
     if (step < warmup) return static_cast<double>(step + 1) / static_cast<double>(warmup);
     const double part =
@@ -25,8 +24,7 @@ std::function<double(std::int64_t, std::int64_t)> warmup_cosine(std::int64_t war
 }
 
 std::function<double(std::int64_t, std::int64_t)> step_decay(std::int64_t every, double gamma) {
-  if (every < 1)
-    throw InvalidArgument(concat("step_decay: every ", every, " epochs; give 1 or more"));
+  if (every < 1) throw InvalidArgument("step_decay: every ", every, " epochs; give 1 or more");
   return [=](std::int64_t, std::int64_t epoch) {
     return std::pow(gamma, static_cast<double>(epoch / every));
   };

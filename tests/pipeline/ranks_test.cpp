@@ -81,9 +81,8 @@ TEST(PipelineProcesses, StepsEqualOneProcess) {
       EXPECT_NEAR(got[0], expected[0], 1e-12 * expected[0]);
       EXPECT_NEAR(got[1], expected[1], 1e-12 * expected[1]);
       for (std::size_t i = 2; i < got.size(); ++i) {
-        const bool found = std::any_of(expected.begin(), expected.end(), [&](double e) {
-          return std::abs(e - got[i]) <= 1e-10 * std::abs(e);
-        });
+        const bool found = std::ranges::any_of(
+            expected, [&](double e) { return std::abs(e - got[i]) <= 1e-10 * std::abs(e); });
         EXPECT_TRUE(found) << got[i];
       }
     }

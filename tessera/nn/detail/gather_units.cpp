@@ -17,8 +17,8 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/nn/detail/parameter_copy.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 

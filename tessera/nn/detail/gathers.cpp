@@ -71,8 +71,7 @@ void GatherUnits::start_from(std::size_t at) {
        ++next) {
     const std::size_t u = visits[next].unit;
     const Unit& unit = units_[u];
-    if (unit.state != Unit::State::sharded || std::find(all.begin(), all.end(), u) != all.end())
-      continue;
+    if (unit.state != Unit::State::sharded || std::ranges::find(all, u) != all.end()) continue;
     const at::Tensor& like = sent_of(units_[first].buffers.front());
     bytes += unit.bytes;
     if (alone(unit) || bytes >= options_.coalesced_bytes ||

@@ -4,8 +4,8 @@
 #include <ATen/ops/from_blob.h>
 
 #include "tessera/nn/detail/gather_units.h"
-#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
+#include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {

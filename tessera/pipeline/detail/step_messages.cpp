@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "tessera/base/text.h"
 #include "tessera/pipeline/detail/step_run.h"
 
 namespace tessera::detail {
@@ -21,11 +20,11 @@ void StepRun::send_activation(int s, int k) {
   const auto at = known.find(signature);
   const bool told = at != known.end() && !plan_.options.dynamic_shapes;
   if (told && at->second != f.outgoing_spec)
-    throw InvalidArgument(concat("stage ", s, " gives ", to_string(f.outgoing_spec),
-                                 ", where it gave ", to_string(at->second),
-                                 " before for inputs of the same shapes; the next stage waits for "
-                                 "that. If shapes depend on values: "
-                                 "PipelineOptions::dynamic_shapes"));
+    throw InvalidArgument("stage ", s, " gives ", to_string(f.outgoing_spec), ", where it gave ",
+                          to_string(at->second),
+                          " before for inputs of the same shapes; the next stage waits for "
+                          "that. If shapes depend on values: "
+                          "PipelineOptions::dynamic_shapes");
   const int to = peer(s + 1);
   if (!told) {
     const std::vector<std::int64_t> numbers = encode(f.outgoing_spec);
@@ -58,7 +57,7 @@ void StepRun::receive_activation(int s, int k) {
     constexpr std::int64_t kMost = 1 << 24;
     const std::int64_t count = length.item<std::int64_t>();
     if (count < 1 || count > kMost)
-      throw InvalidArgument(concat("a description of ", count, " numbers; at most ", kMost));
+      throw InvalidArgument("a description of ", count, " numbers; at most ", kMost);
     const at::Tensor body = at::empty({count}, at::kLong);
     group_.receive(body, from, {.name = "pipeline shapes"});
     const auto* data = body.const_data_ptr<std::int64_t>();

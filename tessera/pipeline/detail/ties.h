@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "tessera/pipeline/detail/plan.h"

@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/tensor/spec/placement.h"
 #include "tessera/train/strategy.h"
@@ -28,8 +27,7 @@ inline NamedModules not_among(const std::vector<std::weak_ptr<torch::nn::Module>
                               const NamedModules& modules) {
   NamedModules fresh;
   for (const NamedModule& m : modules)
-    if (std::none_of(prepared.begin(), prepared.end(),
-                     [&](const auto& one) { return one.lock() == m.module; }))
+    if (std::ranges::none_of(prepared, [&](const auto& one) { return one.lock() == m.module; }))
       fresh.push_back(m);
   return fresh;
 }
@@ -42,8 +40,8 @@ inline int ranks_sharing(const char* strategy, const std::vector<Placement>& bat
   int sharing = 1;
   for (std::size_t a = 0; a < batch.size(); ++a) {
     if (batch[a].is_partial() || (batch[a].is_shard() && batch[a].dim < 0))
-      throw InvalidArgument(concat(strategy, ": a batch that lies as ", batch[a],
-                                   "; give Replicate or Shard of a dim counted from the first"));
+      throw InvalidArgument(strategy, ": a batch that lies as ", batch[a],
+                            "; give Replicate or Shard of a dim counted from the first");
     if (!batch[a].is_shard(0)) sharing *= mesh.size(static_cast<int>(a));
   }
   return sharing;

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
 
 namespace tessera::detail {
 
