@@ -244,7 +244,11 @@ def read_topology(path):
 
 @dataclass(frozen=True)
 class FoundTopology:
-    """The machines of a running job, as its ranks found them (`find_topology`). `create_process_groups` and `mapping_gain` take it."""
+    """The machines of a running job, as its ranks found them (`find_topology`). `create_process_groups` and `mapping_gain` take it.
+
+    >>> ts.FoundTopology(ts.parse_hosts("2x2"), (0, 1, 2, 3), ()).topology.slots
+    4
+    """
 
     topology: Topology
     """With a slot for each rank."""
@@ -351,13 +355,26 @@ def read_traffic(path):
 
 
 def write_traffic(traffic, path):
-    """Writes a `MeshTraffic` for `read_traffic`, `tessera run --map` and `tessera plan --traffic`. Raises GroupConfigError for numbers that are negative or not finite."""
+    """Writes a `MeshTraffic` for `read_traffic`, `tessera run --map` and `tessera plan --traffic`. Raises GroupConfigError for numbers that are negative or not finite.
+
+    >>> ts.write_traffic(ts.MeshTraffic({"model": 4}, (ts.Traffic("model", bytes=1e6),)), "model.json")
+    >>> ts.read_traffic("model.json").mesh
+    {'model': 4}
+    """
     ops.write_traffic(*traffic._texts(), os.fspath(path))
 
 
 @dataclass(frozen=True)
 class MappingGain:
-    """What another mapping of a running job would gain, per step (`mapping_gain`). As text: three lines."""
+    """What another mapping of a running job would gain, per step (`mapping_gain`). As text: three lines.
+
+    >>> def rank_program(rank):
+    ...     mesh, machines = ts.Mesh({"data": 2}), ts.FoundTopology(ts.parse_hosts("2x1"), (0, 1), ())
+    ...     return ts.mapping_gain(mesh, machines, [ts.Traffic("data", bytes=1e6)])
+    >>> gain = ts.run_threads(2, rank_program)[0]
+    >>> gain.seconds == gain.mapped_seconds, gain.mapping.method
+    (True, 'as it is')
+    """
 
     mapping: "RankMapping"
     """The best that was found; where none beats what is there, what is there, and its method is "as it is"."""
