@@ -44,7 +44,8 @@ File read_file(const std::string& name) {
       for (in >> count; in && count > 0; --count) {
         std::int64_t id = 0, kind = 0, tags = 0, tag = 0;
         for (in >> id >> kind >> tags; in && tags > 0; --tags) in >> tag;
-        if (kind != 2) refuse(name, "an element is no triangle; give the surface alone as physical");
+        if (kind != 2)
+          refuse(name, "an element is no triangle; give the surface alone as physical");
         Triangle& t = file.triangles.emplace_back();
         in >> t[0] >> t[1] >> t[2];
       }
@@ -76,8 +77,7 @@ Cells read_cells(const std::string& file) {
     if (twice == 0) refuse(file, "a triangle has no area");
     const std::int64_t cell = cells.size();
     cells.area.push_back(std::abs(twice) / 2);
-    cells.centre.push_back(
-        {(p[0][0] + p[1][0] + p[2][0]) / 3, (p[0][1] + p[1][1] + p[2][1]) / 3});
+    cells.centre.push_back({(p[0][0] + p[1][0] + p[2][0]) / 3, (p[0][1] + p[1][1] + p[2][1]) / 3});
     for (int i = 0; i < 3; ++i) {
       const int j = (i + 1) % 3;
       const auto [face, first] = face_of.try_emplace(
@@ -95,7 +95,8 @@ Cells read_cells(const std::string& file) {
   }
   for (const Face& face : cells.faces) {
     if (face.right < 0) continue;
-    for (const auto& [from, to] : {std::pair(face.left, face.right), std::pair(face.right, face.left)}) {
+    for (const auto& [from, to] :
+         {std::pair(face.left, face.right), std::pair(face.right, face.left)}) {
       cells.source.push_back(from);
       cells.target.push_back(to);
     }

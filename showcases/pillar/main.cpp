@@ -26,8 +26,7 @@ void run(std::int64_t windows, const std::string& folder, const std::string& mes
   int ranks = 1;
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   const pillar::Cells cells = pillar::read_cells(mesh);
-  const auto owner =
-      tessera::partition_by_metis(cells.size(), cells.source, cells.target, ranks);
+  const auto owner = tessera::partition_by_metis(cells.size(), cells.source, cells.target, ranks);
   pillar::Waves solver(MPI_COMM_WORLD, cells, owner);
   const pillar::SolverMesh on(solver, cells);
   const bool first = on.manager.rank() == 0;

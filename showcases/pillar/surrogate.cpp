@@ -91,8 +91,10 @@ SurrogateImpl::SurrogateImpl(std::int64_t width, int layers)
   register_module("edge_in", edge_in_);
   register_module("out", out_);
   for (int l = 0; l < layers; ++l) {
-    edge_.push_back(register_module(tessera::concat("edge", l), perceptron(3 * width, width, width)));
-    cell_.push_back(register_module(tessera::concat("cell", l), perceptron(2 * width, width, width)));
+    edge_.push_back(
+        register_module(tessera::concat("edge", l), perceptron(3 * width, width, width)));
+    cell_.push_back(
+        register_module(tessera::concat("cell", l), perceptron(2 * width, width, width)));
   }
   const torch::NoGradGuard no_grad;
   out_[2]->as<torch::nn::Linear>()->weight.mul_(0.1);
@@ -105,8 +107,8 @@ at::Tensor SurrogateImpl::forward(const at::Tensor& state, const SolverMesh& on)
   at::Tensor h = cell_in_->forward(torch::cat({waves / scale, on.cell_features}, 1));
   at::Tensor e = edge_in_->forward(on.edge_features);
   for (std::size_t l = 0; l < cell_.size(); ++l) {
-    e = e + edge_[l]->forward(
-                torch::cat({e, h.index_select(0, source), h.index_select(0, target)}, 1));
+    e = e +
+        edge_[l]->forward(torch::cat({e, h.index_select(0, source), h.index_select(0, target)}, 1));
     const at::Tensor sum = torch::zeros_like(h).index_add(0, target, e);
     h = h + cell_[l]->forward(torch::cat({h, sum}, 1));
   }
@@ -162,8 +164,8 @@ class Run {
     const std::int64_t rows = on_.cells.size();
     const at::Tensor ids = tessera::to_local(
         saved.read("cells", tessera::ShardSpec(on_.mesh, {rows}, {tessera::Shard(0)})));
-    const tessera::OwnedRows then(
-        on_.mesh, std::span(ids.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(ids.numel())));
+    const tessera::OwnedRows then(on_.mesh, std::span(ids.const_data_ptr<std::int64_t>(),
+                                                      static_cast<std::size_t>(ids.numel())));
     const at::Tensor was =
         saved.read("solver", tessera::ShardSpec(on_.mesh, {rows, fields}, {tessera::Shard(0)}));
     const auto where = then.numbers(on_.cells.ids());

@@ -35,8 +35,8 @@ State rusanov(const State& left, const State& right, const std::array<double, 2>
 }
 
 State mirrored(const State& s, const std::array<double, 2>& normal) {
-  const double twice = 2 * (s[1] * normal[0] + s[2] * normal[1]) /
-                       (normal[0] * normal[0] + normal[1] * normal[1]);
+  const double twice =
+      2 * (s[1] * normal[0] + s[2] * normal[1]) / (normal[0] * normal[0] + normal[1] * normal[1]);
   return {s[0], s[1] - twice * normal[0], s[2] - twice * normal[1]};
 }
 
@@ -54,7 +54,8 @@ Waves::Waves(MPI_Comm comm, const Cells& cells, const std::vector<int>& owner) :
   // By peer: what it needs of this rank's cells, and this rank of its.
   std::map<int, std::array<std::set<std::int64_t>, 2>> needed;
   for (const Face& face : cells.faces)
-    for (const auto& [here, there] : {std::pair(face.left, face.right), std::pair(face.right, face.left)})
+    for (const auto& [here, there] :
+         {std::pair(face.left, face.right), std::pair(face.right, face.left)})
       if (face.right >= 0 && owner[here] == rank && owner[there] != rank) {
         needed[owner[there]][0].insert(here);
         needed[owner[there]][1].insert(there);

@@ -42,7 +42,7 @@ struct Neighborhood {
 
 /// softmax(q k' * scale) v over each query's neighbourhood. q, k: batch x spatial dims x heads x
 /// channels; v likewise, with any number of channels. One Neighborhood per spatial dim, one to
-/// three. `scale` absent: 1 / sqrt(channels). Differentiable any number of times. On the CPU, and on
+/// three. `scale` absent: 1 / sqrt(channels). Differentiable any number of times. On the CPU and on
 /// CUDA where Tessera was built with the toolkit's compiler, a kernel that needs no memory beyond
 /// the result; float16 and bfloat16 are summed in float32. Elsewhere, and for second derivatives,
 /// composed of libtorch's operators, with memory for every query's keys.

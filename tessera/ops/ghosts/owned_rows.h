@@ -67,7 +67,7 @@ class OwnedRows {
   ///
   /// Collective. Throws InvalidArgument on every rank, with ids and ranks, for an end that nobody
   /// owns, for numbers of sources, targets and `order` that differ, for an order of which two edges
-  /// have a number or that some ranks do not give, and, without `anywhere`, for an edge whose target
+  /// have a number or that some ranks do not give and, without `anywhere`, for an edge whose target
   /// another rank owns.
   at::Tensor edges(std::span<const std::int64_t> source, std::span<const std::int64_t> target,
                    bool anywhere = false,

@@ -34,9 +34,9 @@ struct ShardedGraph {
 };
 
 /// Shards a graph that each rank of the axes (by their indices) has read completely. `owner`: of
-/// each node, as the rank in that group. `index`: 2 x edges, int64, numbers of nodes, sources first.
+/// each node, as rank in that group. `index`: 2 x edges, int64, numbers of nodes, sources first.
 /// `ordered`: sums by the edges are taken in their order here, see OwnedRows::edges(); equal to the
-/// bit on any number of ranks. Collective. Throws InvalidArgument on every rank for other shapes and
+/// bit on any number of ranks. Collective. Throws InvalidArgument on all ranks for other shapes and
 /// dtypes, owners and nodes that there are not, and graphs that differ between the ranks.
 ShardedGraph shard_graph(const DeviceMesh& mesh, std::vector<int> axes, const at::Tensor& owner,
                          const at::Tensor& index, bool ordered = false);

@@ -44,7 +44,7 @@ using RowPlanPtr = std::shared_ptr<const RowPlan>;
 /// along dim 0 over the same axes; dims behind it are expanded. nullptr if an index of any rank is
 /// negative or out of range: the same on all ranks. Collective, unless the plan is found by the
 /// tensor. Throws InvalidArgument, with the ids, if the tensor was written to since its plan was
-/// made: on the other ranks PeerFailedError, unless they throw the same. Throws it on every rank for
+/// made: on the other ranks PeerFailedError, unless they throw it too. Throws it on every rank for
 /// an index that has an order of another length, or is not on the CPU.
 RowPlanPtr row_plan(const char* op, const at::Tensor& index, const DimSharding& rows);
 

@@ -17,9 +17,9 @@
 
 namespace tessera::detail {
 
-/// Nothing is recorded: autograd and autocast have already run on the sharded tensor. Autocast stays as it is: it has cast the arguments of an operator that it
-/// knows, and then sees nothing of what the operator calls; what one that it does not know is made
-/// of it casts, as on one process.
+/// Nothing is recorded: autograd has already run on the sharded tensor. Autocast has cast the
+/// arguments of an operator that it knows, and sees nothing of what that calls; what one that it
+/// does not know is made of it casts, as on one process.
 class BelowAutogradGuard {
  public:
   BelowAutogradGuard() : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView) {}
