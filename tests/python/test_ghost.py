@@ -371,7 +371,7 @@ def test_batches_of_graphs_of_different_sizes_over_data_ranks_each_cut_over_doma
 
     samples = ts.Dataset.of([{"nodes": {"x": x, "owner": owner}, "edges": {"index": edges}, "energy": x.new_ones(())} for x, edges, owner in graphs])
     order = ts.FixedOrder(6, 6, seed=3)
-    whole = ts.Loader(samples, order, ts.Mesh({"data": 1}), ["data"], graphs=True).next()
+    whole = on_ranks(1, lambda rank: ts.Loader(samples, order, ts.Mesh({"data": 1}), ["data"], graphs=True).next())[0]
     nodes = whole.fields["nodes"]
     assert whole.rows == 6 and whole.fields["energy"].shape == (6,) and nodes["graph"].bincount().tolist() == [sizes[index] for _, index in whole.samples]
     energies(nets[-1], nodes["x"], whole.fields["edges"]["index"], nodes["graph"], 6).square().mean().backward()
@@ -401,20 +401,23 @@ def test_what_is_no_graph_is_refused_with_its_sample():
     def graph(**of):
         return {"nodes": {"x": torch.ones(2, 1)}, "edges": {"index": torch.tensor([[0], [1]])}, **of}
 
-    mesh = ts.Mesh({"data": 1})
-    for sample, says in ((graph(edges={"index": torch.tensor([[0], [2]])}), "a node that there is not"), (graph(more=1), "the same fields"), ([1], "the same fields")):
-        loader = ts.Loader(ts.Dataset.of([graph(), sample]), ts.FixedOrder(2, 2, shuffle=False), mesh, ["data"], graphs=True)
-        with pytest.raises(ts.SampleError, match="sample 1"):
-            try:
-                loader.next()
-            except ts.SampleError as error:
-                assert says in str(error) + str(error.__cause__)
-                raise
-    for data in (ts.TensorDataset(torch.ones(2)), ts.Dataset.of([])):
-        with pytest.raises(ts.InvalidArgument, match="dictionaries of fields"):
-            ts.Loader(data, ts.FixedOrder(2, 2), mesh, ["data"], graphs=True)
-    with pytest.raises(ts.InvalidArgument, match="edges/index"):
-        ts.Loader(ts.Dataset.of([{"x": 1.0}, {"x": 2.0}]), ts.FixedOrder(2, 2), mesh, ["data"], graphs=True)
+    def body(rank):
+        mesh = ts.Mesh({"data": 1})
+        for sample, says in ((graph(edges={"index": torch.tensor([[0], [2]])}), "a node that there is not"), (graph(more=1), "the same fields"), ([1], "the same fields")):
+            loader = ts.Loader(ts.Dataset.of([graph(), sample]), ts.FixedOrder(2, 2, shuffle=False), mesh, ["data"], graphs=True)
+            with pytest.raises(ts.SampleError, match="sample 1"):
+                try:
+                    loader.next()
+                except ts.SampleError as error:
+                    assert says in str(error) + str(error.__cause__)
+                    raise
+        for data in (ts.TensorDataset(torch.ones(2)), ts.Dataset.of([])):
+            with pytest.raises(ts.InvalidArgument, match="dictionaries of fields"):
+                ts.Loader(data, ts.FixedOrder(2, 2), mesh, ["data"], graphs=True)
+        with pytest.raises(ts.InvalidArgument, match="edges/index"):
+            ts.Loader(ts.Dataset.of([{"x": 1.0}, {"x": 2.0}]), ts.FixedOrder(2, 2), mesh, ["data"], graphs=True)
+
+    on_ranks(1, body)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
