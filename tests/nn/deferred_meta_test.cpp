@@ -262,6 +262,8 @@ TEST(DeferredMeta, WhatNothingHasWrittenToIsNamed) {
     EXPECT_TRUE(is_deferred(weight));
     if (manager.rank() == 1) weight.fill_(3);
     if (manager.rank() == 1) net->buffers()[0].zero_();
+    // A view with more elements than the memory has.
+    EXPECT_TRUE(is_deferred(weight.unsqueeze(0).expand({2, 3, 4})));
     places();
     EXPECT_TRUE(whole(net->parameters()[0]).eq(3).all().item<bool>());
   });

@@ -74,10 +74,10 @@ std::string Tape::unsaid(std::size_t value) const {
       if (all && alias && alias->isWrite() && overwrites(step->op, use.argument)) unknown.erase(at);
     }
     for (const std::size_t memory : taken ? step->touched : std::vector<std::size_t>()) {
-      std::int64_t most = 0;
-      for (std::size_t v = 0; v < values_.size(); ++v)
-        if (values_[v].memory == memory) most = std::max(most, count(v));
-      unknown.try_emplace(memory, Unknown{*taken, most});
+      // The first value of a memory is all of it, and no view.
+      const auto base = std::ranges::find(values_, memory, &Value::memory);
+      unknown.try_emplace(memory,
+                          Unknown{*taken, count(static_cast<std::size_t>(base - values_.begin()))});
     }
   }
   const auto at = unknown.find(values_[value].memory);
