@@ -152,7 +152,7 @@ def materialize(module, device=None, mesh=None):
     For modules that nothing places; numbers of `trunc_normal_`, and what is drawn after it, are others. Not collective. `device`: default the CPU. With a
     `mesh` the random numbers are those of sharded tensors, so that values are those that placing would give: for modules that a rank has alone, as the
     stages that `ts.Pipeline` fills by itself. That is collective over the mesh, whose ranks may give other modules, and on its device. Raises NotAvailable as
-    `deferred`, InvalidArgument inside such a scope, and for what nothing has given values.
+    `deferred`, InvalidArgument inside such a scope, and for what nothing has given values, MismatchError where ranks of the mesh have other seeds.
 
     >>> with ts.deferred():
     ...     layer = nn.Linear(8, 64)

@@ -84,31 +84,62 @@ void materialize(const std::vector<at::Tensor>& tensors, c10::Device device) {
   }
 }
 
+namespace {
+
+// How far a rank is that has its values.
+struct Filled {
+  RandomState random;
+  std::uint64_t tensors = 0;
+};
+
+void require_one_seed(const std::vector<Filled>& all, const std::vector<int>& ranks) {
+  if (std::ranges::all_of(all, [](const Filled& f) { return f.tensors == 0; })) return;
+  for (std::size_t r = 1; r < all.size(); ++r)
+    if (all[r].random.seed != all[0].random.seed)
+      throw MismatchError("materialize: the random numbers of sharded tensors have the seed ",
+                          all[0].random.seed, " on rank ", ranks[0], " and ", all[r].random.seed,
+                          " on rank ", ranks[r], ": give manual_seed() the same one on all ranks");
+}
+
+}  // namespace
+
 void materialize(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh) {
   const DistributedManager& manager = mesh.manager();
   const at::NoGradGuard no_grad;
+  const RandomState before = random_state(manager);
   std::vector<std::pair<at::Tensor, at::Tensor>> made;
-  const auto states = agree::all<RandomState>(mesh.all(), "materialize", [&] {
-    detail::require_no_scope("materialize");
-    require_values("materialize", tensors, /*may_be_deferred=*/true);
-    const DeviceMesh alone(Mesh({{"rank", 1}}, {manager.rank()}), manager);
-    std::unordered_set<const void*> seen;
-    for (const auto& [name, t, parameter] : tensors) {
-      const detail::Recorded* is = detail::recorded(t);
-      if (!is || !seen.insert(t.unsafeGetTensorImpl()).second) continue;
-      detail::require_said("materialize", *is);
-      const ShardSpec whole(alone, t.sizes().vec(), {Replicate()});
-      made.emplace_back(t, to_local(is->tape->placed(is->value, whole, manager.device())));
-    }
-    return random_state(manager);
-  });
+  std::vector<std::shared_ptr<detail::Tape>> begun;
+  std::vector<Filled> all;
+  try {
+    all = agree::all<Filled>(mesh.all(), "materialize", [&] {
+      detail::require_no_scope("materialize");
+      require_values("materialize", tensors, /*may_be_deferred=*/true);
+      const DeviceMesh alone(Mesh({{"rank", 1}}, {manager.rank()}), manager);
+      std::unordered_set<const void*> seen;
+      for (const auto& [name, t, parameter] : tensors) {
+        const detail::Recorded* is = detail::recorded(t);
+        if (!is || !seen.insert(t.unsafeGetTensorImpl()).second) continue;
+        detail::require_said("materialize", *is);
+        if (!is->tape->begun()) begun.push_back(is->tape);
+        const ShardSpec whole(alone, t.sizes().vec(), {Replicate()});
+        made.emplace_back(t, to_local(is->tape->placed(is->value, whole, manager.device())));
+      }
+      return Filled{random_state(manager), made.size()};
+    });
+    require_one_seed(all, mesh.all().ranks());
+  } catch (...) {
+    // Other ranks may have drawn less: all are where they were.
+    for (const auto& tape : begun) tape->begin_anew();
+    set_random_state(manager, before);
+    throw;
+  }
   for (const auto& [deferred, value] : made) detail::fill_in(deferred, value.detach());
   // Ranks that have nothing to draw go on where the others do.
   const RandomState mine = random_state(manager);
   RandomState furthest = mine;
-  for (const RandomState& other : states) {
-    if (other.seed != mine.seed) return;
-    furthest.stream = std::max(furthest.stream, other.stream);
+  for (const Filled& other : all) {
+    if (other.random.seed != mine.seed) return;
+    furthest.stream = std::max(furthest.stream, other.random.stream);
   }
   if (!(furthest == mine)) set_random_state(manager, furthest);
 }

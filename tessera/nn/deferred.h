@@ -126,8 +126,9 @@ void materialize(const std::vector<at::Tensor>& tensors, c10::Device device = c1
 /// sharded tensors: those that fully_shard() and the others would give them. For modules that a
 /// rank has alone, as the stages of a pipeline (whose constructor does it): ranks may give other
 /// tensors, or none, and their random numbers go on alike. Collective over `mesh`; what is wrong on
-/// one rank is thrown on all, and there everything stays deferred. A reader that fills them is of
-/// this rank alone. Throws InvalidArgument for a tensor on the meta device that is not deferred.
+/// one rank is thrown on all, where everything stays deferred and random numbers are as before. A
+/// reader that fills them is of this rank alone. Throws InvalidArgument for a tensor on the meta
+/// device that is not deferred, MismatchError where ranks have other seeds.
 void materialize(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh);
 
 }  // namespace tessera

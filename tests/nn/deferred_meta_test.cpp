@@ -229,6 +229,33 @@ TEST(DeferredMeta, PartsThatARankHasAloneAreThoseOfTheWhole) {
   });
 }
 
+// What a tied weight or a replica is drawn from is the same on all ranks, after a failure too.
+TEST(DeferredMeta, RanksOfOtherSeedsAreRefusedAndAFailureDrawsNothing) {
+  on_ranks(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const auto make = [] { return nn::Linear(3, 4); };
+    nn::Linear net = deferred(make), lost = deferred(make), expected = deferred(make);
+    manual_seed(manager, static_cast<std::uint64_t>(manager.rank()));
+    EXPECT_TRUE(says(why<MismatchError>([&] { materialize(named_tensors(*net), mesh); }),
+                     "the seed 0 on rank 0 and 1 on rank 1"));
+    EXPECT_TRUE(is_deferred(net->weight));
+    manual_seed(manager, 5);
+    const RandomState before = random_state(manager);
+    if (manager.rank() == 1)
+      set_source(lost->weight, "the weight", [](const ShardSpec*, c10::Device) -> at::Tensor {
+        throw InvalidArgument("the weight is nowhere");
+      });
+    EXPECT_TRUE(says(why<InvalidArgument>([&] { materialize(named_tensors(*lost), mesh); }),
+                     "the weight is nowhere"));
+    EXPECT_TRUE(is_deferred(lost->weight) && is_deferred(lost->bias));
+    EXPECT_EQ(random_state(manager), before);
+    materialize(named_tensors(*expected), mesh);
+    manual_seed(manager, 5);
+    materialize(named_tensors(*net), mesh);
+    EXPECT_TRUE(net->weight.equal(expected->weight) && net->bias.equal(expected->bias));
+  });
+}
+
 TEST(DeferredMeta, WhatNothingHasWrittenToIsNamed) {
   struct OwnImpl : nn::Module {
     OwnImpl() {

@@ -409,6 +409,16 @@ at::Tensor Tape::placed(std::size_t value, const ShardSpec& spec, c10::Device de
   return tessera::spec(got) == spec ? got : redistribute(got, spec).clone();
 }
 
+bool Tape::begun() const {
+  const std::lock_guard lock(mutex_);
+  return start_.has_value();
+}
+
+void Tape::begin_anew() {
+  const std::lock_guard lock(mutex_);
+  start_.reset();
+}
+
 std::vector<at::Tensor> Tape::plain(const std::vector<std::size_t>& values, c10::Device device) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;

@@ -53,6 +53,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   /// The value of a tensor, sharded as `spec` says. Collective over its mesh if what was recorded
   /// moves data. Draws are numbered as if all that was recorded ran at the first call.
   at::Tensor placed(std::size_t value, const ShardSpec& spec, c10::Device device);
+  /// placed() has been called, and its random numbers are counted from there; begin_anew() takes
+  /// that back, where what was placed is thrown away.
+  bool begun() const;
+  void begin_anew();
   /// The values of tensors on this process alone, in the order of the recording. The first call
   /// draws all that the recording draws.
   std::vector<at::Tensor> plain(const std::vector<std::size_t>& values, c10::Device device);
