@@ -172,26 +172,30 @@ OptimizerShards& OptimizerShards::operator=(OptimizerShards&&) noexcept = defaul
 
 std::vector<at::Tensor> OptimizerShards::plan(const std::vector<at::Tensor>& parameters) {
   State& s = *state_;
-  std::vector<at::Tensor> fresh;
+  std::vector<at::Tensor> unknown;
   std::string text, without;
-  for (const at::Tensor& p : parameters)
-    if (p.defined() && p.is_meta()) without = concat(p.sizes());
   for (const at::Tensor& p : parameters) {
     if (!p.defined() || s.knows(p)) continue;
+    unknown.push_back(p);
+    if (p.is_meta()) without = concat(p.sizes());
     text += concat("parameter of shape ", p.sizes(), ", ", toString(p.scalar_type()),
                    is_shardable(p) ? "" : ", not sharded", p.is_meta() ? ", no values" : "", "\n");
-    if (!without.empty()) continue;
-    s.known.insert_or_assign(p.unsafeGetTensorImpl(),
-                             c10::weak_intrusive_ptr<c10::TensorImpl>(p.getIntrusivePtr()));
-    s.shards.erase(p.unsafeGetTensorImpl());
-    if (is_shardable(p)) fresh.push_back(p);
   }
-  if (text.empty()) return {};
+  if (unknown.empty()) return {};
   const Group ranks = s.ranks();
   if (ranks.size() > 1) agree::same(ranks, "the parameters of a ShardedOptimizer", text);
   if (!without.empty())
     throw InvalidArgument("ShardedOptimizer: a parameter of shape ", without,
                           " has no values yet: place or materialize() its module first");
+  // Known on all ranks or on none, so that a second call asks the others again.
+  std::vector<at::Tensor> fresh;
+  for (const at::Tensor& p : unknown) {
+    if (s.knows(p)) continue;  // given twice
+    s.known.insert_or_assign(p.unsafeGetTensorImpl(),
+                             c10::weak_intrusive_ptr<c10::TensorImpl>(p.getIntrusivePtr()));
+    s.shards.erase(p.unsafeGetTensorImpl());
+    if (is_shardable(p)) fresh.push_back(p);
+  }
   if (ranks.size() == 1) return {};
   std::vector<at::Tensor> chunk;
   std::int64_t bytes = 0;

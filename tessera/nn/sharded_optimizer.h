@@ -95,7 +95,7 @@ class ShardedOptimizer final : public Base, public ShardedStates {
 
   /// `parameters` (tensors, or groups of them) and `arguments` are those of the optimizer; states
   /// are sharded over all ranks of `mesh`. Collective over it. Throws MismatchError if the ranks'
-  /// parameters differ in shape, dtype or order.
+  /// parameters differ in shape, dtype or order, InvalidArgument if one has no values.
   template <class Parameters, class... Arguments>
   ShardedOptimizer(Parameters parameters, const DeviceMesh& mesh, Arguments&&... arguments)
       : Base(std::move(parameters), std::forward<Arguments>(arguments)...),
