@@ -276,6 +276,29 @@ ShardedBatch joined(const TensorBatch& batch, const DeviceMesh& mesh, const Batc
   return sharded;
 }
 
+void require_given(const TensorBatch* batch) {
+  if (!batch)
+    throw InvalidArgument("this rank reads for others (reads_for_others()), and gave no batch");
+}
+
+/// Each rank gives rows of its own, which `check` may refuse.
+ShardedBatch gathered(const TensorBatch* batch, const DeviceMesh& mesh, const BatchAxes& axes,
+                      const std::vector<FieldSharding>& field_shardings,
+                      const std::function<void()>& check) {
+  std::vector<FieldSharding> fields;
+  const auto said = agree::all<SaidRows>(mesh.all(), "shard_rows", [&] {
+    require_given(batch);
+    require_rows(*batch);
+    fields = by_place(field_shardings, batch->names);
+    require_fields(fields, batch->tensors.size(), mesh.mesh(), axes);
+    require_whole(fields);
+    check();
+    return SaidRows{batch->rows, batch->real, static_cast<std::int64_t>(batch->tensors.size()),
+                    batch->mask.defined()};
+  });
+  return joined(*batch, mesh, axes, fields, counted(said, mesh.mesh(), axes));
+}
+
 /// What all ranks know of a batch that some of them have read.
 struct Told {
   std::vector<std::uint64_t> numbers;
@@ -291,8 +314,7 @@ Told told_by_readers(const TensorBatch* batch, const DeviceMesh& mesh, const Bat
                      const std::function<void()>& check) {
   Told told;
   const auto header = [&] {
-    if (!batch)
-      throw InvalidArgument("this rank reads for others (reads_for_others()), and gave no batch");
+    require_given(batch);
     require_rows(*batch);
     require_fields(by_place(field_shardings, batch->names), batch->tensors.size(), mesh.mesh(),
                    axes);
@@ -316,6 +338,7 @@ Told told_by_readers(const TensorBatch* batch, const DeviceMesh& mesh, const Bat
 ShardedBatch scattered(const TensorBatch* batch, const DeviceMesh& mesh, const BatchAxes& axes,
                        const std::vector<FieldSharding>& field_shardings,
                        const std::function<void()>& check) {
+  if (axes.others.empty()) return gathered(batch, mesh, axes, field_shardings, check);
   const Mesh& layout = mesh.mesh();
   const DeviceMesh sharing =
       mesh.manager().mesh(layout.submesh(axes.other_names, mesh.manager().rank()));
@@ -368,18 +391,7 @@ ShardedBatch shard_batch(const LoadedBatch& batch, const DeviceMesh& mesh,
 ShardedBatch shard_rows(const TensorBatch& batch, const DeviceMesh& mesh,
                         const std::vector<std::string>& batch_axes,
                         const std::vector<FieldSharding>& field_shardings) {
-  const Mesh& layout = mesh.mesh();
-  const BatchAxes axes = batch_axes_of(layout, batch_axes);
-  std::vector<FieldSharding> fields;
-  const auto said = agree::all<SaidRows>(mesh.all(), "shard_rows", [&] {
-    require_rows(batch);
-    fields = by_place(field_shardings, batch.names);
-    require_fields(fields, batch.tensors.size(), layout, axes);
-    require_whole(fields);
-    return SaidRows{batch.rows, batch.real, static_cast<std::int64_t>(batch.tensors.size()),
-                    batch.mask.defined()};
-  });
-  return joined(batch, mesh, axes, fields, counted(said, layout, axes));
+  return gathered(&batch, mesh, batch_axes_of(mesh.mesh(), batch_axes), field_shardings, [] {});
 }
 
 bool reads_for_others(const DeviceMesh& mesh, const std::vector<std::string>& batch_axes) {
@@ -392,7 +404,6 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
                            const std::vector<std::string>& batch_axes,
                            const std::vector<FieldSharding>& fields) {
   const BatchAxes axes = batch_axes_of(mesh.mesh(), batch_axes);
-  if (axes.others.empty() && batch) return shard_batch(*batch, mesh, batch_axes, fields);
   return scattered(batch ? &*batch : nullptr, mesh, axes, fields, [&] {
     require_mine(*batch, batch_coordinate(mesh.coordinate(), mesh.mesh(), axes), axes);
   });
@@ -401,9 +412,8 @@ ShardedBatch scatter_batch(const std::optional<LoadedBatch>& batch, const Device
 ShardedBatch scatter_rows(const std::optional<TensorBatch>& batch, const DeviceMesh& mesh,
                           const std::vector<std::string>& batch_axes,
                           const std::vector<FieldSharding>& fields) {
-  const BatchAxes axes = batch_axes_of(mesh.mesh(), batch_axes);
-  if (axes.others.empty() && batch) return shard_rows(*batch, mesh, batch_axes, fields);
-  return scattered(batch ? &*batch : nullptr, mesh, axes, fields, [] {});
+  return scattered(batch ? &*batch : nullptr, mesh, batch_axes_of(mesh.mesh(), batch_axes), fields,
+                   [] {});
 }
 
 }  // namespace tessera

@@ -326,6 +326,21 @@ TEST(ShardRows, WhatOneRankHasWrongAllAreTold) {
         InvalidArgument);
     EXPECT_EQ(scatter_rows(reads ? std::optional(right) : std::nullopt, mesh, {"data"}).rows,
               rows_at(0, 1) + rows_at(1, 1));
+    // Every rank reads, and one gives nothing, or a batch of another loader.
+    const DeviceMesh line = manager.mesh({{"data", 4}});
+    EXPECT_NE(testing::thrown<InvalidArgument>([&] {
+                scatter_rows(last ? std::nullopt : std::optional(right), line, {"data"});
+              }).find("gave no batch"),
+              std::string::npos);
+    const auto data = std::make_shared<TensorDataset>(std::vector<at::Tensor>{fields_of_samples()});
+    Loader loader({data}, shuffled(5), batch_mapping(line.mesh(), {"data"}), manager.rank());
+    LoadedBatch loaded = loader.next();
+    EXPECT_EQ(scatter_batch(loaded, line, {"data"}).rows, loaded.global_rows);
+    if (last) loaded.slices.clear();
+    EXPECT_NE(testing::thrown<InvalidArgument>([&] {
+                scatter_batch(loaded, line, {"data"});
+              }).find("slices of other axes"),
+              std::string::npos);
   });
 }
 
