@@ -72,17 +72,26 @@ std::vector<SampleRef> refs_of_all(const ShardedBatch& batch, const std::vector<
       throw InvalidArgument("augment_batch: ", mine.size(), " samples for the ",
                             where.local_shape()[0],
                             " rows of this rank; give LoadedBatch::samples of the batch");
-    std::vector<std::uint64_t> numbers{static_cast<std::uint64_t>(where.local_offset()[0])};
+    std::vector<std::uint64_t> numbers{batch.epoch, batch.step,
+                                       static_cast<std::uint64_t>(where.local_offset()[0])};
     for (const SampleRef& ref : mine) {
       numbers.push_back(static_cast<std::uint64_t>(ref.dataset));
       numbers.push_back(ref.index);
     }
     return numbers;
   });
-  std::vector<SampleRef> all(static_cast<std::size_t>(batch.rows));
-  for (const auto& numbers : said)
-    for (std::size_t i = 1, row = numbers[0]; i < numbers.size(); i += 2, ++row)
-      all.at(row) = {static_cast<int>(numbers[i]), numbers[i + 1]};
+  std::vector<SampleRef> all(static_cast<std::size_t>(batch.rows), SampleRef{-1, 0});
+  for (const auto& numbers : said) {
+    if (numbers[0] != said[0][0] || numbers[1] != said[0][1])
+      throw InvalidArgument("augment_batch: the ranks' batches are of different steps");
+    for (std::size_t i = 3, row = numbers[2]; i < numbers.size(); i += 2, ++row) {
+      const SampleRef ref{static_cast<int>(numbers[i]), numbers[i + 1]};
+      if (all.at(row).dataset >= 0 && all[row] != ref)
+        throw InvalidArgument("augment_batch: ranks that share row ", row,
+                              " of the batch give different samples of it");
+      all[row] = ref;
+    }
+  }
   return all;
 }
 
@@ -126,8 +135,8 @@ at::Tensor as_before(const at::Tensor& rows, const ShardSpec& before) {
   for (const auto& [dim, of] : before.sizes()) {
     if (dim >= rows.dim())
       throw InvalidArgument("augment_batch: dim ", dim,
-                            " of a field is sharded, and the function made ", "tensors of ",
-                            rows.dim(), " dims of it, the batch's included");
+                            " of a field is sharded, and the function made tensors of ", rows.dim(),
+                            " dims of it, the batch's included");
     if (rows.size(dim) == before.shape()[static_cast<std::size_t>(dim)]) sizes[dim] = of;
   }
   return redistribute(rows, before.placements(), sizes);

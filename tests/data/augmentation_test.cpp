@@ -221,6 +221,15 @@ TEST(Augment, WhatTheFunctionThrowsOnOneRankAllAreTold) {
     if (manager.rank() == 1) fewer.pop_back();
     EXPECT_NE(refusal([&] { augment_batch(batch, fewer, by); }).find("LoadedBatch::samples"),
               std::string::npos);
+    // Another sample than the rank that shares the row, and another step.
+    std::vector<SampleRef> other = loaded.samples;
+    if (manager.rank() == 1) other[0].index += 1;
+    EXPECT_NE(refusal([&] { augment_batch(batch, other, by); }).find("share row 0"),
+              std::string::npos);
+    ShardedBatch late = batch;
+    if (manager.rank() == 2) late.step += 1;
+    EXPECT_NE(refusal([&] { augment_batch(late, loaded.samples, by); }).find("different steps"),
+              std::string::npos);
   });
 }
 
