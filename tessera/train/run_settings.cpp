@@ -80,16 +80,19 @@ BatchFields batch_fields(const RunSettings& run) {
 std::shared_ptr<Strategy> RunSettings::make_strategy(const DistributedManager& manager,
                                                      const StrategyRegistry& registry) const {
   StrategyParts parts{.ranks = ranks, .stage_axis = stage_axis};
+  const bool by_field = !fields.empty() || reads == Reads::one;
   for (const auto& [name, size] : mesh) parts.mesh.push_back({name, size});
   for (const auto& [axis, dim] : batch) {
     require_axis(mesh, axis, "batch");
-    if (fields.empty())
+    if (!by_field)
       parts.batch[axis] = dim;
     else if (dim != 0)
-      throw InvalidArgument("batch: axis '", axis, "' shards dim ", dim,
-                            " of all tensors, beside fields: say it for each of them there");
+      throw InvalidArgument(
+          "batch: axis '", axis, "' shards dim ", dim,
+          " of all tensors, beside fields or one rank that reads for all: say it for each "
+          "of the fields");
   }
-  if (!fields.empty()) parts.fields = batch_fields(*this);
+  if (by_field) parts.fields = batch_fields(*this);
   if (!plan.empty()) {
     require_axis(mesh, plan_axis, "plan_axis");
     LayerShardings layers;

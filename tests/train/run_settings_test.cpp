@@ -133,6 +133,10 @@ TEST(RunSettings, WhatCannotBeMadeIsRefused) {
     EXPECT_NE(refusal(mesh + "fields: {x: 'domain=1,domain=2'}").find("names an axis twice"),
               std::string::npos);
     EXPECT_NE(refusal("fields: {x: ''}").find("takes no mesh"), std::string::npos);
+    // Where one rank reads for all, fields need not be named.
+    EXPECT_NE(refusal("reads: one").find("takes no mesh"), std::string::npos);
+    EXPECT_NE(refusal(mesh + "batch: {domain: 2}\nreads: one").find("beside fields or one rank"),
+              std::string::npos);
     EXPECT_NE(refusal("strategy: mesh\nmesh: {data: 1}\nbatch: {domain: 2}")
                   .find("no axis 'domain'; its axes are [data]"),
               std::string::npos);
