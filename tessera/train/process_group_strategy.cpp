@@ -41,9 +41,9 @@ c10::intrusive_ptr<c10d::Store> meeting_place(c10d::ProcessGroup& group, c10::De
       said = concat("! ", e.what_without_backtrace());
     }
   }
-  said.resize(kMostOfAddress);
-  at::Tensor told = at::empty({kMostOfAddress}, at::kByte);
-  std::memcpy(told.data_ptr(), said.data(), said.size());
+  // The last byte stays zero.
+  at::Tensor told = at::zeros({kMostOfAddress}, at::kByte);
+  std::memcpy(told.data_ptr(), said.data(), std::min<std::size_t>(said.size(), kMostOfAddress - 1));
   std::vector<at::Tensor> sent{told.to(device)};
   group.broadcast(sent)->wait();
   told = sent[0].to(at::kCPU);
