@@ -185,9 +185,7 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
   if (collate || graphs)
     throw InvalidArgument(
         "LoaderOptions::collate or graphs with a PackedOrder, which arranges its samples in rows "
-        "itself; "
-        "leave "
-        "one of them out");
+        "itself; leave one of them out");
   const auto capacity = static_cast<std::int64_t>(batch.capacity);
   auto allocate = [&](const Sample& like) {
     for (const at::Tensor& t : like) {
