@@ -2,7 +2,9 @@
 
 namespace tessera {
 
-// Out of line, so that each type is defined once and can be caught across shared libraries.
+// The classes of errors have no function that is defined in one library alone, so each library that
+// throws has their type information. Where a loader keeps these apart (RTLD_LOCAL), libstdc++ tells
+// types by their names, and what one library throws is caught by type in another.
 Error::Error(const std::string& what) : std::runtime_error(what) {}
 
 }  // namespace tessera
