@@ -35,6 +35,18 @@ int threads_from(const std::string& text) {
   return std::stoi(text);
 }
 
+// This host, as it was measured or as hwloc sees it.
+Topology host_of(const RunOptions& options) {
+  if (!options.topology.empty()) return read_topology(options.topology);
+  try {
+    return live_host_of(options.run.ranks, "host0");
+  } catch (const NotAvailable& error) {
+    throw NotAvailable("--map ", options.traffic, ": ", error.what(),
+                       "; say what this host is by --topology FILE (of `tessera bench topology`, ",
+                       "or \"hosts: 1x", options.run.ranks, "\" where all slots are alike)");
+  }
+}
+
 // The slot of each rank for the traffic of --map, on this host.
 std::vector<int> mapped_slots(const RunOptions& options) {
   const int ranks = options.run.ranks;
@@ -42,8 +54,7 @@ std::vector<int> mapped_slots(const RunOptions& options) {
   if (const int size = Mesh(step.axes).size(); size != ranks)
     throw InvalidArgument("--map ", options.traffic, " is traffic of a mesh of ", size,
                           " ranks, but -n is ", ranks);
-  const Topology host =
-      options.topology.empty() ? live_host_of(ranks, "host0") : read_topology(options.topology);
+  const Topology host = host_of(options);
   if (host.hosts.size() != 1 || host.slots() != ranks)
     throw InvalidArgument("--topology ", options.topology, " has ", host.slots(), " slots on ",
                           host.hosts.size(), " hosts; `tessera run` needs one host with ", ranks);

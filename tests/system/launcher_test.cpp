@@ -242,6 +242,9 @@ TEST(LauncherMap, WhatDoesNotFitIsRefused) {
   std::ofstream(folder.path() / "wrong.yaml")
       << "mesh: {data: 4}\ntraffic: [{axes: [data], collective: send, bytes: .inf}]\n";
   refuses(4, {"--map", folder.path() / "wrong.yaml"}, 125, "wrong.yaml");
+  // More ranks than any host has cores, or no hwloc to count them.
+  std::ofstream(folder.path() / "many.yaml") << "mesh: {data: 100000}\ntraffic: []\n";
+  refuses(100000, {"--map", folder.path() / "many.yaml"}, 125, "--topology FILE");
 }
 
 TEST(LauncherEnvironment, OversubscriptionIsReported) {
