@@ -328,8 +328,8 @@ def mean_traffic(trace, mesh, steps=1):
     """What the calls of the ranks' `CommTrace`s move in a step along the axes of a mesh: the mean over all ranks, of `steps` steps each.
 
     Calls over groups that are none of the mesh's do not count. A message, or an exchange with neighbours, counts once, as send, for the pair of neighbours that it
-    passes. Collective over the mesh; every rank gets the same `MeshTraffic`. Raises InvalidArgument, on every rank, for a number of steps that is not finite and
-    above 0.
+    passes; no peer is known of it, so that a ring of p ranks, whose last sends to the first, counts p/(p-1) times. Collective over the mesh; every rank gets the
+    same `MeshTraffic`. Raises InvalidArgument, on every rank, for a number of steps that is not finite and above 0.
 
     >>> def rank_program(rank):
     ...     mesh = ts.Mesh({"data": 2, "model": 2})

@@ -255,7 +255,26 @@ TEST(MeanTraffic, CountsAMessageOnceForItsPair) {
       double bytes = 0;
       for (const Traffic& t : mean.moved.traffic) bytes += t.bytes * t.calls;
       EXPECT_DOUBLE_EQ(bytes, 200);
+      // Round a ring the message from the last to the first counts as one of a pair.
+      const CommTraceScope ring(manager);
+      stages.exchange({{Message::Kind::send, mine, (me + 1) % ranks},
+                       {Message::Kind::receive, other, (me + ranks - 1) % ranks}});
+      const auto passed = entry(mean_traffic(*ring, mesh), "stage", Collective::send);
+      EXPECT_DOUBLE_EQ(passed.bytes, 100);
+      EXPECT_DOUBLE_EQ(passed.calls, ranks / (ranks - 1.0));
     });
+}
+
+TEST(MeanTraffic, PassesAxesOfOneRankOver) {
+  on_ranks(2, [](DistributedManager& manager) {
+    std::vector<Axis> axes{{"data", 2}};
+    for (int n = 0; n < 40; ++n) axes.push_back({concat("one", n), 1});
+    const DeviceMesh mesh = manager.mesh(axes);
+    const CommTraceScope trace(manager);
+    auto x = torch::ones({1});
+    mesh.all().all_reduce(x);
+    EXPECT_EQ(entry(mean_traffic(*trace, mesh), "data", Collective::all_reduce).calls, 1);
+  });
 }
 
 TEST(MeanTraffic, LeavesOutWhatTheMeshDoesNotKnow) {

@@ -1,6 +1,5 @@
 #include "tessera/comm/job/mesh_traffic.h"
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -16,27 +15,37 @@ namespace tessera {
 namespace {
 
 struct Family {
-  /// Bit a: axis a of the mesh.
+  /// Bit i: the i-th of wide_axes().
   unsigned axes = 0;
   int size = 1;
 };
 
+// The axes of more than one rank, of which kMostRanks leaves room for 22.
+std::vector<int> wide_axes(const Mesh& mesh) {
+  std::vector<int> axes;
+  for (int a = 0; a < mesh.dims(); ++a)
+    if (mesh.size(a) > 1) axes.push_back(a);
+  return axes;
+}
+
+// The axes of a set, of those of wide_axes().
+std::vector<int> axes_in(unsigned set, const std::vector<int>& wide) {
+  std::vector<int> axes;
+  for (std::size_t i = 0; i < wide.size(); ++i)
+    if (set >> i & 1u) axes.push_back(wide[i]);
+  return axes;
+}
+
 // The families of the mesh by the name of their group through this rank.
 std::map<std::string, Family> families_of(const DeviceMesh& mesh) {
   const Mesh& whole = mesh.mesh();
-  const int rank = mesh.manager().rank(), dims = whole.dims();
-  std::vector<unsigned> sets;
-  for (unsigned set = 1; set < 1u << dims; ++set) sets.push_back(set);
-  std::ranges::stable_sort(
-      sets, [](unsigned a, unsigned b) { return __builtin_popcount(a) < __builtin_popcount(b); });
+  const auto wide = wide_axes(whole);
   std::map<std::string, Family> families;
-  for (const unsigned set : sets) {
-    std::vector<int> axes;
-    for (int a = 0; a < dims; ++a)
-      if (set >> a & 1u) axes.push_back(a);
-    if (const int size = whole.group_size(axes); size > 1)
-      families.emplace(detail::name_of_ranks(whole.group(axes, rank), mesh.manager().world_size()),
-                       Family{set, size});
+  for (unsigned set = 1; set < 1u << wide.size(); ++set) {
+    const auto axes = axes_in(set, wide);
+    families.emplace(detail::name_of_ranks(whole.group(axes, mesh.manager().rank()),
+                                           mesh.manager().world_size()),
+                     Family{set, whole.group_size(axes)});
   }
   return families;
 }
@@ -146,10 +155,10 @@ MeanTraffic mean_traffic(const CommTrace& trace, const DeviceMesh& mesh, double 
   for (const auto& rows : said)
     for (const Row& row : rows) add(sums, row);
   mean.moved.axes = mesh.mesh().axes();
+  const auto wide = wide_axes(mesh.mesh());
   for (const auto& [key, row] : sums) {
     Traffic entry{{}, static_cast<Collective>(row.collective), row.bytes / row.calls, row.calls};
-    for (int a = 0; a < mesh.mesh().dims(); ++a)
-      if (row.axes >> a & 1u) entry.axes.push_back(mean.moved.axes[a].name);
+    for (const int a : axes_in(row.axes, wide)) entry.axes.push_back(mean.moved.axes[a].name);
     mean.moved.traffic.push_back(std::move(entry));
   }
   return mean;
