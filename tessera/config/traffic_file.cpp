@@ -48,19 +48,22 @@ MeshTraffic read(const Json& document, const std::string& path) {
 
 }  // namespace
 
-MeshTraffic read_traffic(const std::string& path) {
-  const Json document =
-      detail::parse_document(detail::read_text(path), detail::format_of(path), path);
+MeshTraffic parse_traffic(const std::string& text, FileFormat format, const std::string& source) {
+  const Json document = detail::parse_document(text, format, source);
   try {
-    return read(document, path);
+    return read(document, source);
   } catch (const GroupConfigError& error) {
-    throw ConfigFileError(path, ": ", error.what());
+    throw ConfigFileError(source, ": ", error.what());
   } catch (const InvalidArgument& error) {  // of the mesh
-    throw ConfigFileError(path, ": ", error.what());
+    throw ConfigFileError(source, ": ", error.what());
   }
 }
 
-void write_traffic(const MeshTraffic& traffic, const std::string& path) {
+MeshTraffic read_traffic(const std::string& path) {
+  return parse_traffic(detail::read_text(path), detail::format_of(path), path);
+}
+
+std::string format_traffic(const MeshTraffic& traffic, FileFormat format) {
   check_traffic(Mesh(traffic.axes), traffic.traffic);
   Json out{{"mesh", Json::object()}, {"traffic", Json::array()}};
   for (const Axis& axis : traffic.axes) out["mesh"][axis.name] = axis.size;
@@ -69,7 +72,11 @@ void write_traffic(const MeshTraffic& traffic, const std::string& path) {
                                   {"collective", to_string(t.collective)},
                                   {"bytes", t.bytes},
                                   {"calls", t.calls}});
-  detail::write_text(path, detail::write_document(out, detail::format_of(path)));
+  return detail::write_document(out, format);
+}
+
+void write_traffic(const MeshTraffic& traffic, const std::string& path) {
+  detail::write_text(path, format_traffic(traffic, detail::format_of(path)));
 }
 
 }  // namespace tessera

@@ -204,6 +204,8 @@ TEST_F(TrafficFiles, AreReadAsTheyAreWritten) {
       write_traffic(step, folder_ / name);
       ASSERT_EQ(read_traffic(folder_ / name), step) << name;
     }
+    for (const FileFormat format : {FileFormat::json, FileFormat::yaml})
+      ASSERT_EQ(parse_traffic(format_traffic(step, format), format), step);
   }
 }
 
@@ -222,6 +224,7 @@ TEST_F(TrafficFiles, ThatHoldSomethingElseAreRefused) {
   EXPECT_SAYS(entry("axes: [], collective: send, bytes: 1"), "names no axis");
   EXPECT_SAYS(entry("collective: send, bytes: 1"), "names no axis");
   EXPECT_SAYS(entry("axes: [model], collective: send, bytes: 1"), "the axis 'model'");
+  EXPECT_SAYS(entry("axes: [data, data], collective: send, bytes: 1"), "'data' twice");
   EXPECT_SAYS(entry("axes: [data], collective: gossip, bytes: 1"), "no collective 'gossip'");
   EXPECT_SAYS(entry(fine + "bytes: 1, size: 2"), "size: is not a field");
   EXPECT_SAYS(says("step.json", R"({"mesh": {"data": 2}})"), "traffic: must be a list");

@@ -420,4 +420,10 @@ TEST(MappingGain, RefusesWhatIsNoJob) {
   EXPECT_SAYS(refused<UnknownName>(
                   [&] { mapping_gain(mesh, found, {{{"model"}, Collective::send, 1, 1}}); }),
               "the axis 'model'");
+  EXPECT_SAYS(refused<RepeatedName>(
+                  [&] { mapping_gain(mesh, found, {{{"data", "data"}, Collective::send, 1, 1}}); }),
+              "'data' twice");
+  const CostModel model(slow_network({2, 2}), {{"data", 4}}, {});
+  for (const Ranks& wrong : {Ranks{0, 1, 2}, Ranks{0, 1, 2, 4}, Ranks{0, 1, 2, -1}})
+    refused<MappingError>([&] { bytes_between_hosts(model, wrong); });
 }

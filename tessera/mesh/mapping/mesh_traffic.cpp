@@ -1,5 +1,6 @@
 #include "tessera/mesh/mapping/mesh_traffic.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -51,13 +52,17 @@ void check_traffic(const Mesh& mesh, const std::vector<Traffic>& traffic) {
                              " calls; both must be finite and at least 0, and so their "
                              "product");
     if (t.axes.empty()) throw GroupConfigError("a traffic entry names no axis");
-    for (const auto& axis : t.axes)
+    for (const auto& axis : t.axes) {
       if (!mesh.has_axis(axis))
         throw UnknownName("traffic names the axis '", axis, "'; the axes are ", list(mesh.names()));
+      if (std::ranges::count(t.axes, axis) > 1)
+        throw RepeatedName("traffic names the axis '", axis, "' twice; name each axis once");
+    }
   }
 }
 
 double bytes_between_hosts(const CostModel& model, const std::vector<int>& slot_of) {
+  given_mapping(model, slot_of);  // throws where a slot is none
   const Mesh mesh(model.axes());
   const auto host_of = model.topology().hosts_of_slots();
   double bytes = 0;
@@ -66,7 +71,7 @@ double bytes_between_hosts(const CostModel& model, const std::vector<int>& slot_
     std::vector<int> hosts;
     for (int g = 0; g < groups.count(); ++g) {
       hosts.clear();
-      for (const int position : groups[g]) hosts.push_back(host_of.at(slot_of.at(position)));
+      for (const int position : groups[g]) hosts.push_back(host_of[slot_of[position]]);
       bytes += buffers_between(t.collective, hosts) * t.bytes * t.calls;
     }
   }

@@ -21,13 +21,14 @@ struct MeshTraffic {
 };
 
 /// Throws GroupConfigError for bytes, calls or a product of the two that are negative or not
-/// finite, and for an entry without axes; UnknownName for an axis that the mesh does not have.
+/// finite, and for an entry without axes; UnknownName for an axis that the mesh does not have,
+/// RepeatedName for one that an entry names twice.
 void check_traffic(const Mesh& mesh, const std::vector<Traffic>& traffic);
 
 /// Bytes per step that leave a host with this mapping. Rings and trees run in order of slots, as
 /// for the cost, so a group on h > 1 hosts sends 2h(p-1)/p buffers of an all-reduce between them,
 /// h(p-1)/p of an all-gather or a reduce-scatter, h-1 of a broadcast or a reduce; of the other two,
-/// what goes between pairs on different hosts.
+/// what goes between pairs on different hosts. Throws MappingError as given_mapping().
 double bytes_between_hosts(const CostModel& model, const std::vector<int>& slot_of);
 
 /// What another mapping of a running job would gain, per step.
