@@ -111,9 +111,6 @@ class ShmTransport final : public Transport {
 
   const char* name() const override { return "shm"; }
   Abilities abilities() override;
-  // How calls travel, and why, for reports.
-  std::string describe() const { return shm::to_string(link_->group().describe()); }
-
   void broadcast(TransportCall& call) override;
   void all_reduce(TransportCall& call) override;
   void reduce(TransportCall& call) override;
