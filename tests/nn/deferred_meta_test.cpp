@@ -298,8 +298,7 @@ TEST(DeferredMeta, WhatNothingHasWrittenToIsNamed) {
 
 TEST(DeferredMeta, MistakesAreTold) {
   nn::Linear real(3, 4), half(3, 4);
-  EXPECT_TRUE(says(why<InvalidArgument>([&] { defer(*real); }), "nothing") ||
-              says(why<InvalidArgument>([&] { defer(*real); }), "no parameter or buffer"));
+  EXPECT_TRUE(says(why<InvalidArgument>([&] { defer(*real); }), "no parameter or buffer"));
   // A module that has values beside is not initialised, which would change them.
   half->bias.unsafeGetTensorImpl()->shallow_copy_from(
       torch::empty({4}, torch::kMeta).getIntrusivePtr());
