@@ -228,6 +228,17 @@ def _graph_names(datasets):
     return readers[0].names
 
 
+def _as_named(made, names):
+    """The tensors of what is nested, in the order of these names: dictionaries may have another one."""
+    tensors, own = _tensors(made), _names(made)
+    if own == names or not own or not names or len(own) != len(names):
+        return tensors
+    if sorted(own) != sorted(names):
+        raise ValueError(f"a sample with the fields {names} has become one with {own}: it is nested as before")
+    by_name = dict(zip(own, tensors))
+    return [by_name[name] for name in names]
+
+
 class _Augmenting:
     """A function of complete samples as the library calls it; `nested`: how it knows a sample's tensors."""
 
@@ -235,7 +246,9 @@ class _Augmenting:
         self.errors = Callbacks()
 
         def call(numbers):
-            return _tensors(function(nested(ops.taken()), torch.Generator().manual_seed(numbers[0])))
+            sample = nested(ops.taken())
+            names = _names(sample)  # the function may write to it
+            return _as_named(function(sample, torch.Generator().manual_seed(numbers[0])), names)
 
         self._call = self.errors.calling(call)
         self.address = address(self._call)
@@ -334,7 +347,7 @@ class Loader:
         """The next batch. After an exception the loader is still before that batch."""
         (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices, names = self._around(self._handle.next)
         pairs = tuple(zip(samples[::2], samples[1::2]))
-        nested = self._datasets[0]._nested(tensors, names)
+        nested = self._datasets[0]._nested(tensors, names) if tensors else ()
         paths = tuple(names or (_names(nested) if isinstance(nested, dict) else ()))
         return LoadedBatch(step, epoch, tuple(tensors), nested, pairs, _fours(slices), rows, real, global_rows, global_real, mask, paths)
 

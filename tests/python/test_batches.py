@@ -22,6 +22,11 @@ class Samples:
         return {"field": FIELD[index][:, self.columns].clone(), "about": {"label": int(LABEL[index])}}
 
 
+class Unread(Samples):
+    def __getitem__(self, index):
+        raise AssertionError("a rank for which another one reads was asked for a sample")
+
+
 def altered(sample, draws):
     field = sample["field"].flip(0) if torch.rand(1, generator=draws) < 0.5 else sample["field"]
     field += torch.randn(field.shape, generator=draws, dtype=torch.float64)
@@ -53,7 +58,7 @@ def test_augmented_samples_are_those_of_one_process(axes):
         shards = ts.Loader(Samples(mine), order(), mesh, ["data"])
         whole = ts.Loader(Samples(), order(), mesh, ["data"], workers=1, augment=altered, seed=9)
         reads = ts.reads_for_others(mesh, ["data"])
-        one = ts.Loader(Samples(), order(), mesh, ["data"], augment=altered, seed=9, reads=reads)
+        one = ts.Loader(Samples() if reads else Unread(), order(), mesh, ["data"], augment=altered, seed=9, reads=reads)
         one.require_agreement()
         for batch in expected:
             loaded = shards.next()
@@ -74,6 +79,28 @@ def test_augmented_samples_are_those_of_one_process(axes):
     assert all(on_ranks(axes["data"] * axes["domain"], body))
 
 
+def test_what_a_function_returns_is_taken_by_name():
+    def turned(sample, draws):
+        made = altered(sample, draws)
+        return {"about": made["about"], "field": made["field"]}
+
+    for got, batch in zip(alone(2, augment=turned, seed=9), alone(2, augment=altered, seed=9)):
+        assert torch.equal(got.fields["field"], batch.fields["field"])
+        assert torch.equal(got.fields["about"]["label"], batch.fields["about"]["label"])
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 1, "domain": 2})
+        loader = ts.Loader(Samples(), order(), mesh, ["data"], augment=lambda sample, draws: {"image": sample["field"], "about": sample["about"]})
+        with pytest.raises(ts.SampleError, match=r"\['field', 'about/label'\] has become one with \['image', 'about/label'\]"):
+            loader.next()
+        loaded = ts.Loader(Samples(), order(), mesh, ["data"]).next()
+        batch = ts.shard_batch(loaded, mesh, ["data"], {"field": ts.FieldSharding({"domain": 2}, whole=True)})
+        got = [ts.augment_batch(batch, loaded.samples, function, seed=9).fields["field"] for function in (altered, turned)]
+        assert torch.equal(*map(ts.full_tensor, got))
+
+    on_ranks(2, body)
+
+
 def test_a_resumed_run_and_processes_draw_the_same():
     expected = alone(6, augment=altered, seed=2)
 
@@ -84,6 +111,10 @@ def test_a_resumed_run_and_processes_draw_the_same():
         resumed.restore(loader.state())
         for got, batch in zip(first + [resumed.next() for _ in range(2)], expected):
             assert torch.equal(got.fields["field"], batch.fields["field"])
+        several = ts.Loader(Samples(), order(), ts.Mesh({"x": 1}), ["x"], processes=2, augment=altered, seed=2)
+        for batch in expected:
+            assert torch.equal(several.next().fields["field"], batch.fields["field"])
+        several.close()
 
     on_ranks(1, body)
 
