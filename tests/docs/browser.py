@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import pathlib
+import select
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,17 @@ FAULTS = r"""
   return JSON.stringify(faults);
 })()
 """
-FOUND = "(() => { const a = document.querySelector('#search-results ul li a'); return a ? a.getAttribute('href') : ''; })()"
+# The first result when there is one; nothing after 20 s.
+FOUND = r"""
+new Promise(found => {
+  const first = () => document.querySelector('#search-results ul li a');
+  const watch = new MutationObserver(() => { if (first()) end(); });
+  const end = () => { watch.disconnect(); found(first() ? first().getAttribute('href') : ''); };
+  watch.observe(document, { childList: true, subtree: true });
+  if (first()) end();
+  else setTimeout(end, 20000);
+})
+"""
 
 
 class Browser:
@@ -89,14 +100,18 @@ class Browser:
         os.close(its[1])
         self.to, self.of = ours[1], its[0]
         self.bytes, self.number, self.events = b"", 0, []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        try:
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, until):
         while b"\0" not in self.bytes:
-            if time.monotonic() > until:
+            if not select.select([self.of], [], [], max(0, until - time.monotonic()))[0]:
                 raise TimeoutError("Chromium does not answer")
             more = os.read(self.of, 1 << 20)
             if not more:
@@ -128,7 +143,7 @@ class Browser:
             self.events.append(self.read(until))
 
     def run(self, code):
-        result = self.call("Runtime.evaluate", expression=code)
+        result = self.call("Runtime.evaluate", expression=code, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(str(result["exceptionDetails"])[:500])
         return result["result"].get("value")
@@ -171,10 +186,7 @@ def search(browser, site):
     browser.look(*WAYS[0][1:])
     for words, wanted in WORDS.items():
         browser.open((site / "search.html").resolve().as_uri() + "?q=" + words.replace(" ", "+"))
-        found, until = "", time.monotonic() + 20
-        while not found and time.monotonic() < until:
-            time.sleep(0.1)
-            found = browser.run(FOUND)
+        found = browser.run(FOUND)
         first = found.partition("?")[0].partition("#")[0]
         if not first.endswith(f"/{wanted}.html") and first != f"{wanted}.html":
             faults.append(f"'{words}' is found in {found or 'nothing'} first, not in {wanted}.html")
