@@ -164,12 +164,14 @@ class ManualStrategy(ParallelStrategy):
         return devices[self.local_rank % len(devices)]
 
     def setup_environment(self):
-        """Raises InvalidArgument for `devices` that are neither one nor the ranks of this host."""
+        """Raises InvalidArgument, on every rank, for `devices` that are neither one nor the ranks of each host."""
         super().setup_environment()
         hosts = ts.world().all_gather_bytes(socket.gethostname().encode())
-        asked, here = len(self.parallel_devices or [None]), hosts.count(hosts[ts.rank()])
-        if asked not in (1, here):
-            raise ts.InvalidArgument(f"devices={asked}, and this host has {here} ranks: start as many (tessera run -n {asked}), or give 1, each rank's own")
+        asked, here = len(self.parallel_devices or [None]), hosts[ts.rank()]
+        wrong = next((host for host in (here, *hosts) if hosts.count(host) != asked), None)
+        if asked != 1 and wrong is not None:  # on all ranks, also where another host has too many
+            whose = "this host" if wrong == here else wrong.decode()
+            raise ts.InvalidArgument(f"devices={asked}, and {whose} has {hosts.count(wrong)} ranks: start as many (tessera run -n {asked}), or give 1, each rank's own")
 
     @property
     def is_distributed(self):
@@ -426,8 +428,9 @@ class MeshStrategy(ManualStrategy):
             ts.distribute_module(module, self.mesh, self._rule)
 
     def process_dataloader(self, dataloader):
-        """The loader, or as many batches of nothing where another rank reads."""
-        return dataloader if self._reads else _Nothing(len(dataloader))
+        """The loader, or as many batches of nothing where another rank reads. Raises TypeError on every rank for one without a length, if one reads for all."""
+        batches = len(dataloader) if self._one_reads else 0
+        return dataloader if self._reads else _Nothing(batches)
 
     def batch_to_device(self, batch, device=None, dataloader_idx=0):
         """Moves the batch, and makes its tensors sharded ones. Collective: the ranks' rows are counted."""

@@ -256,6 +256,11 @@ def main():
         raise AssertionError("a batch and its fields are taken")
     except ts.InvalidArgument as error:
         assert "beside fields" in str(error)
+    try:
+        MeshStrategy(axes, fields=fields, one_reads=True).process_dataloader(iter([]))
+        raise AssertionError("a loader without a length is taken where one rank reads for all")
+    except TypeError as error:
+        assert "len()" in str(error)
 
     # By name, with the number of ranks.
     module, by_name = Fit(), trainer("tessera_ddp", devices=ranks, use_distributed_sampler=False)
