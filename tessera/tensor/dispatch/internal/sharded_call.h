@@ -1,7 +1,7 @@
 #pragma once
 // ShardedCall: one call of an operator on sharded tensors whose plan is ready, in six steps:
 //
-//   choose_memory         whether it runs on the device or in host memory (host_memory.h)
+//   choose_memory         whether it runs on the device or in host memory (layout.h)
 //   redistribute_inputs   inputs whose spec is not the plan's are redistributed
 //   substitute_locals     every tensor on the stack is replaced by this rank's local
 //   run_local             the operator, or the rule's function in its place, runs on the locals
