@@ -87,8 +87,6 @@ void reset_parameters(torch::nn::Module& module);
 /// module is as it was.
 void defer(torch::nn::Module& module,
            const std::function<void(torch::nn::Module&)>& initialise = reset_parameters);
-/// The same for the tensors of a module that is not C++'s own, which nothing initialises.
-void defer(const std::vector<NamedTensor>& tensors);
 
 /// The parameters and buffers of a module, under each of their full names.
 std::vector<NamedTensor> named_tensors(const torch::nn::Module& module);
