@@ -28,13 +28,13 @@ struct MeanTraffic {
 };
 
 /// The calls that the ranks of the mesh have made in `steps` steps each, by the axes over whose
-/// groups they went; the fewest axes where several name the same ranks. The mean over all ranks, so
-/// that uneven shards count with their sum. Messages, and exchanges with neighbours, are `send`:
-/// each counts once, for the pair of neighbours that it passes, of which a group of p ranks has
-/// p-1. A trace does not name the peer: the message of a ring from the last rank to the first counts
-/// as if it passed such a pair, so that a ring has p/(p-1) of a chain's bytes. Collective over the
-/// mesh; every rank gets the same. Throws InvalidArgument on every rank if one has a number of steps
-/// that is not finite and above 0, and on a rank outside the mesh.
+/// groups they went, without those of one rank. The mean over all ranks, so that uneven shards
+/// count with their sum. Messages, and exchanges with neighbours, are `send`: each counts once, for
+/// the pair of neighbours that it passes, of which a group of p ranks has p-1. A trace does not
+/// name the peer: the message of a ring from the last rank to the first counts as if it passed such
+/// a pair, so that a ring has p/(p-1) of a chain's bytes. Collective over the mesh; every rank gets
+/// the same. Throws InvalidArgument on every rank if one has a number of steps that is not finite
+/// and above 0, and on a rank outside the mesh.
 MeanTraffic mean_traffic(const CommTrace& trace, const DeviceMesh& mesh, double steps = 1);
 
 }  // namespace tessera
