@@ -288,6 +288,11 @@ TEST_P(OrderedSums, RefuseWhatIsNoOrder) {
     const at::Tensor ends = nodes.edges(to, to, false, Ids{2 * me, 2 * me + 1});
     const at::Tensor x = nodes.shard(at::ones({1, 2}));
     refused("by edges that have an order", [&] { x.index_select(0, ends.narrow(1, 0, 1)[0]); });
+    if (ranks > 1) {
+      const at::Tensor own = to_local(ends);
+      const at::Tensor mixed = from_local(last ? own.clone() : own, mesh, {Shard(1)});
+      refused("an order on some ranks alone", [&] { x.index_select(0, mixed[0]); });
+    }
     const at::Tensor whole = at::zeros({ranks, 2});
     refused("OwnedRowsScope",
             [&] { whole.clone().index_add_(0, ends[1], x.index_select(0, ends[0])); });

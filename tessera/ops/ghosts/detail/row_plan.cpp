@@ -23,9 +23,10 @@ namespace {
 
 using Ids = std::span<const std::int64_t>;
 
-// As many as fit into the word that ranks compare, with a bit that says that an index does not fit.
+// As many as fit into the word that ranks compare, with bits that say that an index does not fit,
+// and that it has an order.
 constexpr std::size_t kMostPlans = 16, kMostTensors = 64;
-constexpr std::uint64_t kUnfit = std::uint64_t{1} << 63;
+constexpr std::uint64_t kUnfit = std::uint64_t{1} << 63, kInOrder = std::uint64_t{1} << 62;
 
 // A plan, with what it is found by.
 struct Kept {
@@ -220,11 +221,10 @@ RowPlanPtr agreed_plan(const char* op, KeptPlans& kept, const ShardMeta& index,
   const auto origin = concat(op, " of rows ", list(rows.partition.sizes()), " by ", index.spec());
   const SumOrder order = order_of(index.local);
   const auto words = agree::all<std::uint64_t>(group, op, [&] {
-    if (order && (order->size() != ids.size() || !index.local.is_cpu()))
-      throw InvalidArgument("an index of ", ids.size(), " places on ", index.local.device().type(),
-                            " by edges that have an order of ", order->size(),
-                            "; give all of them, on the CPU, or edges without an order");
-    std::uint64_t word = 0;
+    if (order && order->size() != ids.size())
+      throw InvalidArgument("an index of ", ids.size(), " places by edges that have an order of ",
+                            order->size(), "; give all of them, or edges without an order");
+    std::uint64_t word = order ? kInOrder : 0;
     for (const std::int64_t id : ids)
       if (id < 0 || id >= rows.partition.extent()) return kUnfit;
     for (std::size_t i = 0; i < kept.plans.size(); ++i) {
@@ -235,9 +235,12 @@ RowPlanPtr agreed_plan(const char* op, KeptPlans& kept, const ShardMeta& index,
     }
     return word;
   });
-  std::uint64_t common = ~kUnfit;
+  std::uint64_t common = ~(kUnfit | kInOrder);
   for (const std::uint64_t word : words) {
     if (word & kUnfit) return nullptr;
+    if ((word ^ words.front()) & kInOrder)
+      throw InvalidArgument(op, " by edges that have an order on some ranks alone; ",
+                            "give those of OwnedRows::edges() on all of them, or copies");
     common &= word;
   }
   if (common != 0) {

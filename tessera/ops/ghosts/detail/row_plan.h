@@ -45,7 +45,7 @@ using RowPlanPtr = std::shared_ptr<const RowPlan>;
 /// negative or out of range: the same on all ranks. Collective, unless the plan is found by the
 /// tensor. Throws InvalidArgument, with the ids, if the tensor was written to since its plan was
 /// made: on the other ranks PeerFailedError, unless they throw it too. Throws it on every rank for
-/// an index that has an order of another length, or is not on the CPU.
+/// an index that has an order of another length, or on some ranks alone.
 RowPlanPtr row_plan(const char* op, const at::Tensor& index, const DimSharding& rows);
 
 }  // namespace tessera::detail
