@@ -44,8 +44,8 @@ struct Neighborhood {
 /// channels; v likewise, with any number of channels. One Neighborhood per spatial dim, one to
 /// three. `scale` absent: 1 / sqrt(channels). Differentiable any number of times. On the CPU and on
 /// CUDA where Tessera was built with the toolkit's compiler, a kernel that needs no memory beyond
-/// the result; float16 and bfloat16 are summed in float32. Elsewhere, and for second derivatives,
-/// composed of libtorch's operators, with memory for every query's keys.
+/// the result; float16 and bfloat16 are summed in float32, on the CPU in copies. Elsewhere, and for
+/// second derivatives, composed of libtorch's operators, with memory for every query's keys.
 ///
 /// Sharded tensors: batch, spatial dims and heads may be sharded over any axes with any sizes; k
 /// and v are redistributed to q's placements if theirs differ, and each rank gets the keys and
