@@ -75,18 +75,20 @@ auto deferred(Make&& make) {
 
 /// Initialises a layer of libtorch's own by its reset_parameters(), and leaves other modules.
 void reset_parameters(torch::nn::Module& module);
-/// Defers the parameters and buffers of a module that are on the meta device (a constructor that
-/// names it, torch::jit::load() on it). `initialise` is called for each module all of whose
-/// parameters are such ones, those of its children included, children first as constructors run,
-/// and is recorded as a constructor is: it writes to the module's own parameters and buffers. A
-/// parameter that two modules share has what the first one wrote. What nothing has written to must
-/// get its values from elsewhere (fill_deferred(), set_source(), copy_) before it is placed, which
-/// otherwise names it. Defer a model before it is split into stages, so that all have one
-/// recording. Not collective; all ranks do the same. Throws InvalidArgument where nothing is on the
-/// meta device, for tensors that share memory, and inside a DeferredScope; by an exception the
-/// module is as it was.
+/// Defers the parameters and buffers of a module that are on the meta device. `initialise` is
+/// called for each module all of whose parameters are such ones, those of its children included,
+/// children first as constructors run, and is recorded as a constructor is: it writes to the
+/// module's own parameters and buffers. A parameter that two modules share has what the first one
+/// wrote. What nothing has written to must get its values from elsewhere (fill_deferred(),
+/// set_source(), copy_) before it is placed, which otherwise names it. Defer a model before it is
+/// split into stages, so that all have one recording. Not collective; all ranks do the same. Throws
+/// InvalidArgument where nothing is on the meta device, for tensors that share memory, and inside a
+/// DeferredScope; by an exception the module is as it was.
 void defer(torch::nn::Module& module,
            const std::function<void(torch::nn::Module&)>& initialise = reset_parameters);
+/// The same for the tensors of a module that is not C++'s own, as TorchScript's, which nothing
+/// initialises.
+void defer(const std::vector<NamedTensor>& tensors);
 
 /// The parameters and buffers of a module, under each of their full names.
 std::vector<NamedTensor> named_tensors(const torch::nn::Module& module);

@@ -2,6 +2,7 @@
 // values are those of one process, and what has none is named.
 
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/api/module.h>
 
 #include "../support/meta.h"
 #include "support.h"
@@ -293,6 +294,26 @@ TEST(DeferredMeta, WhatNothingHasWrittenToIsNamed) {
     EXPECT_TRUE(is_deferred(weight.unsqueeze(0).expand({2, 3, 4})));
     places();
     EXPECT_TRUE(whole(net->parameters()[0]).eq(3).all().item<bool>());
+  });
+}
+
+// As torch::jit::load() gives it on the meta device.
+TEST(DeferredMeta, TensorsOfAScriptGetTheirValuesByHand) {
+  on_ranks(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    torch::jit::Module script("script");
+    script.register_parameter("weight", torch::empty({3, 4}, torch::kMeta), /*is_buffer=*/false);
+    at::Tensor weight = script.attr("weight").toTensor();
+    defer({{"weight", weight, true}});
+    const auto place = [&] {
+      distribute_module(script, mesh, [](const std::string&, const at::Tensor&) {
+        return std::optional(ParameterPlacement{std::vector<Placement>{Shard(0)}});
+      });
+    };
+    EXPECT_TRUE(says(why<InvalidArgument>(place), "'weight' was on the meta device"));
+    weight.fill_(2);
+    place();
+    EXPECT_TRUE(is_sharded(weight) && whole(weight).eq(2).all().item<bool>());
   });
 }
 

@@ -217,4 +217,8 @@ void defer(torch::nn::Module& module, const std::function<void(torch::nn::Module
   }
 }
 
+void defer(const std::vector<NamedTensor>& tensors) {
+  const detail::Deferral deferral(tensors, /*host_too=*/false);
+}
+
 }  // namespace tessera
