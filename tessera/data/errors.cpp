@@ -1,3 +1,0 @@
-#include "tessera/data/errors.h"
-
-namespace tessera {}  // namespace tessera
