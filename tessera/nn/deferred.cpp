@@ -67,6 +67,7 @@ void materialize(const std::vector<at::Tensor>& tensors, c10::Device device) {
   for (const at::Tensor& t : tensors) {
     const detail::Recorded* is = detail::recorded(t);
     if (!is) continue;
+    detail::require_said("materialize", *is);
     std::vector<at::Tensor>& all = of[is->tape.get()];
     if (all.empty()) tapes.push_back(is->tape);
     if (std::ranges::none_of(all, [&](const at::Tensor& u) { return u.is_same(t); }))
@@ -75,10 +76,7 @@ void materialize(const std::vector<at::Tensor>& tensors, c10::Device device) {
   for (const auto& tape : tapes) {
     const std::vector<at::Tensor>& all = of[tape.get()];
     std::vector<std::size_t> values;
-    for (const at::Tensor& t : all) {
-      detail::require_said("materialize", *detail::recorded(t));
-      values.push_back(detail::recorded(t)->value);
-    }
+    for (const at::Tensor& t : all) values.push_back(detail::recorded(t)->value);
     const std::vector<at::Tensor> made = tape->plain(values, device);
     for (std::size_t i = 0; i < made.size(); ++i) detail::fill_in(all[i], made[i]);
   }

@@ -272,6 +272,10 @@ TEST(DeferredMeta, WhatNothingHasWrittenToIsNamed) {
     EXPECT_TRUE(says(why<InvalidArgument>(places), "'weight' was on the meta device"));
     EXPECT_TRUE(says(why<InvalidArgument>([&] { fully_shard(*net, mesh); }), "'weight'"));
     EXPECT_TRUE(says(why<InvalidArgument>([&] { materialize(*net); }), "'weight'"));
+    // Of two recordings none is filled, whichever comes first.
+    const at::Tensor other = deferred([] { return torch::ones({2}); });
+    EXPECT_THROW(materialize({other, net->parameters()[0]}), InvalidArgument);
+    EXPECT_TRUE(is_deferred(other));
     EXPECT_TRUE(
         says(why<InvalidArgument>([&] { materialize(named_tensors(*net), mesh); }), "'weight'"));
     const torch::NoGradGuard no_grad;
