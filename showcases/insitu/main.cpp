@@ -27,8 +27,7 @@ void run(std::int64_t rows, std::int64_t columns, const std::string& folder) {
   if (first)
     std::cout << "solver: " << rows << " x " << columns << " cells on " << solver.grid()[0] << " x "
               << solver.grid()[1] << " ranks; " << on.spec << '\n';
-  insitu::Training training;
-  training.checkpoint = folder;
+  const insitu::Training training{.folder = folder};
   const auto watch = [&](std::int64_t window, double loss) {
     if (first && window % 10 == 9)
       std::printf("after %3lld windows: squared error %.4f of the change\n",
@@ -39,8 +38,7 @@ void run(std::int64_t rows, std::int64_t columns, const std::string& folder) {
   std::printf(
       "RMS error of h after %lld solver steps, over windows not trained on:\n  surrogate    %.2e\n "
       " persistence  %.2e\n",
-      static_cast<long long>(insitu::Training().steps_a_window), score.surrogate,
-      score.persistence);
+      static_cast<long long>(training.steps_a_window), score.surrogate, score.persistence);
   std::printf("mass of the solver: %.12g before, %.12g after\n", score.mass_before,
               score.mass_after);
 }

@@ -73,11 +73,10 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
     all.add("network.", *network).add("solver", state);
     return all;
   };
-  if (!training.checkpoint.empty()) {
-    checkpoints.emplace(on.manager, training.checkpoint,
-                        tessera::CheckpointOptions{.keep_last = 2});
+  if (!training.folder.empty()) {
+    checkpoints.emplace(on.manager, training.folder, tessera::CheckpointOptions{.keep_last = 2});
     if (const auto latest = checkpoints->to_resume()) {
-      const tessera::CheckpointReader saved(on.manager.world(), training.checkpoint, *latest);
+      const tessera::CheckpointReader saved(on.manager.world(), training.folder, *latest);
       auto all = everything();
       saved.load(all, {.allow_extra = true});  // into the solver's own memory
       tessera::load_optimizer(saved, "adam.", optimizer, *network);
@@ -109,19 +108,8 @@ Score train_online(ShallowWater& solver, const SolverMesh& on, const Training& t
   }
   if (checkpoints) checkpoints->wait();
 
-  const torch::NoGradGuard no_grad;
-  const auto error = [](const at::Tensor& a, const at::Tensor& b) {
-    return (a.select(1, 0) - b.select(1, 0)).square().mean().item<double>();
-  };
-  for (std::int64_t w = 0; w < judged; ++w) {
-    const at::Tensor before = state.clone();
-    const at::Tensor forecast = network(before);
-    advance();
-    score.surrogate += error(forecast, state) / static_cast<double>(judged);
-    score.persistence += error(before, state) / static_cast<double>(judged);
-  }
-  score.surrogate = std::sqrt(score.surrogate);
-  score.persistence = std::sqrt(score.persistence);
+  const auto forecast = [&](const at::Tensor& before) { return network(before); };
+  online::judge(score, state, judged, forecast, advance);
   score.mass_after = solver.mass();
   return score;
 }

@@ -6,9 +6,8 @@
 #include <torch/torch.h>
 
 #include <functional>
-#include <string>
-#include <vector>
 
+#include "../online.h"
 #include "shallow_water.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/tensor/spec/spec.h"
@@ -40,31 +39,8 @@ struct SolverMesh {
   tessera::ShardSpec spec;
 };
 
-struct Training {
-  /// Pairs of states to learn from.
-  std::int64_t windows = 60;
-  /// Solver steps between the two states of a pair.
-  std::int64_t steps_a_window = 4;
-  /// Of the weights, for each pair.
-  std::int64_t updates = 4;
-  double learning_rate = 4e-3;
-  /// The folder to save in, and to go on from, on any number of ranks: the solver's state, the
-  /// network and its optimizer; empty: neither.
-  std::string checkpoint = {};
-  /// Windows between checkpoints.
-  std::int64_t save_every = 20;
-};
-
-/// After training, over windows that were not trained on: root mean square errors of h against the
-/// solver's.
-struct Score {
-  double surrogate = 0;
-  /// Of "nothing changes".
-  double persistence = 0;
-  /// Of each update.
-  std::vector<double> losses;
-  double mass_before = 0, mass_after = 0;
-};
+using online::Score;
+using online::Training;
 
 /// Runs the solver and trains on it, then judges on `judged` more windows. Collective; every rank
 /// gets the same score.

@@ -181,10 +181,6 @@ class Run {
   std::int64_t begin_ = 0;
 };
 
-double height_error(const at::Tensor& a, const at::Tensor& b) {
-  return (a.select(1, 0) - b.select(1, 0)).square().mean().item<double>();
-}
-
 }  // namespace
 
 Score train_online(Waves& solver, const SolverMesh& on, const Training& training,
@@ -221,16 +217,8 @@ Score train_online(Waves& solver, const SolverMesh& on, const Training& training
     if (watch) watch(w, loss_of_window);
   }
 
-  const torch::NoGradGuard no_grad;
-  for (std::int64_t w = 0; w < judged; ++w) {
-    const at::Tensor before = state.clone();
-    const at::Tensor forecast = network(before, on);
-    advance();
-    score.surrogate += height_error(forecast, state) / static_cast<double>(judged);
-    score.persistence += height_error(before, state) / static_cast<double>(judged);
-  }
-  score.surrogate = std::sqrt(score.surrogate);
-  score.persistence = std::sqrt(score.persistence);
+  const auto forecast = [&](const at::Tensor& before) { return network(before, on); };
+  online::judge(score, state, judged, forecast, advance);
   score.mass_after = solver.mass();
   return score;
 }

@@ -7,9 +7,9 @@
 #include <torch/torch.h>
 
 #include <functional>
-#include <string>
 #include <vector>
 
+#include "../online.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/ops/ghosts/owned_rows.h"
 #include "waves.h"
@@ -46,34 +46,13 @@ struct SurrogateImpl : torch::nn::Module {
 };
 TORCH_MODULE(Surrogate);
 
-struct Training {
-  /// Pairs of states to learn from.
-  std::int64_t windows = 60;
-  /// Solver steps between the two states of a pair.
-  std::int64_t steps_a_window = 4;
-  /// Of the weights, for each pair.
-  std::int64_t updates = 4;
-  double learning_rate = 3e-3;
-  /// The folder to save in and to log into (metrics.jsonl, which `tessera report` draws), and to go
-  /// on from, on any number of ranks and in any partition of the same mesh; empty: neither.
-  std::string folder = {};
-  /// Windows between checkpoints.
-  std::int64_t save_every = 20;
-};
-
-/// After training, over windows that were not trained on: root mean square errors of h against the
-/// solver's.
-struct Score {
-  double surrogate = 0;
-  /// Of "nothing changes".
-  double persistence = 0;
-  /// Of each update.
-  std::vector<double> losses;
-  double mass_before = 0, mass_after = 0;
-};
+using online::Score;
+using online::Training;
 
 /// Runs the solver and trains on it, then judges on `judged` more windows. Collective; every rank
-/// gets the same score. Throws tessera::Error on every rank for a checkpoint of another mesh.
+/// gets the same score. Its folder has the log too (metrics.jsonl, which `tessera report` draws),
+/// and goes on in any partition of the mesh. Throws tessera::Error on every rank for a checkpoint
+/// of another mesh.
 Score train_online(Waves& solver, const SolverMesh& on, const Training& training,
                    std::int64_t judged = 5,
                    const std::function<void(std::int64_t window, double loss)>& watch = {});

@@ -47,7 +47,7 @@ TEST(InSitu, GoesOnFromACheckpointOnAnyRanks) {
   Training training{.windows = 6, .steps_a_window = 3, .updates = 2};
   ShallowWater straight(MPI_COMM_WORLD, 20, 18);
   const Score expected = train_online(straight, SolverMesh(straight), training, 2);
-  training.checkpoint = folder;
+  training.folder = folder;
   training.save_every = 2;
   const auto run = [&](MPI_Comm comm, std::int64_t windows) {
     training.windows = windows;
