@@ -20,8 +20,9 @@ namespace pillar {
 namespace {
 
 torch::nn::Sequential perceptron(std::int64_t in, std::int64_t width, std::int64_t out) {
-  return torch::nn::Sequential(torch::nn::Linear(in, width), torch::nn::GELU(),
-                               torch::nn::Linear(width, out));
+  // Weights are drawn in this order: compilers differ in that of arguments.
+  const torch::nn::Linear last(width, out), first(in, width);
+  return torch::nn::Sequential(first, torch::nn::GELU(), last);
 }
 
 std::int64_t hash_of(const Cells& cells) {
