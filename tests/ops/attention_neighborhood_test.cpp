@@ -196,6 +196,36 @@ TEST(Neighborhood, OnCudaAsOnTheCpu) {
   }
 }
 
+// Teams of every width, and rows that no team has at once; not on the current device, if there are
+// several.
+TEST(Neighborhood, OtherTypesAndWidthsOnCudaAsOnTheCpu) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  const c10::Device there(at::kCUDA,
+                          static_cast<c10::DeviceIndex>(torch::cuda::device_count() - 1));
+  Draw draw(8);
+  for (const auto& [type, tolerance] :
+       {std::pair(at::kFloat, 1e-4), {at::kHalf, 2e-2}, {at::kBFloat16, 1e-1}})
+    for (const auto& [channels, value_channels] :
+         {std::pair(4, 8), {32, 12}, {40, 64}, {128, 100}, {132, 4}, {33, 150}}) {
+      Case c(draw, 2);
+      c.shape.back() = channels;
+      c.value_channels = value_channels;
+      seed(4);
+      std::vector<at::Tensor> values{randn(c.shape, at::kDouble).to(type),
+                                     randn(c.shape, at::kDouble).to(type),
+                                     randn(c.value_shape(), at::kDouble).to(type)};
+      const at::Tensor g = randn(c.value_shape(), at::kDouble).to(type);
+      const Result expected = run(c, leaves(values), g, false);
+      for (auto& v : values) v = v.to(there);
+      const Result got = run(c, leaves(values), g.to(there), false);
+      EXPECT_EQ(got.value.device(), there);
+      EXPECT_LT(difference(got.value.cpu(), expected.value, 1), tolerance) << c.text();
+      for (std::size_t i = 0; i < 3; ++i)
+        EXPECT_LT(difference(got.gradients[i].cpu(), expected.gradients[i], 1), tolerance)
+            << "gradient " << i << ", " << c.text();
+    }
+}
+
 TEST(Neighborhood, IsAnOperatorOfTheDispatcher) {
   seed(1);
   const at::Tensor q = randn({2, 6, 5, 2, 3}, at::kDouble), k = randn({2, 6, 5, 2, 3}, at::kDouble),
