@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,11 +131,14 @@ class Dataset:
     @staticmethod
     def _read_by(reader, elsewhere=None):
         """`elsewhere`: what stands for the reader, in other processes."""
-        errors, known = Callbacks(), []
+        errors, known, mutex = Callbacks(), [], threading.Lock()
 
         def batch(indices):
             tensors, nesting = (elsewhere or reader)(indices)
-            known[:] = [nesting]
+            with mutex:
+                if known and known[0] != nesting and known[0].num_leaves == nesting.num_leaves:
+                    raise ValueError(f"samples of one dataset are nested alike; these are {known[0]} and {nesting}")
+                known[:] = [nesting]
             return tensors
 
         function = _kept(errors.calling(batch))
@@ -237,6 +241,14 @@ def _as_named(made, names):
         raise ValueError(f"a sample with the fields {names} has become one with {own}: it is nested as before")
     by_name = dict(zip(own, tensors))
     return [by_name[name] for name in names]
+
+
+def _require_one_order(datasets):
+    """Refuses a mixture whose datasets have the same fields in another order: their tensors would be taken for each other's."""
+    names = [_names(pytree.tree_unflatten([0] * nesting.num_leaves, nesting)) for d in datasets for nesting in d._nesting or ()]
+    other = next((own for own in names if own != names[0] and sorted(own) == sorted(names[0])), None)
+    if other:
+        raise InvalidArgument(f"datasets of one mixture have the fields {names[0]} and {other}: give the same names in the same order")
 
 
 class _Augmenting:
@@ -347,6 +359,8 @@ class Loader:
         """The next batch. After an exception the loader is still before that batch."""
         (step, epoch, rows, real, global_rows, global_real), tensors, mask, samples, slices, names = self._around(self._handle.next)
         pairs = tuple(zip(samples[::2], samples[1::2]))
+        if len(self._datasets) > 1:
+            _require_one_order(self._datasets)
         nested = self._datasets[0]._nested(tensors, names) if tensors else ()
         paths = tuple(names or (_names(nested) if isinstance(nested, dict) else ()))
         return LoadedBatch(step, epoch, tuple(tensors), nested, pairs, _fours(slices), rows, real, global_rows, global_real, mask, paths)

@@ -121,6 +121,23 @@ def test_fields_are_nested_as_samples_are(workers):
 NAMES = ("image", "about/label", "about/place/0", "about/place/1")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fields_in_another_order_are_not_taken_for_each_other(workers):
+    one, other = ({name: torch.full((2,), float(name == "x")) for name in order} for order in ("xy", "yx"))
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 1})
+        mixture = ts.Loader([ts.Dataset.of([one]), ts.Dataset.of([other])], ts.MixtureOrder({"a": 1, "b": 1}, [0.5, 0.5], 2), mesh, ["data"], workers=workers)
+        with pytest.raises(ts.InvalidArgument, match=r"\['x', 'y'\] and \['y', 'x'\]"):
+            mixture.next()
+        # Alike within each batch, and not between them.
+        loader = ts.Loader(ts.Dataset.of([one, other]), ts.FixedOrder(2, 1, shuffle=False), mesh, ["data"], workers=workers)
+        with pytest.raises(ts.SampleError, match="nested alike"):
+            [loader.next() for _ in range(2)]
+
+    on_ranks(1, body)
+
+
 def test_fields_are_sharded_by_name():
     """Read by every rank, or by one of each domain group, whose names the others get with their shards."""
     order = ts.FixedOrder(7, 3, seed=3)
