@@ -445,6 +445,10 @@ def test_sums_in_one_order_are_those_of_one_process_to_the_bit(ranks):
         got = derivatives(nodes.shard(x.detach()[own]).requires_grad_(), es, *edges)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(ts.to_local(a), b[own])
+        graph = ts.shard_graph(ts.Mesh({"domain": ranks}), owner, ends, ordered=True)
+        got = derivatives(graph.of_nodes(x.detach()).requires_grad_(), graph.of_edges(e), *graph.edges)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(ts.to_local(a), b[graph.nodes.ids])
         with pytest.raises(ts.InvalidArgument, match="order of edges"):
             nodes.edges([own, own], order=[-1] * len(own) if rank == 0 else own)
 
