@@ -186,8 +186,9 @@ class StrategyRegistry {
   /// Throws InvalidArgument for a name that is there already.
   void add(const std::string& name, Make make);
   /// Throws InvalidArgument for a name that there is not, with those that there are; for another
-  /// number of ranks; for parts that a strategy of the library lacks or does not take; and as its
-  /// constructor. Collective where that is.
+  /// number of ranks; for a mesh, batch, fields or function that a strategy of the library lacks or
+  /// does not take (options of the others stand unused); and as its constructor. Collective where
+  /// that is.
   std::shared_ptr<Strategy> make(const std::string& name, const DistributedManager& manager,
                                  const StrategyParts& parts = {}) const;
   std::vector<std::string> names() const;

@@ -100,7 +100,7 @@ struct ReadyPlan {
   std::vector<Output> outputs;
   bool view_copied = false;
   // A tensor among the arguments shows a device other than the CPU: its local may lie in host
-  // memory (host_memory.h).
+  // memory (layout.h).
   bool on_device = false;
   bool once = false;  // not kept: the operator was refused within a RefusalScope
   // What the plan's collectives are for; null: it has none.
