@@ -14,20 +14,18 @@ namespace tessera {
 
 namespace {
 
-using Kind = LayerSharding::Kind;
-
 std::string described(const LayerSharding& s) {
   const std::string of = s.units > 0 ? concat(" of ", s.units, " units") : "";
   switch (s.kind) {
-    case Kind::column:
+    case LayerSharding::Kind::column:
       return "column" + of;
-    case Kind::row:
+    case LayerSharding::Kind::row:
       return "row" + of;
-    case Kind::vocabulary:
+    case LayerSharding::Kind::vocabulary:
       return "vocabulary" + of;
-    case Kind::replicated:
+    case LayerSharding::Kind::replicated:
       return "replicated";
-    case Kind::sharded:
+    case LayerSharding::Kind::sharded:
       return concat("sharded along dim ", s.dim, of);
   }
   return "";
@@ -61,8 +59,8 @@ struct Planner {
   // `name` is that of the parameter, `own` its name within its layer.
   ParameterPlacement of_layer(const std::string& name, const std::string& own, const at::Tensor& t,
                               const LayerSharding& s) const {
-    if (s.kind == Kind::replicated) return whole();
-    if (s.kind == Kind::sharded)
+    if (s.kind == LayerSharding::Kind::replicated) return whole();
+    if (s.kind == LayerSharding::Kind::sharded)
       throw InvalidArgument(
           "tensor_parallel: sharded() names a parameter itself, and the "
           "pattern matches the layer of ",
@@ -73,8 +71,8 @@ struct Planner {
                             " of shape ", t.sizes(),
                             ": it knows layers of a weight [out, in] and a bias [out]; "
                             "name the parameter itself and say sharded(dim)");
-    if (bias && s.kind == Kind::row) return whole();
-    ParameterPlacement where = along(name, t, s.kind == Kind::row ? 1 : 0, s.units);
+    if (bias && s.kind == LayerSharding::Kind::row) return whole();
+    ParameterPlacement where = along(name, t, s.kind == LayerSharding::Kind::row ? 1 : 0, s.units);
     // Without a dim of the data the weight is marked all the same: nothing gathers it on the axis.
     if (weight) where.sequence = {axis, sequence_dim.value_or(-1)};
     return where;
@@ -150,11 +148,13 @@ void lie_in_one_way(TensorParallelPlan::Parameter& p, TensorParallelPlan::Parame
 
 }  // namespace
 
-LayerSharding column(std::int64_t units) { return {Kind::column, units}; }
-LayerSharding row(std::int64_t units) { return {Kind::row, units}; }
-LayerSharding vocabulary() { return {Kind::vocabulary}; }
+LayerSharding column(std::int64_t units) { return {LayerSharding::Kind::column, units}; }
+LayerSharding row(std::int64_t units) { return {LayerSharding::Kind::row, units}; }
+LayerSharding vocabulary() { return {LayerSharding::Kind::vocabulary}; }
 LayerSharding replicated() { return {}; }
-LayerSharding sharded(int dim, std::int64_t units) { return {Kind::sharded, units, dim}; }
+LayerSharding sharded(int dim, std::int64_t units) {
+  return {LayerSharding::Kind::sharded, units, dim};
+}
 
 TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
                                        const LayerShardings& layers,
@@ -184,7 +184,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
           const auto [sharding, itself] = patterns.find(layer, name);
           Parameter p{name, "", t.sizes().vec(), planner.whole(), {}};
           if (sharding) {
-            p.placement = itself && sharding->kind == Kind::sharded
+            p.placement = itself && sharding->kind == LayerSharding::Kind::sharded
                               ? planner.along(name, t, sharding->dim, sharding->units)
                               : planner.of_layer(name, item.key(), t, *sharding);
             p.how = described(*sharding);

@@ -68,7 +68,8 @@ SumOrder order_of(const at::Tensor& local) {
 
 std::shared_ptr<const OrderedSums> ordered_sums(const Group& group, const Partition& rows,
                                                 std::span<const std::int64_t> ids, SumOrder order) {
-  auto sums = std::make_shared<OrderedSums>(OrderedSums{std::move(order)});
+  auto sums = std::make_shared<OrderedSums>();
+  sums->order = std::move(order);
   const Interval own = rows.interval(group.rank());
   // Owned row, number in the order, place: the summands of this rank's rows.
   std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> all;
