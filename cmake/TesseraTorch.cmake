@@ -84,6 +84,50 @@ function(tessera_use_full_pch target)
   endif()
 endfunction()
 
+# tessera_programs(NAME PREFIX example_ UNITS 2 SOURCES a.cpp ... LIBRARIES target ...): the programs example_a, ... of one source each. Where TESSERA_UNITY
+# says so they are links to one executable, NAME, which is compiled in so many units.
+function(tessera_programs name)
+  cmake_parse_arguments(ARG "" "PREFIX;UNITS" "SOURCES;LIBRARIES" ${ARGN})
+  if(NOT TESSERA_UNITY)
+    foreach(source IN LISTS ARG_SOURCES)
+      get_filename_component(program "${source}" NAME_WE)
+      add_executable(${ARG_PREFIX}${program} "${source}")
+      target_link_libraries(${ARG_PREFIX}${program} PRIVATE ${ARG_LIBRARIES})
+      tessera_use_full_pch(${ARG_PREFIX}${program})
+    endforeach()
+    return()
+  endif()
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  set(folder "${CMAKE_CURRENT_BINARY_DIR}/${name}")
+  set(units "")
+  math(EXPR last "${ARG_UNITS} - 1")
+  foreach(unit RANGE ${last})
+    list(APPEND units "${folder}/unit_${unit}.cpp")
+  endforeach()
+  set(together "${PROJECT_SOURCE_DIR}/cmake/together.py")
+  add_custom_command(
+    OUTPUT ${units} "${folder}/main.cpp"
+    COMMAND ${Python3_EXECUTABLE} "${together}" "${folder}" ${ARG_PREFIX} ${ARG_UNITS} ${ARG_SOURCES}
+    DEPENDS ${ARG_SOURCES} "${together}"
+    VERBATIM
+  )
+  add_executable(${name} ${units} "${folder}/main.cpp")
+  set_source_files_properties("${folder}/main.cpp" PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+  target_link_libraries(${name} PRIVATE ${ARG_LIBRARIES})
+  tessera_use_full_pch(${name})
+  foreach(source IN LISTS ARG_SOURCES)
+    get_filename_component(program "${source}" NAME_WE)
+    add_custom_command(
+      TARGET ${name}
+      POST_BUILD
+      COMMAND ${CMAKE_COMMAND} -E create_symlink $<TARGET_FILE_NAME:${name}> "${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/${ARG_PREFIX}${program}"
+      VERBATIM
+    )
+    add_custom_target(${ARG_PREFIX}${program})
+    add_dependencies(${ARG_PREFIX}${program} ${name})
+  endforeach()
+endfunction()
+
 # tessera_showcase(targets ...): the libraries and programs of a showcase that is built in this tree.
 function(tessera_showcase)
   foreach(target IN LISTS ARGN)
