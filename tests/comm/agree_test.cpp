@@ -24,7 +24,7 @@
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::agree_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -358,4 +358,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, Agreement,
                          });
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::agree_test

@@ -16,7 +16,7 @@
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/comm/store/store.h"
 
-namespace tessera {
+namespace tessera::c10d_interop_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -214,4 +214,4 @@ TEST(C10dInterop, ARankThatDoesNotComeIsNamed) {
   });
 }
 
-}  // namespace tessera
+}  // namespace tessera::c10d_interop_test

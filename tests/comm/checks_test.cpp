@@ -12,7 +12,7 @@
 
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::checks_test {
 namespace {
 
 using torch::Tensor;
@@ -480,4 +480,4 @@ TEST(ThreadsAlone, BadRequestsOfRunThreads) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::checks_test

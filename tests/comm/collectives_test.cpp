@@ -11,7 +11,7 @@
 #include "collectives_cases.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::collectives_test {
 namespace {
 
 using testing_cases::Case;
@@ -26,7 +26,7 @@ ManagerOptions options_for(const std::string& backend, CheckLevel level = CheckL
   return options;
 }
 
-class Collectives : public testing::TestWithParam<std::tuple<std::string, int>> {
+class Collectives : public ::testing::TestWithParam<std::tuple<std::string, int>> {
  protected:
   void run(const std::function<void(DistributedManager&)>& body,
            CheckLevel level = CheckLevel::local) {
@@ -314,14 +314,14 @@ TEST_P(Collectives, ConjugatedAndNegatedViewsAreResolved) {
   });
 }
 
-std::string name_of(const testing::TestParamInfo<std::tuple<std::string, int>>& info) {
+std::string name_of(const ::testing::TestParamInfo<std::tuple<std::string, int>>& info) {
   return std::get<0>(info.param) + std::to_string(std::get<1>(info.param));
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, Collectives,
-                         testing::Combine(testing::Values("threads", "gloo", "shm"),
-                                          testing::Values(1, 2, 3, 4)),
+                         ::testing::Combine(::testing::Values("threads", "gloo", "shm"),
+                                            ::testing::Values(1, 2, 3, 4)),
                          name_of);
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::collectives_test

@@ -27,7 +27,7 @@
 #include "tessera/comm/group/detail/reduction.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::default_level_test {
 namespace {
 
 using torch::Tensor;
@@ -421,4 +421,4 @@ TEST(Memory, SharedElementsAreFoundForAllStrides) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::default_level_test

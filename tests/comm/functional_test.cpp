@@ -10,7 +10,7 @@
 #include "../support/ranks.h"
 #include "tessera/comm/group/functional.h"
 
-namespace tessera {
+namespace tessera::functional_test {
 namespace {
 
 using functional::Cotangent;
@@ -261,4 +261,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, Functional,
                          name_of);
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::functional_test

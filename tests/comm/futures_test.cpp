@@ -14,7 +14,7 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
 
-namespace tessera {
+namespace tessera::futures_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -87,4 +87,4 @@ INSTANTIATE_TEST_SUITE_P(Hosts, Futures,
                                            std::vector<int>{0, 1, 1, 1}));
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::futures_test

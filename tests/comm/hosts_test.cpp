@@ -30,7 +30,7 @@
 #include "tessera/comm/group/detail/store_meeting.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::hosts_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -591,4 +591,4 @@ INSTANTIATE_TEST_SUITE_P(Places, OnHosts,
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::hosts_test

@@ -25,7 +25,7 @@
 #include "tessera/mesh/mapping/rank_mapping.h"
 #include "tessera/mesh/mapping/topology.h"
 
-namespace tessera {
+namespace tessera::manager_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -596,4 +596,4 @@ TEST(Manager, OneProcessNeedsNoOther) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::manager_test

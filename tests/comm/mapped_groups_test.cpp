@@ -19,7 +19,7 @@
 #include "tessera/comm/job/mesh_traffic.h"
 #include "tessera/mesh/errors.h"
 
-namespace tessera::test {
+namespace tessera::test::mapped_groups_test {
 namespace {
 
 // Names of hosts that fake ones say, by rank: dealt in turn, one after the other, all on one.
@@ -342,4 +342,4 @@ TEST(MappingGain, OfARunningJobIsWhatTheNextOneHas) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::mapped_groups_test

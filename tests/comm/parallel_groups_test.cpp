@@ -12,7 +12,7 @@
 #include "tessera/comm/job/parallel_groups.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::parallel_groups_test {
 namespace {
 
 void require(bool holds, const std::string& what) {
@@ -254,4 +254,4 @@ TEST(ParallelGroups, SplitAndGatherAreDifferentiable) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::parallel_groups_test

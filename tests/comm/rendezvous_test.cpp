@@ -25,7 +25,7 @@
 #include "tessera/comm/store/detail/store_server.h"
 #include "tessera/comm/store/store.h"
 
-namespace tessera {
+namespace tessera::rendezvous_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -421,4 +421,4 @@ TEST(StoreServer, SurvivesNonsense) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::rendezvous_test

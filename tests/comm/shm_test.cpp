@@ -18,7 +18,7 @@
 #include "tessera/comm/group/shared_memory.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::shm_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -280,4 +280,4 @@ TEST(Shm, SharedMemoryIsReducedWhereItLies) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::shm_test

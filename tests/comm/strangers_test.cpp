@@ -43,7 +43,7 @@ extern "C" int getaddrinfo(const char* host, const char* service, const addrinfo
   return real(host, service, hints, out);
 }
 
-namespace tessera {
+namespace tessera::strangers_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -490,4 +490,4 @@ TEST(StoreServer, ForgetsKeysThatNoRankNeeds) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::strangers_test

@@ -14,7 +14,7 @@
 #include "tessera/comm/group/detail/group_state.h"
 #include "toy_transport.h"
 
-namespace tessera {
+namespace tessera::toy_transport_test {
 namespace {
 
 TEST(Toy, PassesTheTestsOfAllCollectives) {
@@ -54,4 +54,4 @@ TEST(Toy, PassesTheTestsOfAllCollectives) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::toy_transport_test

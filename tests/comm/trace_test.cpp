@@ -14,7 +14,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/comm/job/threads.h"
 
-namespace tessera {
+namespace tessera::trace_test {
 namespace {
 
 // One rank comes later than the other, which waits for it in either kind of call.
@@ -145,4 +145,4 @@ TEST(Trace, TimelineIsJson) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::trace_test

@@ -8,7 +8,7 @@
 
 #include "../support/ranks.h"
 
-namespace tessera {
+namespace tessera::values_test {
 namespace {
 
 // A number, a text, nothing, a list, and a dictionary of tensors inside of a tuple.
@@ -91,4 +91,4 @@ TEST(Values, WhatOneRankCannotSendIsToldOnAll) {
     EXPECT_THROW(value_of_bytes(bytes.substr(0, size)), Error);
 }
 
-}  // namespace tessera
+}  // namespace tessera::values_test

@@ -107,7 +107,7 @@ TEST(Hostile, LongLinesOfRankFiles) {
 }
 
 TEST(Hostile, NamesThatWouldWriteLinesOfTheirOwn) {
-  for (const std::string& name :
+  for (const std::string name :
        {"a\\nrank 1=evil slot=0", "a b", "a\\te", "a\\u001b[2J", "a#b", ""})
     EXPECT_SAYS(refused<MappingError>([&] {
                   parse_topology("{\"hosts\": [{\"name\": \"" + name + "\"}]}", FileFormat::json);

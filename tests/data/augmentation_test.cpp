@@ -11,7 +11,7 @@
 #include "tessera/data/shard_batch.h"
 #include "tessera/tensor/shard_tensor.h"
 
-namespace tessera {
+namespace tessera::augmentation_test {
 namespace {
 
 constexpr std::int64_t kSamples = 11;
@@ -275,4 +275,4 @@ TEST(Augment, RefusesWhatDoesNotFit) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::augmentation_test

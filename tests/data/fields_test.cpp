@@ -10,7 +10,7 @@
 #include "tessera/data/stream_loader.h"
 #include "tessera/tensor/shard_tensor.h"
 
-namespace tessera {
+namespace tessera::fields_test {
 namespace {
 
 using NameList = std::vector<std::string>;
@@ -290,4 +290,4 @@ TEST(Fields, RanksWithOtherNamesAllGetTheError) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::fields_test

@@ -8,7 +8,7 @@
 #include "tessera/ops/ghosts/sharded_graph.h"
 #include "tessera/tensor/shard_tensor.h"
 
-namespace tessera {
+namespace tessera::graph_batch_test {
 namespace {
 
 constexpr std::uint64_t kGraphs = 11;
@@ -178,4 +178,4 @@ TEST(GraphBatches, OverDataRanksAndRanksOfADomainTrainAsOneProcess) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::graph_batch_test

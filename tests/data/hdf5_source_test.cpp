@@ -13,7 +13,7 @@
 #include "tessera/base/text.h"
 #include "tessera/data/sources/source_dataset.h"
 
-namespace tessera {
+namespace tessera::hdf5_source_test {
 namespace {
 
 // A file with datasets of every kind; written with the C library itself.
@@ -138,4 +138,4 @@ TEST_F(Hdf5, ThreadsMayShareIt) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::hdf5_source_test

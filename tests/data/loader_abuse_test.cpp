@@ -21,7 +21,7 @@
 #include "tessera/data/sources/safetensors_source.h"
 #include "tessera/data/stream_loader.h"
 
-namespace tessera {
+namespace tessera::loader_abuse_test {
 namespace {
 
 const BatchMapping kAlone({1}, {0}, {});
@@ -446,4 +446,4 @@ TEST(LoaderAbuse, DevicesAndPinnedMemoryThatAreNotThereAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::loader_abuse_test

@@ -15,7 +15,7 @@
 
 #include "tessera/base/text.h"
 
-namespace tessera {
+namespace tessera::loader_test {
 namespace {
 
 // Samples that are their own index, so that what was read can be seen.
@@ -387,4 +387,4 @@ TEST(TokenFile, RowsAreThoseOfTheFile) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::loader_test

@@ -16,7 +16,7 @@
 #include "tessera/base/text.h"
 #include "tessera/data/sources/netcdf_source.h"
 
-namespace tessera {
+namespace tessera::netcdf_source_test {
 namespace {
 
 void ok(int status) {
@@ -257,4 +257,4 @@ TEST(NetcdfSource, ThreadsMayShareIt) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::netcdf_source_test

@@ -10,7 +10,7 @@
 #include "slabs.h"
 #include "tessera/base/text.h"
 
-namespace tessera {
+namespace tessera::safetensors_source_test {
 namespace {
 
 class Safetensors : public ::testing::Test {
@@ -139,4 +139,4 @@ TEST_F(Safetensors, OverlapsHolesAndDuplicatesAreRefusedAndShrinkingIsSeen) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::safetensors_source_test

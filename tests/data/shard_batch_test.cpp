@@ -7,7 +7,7 @@
 #include "../support/ranks.h"
 #include "tessera/tensor/shard_tensor.h"
 
-namespace tessera {
+namespace tessera::shard_batch_test {
 namespace {
 
 // 7 samples of a field [5, 3] and a label, all different numbers.
@@ -345,4 +345,4 @@ TEST(ShardRows, WhatOneRankHasWrongAllAreTold) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::shard_batch_test

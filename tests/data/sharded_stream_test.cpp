@@ -17,7 +17,7 @@
 #include "tessera/data/loader.h"
 #include "tessera/data/stream_loader.h"
 
-namespace tessera {
+namespace tessera::sharded_stream_test {
 namespace {
 
 // Shards of drawn lengths, empty ones too; a sample is 1000 shard + number. What is read is
@@ -266,4 +266,4 @@ TEST(ShardedStream, MistakesAreTold) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::sharded_stream_test

@@ -6,7 +6,7 @@
 #include "tessera/data/loader.h"
 #include "tessera/partition/partition.h"
 
-namespace tessera {
+namespace tessera::source_dataset_test {
 namespace {
 
 // One array in memory, which counts the numbers that are read of it.
@@ -95,4 +95,4 @@ TEST(SourceDataset, RunsOfIndicesAreReadAtOnceAndStridesCount) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::source_dataset_test

@@ -9,7 +9,7 @@
 #include "tessera/base/text.h"
 #include "tessera/data/sources/source.h"
 
-namespace tessera {
+namespace tessera::source_test {
 namespace {
 
 TEST(CompleteSlab, FillsWhatIsLeftOut) {
@@ -63,4 +63,4 @@ TEST(CompleteSlab, SaysWhatWasAskedAndWhatThereIs) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::source_test

@@ -12,7 +12,7 @@
 #include "tessera/base/text.h"
 #include "tessera/data/loader.h"
 
-namespace tessera {
+namespace tessera::stream_loader_test {
 namespace {
 
 struct Counter : IterableDataset {
@@ -305,4 +305,4 @@ TEST(StreamLoader, BadOptionsAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::stream_loader_test

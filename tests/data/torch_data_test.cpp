@@ -7,7 +7,7 @@
 #include "tessera/data/loader.h"
 #include "tessera/data/stream_loader.h"
 
-namespace tessera {
+namespace tessera::torch_data_test {
 namespace {
 
 struct Squares : torch::data::datasets::Dataset<Squares> {
@@ -78,4 +78,4 @@ TEST(TorchData, StreamsAreReadByTheStreamLoader) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::torch_data_test

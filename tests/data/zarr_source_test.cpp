@@ -26,7 +26,7 @@
 #include "tessera/data/sources/source_dataset.h"
 #include "tessera/partition/partition.h"
 
-namespace tessera {
+namespace tessera::zarr_source_test {
 namespace {
 
 using testing::Folder;
@@ -541,4 +541,4 @@ TEST(ZarrSource, OddNeighboursAreLeftOut) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::zarr_source_test

@@ -15,7 +15,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::deferred_meta_test {
 
 namespace {
 
@@ -405,4 +405,4 @@ TEST(DeferredMeta, WhatNeedsValuesNamesWhatHasNone) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::deferred_meta_test

@@ -12,7 +12,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::deferred_test {
 
 namespace {
 
@@ -235,4 +235,4 @@ TEST(Deferred, MistakesAreTold) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::deferred_test

@@ -10,7 +10,7 @@
 #include "support.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera {
+namespace tessera::distributed_data_parallel_test {
 namespace {
 
 using test::on_ranks;
@@ -404,4 +404,4 @@ TEST(DistributedDataParallel, AnOldWrapperOfOneRankIsAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::distributed_data_parallel_test

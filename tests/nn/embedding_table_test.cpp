@@ -15,7 +15,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/fully_shard.h"
 
-namespace tessera::test {
+namespace tessera::test::embedding_table_test {
 
 namespace {
 
@@ -428,4 +428,4 @@ TEST(EmbeddingTable, RefusesInWordsOnEveryRank) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::embedding_table_test

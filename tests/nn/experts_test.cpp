@@ -12,7 +12,7 @@
 #include "tessera/nn/experts.h"
 #include "tessera/nn/fully_shard.h"
 
-namespace tessera::test {
+namespace tessera::test::experts_test {
 
 namespace {
 
@@ -437,4 +437,4 @@ TEST(Experts, OtherWeightsThanAnotherRankHasAreTold) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::experts_test

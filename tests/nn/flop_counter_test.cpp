@@ -9,7 +9,7 @@
 #include "tessera/nn/fully_shard.h"
 #include "tessera/nn/tensor_parallel.h"
 
-namespace tessera::test {
+namespace tessera::test::flop_counter_test {
 
 namespace {
 
@@ -159,4 +159,4 @@ TEST(FlopCounter, ShardedRunsHaveTheTotalOfOneProcess) {
   }
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::flop_counter_test

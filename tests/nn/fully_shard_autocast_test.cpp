@@ -4,7 +4,7 @@
 
 #include "fully_shard_case.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_autocast_test {
 
 namespace {
 
@@ -166,4 +166,4 @@ TEST(FullyShardAutocast, CopiesInAnotherDtypeKeepTheirValues) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_autocast_test

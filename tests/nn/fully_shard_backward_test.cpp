@@ -4,7 +4,7 @@
 
 #include "fully_shard_case.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_backward_test {
 
 TEST(FullyShard, SecondDerivatives) {
   on_threads(3, [](DistributedManager& manager) {
@@ -111,4 +111,4 @@ TEST(FullyShard, RecomputesActivations) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_backward_test

@@ -4,7 +4,7 @@
 
 #include "fully_shard_case.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_failure_test {
 
 namespace {
 
@@ -192,4 +192,4 @@ TEST(FullyShardHeld, IsGatheredAgainAfterAFailure) {
 
 }  // namespace
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_failure_test

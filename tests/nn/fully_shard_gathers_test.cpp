@@ -7,7 +7,7 @@
 #include "fully_shard_case.h"
 #include "tessera/nn/detail/flat_plan.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_gathers_test {
 
 TEST(FullyShard, GathersEachUnitOnceAndNothingElse) {
   on_threads(3, [](DistributedManager& manager) {
@@ -443,4 +443,4 @@ TEST(FullyShard, OneUnitSeesWhatIsWritten) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_gathers_test

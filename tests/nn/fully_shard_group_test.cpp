@@ -2,7 +2,7 @@
 
 #include "fully_shard_case.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_group_test {
 
 namespace {
 
@@ -117,4 +117,4 @@ TEST(FullyShardSmallerGroup, RefusesWhatCannotBe) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_group_test

@@ -6,7 +6,7 @@
 
 #include "fully_shard_offload_case.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_offload_test {
 
 TEST(FullyShardOffload, CudaTrainsLikeOneProcess) {
   if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA) || at::detail::getCUDAHooks().deviceCount() == 0)
@@ -39,4 +39,4 @@ TEST(FullyShardOffload, IsRefusedOnEveryRankWhereItCannotBe) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_offload_test

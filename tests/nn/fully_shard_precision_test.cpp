@@ -4,7 +4,7 @@
 
 #include "fully_shard_case.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_precision_test {
 
 namespace {
 
@@ -304,4 +304,4 @@ TEST(FullyShardPrecision, RefusesWhatMakesNoSense) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_precision_test

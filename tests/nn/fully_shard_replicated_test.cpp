@@ -5,7 +5,7 @@
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/redistribution.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_replicated_test {
 
 namespace {
 
@@ -173,4 +173,4 @@ TEST(FullyShardReplicated, ArithmeticOfParametersStaysInShards) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_replicated_test

@@ -3,7 +3,7 @@
 #include "fully_shard_case.h"
 #include "tessera/tensor/errors.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_stay_test {
 
 namespace {
 
@@ -230,4 +230,4 @@ TEST(FullyShardStay, RefusesWhatCannotBe) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_stay_test

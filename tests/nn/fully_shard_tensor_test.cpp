@@ -3,7 +3,7 @@
 #include "fully_shard_case.h"
 #include "tessera/nn/tensor_parallel.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_tensor_test {
 
 namespace {
 
@@ -202,4 +202,4 @@ TEST(FullyShardTensor, RefusesAxesThatAreTaken) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_tensor_test

@@ -11,7 +11,7 @@
 #include "tessera/checkpoint/file.h"
 #include "tessera/nn/detail/flat_plan.h"
 
-namespace tessera::test {
+namespace tessera::test::fully_shard_test {
 
 TEST(FlatPlan, CutsBetweenRows) {
   Draw draw(5);
@@ -291,4 +291,4 @@ TEST(FullyShard, RanksThatUseOtherParametersAreTold) {
                  Error);
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fully_shard_test

@@ -11,7 +11,7 @@
 #include "tessera/pipeline/pipeline.h"
 #include "tessera/schedule/generators.h"
 
-namespace tessera::test {
+namespace tessera::test::mixed_gradients_test {
 
 namespace {
 
@@ -485,4 +485,4 @@ TEST(MixedGradients, APipelineRefusesGradientsOfOtherRanks) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::mixed_gradients_test

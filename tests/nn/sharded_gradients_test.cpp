@@ -10,7 +10,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::sharded_gradients_test {
 
 namespace {
 
@@ -420,4 +420,4 @@ TEST(ShardedGradients, AreReducedAgainAfterABackwardThatFailed) {
   }
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::sharded_gradients_test

@@ -14,7 +14,7 @@
 #include "tessera/checkpoint/optimizer_state.h"
 #include "tessera/comm/group/trace.h"
 
-namespace tessera::test {
+namespace tessera::test::sharded_optimizer_test {
 
 namespace {
 
@@ -307,4 +307,4 @@ TEST(ShardedOptimizer, RefusesWhatCannotBeAndGoesOn) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::sharded_optimizer_test

@@ -14,7 +14,7 @@
 #include "tessera/nn/distributed_data_parallel.h"
 #include "tessera/nn/fully_shard.h"
 
-namespace tessera::test {
+namespace tessera::test::sharded_parameters_test {
 
 namespace {
 
@@ -587,4 +587,4 @@ TEST(ShardedParameters, StartFromTheFirstRanksValues) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::sharded_parameters_test

@@ -7,7 +7,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/distributed_data_parallel.h"
 
-namespace tessera::test {
+namespace tessera::test::step_test {
 
 namespace {
 
@@ -264,4 +264,4 @@ TEST(ClipGradients, StagesThatHoldOtherParametersShareOneNorm) {
 
 }  // namespace
 
-}  // namespace tessera::test
+}  // namespace tessera::test::step_test

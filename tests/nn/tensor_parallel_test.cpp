@@ -9,7 +9,7 @@
 #include "tessera/nn/check_module.h"
 #include "tessera/nn/tensor_parallel.h"
 
-namespace tessera::test {
+namespace tessera::test::tensor_parallel_test {
 
 namespace {
 
@@ -625,4 +625,4 @@ TEST(TensorParallelPlan, RefusesWhatDoesNotFitOnEveryRank) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::tensor_parallel_test

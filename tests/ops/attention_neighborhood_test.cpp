@@ -8,7 +8,7 @@
 
 #include "fields.h"
 
-namespace tessera::test {
+namespace tessera::test::attention_neighborhood_test {
 namespace {
 
 using Shape = std::vector<std::int64_t>;
@@ -374,6 +374,4 @@ TEST(ShardedNeighborhood, WhatWasWrittenToMeanwhileIsNotUsedInBackward) {
 INSTANTIATE_TEST_SUITE_P(Ranks, ShardedNeighborhoods, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::attention_neighborhood_test

@@ -9,7 +9,7 @@
 #include "tessera/nn/check_module.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::check_module_test {
 
 namespace {
 
@@ -344,4 +344,4 @@ def forward(self, x):
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::check_module_test

@@ -5,7 +5,7 @@
 #include "support.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::embedding_bag_test {
 
 namespace {
 
@@ -110,4 +110,4 @@ TEST(EmbeddingBag, RefusesWrongArgumentsOnEveryRank) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::embedding_bag_test

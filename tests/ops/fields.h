@@ -220,13 +220,13 @@ inline const auto kFieldMeshes =
     ::testing::Values(std::vector<Axis>{{"a", 1}}, std::vector<Axis>{{"a", 2}},
                       std::vector<Axis>{{"a", 3}}, std::vector<Axis>{{"a", 2}, {"b", 2}});
 
-/// main() of these programs; --table=FILE: of the table.
-inline int run_fields(int argc, char** argv) {
+/// main() of these programs (program_cases.h); --table=FILE: of the table.
+inline int run_fields(int argc, char** argv, const char* programs) {
   const std::string name = "--table=", last = argv[argc - 1];
-  if (!last.starts_with(name)) return run_ranks(argc, argv);
+  if (!last.starts_with(name)) return run_ranks(argc, argv, programs);
   Coverage::instance().file = last.substr(name.size());
   ::testing::GTEST_FLAG(filter) = "*/*";  // those that draw
-  const int failed = run_ranks(argc - 1, argv);
+  const int failed = run_ranks(argc - 1, argv, programs);
   Coverage::instance().write();
   return failed;
 }

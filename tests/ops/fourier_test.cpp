@@ -4,7 +4,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::fourier_test {
 
 namespace {
 
@@ -89,4 +89,4 @@ TEST(Fourier, MovesPencils) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::fourier_test

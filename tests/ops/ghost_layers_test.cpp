@@ -13,7 +13,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/ops/ghosts/ghost_transport.h"
 
-namespace tessera::test {
+namespace tessera::test::ghost_layers_test {
 namespace {
 
 bool has(const std::string& text, const std::string& part) {
@@ -373,4 +373,4 @@ TEST(GhostLayers, AreInOrderOfLayerAndTheirCostsAreCounted) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::ghost_layers_test

@@ -12,7 +12,7 @@
 #include "cut_rows.h"
 #include "tessera/comm/group/trace.h"
 
-namespace tessera::test {
+namespace tessera::test::ghosts_test {
 namespace {
 
 double sum_over_ranks(const DeviceMesh& mesh, const at::Tensor& t) {
@@ -501,6 +501,4 @@ TEST(GhostPlans, NaNOfAnyCopyPropagates) {
 }
 
 }  // namespace
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::ghosts_test

@@ -5,7 +5,7 @@
 
 #include "support.h"
 
-namespace tessera::test {
+namespace tessera::test::half_precision_test {
 
 namespace {
 
@@ -335,4 +335,4 @@ TEST(HalfPrecision, InsideOfOperatorsUnderAutocast) {
   }
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::half_precision_test

@@ -7,7 +7,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/partition/halo_picture.h"
 
-namespace tessera::test {
+namespace tessera::test::halo_test {
 
 namespace {
 
@@ -354,6 +354,4 @@ TEST(Halo, BadRequestsSayWhatIsWrong) {
 
 }  // namespace
 
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::halo_test

@@ -5,7 +5,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::implicit_moves_test {
 
 TEST(Policy, NamesOperatorTensorsPlacementsAndBytes) {
   on_ranks(2, [](DistributedManager& manager) {
@@ -85,4 +85,4 @@ TEST(Policy, ALayerThatMovesNothing) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::implicit_moves_test

@@ -6,7 +6,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/ops/rules/index_rule.h"
 
-namespace tessera::test {
+namespace tessera::test::index_rule_test {
 
 namespace {
 
@@ -135,4 +135,4 @@ TEST(IndexRule, RefusesWhatDoesNotAgree) {
   EXPECT_THROW(index_rule("m-k -> m"), RuleError);
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::index_rule_test

@@ -10,7 +10,7 @@
 #include "tessera/ops/ghosts/owned_rows.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::indexed_rows_test {
 namespace {
 
 // Values of nodes from those of nodes, of edges, and both ends of the edges.
@@ -467,4 +467,4 @@ TEST_P(IndexedRows, AreNotNumberedFromAWrongPartition) {
 INSTANTIATE_TEST_SUITE_P(Ranks, IndexedRows, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::indexed_rows_test

@@ -9,7 +9,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::kept_cuts_test {
 namespace {
 
 using OfTensor = std::function<at::Tensor(const at::Tensor&)>;
@@ -402,4 +402,4 @@ TEST(KeptCuts, AGatheredViewIsTakenAgainWhereItsBaseChanged) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::kept_cuts_test

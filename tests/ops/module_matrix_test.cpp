@@ -8,7 +8,7 @@
 #include "support.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::module_matrix_test {
 
 namespace {
 
@@ -412,4 +412,4 @@ TEST(ModuleMatrix, EveryOptimizerTakesTheStepsOfOneProcess) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::module_matrix_test

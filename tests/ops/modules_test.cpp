@@ -5,7 +5,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::modules_test {
 
 namespace {
 
@@ -300,4 +300,4 @@ TEST(PlainParameters, AreReducedInOneOrderWhateverARankKeeps) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::modules_test

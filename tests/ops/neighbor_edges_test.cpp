@@ -7,7 +7,7 @@
 #include "cut_rows.h"
 #include "tessera/partition/neighbors.h"
 
-namespace tessera::test {
+namespace tessera::test::neighbor_edges_test {
 namespace {
 
 // Points of drawn owners, numbered by owner; the same on every rank that draws them.
@@ -145,4 +145,4 @@ TEST_P(CloudEdges, OfWrongPlacesAreRefusedOnEveryRank) {
 INSTANTIATE_TEST_SUITE_P(Ranks, CloudEdges, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::neighbor_edges_test

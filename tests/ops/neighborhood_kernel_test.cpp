@@ -16,7 +16,7 @@
 #include "tessera/ops/attention/detail/neighborhood_kernel.h"
 #include "tessera/ops/attention/detail/neighborhood_local.h"
 
-namespace tessera::test {
+namespace tessera::test::neighborhood_kernel_test {
 namespace {
 
 using detail::NeighborhoodCall;
@@ -337,4 +337,4 @@ TEST(NeighborhoodKernel, ItsLibraryForGpusLoads) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::neighborhood_kernel_test

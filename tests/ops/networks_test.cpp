@@ -15,7 +15,7 @@
 #include "tessera/ops/attention/neighborhood.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::networks_test {
 
 namespace {
 
@@ -567,6 +567,4 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Networks, ::testing::Range(0, 4));
 
 }  // namespace
 
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::networks_test

@@ -8,7 +8,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::operator_pages_test {
 
 namespace {
 
@@ -541,4 +541,4 @@ TEST(OperatorPages, Optimizers) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::operator_pages_test

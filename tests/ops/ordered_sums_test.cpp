@@ -11,7 +11,7 @@
 #include "tessera/ops/ghosts/sharded_graph.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::ordered_sums_test {
 namespace {
 
 using OrderedLayer = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& e,
@@ -305,4 +305,4 @@ TEST_P(OrderedSums, RefuseWhatIsNoOrder) {
 INSTANTIATE_TEST_SUITE_P(Ranks, OrderedSums, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::ordered_sums_test

@@ -15,7 +15,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::packed_attention_test {
 namespace {
 
 using Shape = std::vector<std::int64_t>;
@@ -504,4 +504,4 @@ TEST(PackedAttention, RefusesWhatDoesNotFit) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::packed_attention_test

@@ -2,7 +2,7 @@
 
 #include "placements.h"
 
-namespace tessera::test {
+namespace tessera::test::placements_norms_test {
 
 TEST(Placements, LayerNormOverSharedDims) {
   for (const int ranks : {1, 2, 3, 4}) {
@@ -126,4 +126,4 @@ TEST(Placements, MeansOverSharedDimsReduceNoField) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::placements_norms_test

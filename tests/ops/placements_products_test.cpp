@@ -4,7 +4,7 @@
 
 #include "placements.h"
 
-namespace tessera::test {
+namespace tessera::test::placements_products_test {
 
 TEST(Placements, RowsOfATableMeetABatchOnTheirAxis) {
   for (const int ranks : {2, 3, 4}) {
@@ -213,4 +213,4 @@ TEST(Placements, ProductsByLettersKeepEveryDim) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::placements_products_test

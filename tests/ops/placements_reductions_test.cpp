@@ -4,7 +4,7 @@
 
 #include "placements.h"
 
-namespace tessera::test {
+namespace tessera::test::placements_reductions_test {
 
 TEST(Placements, ExtremesAlongASharedDim) {
   for (const int ranks : {1, 2, 3, 4}) {
@@ -209,4 +209,4 @@ TEST(Placements, ClassesPlacesAndComparisonsOfShards) {
   }
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::placements_reductions_test

@@ -2,7 +2,7 @@
 
 #include "placements.h"
 
-namespace tessera::test {
+namespace tessera::test::placements_views_test {
 
 TEST(Placements, JoinsAlongShardedDims) {
   for (const int ranks : {1, 2, 3, 4}) {
@@ -319,4 +319,4 @@ TEST(Placements, RowsMergedBehindFewSamplesAreNotGathered) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::placements_views_test

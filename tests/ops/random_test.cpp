@@ -3,7 +3,7 @@
 #include "support.h"
 #include "tessera/ops/random/detail/draws.h"
 
-namespace tessera::test {
+namespace tessera::test::random_test {
 
 TEST(Philox, PublishedVectors) {
   // From the known-answer tests of Random123.
@@ -186,4 +186,4 @@ TEST(Random, NormalNumbersOfTensors) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::random_test

@@ -13,7 +13,7 @@
 #include "tessera/partition/curve.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::rebalance_test {
 namespace {
 
 // What a row of each dtype and shape holds, by id.
@@ -268,4 +268,4 @@ TEST(Rebalanced, GoesOnWithItsOptimizer) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::rebalance_test

@@ -10,7 +10,7 @@
 #include "tessera/base/error.h"
 #include "tessera/tensor/dispatch/rule.h"
 
-namespace tessera::test {
+namespace tessera::test::refusals_test {
 
 namespace {
 
@@ -317,4 +317,4 @@ TEST(Refusals, OfFieldsShardedInSpace) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::refusals_test

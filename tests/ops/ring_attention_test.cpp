@@ -10,7 +10,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::ring_attention_test {
 
 namespace {
 
@@ -410,4 +410,4 @@ TEST(RingAttention, MultiheadAttentionOverASequence) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::ring_attention_test

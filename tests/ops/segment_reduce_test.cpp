@@ -8,7 +8,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::segment_reduce_test {
 namespace {
 
 void expect_same(const std::string& what, const Values& got, const Values& expected) {
@@ -120,4 +120,4 @@ TEST_P(Segments, AreReducedBySegmentsOnAnyRanks) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Segments, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::segment_reduce_test

@@ -4,7 +4,7 @@
 #include "support.h"
 #include "tessera/comm/group/trace.h"
 
-namespace tessera::test {
+namespace tessera::test::softmax_and_losses_test {
 
 namespace {
 
@@ -124,4 +124,4 @@ TEST(Classes, MovesRowsNotClasses) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::softmax_and_losses_test

@@ -3,7 +3,7 @@
 
 #include "fields.h"
 
-namespace tessera::test {
+namespace tessera::test::spatial_convolution_test {
 
 namespace {
 
@@ -255,6 +255,4 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Convolutions,
 
 }  // namespace
 
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::spatial_convolution_test

@@ -3,7 +3,7 @@
 
 #include "fields.h"
 
-namespace tessera::test {
+namespace tessera::test::spatial_pooling_and_padding_test {
 
 namespace {
 
@@ -151,6 +151,4 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Fields, kFieldMeshes);
 
 }  // namespace
 
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::spatial_pooling_and_padding_test

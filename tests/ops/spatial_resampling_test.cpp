@@ -4,7 +4,7 @@
 #include "fields.h"
 #include "tessera/comm/group/trace.h"
 
-namespace tessera::test {
+namespace tessera::test::spatial_resampling_test {
 
 namespace {
 
@@ -465,6 +465,4 @@ TEST(Resampled, WhatDoesNotFitIsRefusedOnEveryRank) {
 
 }  // namespace
 
-}  // namespace tessera::test
-
-int main(int argc, char** argv) { return tessera::test::run_fields(argc, argv); }
+}  // namespace tessera::test::spatial_resampling_test

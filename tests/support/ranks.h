@@ -17,6 +17,7 @@
 #include <memory>
 #include <string>
 
+#include "program_cases.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/threads.h"
 
@@ -77,9 +78,11 @@ inline void on_ranks(int ranks, const std::function<void(DistributedManager&)>& 
   if (::testing::Test::HasFatalFailure()) std::_Exit(1);
 }
 
-/// main() of a program whose ranks are threads or, with --backend=NAME, processes.
-inline int run_ranks(int argc, char** argv) {
+/// main() of a program whose ranks are threads or, with --backend=NAME, processes; `programs` are
+/// those in one executable (program_cases.h).
+inline int run_ranks(int argc, char** argv, const char* programs = "") {
   ::testing::InitGoogleTest(&argc, argv);
+  keep_cases_of(argv[0], programs);
   at::set_num_threads(1);
   const std::string name = "--backend=";
   ManagerOptions options;

@@ -4,7 +4,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::agreement_test {
 namespace {
 
 at::Tensor cut(const DeviceMesh& mesh, const at::Tensor& t, int dim, bool grad = false) {
@@ -381,4 +381,4 @@ TEST(Bernoulli, OfATensorOfProbabilities) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::agreement_test

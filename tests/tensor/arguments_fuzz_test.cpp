@@ -11,7 +11,7 @@
 #include "arguments_bases.h"
 #include "support.h"
 
-namespace tessera::test {
+namespace tessera::test::arguments_fuzz_test {
 namespace {
 
 using Values = std::vector<c10::IValue>;
@@ -432,4 +432,4 @@ INSTANTIATE_TEST_SUITE_P(Arguments, Perturbed, ::testing::ValuesIn(argument_fami
                          [](const auto& of) { return of.param.name; });
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::arguments_fuzz_test

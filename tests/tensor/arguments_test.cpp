@@ -3,7 +3,7 @@
 
 #include "support.h"
 
-namespace tessera::test {
+namespace tessera::test::arguments_test {
 namespace {
 
 using Put = std::function<at::Tensor(const at::Tensor&, int dim)>;
@@ -416,4 +416,4 @@ TEST(Taken, OutThatIsAView) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::arguments_test

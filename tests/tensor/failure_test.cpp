@@ -6,7 +6,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
-namespace tessera::test {
+namespace tessera::test::failure_test {
 namespace {
 
 // An index that is out of range on one rank alone: the others look up what is there.
@@ -304,4 +304,4 @@ TEST(AfterAFailure, WhatWasAgreedOnIsComparedAnew) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::failure_test

@@ -15,7 +15,7 @@
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/spec/spec.h"
 
-namespace tessera::test {
+namespace tessera::test::leave_test {
 
 namespace {
 
@@ -543,4 +543,4 @@ TEST(Refuse, OrDoTheRightThing) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::leave_test

@@ -12,7 +12,7 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/tensor/dispatch/rule.h"
 
-namespace tessera::test {
+namespace tessera::test::mechanism_dispatcher_test {
 
 // ---- distribute_module ----
 
@@ -293,4 +293,4 @@ TEST(Rule19Threads, BackwardRunsOnEveryRanksOwnThread) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::mechanism_dispatcher_test

@@ -4,7 +4,7 @@
 #include "mechanism.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::mechanism_modules_test {
 
 namespace {
 
@@ -183,4 +183,4 @@ TEST(Modules, EveryOptimizerTakesTheSameSteps) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::mechanism_modules_test

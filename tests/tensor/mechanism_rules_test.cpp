@@ -35,7 +35,7 @@ void* operator new(std::size_t n) {
 [[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
 [[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
-namespace tessera::test {
+namespace tessera::test::mechanism_rules_test {
 
 namespace {
 
@@ -689,4 +689,4 @@ TEST(Rule22Speed, AnOperatorAllocatesLittleMoreThanOnPlainTensors) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::mechanism_rules_test

@@ -7,7 +7,7 @@
 #include "mechanism.h"
 #include "tessera/nn/distribute_module.h"
 
-namespace tessera::test {
+namespace tessera::test::mechanism_test {
 
 // ---- metadata ----
 
@@ -307,4 +307,4 @@ TEST(Rule10Autocast, CastsAsItDoesPlainTensors) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::mechanism_test

@@ -8,7 +8,7 @@
 #include "tessera/comm/group/trace.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
 
-namespace tessera::test {
+namespace tessera::test::movement_test {
 
 namespace {
 
@@ -329,4 +329,4 @@ TEST(Movement, PlansAreMadeOnce) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::movement_test

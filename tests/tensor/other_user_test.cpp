@@ -5,7 +5,7 @@
 
 #include "support.h"
 
-namespace tessera::test {
+namespace tessera::test::other_user_test {
 
 TEST(Rule17Registration, RefusesASecondUserOfTheKey) {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse2,
@@ -30,4 +30,4 @@ TEST(Rule17Registration, RefusesASecondUserOfTheKey) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::other_user_test

@@ -1,7 +1,7 @@
 #include "support.h"
 #include "tessera/tensor/blob.h"
 
-namespace tessera::test {
+namespace tessera::test::redistribute_test {
 
 namespace {
 
@@ -312,4 +312,4 @@ TEST(Factories, FillTheirShards) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::redistribute_test

@@ -5,7 +5,7 @@
 
 #include "support.h"
 
-namespace tessera::test {
+namespace tessera::test::sharded_views_test {
 
 namespace {
 
@@ -231,4 +231,4 @@ TEST(Failures, RefusalsLeaveEverythingUsable) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::sharded_views_test

@@ -8,7 +8,7 @@
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/policy.h"
 
-namespace tessera::test {
+namespace tessera::test::writes_test {
 namespace {
 
 TORCH_LIBRARY(tessera_writes_test, m) { m.def("fill_both(Tensor(a!) x, Tensor(b!) y) -> ()"); }
@@ -233,4 +233,4 @@ TEST(Aliases, OfAnotherTypeFollowWhatAPartialTensorWasReducedTo) {
   });
 }
 
-}  // namespace tessera::test
+}  // namespace tessera::test::writes_test
