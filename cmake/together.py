@@ -12,17 +12,19 @@ import sys
 
 def inside(source, name):
     """The headers of a program, and its code in a namespace, at the lines where it was."""
-    headers, code, main = [], [], False
+    headers, code = [], []
     for line in source.read_text().splitlines():
         if re.match(r"\s*#\s*include\b", line):
             headers.append(line)
             line = ""
         elif re.match(r"\s*#\s*(if|define)", line):
             sys.exit(f"{source}: a program with '{line.strip()}' is built by itself")
-        main = main or line.startswith("int main(")
-        if main and line == "}":
-            line, main = "return 0; }", False  # only the real main() may end without
         code.append(line)
+    starts = [at for at, line in enumerate(code) if line.startswith("int main(")]
+    end = max(at for at, line in enumerate(code) if line.strip())
+    if len(starts) != 1 or code[end] != "}":
+        sys.exit(f"{source}: a program ends with its main()")
+    code[end] = "return 0; }"  # only the real main() may end without
     body = "\n".join(code)
     return headers, f'namespace program_{name} {{\n#line 1 "{source}"\n{body}\n}}\n'
 
