@@ -107,7 +107,7 @@ std::vector<Pair> mismatches() {
   return pairs;
 }
 
-class Checks : public testing::TestWithParam<std::string> {};
+class Checks : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(Checks, RanksThatCallDifferentThingsAllThrowBeforeDataMoves) {
   for (const int n : {2, 3, 4})
@@ -442,7 +442,7 @@ TEST_P(Checks, AbortTellsTheOthersWhy) {
       options_for(GetParam(), CheckLevel::local));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Checks, testing::Values("threads", "gloo", "shm"),
+INSTANTIATE_TEST_SUITE_P(Backends, Checks, ::testing::Values("threads", "gloo", "shm"),
                          [](const auto& info) { return info.param; });
 
 TEST(ThreadsAlone, ARankThatEndsEarlyDoesNotLetTheOthersWait) {

@@ -102,7 +102,7 @@ std::vector<Difference> differences() {
   };
 }
 
-class DefaultLevel : public testing::TestWithParam<std::string> {};
+class DefaultLevel : public ::testing::TestWithParam<std::string> {};
 
 // All cases at the same time: each lasts about as long as the group takes to look for a difference.
 TEST_P(DefaultLevel, RanksThatCallDifferentThingsGetAMismatchErrorEach) {
@@ -300,7 +300,7 @@ TEST_P(DefaultLevel, TheLongestLimitIsNoLimit) {
       over(GetParam()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, DefaultLevel, testing::Values("threads", "gloo", "shm"),
+INSTANTIATE_TEST_SUITE_P(Backends, DefaultLevel, ::testing::Values("threads", "gloo", "shm"),
                          [](const auto& info) { return info.param; });
 
 // What a device has no CPU loop for.

@@ -116,7 +116,7 @@ std::vector<Named> maps() {
   return out;
 }
 
-class Functional : public testing::TestWithParam<std::tuple<std::string, int>> {
+class Functional : public ::testing::TestWithParam<std::tuple<std::string, int>> {
  protected:
   void run(const std::function<void(const Group&)>& body) {
     ManagerOptions options;
@@ -251,13 +251,13 @@ TEST_P(Functional, RanksThatDisagreeAboutNeedingAGradientThrow) {
   });
 }
 
-std::string name_of(const testing::TestParamInfo<std::tuple<std::string, int>>& info) {
+std::string name_of(const ::testing::TestParamInfo<std::tuple<std::string, int>>& info) {
   return std::get<0>(info.param) + std::to_string(std::get<1>(info.param));
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, Functional,
-                         testing::Combine(testing::Values("threads", "gloo", "shm"),
-                                          testing::Values(1, 2, 3, 4)),
+                         ::testing::Combine(::testing::Values("threads", "gloo", "shm"),
+                                            ::testing::Values(1, 2, 3, 4)),
                          name_of);
 
 }  // namespace
