@@ -74,7 +74,7 @@ int ranks_of(const std::vector<Axis>& axes) {
 
 TEST(ShardedGradients, AreThoseOfOneProcessHoweverDataAreSharded) {
   for (const auto& axes : meshes()) {
-    on_threads(ranks_of(axes), [&](DistributedManager& manager) {
+    on_ranks(ranks_of(axes), [&](DistributedManager& manager) {
       set_policies(manager, {.redistribution = Policy::allow});
       const auto mesh = manager.mesh(test::mapped(axes));
       Draw draw(11);
@@ -108,7 +108,7 @@ TEST(ShardedGradients, AreThoseOfOneProcessHoweverDataAreSharded) {
 }
 
 TEST(ShardedGradients, GoInOneMessagePerBucketOverTheAxesOfTheData) {
-  on_threads(4, [](DistributedManager& manager) {
+  on_ranks(4, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"data", 2}, {"model", 2}});
     const at::Tensor value = randn({5, 4}, at::kDouble);
     for (const bool small : {false, true}) {
@@ -147,7 +147,7 @@ TEST(ShardedGradients, GoInOneMessagePerBucketOverTheAxesOfTheData) {
 }
 
 TEST(ShardedGradients, StayWhereTheyAreInNoSync) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     Net net = make(), expected = make();
     distribute_module(*net, mesh);
@@ -189,7 +189,7 @@ TEST(ShardedGradients, StayWhereTheyAreInNoSync) {
 }
 
 TEST(ShardedGradients, StartBeforeBackwardEnds) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     Net net = make();
     // Without the parameters that are never used, which hold their bucket back to the end.
@@ -210,7 +210,7 @@ TEST(ShardedGradients, StartBeforeBackwardEnds) {
 TEST(ShardedGradients, AreTheSameBitsInEveryRun) {
   std::vector<std::vector<at::Tensor>> runs(2);
   for (auto& run : runs) {
-    on_threads(3, [&](DistributedManager& manager) {
+    on_ranks(3, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"x", 3}});
       Net net;
       fill(*net, 5);
@@ -241,7 +241,7 @@ TEST(ShardedGradients, AreTheSameBitsInEveryRun) {
 }
 
 TEST(ShardedGradients, OfAParameterThatMeetsShardedAndReplicatedData) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     torch::nn::Linear net(4, 4), expected(4, 4);
     for (auto* m : {&net, &expected}) {
@@ -275,7 +275,7 @@ TEST(ShardedGradients, OfAParameterThatMeetsShardedAndReplicatedData) {
 }
 
 TEST(ShardedGradients, PlainParametersGetPlainReducedOnes) {
-  on_threads(3, [](DistributedManager& manager) {
+  on_ranks(3, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 3}});
     Net net = make(), expected = make();
     const at::Tensor value = randn({5, 4}, at::kDouble);
@@ -315,7 +315,7 @@ struct Reentrant : torch::autograd::Function<Reentrant> {
 };
 
 TEST(ShardedGradients, OfCheckpointedModules) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     for (const bool overlap : {true, false}) {
       torch::nn::Linear net(4, 4), expected(4, 4);
@@ -342,7 +342,7 @@ TEST(ShardedGradients, OfCheckpointedModules) {
 }
 
 TEST(ShardedGradients, OfGradients) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     Net net = make(), expected = make();
     distribute_module(*net, mesh);
@@ -365,7 +365,7 @@ TEST(ShardedGradients, OfGradients) {
 }
 
 TEST(ShardedGradients, OfAModuleThatIsGoneAreForgotten) {
-  on_threads(2, [](DistributedManager& manager) {
+  on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"x", 2}});
     c10::weak_intrusive_ptr<c10::TensorImpl> weight{c10::intrusive_ptr<c10::TensorImpl>()};
     {
@@ -381,7 +381,7 @@ TEST(ShardedGradients, OfAModuleThatIsGoneAreForgotten) {
 // An exception in the middle of backward leaves nothing behind that the next one stumbles over.
 TEST(ShardedGradients, AreReducedAgainAfterABackwardThatFailed) {
   for (const bool overlap : {true, false}) {
-    on_threads(2, [&](DistributedManager& manager) {
+    on_ranks(2, [&](DistributedManager& manager) {
       const auto mesh = manager.mesh({{"data", 2}});
       Net net = make(), plain = make();
       distribute_module(*net, mesh, ModuleRule(),

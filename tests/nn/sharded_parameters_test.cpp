@@ -377,7 +377,7 @@ TEST(TensorParallel, BesideShardedData) {
 // Samples, the sequence (attention goes round a ring) and the layers over three axes of one mesh.
 TEST(TensorParallel, BesideSamplesAndSequencesThatAreSharded) {
   on_ranks(8, [](DistributedManager& manager) {
-    set_policies(manager, {.redistribution = Policy::allow});
+    set_policies(manager, {.redistribution = Policy::error});
     const auto mesh = manager.mesh({{"data", 2}, {"domain", 2}, {"tensor", 2}});
     auto net = prepared(Blocks()), expected = prepared(Blocks());
     distribute_module(*net, mesh, tensor_parallel(3, 2, {4, 1}, {2, 5}));

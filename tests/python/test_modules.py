@@ -157,6 +157,25 @@ def test_state_dict_of_whole_values_loads_into_a_plain_module():
         assert torch.equal(plain(batch(2)), build("mlp")(batch(2)))
 
 
+def test_a_plain_state_dict_loads_into_a_sharded_module():
+    other, x = build("mlp"), batch(5)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2).add_(0.25)
+    state, y = other.state_dict(), other(x).detach()
+    nets = [build("mlp") for _ in range(3)]
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        net = ts.distribute_module(nets[rank], mesh, lambda key, t: ([ts.Shard(0)], {0: [0, 2, len(t) - 2]}) if t.dim() == 2 else None)
+        net.load_state_dict(state)
+        for key, t in net.state_dict().items():
+            assert ts.is_sharded(t) and torch.equal(whole(t), state[key]), key
+        assert_same(net(ts.distribute_tensor(x, mesh, [ts.Shard(0)])), y)
+
+    on_ranks(3, body)
+
+
 def test_plain_module_on_sharded_input():
     net, x = build("mlp"), batch(5)
     y = net(x)
