@@ -189,7 +189,9 @@ TEST(FullyShardStay, BagsOfEmbeddings) {
         got.sin().sum().backward();
         std::int64_t bytes = 0;
         for (const CommEvent& e : trace->events()) bytes += e.bytes;
-        EXPECT_LT(bytes, kRows * kWidth * 8 / 32) << trace->table();
+        if (ranks > 1) {  // alone, nothing travels
+          EXPECT_LT(bytes, kRows * kWidth * 8 / 32) << trace->table();
+        }
         EXPECT_LT(difference(got, wanted), 1e-12);
         expect_same(*net, *expected, mean ? "mean" : "sum");
       }
