@@ -85,10 +85,11 @@ function(tessera_use_full_pch target)
 endfunction()
 
 # tessera_programs(NAME PREFIX example_ UNITS 2 SOURCES a.cpp ... LIBRARIES target ...): the programs example_a, ... of one source each. Where TESSERA_UNITY
-# says so they are links to one executable, NAME, which is compiled in so many units.
+# says so, and there is Python to join them, they are links to one executable, NAME, which is compiled in so many units.
 function(tessera_programs name)
   cmake_parse_arguments(ARG "" "PREFIX;UNITS" "SOURCES;LIBRARIES" ${ARGN})
-  if(NOT TESSERA_UNITY)
+  find_package(Python3 QUIET COMPONENTS Interpreter)
+  if(NOT TESSERA_UNITY OR NOT Python3_Interpreter_FOUND)
     foreach(source IN LISTS ARG_SOURCES)
       get_filename_component(program "${source}" NAME_WE)
       add_executable(${ARG_PREFIX}${program} "${source}")
@@ -97,7 +98,6 @@ function(tessera_programs name)
     endforeach()
     return()
   endif()
-  find_package(Python3 REQUIRED COMPONENTS Interpreter)
   set(folder "${CMAKE_CURRENT_BINARY_DIR}/${name}")
   set(units "")
   math(EXPR last "${ARG_UNITS} - 1")

@@ -18,12 +18,12 @@ def inside(source, name):
             headers.append(line)
             line = ""
         elif re.match(r"\s*#\s*(if|define)", line):
-            sys.exit(f"{source}: a program with '{line.strip()}' is built by itself")
+            sys.exit(f"{source}: '{line.strip()}' would hold for the programs beside it: leave this one out of tessera_programs()")
         code.append(line)
     starts = [at for at, line in enumerate(code) if line.startswith("int main(")]
     end = max(at for at, line in enumerate(code) if line.strip())
     if len(starts) != 1 or code[end] != "}":
-        sys.exit(f"{source}: a program ends with its main()")
+        sys.exit(f"{source}: a program has one main(), at its end: put it there, or leave it out of tessera_programs()")
     code[end] = "return 0; }"  # only the real main() may end without
     body = "\n".join(code)
     return headers, f'namespace program_{name} {{\n#line 1 "{source}"\n{body}\n}}\n'
