@@ -177,7 +177,7 @@ int run(const std::string& backend, const std::string& device_name, const std::s
     Bench{report, world, "nccl", bare, 0, device}.measure_all();
     world.barrier();
   } else if (backend == "mpi") {
-    report.meta("mpi", tessera::MpiWorld::initialize().library());
+    report.meta("mpi", tessera::mpi_library());
     const auto bare = [&](const Buffers& b) { return tessera::bench::mpi_calls(world.rank(), b); };
     Bench{report, world, backend, bare}.measure_all();
     Bench{report, manager.group(world.ranks(), {.backend = "shm"}), backend, bare, kShmOfMpi}
