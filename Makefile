@@ -41,7 +41,8 @@ CASES ?=
 BUILD := build/$(PRESET)
 RUN := scripts/env
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
-export CTEST_PARALLEL_LEVEL := $(JOBS)
+# Tests wait for each other, for time limits and for files: one more of them than cores keeps the cores at work.
+export CTEST_PARALLEL_LEVEL := $(shell echo $$(($(JOBS) + 1)))
 
 .PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types notebooks docs docs-browser test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
@@ -159,7 +160,7 @@ test-gpu:
 	@scripts/test_gpu --jobs $(JOBS) $(if $(TORCH),--torch $(TORCH))
 
 test-device: configure
-	@$(RUN) cmake --build --preset $(PRESET) --target test_device test_device_training test_ops_property test_nn_fully_shard_offload tessera_cli
+	@$(RUN) cmake --build --preset $(PRESET) --target test_device test_device_order test_device_training test_ops_property test_nn_fully_shard_offload tessera_cli
 	@$(RUN) scripts/test_device $(BUILD) $(ROUNDS)
 
 # Slurm comes unpacked into .env-slurm; its daemons run in namespaces of their own and end with the command.

@@ -27,7 +27,7 @@ struct Options {
 #ifdef __SANITIZE_ADDRESS__
   int draws = 2;
 #else
-  int draws = 8;
+  int draws = 5;
 #endif
   int draw = -1;                        // this one alone
   int ranks = 0;                        // these alone

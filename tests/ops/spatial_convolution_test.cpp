@@ -247,11 +247,11 @@ TEST(Convolution, AWindowThatDoesNotFitIsRefusedOnEveryRank) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Convolutions,
-                         ::testing::Values(Mesh{{{"a", 1}}, 150}, Mesh{{{"a", 2}}, 600},
-                                           Mesh{{{"a", 3}}, 600}, Mesh{{{"a", 4}}, 500},
-                                           Mesh{{{"a", 2}, {"b", 2}}, 600},
-                                           Mesh{{{"a", 1}, {"b", 3}}, 150},
-                                           Mesh{{{"a", 2}, {"b", 2}, {"c", 2}}, 200}));
+                         ::testing::Values(Mesh{{{"a", 1}}, 75}, Mesh{{{"a", 2}}, 300},
+                                           Mesh{{{"a", 3}}, 300}, Mesh{{{"a", 4}}, 250},
+                                           Mesh{{{"a", 2}, {"b", 2}}, 300},
+                                           Mesh{{{"a", 1}, {"b", 3}}, 75},
+                                           Mesh{{{"a", 2}, {"b", 2}, {"c", 2}}, 100}));
 
 }  // namespace
 

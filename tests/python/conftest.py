@@ -1,3 +1,5 @@
+import gc
+import os
 import pathlib
 import subprocess
 import sys
@@ -5,6 +7,8 @@ import time
 
 import pytest
 import torch
+
+gc.freeze()  # no collection walks through the million objects of torch
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,16 @@ def pytest_addoption(parser):
 
 def pytest_sessionfinish(session, exitstatus):
     """A skipped test reads as skipped: ctest looks at the exit status alone."""
+    session.config.session = session
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if exitstatus == pytest.ExitCode.OK and reporter and reporter.stats.get("skipped"):
         session.exitstatus = session.config.getoption("--skipped-status")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """Ends the process: to take torch's modules apart takes a second and a half. test_processes.py has programs that end by themselves."""
+    if hasattr(config, "session"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.session.exitstatus)

@@ -42,10 +42,9 @@ def database():
 
 def worker(todo, done, samples, limit, conditions):
     import torch
-
-    torch.set_num_threads(1)
     from operator_cases import sweep_operator
 
+    torch.set_num_threads(1)
     ops = dict(database())
     done.put(("ready", None))
     while (name := todo.get()) is not None:
@@ -64,7 +63,8 @@ class Lane:
         self.start()
 
     def start(self):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["operator_cases", "torch.testing._internal.common_methods_invocations"])
         self.todo, self.done = context.Queue(), context.Queue()
         given = (self.todo, self.done, self.arguments.samples, self.arguments.cases, self.arguments.conditions)
         self.process = context.Process(target=worker, args=given, daemon=True)

@@ -23,7 +23,7 @@ def test_ranks_meet_anew_in_memory_at_a_store_that_remembers_them(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 2, "--monitor-interval", 0.1]
     done = run(*launcher, HERE / "lives_program.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(r"life (\d) of rank (\d): shm, shm", done.stdout)) == [(life, rank) for life in "02" for rank in "01"]
+    assert sorted(re.findall(r"life (\d) of rank (\d): shm, shm", done.stdout)) == [(life, rank) for life in "02" for rank in "01"], done.stdout + done.stderr
 
 
 LIBRARY = next(pathlib.Path(tessera.__file__).parent.glob("lib*/libtessera_python.so"))

@@ -3,7 +3,8 @@
     warm.py serve SOCKET                        in an environment as the programs' own
     python -I -S warm.py run SOCKET PROGRAM...  as `python PROGRAM...`, with this process' environment, folder, standard files, signals and exit status
 
-What it runs differs from a process of its own in what importing reads of the environment (the number of threads is set again) and in its parent.
+What it runs differs from a process of its own in what importing reads of the environment (the number of threads is set again), in its parent, and in that
+modules are not taken apart when it ends.
 """
 
 import ctypes
@@ -69,6 +70,7 @@ def files_of(connection):
 
 def serve(path):
     """Forks a process for each that asks, until it is ended; in the fork it returns what is to be run."""
+    import gc
     import selectors
 
     end_with_parent()
@@ -79,6 +81,7 @@ def serve(path):
     import torch._dynamo  # noqa: F401  what the first step of an optimizer imports
     import tessera  # noqa: F401
 
+    gc.freeze()  # no collection of a fork walks through the million objects of torch
     waiting = selectors.DefaultSelector()
     waiting.register(listener, selectors.EVENT_READ, None)
     children = {}  # connection -> pid
@@ -131,11 +134,28 @@ if __name__ == "__main__":
     if what == "run":
         run(path, rest)
     serve(path)
+    import atexit
     import runpy
+    import threading
 
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    status = 0
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else end.code is not None
+        if not isinstance(end.code, (int, type(None))):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # As an interpreter ends, but for taking torch's modules apart, which takes a second and a half.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(status))
