@@ -84,7 +84,11 @@ int main(int argc, char** argv) {
     }
   } catch (const std::exception& error) {
     std::cerr << "tessera: " << error.what() << "\n";
-    return 125;
+    // An argument or a file that the caller can correct, or what could not work.
+    return dynamic_cast<const tessera::InvalidArgument*>(&error) ||
+                   dynamic_cast<const tessera::ConfigurationError*>(&error)
+               ? 2
+               : 125;
   }
   return 2;
 }

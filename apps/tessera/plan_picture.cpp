@@ -8,6 +8,7 @@
 #include "plan.h"
 #include "plan_grid.h"
 #include "tessera/base/internal/colour.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
@@ -117,8 +118,8 @@ std::string members_text(const Plan& plan, std::span<const int> members) {
     for (int rank : members) hosts.push_back(plan.placement->host_of[rank]);
     std::ranges::sort(hosts);
     const auto n = std::unique(hosts.begin(), hosts.end()) - hosts.begin();
-    text += concat(members.size() > 8 ? "" : " (", members.size() > 8 ? " on " : "on ", n,
-                   n == 1 ? " host)" : " hosts)");
+    text += concat(members.size() > 8 ? "" : " (", members.size() > 8 ? " on " : "on ",
+                   counted(n, "host"), ')');
   } else if (members.size() > 8) {
     text += ')';
   }
@@ -379,8 +380,7 @@ std::string draw(const Plan& plan, int rank, bool page, bool may_draw_hosts) {
   if (style.muted) choose_coloured(plan, style);
   const int row = grid.height + style.header + kGap + 8, rows = (panels + columns - 1) / columns;
   std::string title = concat(plan.mesh.size(), " ranks");
-  if (plan.placement)
-    title += concat(" on ", machines.names.size(), machines.names.size() == 1 ? " host" : " hosts");
+  if (plan.placement) title += " on " + counted(machines.names.size(), "host");
   const std::vector<std::string> notes = notes_of(plan, style, panels);
   const int top = kMargin + 34 + static_cast<int>(notes.size()) * 20 + 16,
             height = top + rows * row + kMargin / 2;

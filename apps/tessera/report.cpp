@@ -49,10 +49,10 @@ int report(const ReportOptions& options) {
   const std::string out = options.out.empty() ? place_beside(options.runs[0]) : options.out;
   std::vector<RunLog> runs = read_runs(options.runs);
   if (!options.watch && !has_numbers(runs))
-    throw Error("no numbers in ", list(options.runs),
-                ": a run's folder holds metrics.csv or metrics.jsonl (a line with step, "
-                "epoch, seconds, name, value; or an object with \"step\"); or name the "
-                "file");
+    throw InvalidArgument("no numbers in ", list(options.runs),
+                          ": a run's folder holds metrics.csv or metrics.jsonl (a line with step, "
+                          "epoch, seconds, name, value; or an object with \"step\"); or name the "
+                          "file");
   for (bool again = false;; again = true) {
     write_page(report_page(runs, options.watch.value_or(0)), out);
     if (!again) std::cout << "the report is in " << out << std::endl;

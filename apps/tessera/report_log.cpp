@@ -192,7 +192,7 @@ RunLog read_run(const std::string& path) {
   } else if (fs::exists(path, absent)) {
     read_log(run, path);
   } else {
-    throw FileError(path, ": there is no such file or folder");
+    throw InvalidArgument(path, ": there is no such file or folder");
   }
   std::ranges::sort(run.checkpoints, [](const SavedStep& a, const SavedStep& b) {
     return a.step != b.step ? a.step < b.step : a.name < b.name;

@@ -5,6 +5,7 @@
 
 #include "commands.h"
 #include "tessera/base/error.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/config/internal/hwloc_topology.h"
@@ -52,12 +53,13 @@ std::vector<int> mapped_slots(const RunOptions& options) {
   const int ranks = options.run.ranks;
   const MeshTraffic step = read_traffic(options.traffic);
   if (const int size = Mesh(step.axes).size(); size != ranks)
-    throw InvalidArgument("--map ", options.traffic, " is traffic of a mesh of ", size,
-                          " ranks, but -n is ", ranks);
+    throw InvalidArgument("--map ", options.traffic, " is traffic of a mesh of ",
+                          counted(size, "rank"), ", but -n is ", ranks);
   const Topology host = host_of(options);
   if (host.hosts.size() != 1 || host.slots() != ranks)
-    throw InvalidArgument("--topology ", options.topology, " has ", host.slots(), " slots on ",
-                          host.hosts.size(), " hosts; `tessera run` needs one host with ", ranks);
+    throw InvalidArgument("--topology ", options.topology, " has ", counted(host.slots(), "slot"),
+                          " on ", counted(host.hosts.size(), "host"),
+                          "; `tessera run` needs one host with ", ranks);
   const RankMapping mapping = optimise_mapping(CostModel(host, step.axes, step.traffic));
   std::cerr << concat("tessera run: ranks on slots ", list(mapping.slot_of), ", ",
                       significant(1e3 * mapping.seconds, 3), " ms per step instead of ",

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "measure.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/text.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/rank_file.h"
@@ -34,8 +35,8 @@ std::string row(const std::string& what, std::vector<double> latencies,
 std::string report(const app::ProbedJob& job, const ProbedTopology& found) {
   const Topology& topology = found.topology;
   const auto host_of = topology.hosts_of_slots();
-  std::string text = concat(topology.slots(), " ranks on ", topology.hosts.size(),
-                            topology.hosts.size() == 1 ? " host\n" : " hosts\n");
+  std::string text = concat(counted(topology.slots(), "rank"), " on ",
+                            counted(topology.hosts.size(), "host"), '\n');
   text +=
       "  measured                 pairs     latency in us (least .. most)   bandwidth in GB/s "
       "(least .. most)\n";

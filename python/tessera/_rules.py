@@ -96,7 +96,8 @@ def _placed(given, mesh):
         return [], {}
     texts = to_text(placements)
     if len(texts) != len(mesh.axes):
-        raise RuleError(f"{len(texts)} placements for a mesh of {len(mesh.axes)} axes: {placements}")
+        axes = "1 axis" if len(mesh.axes) == 1 else f"{len(mesh.axes)} axes"
+        raise RuleError(f"{len(texts)} placements for a mesh of {axes}: {placements}")
     return texts, {index(d): [index(n) for n in parts] for d, parts in sizes.items()}
 
 

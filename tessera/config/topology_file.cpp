@@ -4,6 +4,7 @@
 #include <climits>
 #include <map>
 
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
@@ -231,9 +232,9 @@ Topology topology_of(const Launch& launch) {
   Topology topology = Topology::of_counts(counts);
   if (!launch.hosts.empty()) {
     if (launch.hosts.size() != counts.size())
-      throw ConfigurationError("the launcher names ", launch.hosts.size(), " hosts ",
-                               list(launch.hosts), ", but ranks for ", counts.size(), " hosts ",
-                               list(counts));
+      throw ConfigurationError("the launcher names ", counted(launch.hosts.size(), "host"), ' ',
+                               list(launch.hosts), ", but ranks for ",
+                               counted(counts.size(), "host"), ' ', list(counts));
     for (std::size_t h = 0; h < counts.size(); ++h) topology.hosts[h].name = launch.hosts[h];
   }
   topology.check();

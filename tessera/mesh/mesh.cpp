@@ -6,6 +6,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
@@ -160,7 +161,7 @@ bool Mesh::operator==(const Mesh& other) const {
 
 int Mesh::size(int axis) const {
   if (axis < 0 || axis >= dims())
-    throw InvalidArgument("axis ", axis, " of a mesh with ", dims(), " axes");
+    throw InvalidArgument("axis ", axis, " of a mesh with ", counted(dims(), "axis", "axes"));
   return axes_[axis].size;
 }
 
@@ -208,7 +209,7 @@ std::vector<int> Mesh::coordinate(int rank) const {
 int Mesh::rank_at(std::span<const int> coordinate) const {
   if (static_cast<int>(coordinate.size()) != dims())
     throw InvalidArgument("a coordinate of ", coordinate.size(), " numbers for a mesh with ",
-                          dims(), " axes");
+                          counted(dims(), "axis", "axes"));
   if (ranks().empty()) throw InvalidArgument("an empty mesh has no coordinates");
   std::size_t at = 0;
   for (int i = 0; i < dims(); ++i) {

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/text.h"
 #include "tessera/partition/internal/ghost_directory.h"
 
@@ -28,18 +29,13 @@ std::vector<IdsByRank> carried(const std::vector<IdsByRank>& sent) {
   return received;
 }
 
-std::string counted(std::int64_t n, const char* what) {
-  return concat(n, ' ', what, n == 1 ? "" : "s");
-}
-
 }  // namespace
 
 std::string GhostRows::summary() const {
   std::string text =
       concat("rank ", rank, " of ", ranks, ": ", owned, " owned, ", counted(ghosts, "ghost"),
-             " from ", counted(static_cast<std::int64_t>(receives.size()), "rank"), ", ",
-             counted(static_cast<std::int64_t>(sent.size()), "row"), " sent to ",
-             counted(static_cast<std::int64_t>(sends.size()), "rank"), "\n");
+             " from ", counted(receives.size(), "rank"), ", ", counted(sent.size(), "row"),
+             " sent to ", counted(sends.size(), "rank"), "\n");
   auto s = sends.begin(), r = receives.begin();
   while (s != sends.end() || r != receives.end()) {
     const int peer =

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -35,7 +36,7 @@ Sharding::Sharding(std::vector<std::int64_t> shape, std::vector<int> mesh,
     for (int axis : dims_[d].axes) {
       if (axis < 0 || axis >= static_cast<int>(mesh_.size()))
         throw InvalidArgument("dim ", d, " is sharded over axis ", axis, " of a mesh with ",
-                              mesh_.size(), " axes");
+                              counted(mesh_.size(), "axis", "axes"));
       if (dim_of[axis] >= 0)
         throw InvalidArgument("mesh axis ", axis, " shards dim ", dim_of[axis], " and dim ", d,
                               "; an axis shards one dim, once");

@@ -123,8 +123,8 @@ TEST_F(MachineLooks, SlurmsSwitchesStandAboveTheHosts) {
     EXPECT_FALSE(says(found, "connected"));
   });
   // A host that no switch knows, a line that is none, a folder.
-  for (const std::string conf : {put("other.conf", "SwitchName=l Nodes=a,b\n"),
-                                 put("broken.conf", "BlockName=x Nodes=a\n"), folder_.string()})
+  for (const std::string& conf : {put("other.conf", "SwitchName=l Nodes=a,b\n"),
+                                  put("broken.conf", "BlockName=x Nodes=a\n"), folder_.string()})
     find({"a", "b", "c"}, {.slurm = conf}, [&](const FoundTopology& found) {
       EXPECT_TRUE(found.topology.switches.empty());
       EXPECT_TRUE(says(found, "how the hosts are connected: " + conf)) << list(found.unknown);

@@ -43,10 +43,10 @@ TEST(NewCommand, WritesNothingWhereSomethingIsOrTheNameIsNone) {
   const Folder folder;
   std::filesystem::create_directory(folder / "there");
   const auto [status, out] = make(folder / "there");
-  EXPECT_EQ(status, 125);
+  EXPECT_EQ(status, 2);
   EXPECT_NE(out.find("there is there already"), std::string::npos) << out;
   const auto [again, said] = make(folder / "1net");
-  EXPECT_EQ(again, 125);
+  EXPECT_EQ(again, 2);
   EXPECT_NE(said.find("'1net' is no name of a project"), std::string::npos) << said;
   EXPECT_NE(make(concat("--python --cmake ", folder / "net")).first, 0);
   EXPECT_TRUE(std::filesystem::is_empty(folder / "there"));

@@ -118,7 +118,7 @@ TEST_F(ReportCommand, ComparesRunsFromAnyLog) {
 }
 
 TEST_F(ReportCommand, SaysWhatIsNotThere) {
-  EXPECT_EQ(report("nothing"), "tessera: nothing: there is no such file or folder\nstatus 125");
+  EXPECT_EQ(report("nothing"), "tessera: nothing: there is no such file or folder\nstatus 2");
   write("empty/notes.txt", "x");
   EXPECT_NE(report("empty").find("no numbers in [empty]: a run's folder holds metrics.csv"),
             std::string::npos);

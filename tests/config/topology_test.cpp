@@ -164,7 +164,7 @@ TEST(LaunchTopology, AsTheLauncherSays) {
               "does not say how many of its 8 ranks");
   launch.hosts = {"a"};
   EXPECT_SAYS(refused<ConfigurationError>([&] { topology_of(launch); }),
-              "1 hosts [a], but ranks for 2");
+              "1 host [a], but ranks for 2");
 }
 
 MeshTraffic drawn_traffic(std::mt19937& random) {

@@ -163,7 +163,7 @@ TEST(Probe, RefusesWhatIsNoMeasurement) {
   const double inf = std::numeric_limits<double>::infinity();
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{}, {}, {}}); }), "0 hosts");
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2, 2}, {}}); }),
-              "1 hosts with 2");
+              "1 host with 2");
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{0, 2, 1, 1}}}); }),
               "2 slots");
   EXPECT_SAYS(refused<MappingError>([] { topology_of_probe({{"a"}, {2}, {{1, 1, 1, 1}}}); }),

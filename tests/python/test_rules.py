@@ -158,7 +158,7 @@ def test_what_is_refused():
 def test_functions_that_plan_wrongly_are_told():
     wrong = {
         "three": (lambda call: ([None], [ts.Replicate()] * 3), "places 3 results, and the operator has 2"),
-        "axes": (lambda call: ([None], [[ts.Replicate(), ts.Replicate()]] * 2), "2 placements for a mesh of 1 axes"),
+        "axes": (lambda call: ([None], [[ts.Replicate(), ts.Replicate()]] * 2), "2 placements for a mesh of 1 axis"),
         "inputs": (lambda call: ([None, None], [ts.Replicate()] * 2), "places 2 inputs, and the call has 1"),
         "raises": (lambda call: 1 // 0, "ZeroDivisionError"),
     }

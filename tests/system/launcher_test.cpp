@@ -151,7 +151,7 @@ TEST(LauncherEnvironment, AnAllocatorThatCannotBeLoadedIsRefused) {
   for (const std::string wrong :
        {"jemalloc", "/nowhere/liballocator.so", "/proc/self/status", "/"}) {
     Process run(command(1, {"--allocator", wrong}, {"env=LD_PRELOAD"}));
-    EXPECT_EQ(run.finish(), 125) << wrong;
+    EXPECT_EQ(run.finish(), 2) << wrong;
     EXPECT_NE(run.err().find("--allocator " + wrong), std::string::npos) << run.err();
   }
 }
@@ -234,14 +234,14 @@ TEST(LauncherMap, WhatDoesNotFitIsRefused) {
     EXPECT_NE(run.err().find(why), std::string::npos) << run.err();
     EXPECT_EQ(run.out(), "");
   };
-  refuses(2, fine, 125, "a mesh of 4 ranks, but -n is 2");
-  refuses(4, {"--map", folder.path() / "absent.yaml"}, 125, "absent.yaml");
+  refuses(2, fine, 2, "a mesh of 4 ranks, but -n is 2");
+  refuses(4, {"--map", folder.path() / "absent.yaml"}, 2, "absent.yaml");
   refuses(4, {"--topology", fine[3]}, 2, "--map");
   std::ofstream(folder.path() / "two.yaml") << "hosts: 2x2\n";
-  refuses(4, {"--map", fine[1], "--topology", folder.path() / "two.yaml"}, 125, "one host with 4");
+  refuses(4, {"--map", fine[1], "--topology", folder.path() / "two.yaml"}, 2, "one host with 4");
   std::ofstream(folder.path() / "wrong.yaml")
       << "mesh: {data: 4}\ntraffic: [{axes: [data], collective: send, bytes: .inf}]\n";
-  refuses(4, {"--map", folder.path() / "wrong.yaml"}, 125, "wrong.yaml");
+  refuses(4, {"--map", folder.path() / "wrong.yaml"}, 2, "wrong.yaml");
   // More ranks than any host has cores, or no hwloc to count them.
   std::ofstream(folder.path() / "many.yaml") << "mesh: {data: 100000}\ntraffic: []\n";
   refuses(100000, {"--map", folder.path() / "many.yaml"}, 125, "--topology FILE");
@@ -434,7 +434,7 @@ TEST(LauncherArguments, MistakesAreRefusedWithStatus2) {
     EXPECT_FALSE(run.err().empty());
   }
   Process threads(command(1, {"--threads", "0"}, {}));
-  EXPECT_EQ(threads.finish(), 125);
+  EXPECT_EQ(threads.finish(), 2);
   EXPECT_NE(threads.err().find("--threads 0"), std::string::npos);
 }
 

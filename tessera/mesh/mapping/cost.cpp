@@ -5,6 +5,7 @@
 #include <functional>
 #include <utility>
 
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
@@ -105,8 +106,9 @@ CostModel::CostModel(const Topology& topology, std::vector<Axis> axes, std::vect
   topology_.check();
   if (mesh_.size() > topology_.slots())
     throw MappingError("a mesh of ", mesh_.size(), " ranks does not fit on ",
-                       topology_.hosts.size(), " hosts with ", topology_.slots(),
-                       " devices in all: give it smaller axes, or more hosts or devices");
+                       counted(topology_.hosts.size(), "host"), " with ",
+                       counted(topology_.slots(), "device"),
+                       " in all: give it smaller axes, or more hosts or devices");
   check_traffic(mesh_, traffic_);
   for (const Traffic& t : traffic_) groups_.push_back(mesh_.groups(t.axes));
   for (std::size_t h = 0; h < topology_.hosts.size(); ++h) {

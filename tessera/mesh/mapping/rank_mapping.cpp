@@ -108,7 +108,7 @@ struct Digit {
 };
 
 /// Assigns slots in the order of the digits, the first the fastest.
-std::vector<int> counted(const std::vector<Digit>& digits, int n) {
+std::vector<int> in_order_of(const std::vector<Digit>& digits, int n) {
   std::vector<int> slot_of(n), counter(digits.size(), 0);
   int position = 0;
   for (int slot = 0; slot < n; ++slot) {
@@ -181,7 +181,7 @@ class Search {
       std::vector<Digit> digits;
       for (int i : order)
         digits.push_back({axes_[i], mesh_.size(axes_[i]), mesh_.stride(axes_[i])});
-      consider(counted(digits, model_.size()), "order " + names(digits));
+      consider(in_order_of(digits, model_.size()), "order " + names(digits));
     } while (tries_ > reserve && std::next_permutation(order.begin(), order.end()));
   }
 
@@ -254,7 +254,7 @@ class Search {
     for (const auto& level : levels)
       for (std::size_t k = 0; k < sizes.size(); ++k) add(k, level[k]);
     for (int k : rest_order) add(k, sizes[k] / done[k]);
-    return consider(counted(digits, model_.size()), "blocks " + names(digits));
+    return consider(in_order_of(digits, model_.size()), "blocks " + names(digits));
   }
 
   /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first a slightly

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <set>
 
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
@@ -72,7 +73,8 @@ int Topology::host_of(int slot) const {
   int first = 0;
   for (std::size_t h = 0; h < hosts.size(); first += hosts[h++].devices)
     if (slot >= first && slot < first + hosts[h].devices) return static_cast<int>(h);
-  throw MappingError("slot ", slot, " of ", first, " slots on ", hosts.size(), " hosts");
+  throw MappingError("slot ", slot, " of ", counted(first, "slot"), " on ",
+                     counted(hosts.size(), "host"));
 }
 
 std::vector<int> Topology::hosts_of_slots() const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
@@ -191,8 +192,9 @@ void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
 
 void detail::require_one_per_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
   if (placements.size() != mesh.axes().size())
-    throw InvalidArgument(placements.size(), " placements ", list(placements), " for a mesh of ",
-                          mesh.axes().size(), " axes: give one per axis");
+    throw InvalidArgument(counted(placements.size(), "placement"), ' ', list(placements),
+                          " for a mesh of ", counted(mesh.axes().size(), "axis", "axes"),
+                          ": give one per axis");
 }
 
 std::vector<DimSharding> detail::shard_dims(const Mesh& mesh,
@@ -298,7 +300,7 @@ ShardSpec ShardSpec::with_placements(const std::vector<Placement>& placements) c
 ShardSpec ShardSpec::with_placement(int axis, Placement placement) const {
   std::vector<Placement> all = placements();
   if (axis < 0 || axis >= mesh_dims())
-    throw InvalidArgument("axis ", axis, " of a mesh of ", mesh_dims(), " axes");
+    throw InvalidArgument("axis ", axis, " of a mesh of ", counted(mesh_dims(), "axis", "axes"));
   all[axis] = placement;
   return with_placements(all);
 }

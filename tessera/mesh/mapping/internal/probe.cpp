@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 
+#include "tessera/base/internal/counted.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -59,8 +60,8 @@ std::vector<Class> classes_of(const std::vector<int>& samples, const std::vector
 
 void check(const Probe& probe) {
   if (probe.hosts.empty() || probe.hosts.size() != probe.devices.size())
-    throw MappingError("a probe of ", probe.hosts.size(), " hosts with ", probe.devices.size(),
-                       " numbers of devices; give one for each");
+    throw MappingError("a probe of ", counted(probe.hosts.size(), "host"), " with ",
+                       probe.devices.size(), " numbers of devices; give one for each");
   const long long slots = std::accumulate(probe.devices.begin(), probe.devices.end(), 0LL);
   for (const LinkSample& s : probe.samples) {
     if (s.a < 0 || s.b < 0 || s.a >= slots || s.b >= slots || s.a == s.b)
@@ -73,8 +74,8 @@ void check(const Probe& probe) {
                          "; both must be finite and above 0");
   }
   if (!probe.kept.empty() && probe.kept.size() != probe.hosts.size())
-    throw MappingError("a probe of ", probe.hosts.size(), " hosts with ", probe.kept.size(),
-                       " shares; give one for each or none");
+    throw MappingError("a probe of ", counted(probe.hosts.size(), "host"), " with ",
+                       probe.kept.size(), " shares; give one for each or none");
 }
 
 void fit_inside(const Probe& probe, const std::vector<int>& host_of, const std::vector<int>& inside,
