@@ -36,13 +36,6 @@ constexpr const char* kLookUp = "checkpoints";
 // Of errors of the writing threads.
 constexpr auto kKinds = agree::kinds_of<>();
 
-// What every rank tells the others before a save: hashes of what it holds, of what must be the same
-// on all ranks, and of its plain tensors.
-struct Greeting {
-  std::uint64_t nonce, layout, agreed;
-  PlainSums plain;
-};
-
 // What the ranks must have in common, a line each.
 std::string options_text(const CheckpointOptions& options) {
   return concat("keep_last ", options.keep_last, "\nbusy ",
@@ -59,6 +52,12 @@ void check_given(const std::shared_ptr<CheckpointIO>& io, const CheckpointOption
 }  // namespace
 
 struct Checkpointer::Impl {
+  // What every rank tells the others before a save: hashes of what it holds, of what must be the
+  // same on all ranks, and of its plain tensors.
+  struct Greeting {
+    std::uint64_t nonce, layout, agreed;
+    PlainSums plain;
+  };
   // One save from its plan to its commit.
   struct Job {
     std::string name, nonce;

@@ -20,7 +20,7 @@ std::string to_json(const SavedLayout& layout) {
   for (const Axis& axis : layout.axes)
     axes += concat(axes.empty() ? "" : ",", '[', json_text(axis.name), ',', axis.size, ']');
   for (const Placement& p : layout.placements)
-    placements += (placements.empty() ? "" : ",") + (p.is_shard() ? std::to_string(p.dim) : "null");
+    placements += concat(placements.empty() ? "" : ",", p.is_shard() ? concat(p.dim) : "null");
   for (const auto& [dim, parts] : layout.sizes) {
     sizes += concat(sizes.empty() ? "" : ",", '"', dim, "\":[");
     for (std::size_t i = 0; i < parts.size(); ++i) sizes += concat(i > 0 ? "," : "", parts[i]);

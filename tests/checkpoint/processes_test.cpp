@@ -84,8 +84,6 @@ std::int64_t loadable(const std::shared_ptr<CheckpointIO>& io, const std::string
 
 class CheckpointProcesses : public ::testing::TestWithParam<const char*> {};
 
-}  // namespace
-
 TEST_P(CheckpointProcesses, OneRankKilledAtEveryOperation) {
   for (const bool background : {false, true}) {
     for (const int victim : {0, 1}) {
@@ -277,4 +275,5 @@ TEST_P(CheckpointProcesses, WithoutMemoryToReceiveAllThrow) {
 
 INSTANTIATE_TEST_SUITE_P(Over, CheckpointProcesses, ::testing::Values("shm", "gloo"));
 
+}  // namespace
 }  // namespace tessera::test

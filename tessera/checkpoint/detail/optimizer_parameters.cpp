@@ -93,7 +93,7 @@ void add_parameter_names(CheckpointState& state, const std::string& prefix,
   std::vector<std::string> groups;
   for (const NamedParameter& one : parameters) {
     if (groups.size() <= one.group) groups.resize(one.group + 1);
-    groups[one.group] += (groups[one.group].empty() ? "" : ",") + json_text(one.name);
+    groups[one.group] += concat(groups[one.group].empty() ? "" : ",", json_text(one.name));
   }
   std::string text;
   for (const std::string& names : groups) text += concat(text.empty() ? "[" : ",[", names, ']');

@@ -18,24 +18,15 @@ std::align_val_t alignment_of(std::size_t bytes) {
   return std::align_val_t{bytes >= kHugePage ? kHugePage : 64};
 }
 
-struct Free {
-  std::size_t bytes = 0;
-  void operator()(void* block) const { ::operator delete(block, alignment_of(bytes)); }
-};
-using Block = std::unique_ptr<void, Free>;
-
-Block allocate(std::size_t bytes) {
-  Block block(::operator new(std::max<std::size_t>(bytes, 1), alignment_of(bytes)), Free{bytes});
-#ifdef MADV_HUGEPAGE
-  // Only advice: if the system does not follow it, the block works all the same.
-  if (bytes >= kHugePage) ::madvise(block.get(), bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
-#endif
-  return block;
-}
-
 }  // namespace
 
 struct BufferPool::Blocks {
+  struct Free {
+    std::size_t bytes = 0;
+    void operator()(void* block) const { ::operator delete(block, alignment_of(bytes)); }
+  };
+  using Block = std::unique_ptr<void, Free>;
+
   explicit Blocks(std::size_t kept) : kept(kept) {}
   const std::size_t kept;
   std::mutex mutex;
@@ -52,6 +43,15 @@ struct BufferPool::Blocks {
     return block;
   }
 
+  static Block allocate(std::size_t bytes) {
+    Block block(::operator new(std::max<std::size_t>(bytes, 1), alignment_of(bytes)), Free{bytes});
+#ifdef MADV_HUGEPAGE
+    // Only advice: if the system does not follow it, the block works all the same.
+    if (bytes >= kHugePage) ::madvise(block.get(), bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+    return block;
+  }
+
   void give_back(std::size_t bytes, Block block) {
     const std::lock_guard lock(mutex);
     free.emplace_back(bytes, std::move(block));
@@ -64,11 +64,11 @@ BufferPool::BufferPool(std::size_t kept) : blocks_(std::make_shared<Blocks>(kept
 at::Tensor BufferPool::empty(std::span<const std::int64_t> shape, at::ScalarType dtype) {
   std::size_t bytes = c10::elementSize(dtype);
   for (const std::int64_t n : shape) bytes *= static_cast<std::size_t>(n);
-  Block block = blocks_->take(bytes);
-  if (!block) block = allocate(bytes);
+  Blocks::Block block = blocks_->take(bytes);
+  if (!block) block = Blocks::allocate(bytes);
   void* data = block.get();
   auto release = [blocks = blocks_, bytes](void* memory) {
-    blocks->give_back(bytes, Block(memory, Free{bytes}));
+    blocks->give_back(bytes, Blocks::Block(memory, Blocks::Free{bytes}));
   };
   at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()),
                                     std::move(release), at::TensorOptions(dtype));

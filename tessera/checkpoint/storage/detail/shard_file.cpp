@@ -39,13 +39,13 @@ std::vector<SafetensorsTensor> file_tensors(const WritePlan& plan,
     std::string offset;
     for (const Interval& i : a.box) {
       t.shape.push_back(i.size());
-      offset += (offset.empty() ? "" : ",") + std::to_string(i.begin);
+      offset += concat(offset.empty() ? "" : ",", i.begin);
     }
     if (t.dtype == "F4") t.shape.back() *= 2;
     if (!is_full(info, a.box)) t.name += concat(' ', list(a.box));
     while (!names.insert(t.name).second) t.name += '\'';
     std::string shape;
-    for (const std::int64_t n : info.shape) shape += (shape.empty() ? "" : ",") + std::to_string(n);
+    for (const std::int64_t n : info.shape) shape += concat(shape.empty() ? "" : ",", n);
     if (info.kind == EntryKind::tensor)
       shards += concat(shards.size() > 1 ? "," : "", json_text(t.name),
                        ":{\"tensor\":", json_text(info.name), ",\"offset\":[", offset,

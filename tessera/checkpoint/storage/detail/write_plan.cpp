@@ -196,19 +196,18 @@ bool is_full(const EntryInfo& info, const Box& box) {
 }
 
 std::string describe_shards(const std::vector<HeldShard>& held) {
-  std::string text = "[";
+  TextStream text;
   for (const HeldShard& h : held) {
-    std::string shape, box;
-    for (const std::int64_t n : h.info.shape)
-      shape += (shape.empty() ? "" : ",") + std::to_string(n);
-    for (const Interval& i : h.box)
-      box += (box.empty() ? "" : ",") + std::to_string(i.begin) + ',' + std::to_string(i.end);
-    text += (text.size() > 1 ? ",[" : "[") + std::to_string(static_cast<int>(h.info.kind)) + ',' +
-            json_text(h.info.name) + ',' + std::to_string(h.info.rank) + ',' +
-            json_text(h.info.dtype) + ",[" + shape + "]," + json_text(h.info.layout) + ",[" + box +
-            "]]";
+    text << (&h == held.data() ? "[" : ",[") << static_cast<int>(h.info.kind) << ','
+         << json_text(h.info.name) << ',' << h.info.rank << ',' << json_text(h.info.dtype) << ",[";
+    for (std::size_t d = 0; d < h.info.shape.size(); ++d)
+      text << (d > 0 ? "," : "") << h.info.shape[d];
+    text << "]," << json_text(h.info.layout) << ",[";
+    for (std::size_t d = 0; d < h.box.size(); ++d)
+      text << (d > 0 ? "," : "") << h.box[d].begin << ',' << h.box[d].end;
+    text << "]]";
   }
-  return text + ']';
+  return concat('[', std::move(text).str(), ']');
 }
 
 std::vector<HeldShard> shards_from(std::string_view text) {
