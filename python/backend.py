@@ -154,7 +154,7 @@ def _forget_torch(library, torch):
 
 
 def _stage(build, package):
-    """Installs the build into the package's folder; returns the version of libtorch that it was built with."""
+    """Installs the build into the package's folder; returns its version, and that of libtorch that it was built with."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = pathlib.Path(folder)
         _run("cmake", "--install", build, "--prefix", prefix, "--component", "tessera")
@@ -165,7 +165,8 @@ def _stage(build, package):
         cmake = libraries / "cmake" / "Tessera"
         config = cmake / "TesseraConfig.cmake"
         text = config.read_text()
-        version = re.search(r'set\(Tessera_TORCH_VERSION "([^"]+)"\)', text)[1]
+        torch_version = re.search(r'set\(Tessera_TORCH_VERSION "([^"]+)"\)', text)[1]
+        version = re.search(r'set\(PACKAGE_VERSION "([^"]+)"\)', (cmake / "TesseraConfigVersion.cmake").read_text())[1]
         torch = re.search(r'^set\(_tessera_torch "([^"]*)"\)', text, re.MULTILINE)[1]
         if not torch.startswith("/"):
             raise SystemExit(f"tessera: {build} does not say which libtorch it was built with: is it a wheel's?")
@@ -188,7 +189,7 @@ def _stage(build, package):
         shutil.copytree(next(prefix.rglob("TesseraMpi.cmake")).parent, package / "share" / "tessera" / "mpi")
         if (prefix / "bin").exists():
             shutil.copytree(prefix / "bin", package / "bin")
-    return version
+    return version, torch_version
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -203,10 +204,11 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         if (ROOT / "LICENSE").exists():
             shutil.copy(ROOT / "LICENSE", tree)
         shutil.copytree(HERE / "tessera", tree / "tessera", ignore=shutil.ignore_patterns("__pycache__"))
-        version = _stage(build, tree / "tessera")
-        minor = ".".join(version.split(".")[:2])
+        version, torch_version = _stage(build, tree / "tessera")
+        minor = ".".join(torch_version.split(".")[:2])
+        (tree / "version.txt").write_text(version + "\n")
         (tree / "torch.txt").write_text(f"torch=={minor}.*\n")
-        (tree / "tessera" / "torch_version.txt").write_text(version + "\n")
+        (tree / "tessera" / "torch_version.txt").write_text(torch_version + "\n")
         os.chdir(tree)
         try:
             return build_meta.build_wheel(str(wheel_directory))
@@ -231,10 +233,11 @@ def build_sdist(sdist_directory, config_settings=None):
         raise SystemExit(f"tessera: {ROOT} has no sources: make the source distribution from a checkout")
     text = (HERE / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
-    name = f"{project['name'].replace('-', '_')}-{project['version']}"
+    version = re.search(r"project\(Tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    name = f"{project['name'].replace('-', '_')}-{version}"
     # The backend lies one folder deeper than the file that names it.
     above = text.replace('backend-path = ["."]', 'backend-path = ["python"]')
-    about = f"Metadata-Version: 2.2\nName: {project['name']}\nVersion: {project['version']}\nSummary: {project['description']}\nRequires-Python: {project['requires-python']}\nDynamic: Requires-Dist\n"
+    about = f"Metadata-Version: 2.2\nName: {project['name']}\nVersion: {version}\nSummary: {project['description']}\nRequires-Python: {project['requires-python']}\nDynamic: Requires-Dist\n"
     made = {"pyproject.toml": above.encode(), "PKG-INFO": about.encode()}
     files = [ROOT / file for file in ("CMakeLists.txt", "LICENSE", "README.md")]
     files += [path for folder in ("cmake", "tessera", "python") for path in _sources(ROOT / folder)]

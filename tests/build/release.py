@@ -14,15 +14,13 @@ def git(folder, *words):
     subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@localhost", *words], cwd=folder, check=True, capture_output=True)
 
 
-def check(what, expected, cmake="0.3.0", python="0.3.0", changelog="## 0.3.0 (2026-01-31)\n\n- New.\n", dirty=False, version="0.3.0"):
+def check(what, expected, cmake="0.3.0", changelog="## 0.3.0 (2026-01-31)\n\n- New.\n", dirty=False, version="0.3.0"):
     """`expected`: parts of what is said; none: the release may be made."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        for inside in ("scripts", "python"):
-            (folder / inside).mkdir()
+        (folder / "scripts").mkdir()
         shutil.copy2(script, folder / "scripts" / "release")
         (folder / "CMakeLists.txt").write_text(f"project(Tessera VERSION {cmake} LANGUAGES CXX)\n")
-        (folder / "python/pyproject.toml").write_text(f'[project]\nversion = "{python}"\n')
         (folder / "CHANGELOG.md").write_text(f"# Changelog\n\n{changelog}")
         git(folder, "init", "-q")
         git(folder, "add", ".")
@@ -39,12 +37,12 @@ def check(what, expected, cmake="0.3.0", python="0.3.0", changelog="## 0.3.0 (20
 
 check("ready", [])
 check("another version in CMake", ["CMakeLists.txt says version 0.2.9"], cmake="0.2.9")
-check("another version in Python", ["pyproject.toml says version 0.3.1"], python="0.3.1")
+check("no version in CMake", ["CMakeLists.txt says version none"], cmake="")
 check("no section", ["no section 0.3.0"], changelog="## 0.2.0 (2025-01-31)\n\n- Old.\n")
 check("no date", ["has no date"], changelog="## 0.3.0\n\n- New.\n")
 check("not released yet", ["under Unreleased"], changelog="## Unreleased\n\n- Newer.\n\n## 0.3.0 (2026-01-31)\n\n- New.\n")
 check("an empty section", [], changelog="## Unreleased\n\n## 0.3.0 (2026-01-31)\n\n- New.\n")
 check("uncommitted", ["not committed"], dirty=True)
-check("all at once", ["CMakeLists.txt", "pyproject.toml", "not committed", "no section 9.9.9"], version="9.9.9", dirty=True)
+check("all at once", ["CMakeLists.txt", "not committed", "no section 9.9.9"], version="9.9.9", dirty=True)
 print("\n".join(faults))
 sys.exit(bool(faults))

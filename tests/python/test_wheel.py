@@ -13,6 +13,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+VERSION = re.search(r"project\(Tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
 PIP = ["-m", "pip", "--disable-pip-version-check"]
 
 PYTHON = """
@@ -83,7 +84,7 @@ def python(wheel, tmp_path_factory):
 def test_what_the_wheel_holds(wheel, request):
     import torch
 
-    assert re.fullmatch(r"tessera_sharding-0\.1\.0-py3-none-(many)?linux_[\w.]+\.whl", wheel.name), wheel.name
+    assert re.fullmatch(rf"tessera_sharding-{re.escape(VERSION)}-py3-none-(many)?linux_[\w.]+\.whl", wheel.name), wheel.name
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         metadata = file.read(next(n for n in names if n.endswith("METADATA"))).decode()
@@ -93,7 +94,7 @@ def test_what_the_wheel_holds(wheel, request):
     assert wheel.stat().st_size < 15e6
     for needed in ("bin/tessera", "bin/tessera-doctor", "include/tessera/tessera.h", "lib/libtessera.so.0", "lib/libtessera_python.so", "lib/cmake/Tessera/TesseraConfig.cmake", "py.typed"):
         assert f"tessera/{needed}" in names, (needed, names)
-    assert not [n for n in names if n.endswith((".so.0.1.0", ".pc"))]  # each library once
+    assert not [n for n in names if n.endswith((f".so.{VERSION}", ".pc"))]  # each library once
     # No folder of this machine: neither of the build nor of torch, in CMake files or search paths of libraries.
     for name, data in texts.items():
         for folder in (str(build_of(request)), str(pathlib.Path(torch.__file__).parent)):
@@ -142,7 +143,7 @@ def test_the_mpi_part_is_compiled_for_this_machine(python, tmp_path):
 def test_the_program_starts_ranks_and_the_doctor(python, tmp_path):
     """On the path, as pip has put it there; it imports no torch itself."""
     program = python.parent / "tessera"
-    assert run(program, "--version").startswith("tessera 0.1.0")
+    assert run(program, "--version").startswith(f"tessera {VERSION}")
     imports = subprocess.run([python, "-X", "importtime", program, "--version"], capture_output=True, text=True, timeout=200).stderr
     assert re.search(r"\| +tessera_program$", imports, re.MULTILINE) and not re.search(r"\| +(torch|tessera)$", imports, re.MULTILINE), imports
     code = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
@@ -183,7 +184,7 @@ def test_a_source_distribution_makes_the_same_wheel(request, wheel, tmp_path):
     """From the sources alone: what a wheel of the checkout holds, and a first build that finds all that CMake names."""
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'python')!r}); import backend; print(backend.build_sdist({str(tmp_path)!r}))"
     sdist = tmp_path / run(sys.executable, "-c", code).strip()
-    assert sdist.name == "tessera_sharding-0.1.0.tar.gz"
+    assert sdist.name == f"tessera_sharding-{VERSION}.tar.gz"
     options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
     run(sys.executable, *PIP, "wheel", "--quiet", *options, "-C", f"build={build_of(request)}", sdist)
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(tmp_path / wheel.name) as its:
