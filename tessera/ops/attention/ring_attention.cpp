@@ -14,16 +14,17 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/addcmul.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
+#include <limits>
 
 #include "tessera/ops/attention/detail/ring.h"
 #include "tessera/ops/attention/detail/straight.h"
@@ -205,7 +206,7 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
           const at::Tensor dp = times(
               at::matmul(g_run, repeated(held[1].to(type), ring->repeat).transpose(-2, -1)), kept);
           const at::Tensor ds = p * (dp - of_run(rows[2], run));
-          of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)) *
+          of_run(dq, run).add_(at::matmul(ds, repeated(held[0].to(type), ring->repeat)),
                                ring->scale);
           into[0].add_(summed(at::matmul(ds.transpose(-2, -1), q_run), ring->repeat));
           if (wants_mask) add_to_columns(db, ds, keys);
@@ -316,28 +317,46 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     Shape rows = scaled.sizes().vec(), result = rows;
     rows.back() = 1;
     result.back() = ring->value.shape().back();
-    at::Tensor top = at::full(rows, -kInfinity, scaled.options()),
-               sum = at::zeros(rows, scaled.options()), out = at::zeros(result, scaled.options());
+    // The highest score of queries that have met no key: of infinities the difference is no number.
+    const double least = round.type == at::kDouble ? std::numeric_limits<double>::lowest()
+                                                   : std::numeric_limits<float>::lowest();
+    at::Tensor top, sum, out;
+    const auto begin = [&] {
+      if (top.defined()) return;
+      top = at::full(rows, least, scaled.options());
+      sum = at::zeros(rows, scaled.options());
+      out = at::zeros(result, scaled.options());
+    };
     const std::vector<at::Tensor> own_keys = {meta_of(key)->local, meta_of(value)->local};
-    go_round(
-        round, own_keys, nullptr,
-        [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
-          const at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
-          const at::Tensor top_run = of_run(top, run);
-          const at::Tensor higher = at::maximum(top_run, s.amax({-1}, true));
-          const at::Tensor finite =
-              at::where(higher.eq(-kInfinity), at::zeros_like(higher), higher);
-          const at::Tensor e = (s - finite).exp(), before = (top_run - finite).exp();
-          of_run(sum, run).mul_(before).add_(e.sum({-1}, true));
-          of_run(out, run).mul_(before).add_(at::matmul(
-              times(e, round.kept(e, keys, run)), repeated(held[1].to(round.type), ring->repeat)));
-          top_run.copy_(higher);
-        });
+    go_round(round, own_keys, nullptr,
+             [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
+               at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
+               at::Tensor highest = s.amax({-1}, true);
+               const bool first = !top.defined() && run.row < 0 && run.count == scaled.size(-2);
+               if (!first) begin();
+               highest = first ? highest.clamp_min_(least) : at::maximum(of_run(top, run), highest);
+               const at::Tensor e = s.sub_(highest).exp_(), here = e.sum({-1}, true),
+                                values = at::matmul(times(e, round.kept(e, keys, run)),
+                                                    repeated(held[1].to(round.type), ring->repeat));
+               if (first) {
+                 top = highest;
+                 sum = here;
+                 out = values;
+                 return;
+               }
+               at::Tensor top_run = of_run(top, run), sum_run = of_run(sum, run),
+                          out_run = of_run(out, run);
+               const at::Tensor before = (top_run - highest).exp_();
+               at::addcmul_out(sum_run, here, sum_run, before);
+               at::addcmul_out(out_run, values, out_run, before);
+               top_run.copy_(highest);
+             });
+    begin();
     // A query whose keys are all masked gives zeros.
-    const at::Tensor none = sum.eq(0), divisor = at::where(none, at::ones_like(sum), sum);
-    const auto own =
-        round.returned({(out / divisor).to(q.scalar_type()),
-                        at::where(none, at::full_like(sum, kInfinity), top + divisor.log())});
+    const at::Tensor none = sum.eq(0);
+    sum.masked_fill_(none, 1);
+    const auto own = round.returned(
+        {(out / sum).to(q.scalar_type()), top.add_(sum.log()).masked_fill_(none, kInfinity)});
     out = own[0];
     const at::Tensor level = own[1];
     const at::Tensor wrapped =

@@ -1,9 +1,12 @@
 #include "tessera/ops/halo/halo.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "tessera/ops/halo/detail/peer_exchange.h"
 #include "tessera/ops/rules/detail/windowed.h"
@@ -129,6 +132,34 @@ bool contains(const Box& outer, const Box& inner) {
   for (std::size_t d = 0; d < outer.size(); ++d)
     if (!outer[d].contains(inner[d])) return false;
   return true;
+}
+
+// The dim along which the boxes, which are sorted by it, follow each other and make up `all`, or -1.
+template <class Parts>
+std::int64_t joined_along(Parts& parts, const Box& all) {
+  std::int64_t along = -1;
+  for (std::size_t d = 0; d < all.size(); ++d) {
+    if (std::ranges::all_of(parts, [&](const auto& part) { return part.at[d] == all[d]; }))
+      continue;
+    if (along >= 0) return -1;
+    along = static_cast<std::int64_t>(d);
+  }
+  if (along < 0) return -1;
+  std::ranges::sort(parts, {}, [&](const auto& part) { return part.at[along].begin; });
+  std::int64_t end = all[along].begin;
+  for (const auto& part : parts)
+    if (part.at[along].begin != std::exchange(end, part.at[along].end)) return -1;
+  return end == all[along].end ? along : -1;
+}
+
+// What is zero in a box of which so many elements are known: usually what is beyond zero edges, else
+// the box before they are written.
+std::vector<Box> uncovered(const HaloState& s, const Box& box, std::int64_t covered) {
+  if (covered == volume(box)) return {};
+  Box inside = box;
+  for (std::size_t d = 0; d < box.size(); ++d)
+    if (s.edges[d] == Edge::zero) inside[d] = intersect(inside[d], {0, s.field.shape()[d]});
+  return covered == volume(inside) ? difference(box, inside) : std::vector<Box>{box};
 }
 
 // The axes along which some position needs what it does not own. The same on all ranks.
@@ -335,22 +366,24 @@ at::Tensor HaloValues::assemble(const Box& box) {
   for (std::size_t i = 0; i < s.plan.receives.size(); ++i)
     add(s.plan.receives[i], f.transfer.buffers->receive_pieces[i], s.plan.receives[i].source);
 
+  const std::vector<Box> zeros = uncovered(s, box, covered);
   const auto values = [&](const Part& part) {
+    if (!part.piece) return at::zeros(shape_of(part.at), f.local.options());
     return part.piece == &kOwn ? view_of(*part.from, *part.of, part.at)
                                : values_at(*part.from, *part.of, *part.piece, part.at);
   };
   if (parts.size() == 1 && covered == volume(box)) return values(parts[0]);
-  at::Tensor result = at::empty(shape_of(box), f.local.options().memory_format(std::nullopt));
-  if (covered != volume(box)) {
-    // What is missing is usually beyond zero edges.
-    Box inside = box;
-    for (std::size_t d = 0; d < box.size(); ++d)
-      if (s.edges[d] == Edge::zero) inside[d] = intersect(inside[d], {0, s.field.shape()[d]});
-    if (covered == volume(inside))
-      for (const Box& strip : difference(box, inside)) view_of(result, box, strip).zero_();
-    else
-      result.zero_();
+  // In one launch instead of one for each of them.
+  std::vector<Part> side_by_side = parts;
+  for (const Box& strip : zeros) side_by_side.push_back({nullptr, nullptr, nullptr, strip});
+  if (const std::int64_t along = f.local.is_contiguous() ? joined_along(side_by_side, box) : -1;
+      along >= 0) {
+    std::vector<at::Tensor> all;
+    for (const Part& part : side_by_side) all.push_back(values(part));
+    return at::cat(all, along);
   }
+  at::Tensor result = at::empty(shape_of(box), f.local.options().memory_format(std::nullopt));
+  for (const Box& strip : zeros) view_of(result, box, strip).zero_();
   for (const Part& part : parts) view_of(result, box, part.at).copy_(values(part));
   return result;
 }

@@ -3,6 +3,10 @@
 // stable like libtorch's own kernels.
 
 #include <ATen/OpMathType.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
@@ -146,23 +150,29 @@ Plan batch_norm(const OpCall& call) {
   plan.local = [running, total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
                 dims = b.reduced(), count = b.count](const OperatorHandle&, Stack a) {
     const at::Tensor& x = a[0].toTensor();
-    const at::Tensor weight = optional_tensor(a[1]), bias = optional_tensor(a[2]);
     const double momentum = a[6].toDouble(), eps = a[7].toDouble();
     const auto type = at::toOpMathType(x.scalar_type());
     const at::Tensor wide = x.to(type);
-    const at::Tensor mean = total(at::sum(wide, dims)).div(count);
-    const at::Tensor centred = wide - over_channels(mean, x.dim());
-    const at::Tensor var = total(at::sum(centred * centred, dims)).div(count);
+    const at::Tensor mean = total(at::sum(wide, dims)).div_(count);
+    const at::Tensor var =
+        total(at::sum((wide - over_channels(mean, x.dim())).square_(), dims)).div_(count);
     const at::Tensor invstd = at::rsqrt(var + eps);
     running.update(optional_tensor(a[3]), running.mean, mean, momentum, 1);
     running.update(optional_tensor(a[4]), running.var, var, momentum, count / (count - 1));
-    at::Tensor y = centred * over_channels(invstd, x.dim());
-    if (weight.defined()) y = y * over_channels(weight.to(type), x.dim());
-    if (bias.defined()) y = y + over_channels(bias.to(type), x.dim());
+    const at::Tensor y =
+        wide.numel() == 0
+            ? at::empty_like(wide)
+            : std::get<0>(at::native_batch_norm(wide, given(a[1], type), given(a[2], type), mean,
+                                                var, /*training=*/false, 0, eps));
     const auto returned = of_statistics(a);
     return Stack{y.to(x.scalar_type()), mean.to(returned), invstd.to(returned)};
   };
   return plan;
+}
+
+bool in_order(const at::Tensor& t) {
+  return t.strides() == at::IntArrayRef(contiguous_strides(t.sizes().vec())) ||
+         (t.dim() > 3 && t.strides() == at::IntArrayRef(channels_last(t.sizes().vec())));
 }
 
 // libtorch's kernel may treat a shard as channels_last whatever the strides of its dims of one
@@ -171,10 +181,7 @@ Stack backward_in_order(const OperatorHandle& op, Stack a) {
   for (int i = 0; i < 3; ++i) {
     if (!a[i].isTensor() || !a[i].toTensor().defined()) continue;
     const at::Tensor& t = a[i].toTensor();
-    const bool in_order =
-        t.strides() == at::IntArrayRef(contiguous_strides(t.sizes().vec())) ||
-        (t.dim() > 3 && t.strides() == at::IntArrayRef(channels_last(t.sizes().vec())));
-    if (!in_order) a[i] = t.clone(at::MemoryFormat::Contiguous);
+    if (!in_order(t)) a[i] = t.clone(at::MemoryFormat::Contiguous);
   }
   op.callBoxed(a);
   return a;
@@ -197,17 +204,30 @@ Plan batch_norm_backward(const OpCall& call) {
   plan.local = [total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
                 dims = b.reduced(), count = b.count](const OperatorHandle&, Stack a) {
     const at::Tensor &g = a[0].toTensor(), &x = a[1].toTensor();
-    const at::Tensor weight = optional_tensor(a[2]);
     const auto type = at::toOpMathType(x.scalar_type());
-    const at::Tensor mean = over_channels(a[5].toTensor().to(type), x.dim()),
-                     invstd = over_channels(a[6].toTensor().to(type), x.dim());
-    const at::Tensor dy = g.to(type), normal = (x.to(type) - mean) * invstd;
-    const at::Tensor bias_gradient = total(at::sum(dy, dims)),
-                     weight_gradient = total(at::sum(dy * normal, dims));
-    at::Tensor dx = (dy - over_channels(bias_gradient.div(count), x.dim()) -
-                     normal * over_channels(weight_gradient.div(count), x.dim())) *
-                    invstd;
-    if (weight.defined()) dx = dx * over_channels(weight.to(type), x.dim());
+    const at::Tensor mean = a[5].toTensor().to(type), invstd = a[6].toTensor().to(type),
+                     weight = given(a[2], type);
+    at::Tensor dy = g.to(type), wide = x.to(type);
+    if (dy.strides() != wide.strides() || !in_order(wide)) {
+      dy = dy.contiguous();
+      wide = wide.contiguous();
+    }
+    at::Tensor weight_gradient, bias_gradient;
+    if (wide.numel() == 0) {
+      weight_gradient = at::zeros({x.size(1)}, wide.options());
+      bias_gradient = weight_gradient.clone();
+    } else {  // sums by the statistics that the kernel is given
+      std::tie(std::ignore, weight_gradient, bias_gradient) = at::native_batch_norm_backward(
+          dy, wide, weight.defined() ? weight : at::ones_like(mean), {}, {}, mean, invstd,
+          /*train=*/true, a[8].toDouble(), {false, true, true});
+    }
+    bias_gradient = total(bias_gradient);
+    weight_gradient = total(weight_gradient);
+    const auto by_channel = [&](const at::Tensor& t) { return over_channels(t, x.dim()); };
+    const at::Tensor dx = (dy - by_channel(bias_gradient.div(count)))
+                              .addcmul_(wide - by_channel(mean),
+                                        by_channel((weight_gradient * invstd).div_(count)), -1)
+                              .mul_(by_channel(weight.defined() ? invstd * weight : invstd));
     const auto out = of_gradients(a);
     return Stack{dx.to(x.scalar_type()), weight_gradient.to(out), bias_gradient.to(out)};
   };

@@ -4,9 +4,9 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/addcmul.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
@@ -47,51 +47,66 @@ struct Groups {
   Shape statistics;
 };
 
-// This rank's part: sums over its share of each group, and what is one per group as one per
-// element.
+// This rank's shares of groups, its cells: [samples, cells, channels of one, space]. A rank that has
+// all channels has whole groups in that respect; else each channel is a cell.
 struct Part {
   Part(const ShardSpec& x, std::int64_t groups_, const OverRanks& total_)
-      : total(total_), groups(groups_), local(x.local_shape()), first(x.local_offset()[1]) {
-    each = x.shape()[1] / groups;
+      : total(total_),
+        groups(groups_),
+        local(x.local_shape()),
+        first(x.local_offset()[1]),
+        each(x.shape()[1] / groups),
+        whole(local[1] == x.shape()[1]) {
     elements = static_cast<double>(each);
+    here = static_cast<double>(channels());
+    inner.push_back(2);
     for (int d = 2; d < x.dims(); ++d) {
       elements *= static_cast<double>(x.shape()[d]);
-      space.push_back(d);
       here *= static_cast<double>(local[d]);
+      inner.push_back(d + 1);
     }
   }
 
-  at::Tensor group_of_channel(const at::Tensor& like) const {
+  std::int64_t cells() const { return whole ? groups : local[1]; }
+  std::int64_t channels() const { return whole ? each : 1; }
+  at::Tensor as_cells(const at::Tensor& field) const {
+    return field.unflatten(1, {cells(), channels()});
+  }
+  /// Undefined where cells are groups.
+  at::Tensor group_of_cell(const at::Tensor& like) const {
+    if (whole) return {};
     return at::arange(first, first + local[1], like.options().dtype(at::kLong)).floor_divide(each);
   }
-  /// [samples, channels] -> [samples, groups], over all ranks.
-  at::Tensor over_groups(const at::Tensor& of_channels) const {
-    const at::Tensor sums = at::zeros({local[0], groups}, of_channels.options());
-    return total(sums.index_add(1, group_of_channel(of_channels), of_channels));
+  /// [..., cells] -> [..., groups], over all ranks; may change what it is given.
+  at::Tensor over_groups(const at::Tensor& of_cells, const at::Tensor& group) const {
+    if (whole) return total(of_cells);
+    Shape shape = of_cells.sizes().vec();
+    shape.back() = groups;
+    return total(at::zeros(shape, of_cells.options()).index_add_(-1, group, of_cells));
   }
-  /// Sums over space: [samples, channels].
-  at::Tensor over_space(const at::Tensor& t) const { return space.empty() ? t : at::sum(t, space); }
-  /// [samples, groups] -> [samples, channels].
-  at::Tensor of_channels(const at::Tensor& of_groups) const {
-    return of_groups.index_select(1, group_of_channel(of_groups));
+  /// [..., groups] -> [..., cells].
+  at::Tensor of_cells(const at::Tensor& of_groups, const at::Tensor& group) const {
+    return whole ? of_groups : of_groups.index_select(-1, group);
   }
-  /// [samples, channels] or [channels] -> broadcasts with the field.
+  /// [samples, cells] or [channels] -> broadcasts with cells of the field.
   at::Tensor as_field(const at::Tensor& t) const {
-    Shape shape(local.size(), 1);
-    if (t.dim() == 2) shape[0] = t.size(0);
-    shape[1] = t.size(-1);
+    Shape shape(local.size() + 1, 1);
+    shape[1] = cells();
+    shape[t.dim() == 2 ? 0 : 2] = t.dim() == 2 ? t.size(0) : channels();
     return t.reshape(shape);
   }
-  at::Tensor per_element(const at::Tensor& of_groups) const {
-    return as_field(of_channels(of_groups));
+  /// Sums over space: [samples, cells, channels].
+  at::Tensor over_space(const at::Tensor& t) const {
+    return inner.size() == 1 ? t : at::sum(t, at::IntArrayRef(inner).slice(1));
   }
 
   OverRanks total;
   std::int64_t groups;
-  Shape local, space;
+  Shape local, inner;
   std::int64_t first, each;
-  /// Number of elements of a group; and of one channel on this rank.
-  double elements, here = 1;
+  bool whole;
+  /// Number of elements of a group; and of one cell on this rank.
+  double elements, here;
 };
 
 void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
@@ -131,27 +146,30 @@ Plan group_norm(const OpCall& call) {
                    const OperatorHandle&, Stack a) {
     const at::Tensor x = a[0].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
-    const at::Tensor wide = x.to(type);
-    // For each channel on this rank count, mean and squares around it, combined by groups.
-    at::Tensor mean_here = at::zeros({part.local[0], part.local[1]}, wide.options()),
-               squares_here = mean_here;
-    if (part.space.empty()) {
-      mean_here = wide;
-    } else if (part.here > 0) {
-      const auto [v, m] =
-          at::var_mean(wide, at::OptionalIntArrayRef(part.space), at::Scalar(0), false);
-      mean_here = m;
-      squares_here = v * part.here;
-    }
-    const at::Tensor mean = part.over_groups(mean_here * (part.here / part.elements));
-    const at::Tensor off = mean_here - part.of_channels(mean);
-    const at::Tensor var = part.over_groups((squares_here + off * off * part.here) / part.elements);
+    const at::Tensor field = part.as_cells(x.to(type)), group = part.group_of_cell(field);
+    // For each cell mean and variance, combined by groups.
+    at::Tensor mean_here, var_here;
+    if (part.here > 0)
+      std::tie(var_here, mean_here) =
+          at::var_mean(field, at::OptionalIntArrayRef(part.inner), at::Scalar(0), false);
+    else
+      mean_here = var_here = at::zeros({part.local[0], part.cells()}, field.options());
+    const double share = part.here / part.elements;
+    const at::Tensor mean = part.over_groups(mean_here * share, group),
+                     of_cells = part.of_cells(mean, group), off = mean_here - of_cells;
+    const at::Tensor var = part.over_groups(at::addcmul(var_here, off, off).mul_(share), group);
     const at::Tensor rstd = at::rsqrt(var + a[7].toDouble());
-    at::Tensor y = (wide - part.per_element(mean)) * part.per_element(rstd);
-    if (const at::Tensor w = given(a[1], type); w.defined()) y = y * part.as_field(w);
-    if (const at::Tensor b = given(a[2], type); b.defined()) y = y + part.as_field(b);
+    at::Tensor y =
+        (field - part.as_field(of_cells)).mul_(part.as_field(part.of_cells(rstd, group)));
+    at::Tensor w = given(a[1], type), b = given(a[2], type);
+    if (w.defined()) w = part.as_field(w);
+    if (b.defined()) b = part.as_field(b);
+    if (w.defined() && b.defined())
+      y = at::addcmul(b, y, w);
+    else if (w.defined() || b.defined())
+      y = w.defined() ? y.mul_(w) : y.add_(b);
     const auto returned = statistics_dtype(x, {optional_tensor(a[1]), optional_tensor(a[2])});
-    return Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
+    return Stack{y.flatten(1, 2).to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;
 }
@@ -184,27 +202,33 @@ Plan group_norm_backward(const OpCall& call) {
                    const OperatorHandle&, Stack a) {
     const at::Tensor x = a[1].toTensor();
     const auto type = at::toOpMathType(x.scalar_type());
-    const at::Tensor dy = a[0].toTensor().to(type),
-                     rstd = part.per_element(a[3].toTensor().to(type)),
-                     normal = (x.to(type) - part.per_element(a[2].toTensor().to(type))) * rstd;
+    const at::Tensor dy = part.as_cells(a[0].toTensor().to(type)), group = part.group_of_cell(dy);
+    const auto of_statistic = [&](const c10::IValue& v) {
+      return part.as_field(part.of_cells(v.toTensor().to(type), group));
+    };
+    const at::Tensor rstd = of_statistic(a[3]),
+                     normal = (part.as_cells(x.to(type)) - of_statistic(a[2])).mul_(rstd);
     const at::Tensor bias = part.over_space(dy), weight = part.over_space(dy * normal);
     const at::Tensor w = given(a[4], type);
-    // One all-reduce for both sums: they are concatenated along samples.
-    const at::Tensor both =
-        at::stack({bias, weight}) * (w.defined() ? w : at::ones({1}, dy.options()));
-    const at::Tensor flat = both.flatten(0, 1);
-    at::Tensor sums = at::zeros({flat.size(0), part.groups}, flat.options());
-    sums = part.total(sums.index_add(1, part.group_of_channel(flat), flat));
-    sums = sums.view({2, part.local[0], part.groups}) / part.elements;
-    const at::Tensor scaled = w.defined() ? dy * part.as_field(w) : dy;
-    const at::Tensor dx =
-        (scaled - part.per_element(sums[0]) - normal * part.per_element(sums[1])) * rstd;
+    // One all-reduce for both sums.
+    at::Tensor both = at::stack({bias, weight});
+    if (w.defined()) both.mul_(w.reshape({part.cells(), part.channels()}));
+    both = part.over_groups(part.whole ? both.sum(-1) : both.flatten(2), group);
+    both = part.of_cells(both.div_(part.elements), group);
     const auto mask = a[9].toBoolList();
+    at::Tensor dx;
+    if (mask[0])
+      dx = ((w.defined() ? dy * part.as_field(w) : dy) - part.as_field(both[0]))
+               .addcmul_(normal, part.as_field(both[1]), -1)
+               .mul_(rstd)
+               .flatten(1, 2)
+               .to(x.scalar_type());
     const auto of_weight = w.defined() ? a[4].toTensor().scalar_type() : x.scalar_type();
-    const Shape over_samples{0};
-    return Stack{mask[0] ? dx.to(x.scalar_type()) : at::Tensor(),
-                 mask[1] ? weight.sum(over_samples).to(of_weight) : at::Tensor(),
-                 mask[2] ? bias.sum(over_samples).to(of_weight) : at::Tensor()};
+    const auto over_samples = [&](const at::Tensor& t) {
+      return t.sum(Shape{0}).flatten().to(of_weight);
+    };
+    return Stack{dx, mask[1] ? over_samples(weight) : at::Tensor(),
+                 mask[2] ? over_samples(bias) : at::Tensor()};
   };
   return plan;
 }

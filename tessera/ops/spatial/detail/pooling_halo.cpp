@@ -6,6 +6,7 @@
 #include <ATen/ops/avg_pool2d_backward.h>
 #include <ATen/ops/avg_pool3d.h>
 #include <ATen/ops/avg_pool3d_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/max.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
@@ -38,8 +39,8 @@ at::Tensor shifted(const at::Tensor& flat, const Box& from, const Box& to) {
 // outside of `to` is moved to its nearest edge.
 at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
   if (from == to) return flat;
-  if (intersect(from[0], to[0]) == from[0] && alike_but_for_rows(from, to))
-    return shifted(flat, from, to);
+  // A window that is greater than what is behind the array has its first element in it.
+  if (from[0].begin >= to[0].begin && alike_but_for_rows(from, to)) return shifted(flat, from, to);
   at::Tensor result;
   std::int64_t stride = 1;
   for (std::size_t d = from.size(); d-- > 0;) {
@@ -83,16 +84,37 @@ at::Tensor windowed_sum(const at::Tensor& t, const std::vector<Interval>& window
   return picked.masked_fill(mask, 0).unflatten(dim, {count, most}).sum(dim + 1);
 }
 
-// Windows as libtorch computes them; padding is in the box.
+// Windows as libtorch computes them: with its own padding where that makes as many outputs, else on
+// a box that reaches beyond the inputs.
 struct Regular {
-  explicit Regular(const std::vector<PoolDim>& dims) : none(dims.size(), 0) {
-    for (const PoolDim& d : dims) {
-      kernel.push_back(d.window.kernel);
-      stride.push_back(d.window.stride);
-      dilation.push_back(d.window.dilation);
+  Regular(const std::vector<PoolDim>& dims, const Box& outputs, const Box& inputs) : box(inputs) {
+    const std::size_t lead = inputs.size() - dims.size();
+    for (std::size_t i = 0; i < dims.size(); ++i) {
+      const Window& w = dims[i].window;
+      const Interval &out = outputs[lead + i], &in = inputs[lead + i], all = w.inputs(out);
+      const std::int64_t room = in.size() + 2 * w.padding - w.dilation * (w.kernel - 1) - 1;
+      // libtorch's average of volumes wants as many inputs as the kernel has.
+      const bool pads = in.size() >= w.kernel && room >= 0 && room / w.stride + 1 == out.size() &&
+                        in.begin - all.begin == w.padding;
+      if (!pads) box[lead + i] = all;
+      kernel.push_back(w.kernel);
+      stride.push_back(w.stride);
+      padding.push_back(pads ? w.padding : 0);
+      dilation.push_back(w.dilation);
     }
   }
-  std::vector<std::int64_t> kernel, stride, dilation, none;
+  /// The inputs, with `fill` where the box is beyond them.
+  at::Tensor filled(const at::Tensor& t, const Box& inputs, const at::Scalar& fill) const {
+    if (box == inputs) return t;
+    std::vector<std::int64_t> around;  // from the last dim on, as libtorch wants it
+    for (std::size_t d = box.size(); d-- > 0;) {
+      around.push_back(inputs[d].begin - box[d].begin);
+      around.push_back(box[d].end - inputs[d].end);
+    }
+    return at::constant_pad_nd(t, around, fill);
+  }
+  std::vector<std::int64_t> kernel, stride, padding, dilation;
+  Box box;
 };
 
 }  // namespace
@@ -110,7 +132,9 @@ std::int64_t PoolDim::padded_count(std::int64_t o) const {
 
 Interval PoolDim::inputs(Interval out) const {
   if (out.empty()) return {0, 0};
-  return adaptive ? Interval{inside(out.begin).begin, inside(out.end - 1).end} : window.inputs(out);
+  if (out.size() == outputs) return {0, extent};
+  return {inside(out.begin).begin,
+          adaptive ? inside(out.end - 1).end : std::min(window.inputs(out).end, extent)};
 }
 
 PoolHalo::PoolHalo(ShardSpec x, const ShardSpec& y, const std::vector<PoolDim>& dims)
@@ -123,26 +147,22 @@ std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
   const auto shape = shape_of(out_);
   if (volume(out_) == 0)
     return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
-  const Box& box = halo_.needed();
-  at::Tensor in = values.assemble(box);
-  Box array(box.size());
-  for (std::size_t d = 0; d < box.size(); ++d) array[d] = {0, x_.shape()[d]};
-  // beyond the array: `in` is then memory of our own
-  for (const Box& strip : difference(box, array))
-    slice(in, box, strip).fill_(neutral(x.scalar_type(), false));
-  const Box of_box = spatial(box, lead()), of_array = spatial(array, lead());
+  const at::Tensor in = values.assemble(halo_.needed());
+  Box of_array;
+  for (const PoolDim& d : dims_) of_array.push_back({0, d.extent});
   if (!dims_[0].adaptive) {
-    const Regular r(dims_);
+    const Regular r(dims_, out_, halo_.needed());
+    const at::Tensor all = r.filled(in, halo_.needed(), neutral(x.scalar_type(), false));
     auto [y, indices] =
         dims_.size() == 2
-            ? at::max_pool2d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false)
-            : at::max_pool3d_with_indices(in, r.kernel, r.stride, r.none, r.dilation, false);
-    return {y, moved(indices, of_box, of_array)};
+            ? at::max_pool2d_with_indices(all, r.kernel, r.stride, r.padding, r.dilation, false)
+            : at::max_pool3d_with_indices(all, r.kernel, r.stride, r.padding, r.dilation, false);
+    return {y, moved(indices, spatial(r.box, lead()), of_array)};
   }
   // Cell by cell: adaptive windows differ in size.
   at::Tensor y = at::empty(shape, x.options()),
              indices = at::empty(shape, x.options().dtype(at::kLong));
-  const Box outputs = spatial(out_, lead());
+  const Box outputs = spatial(out_, lead()), of_box = spatial(halo_.needed(), lead());
   Box cell(outputs.size());
   const auto visit = [&](auto&& self, std::size_t d, at::Tensor from, at::Tensor to,
                          at::Tensor where) -> void {
@@ -184,8 +204,22 @@ at::Tensor PoolHalo::largest_backward(const at::Tensor& gradient, const at::Tens
   return halo_.sum(of_box).to(x.scalar_type());
 }
 
-at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding, std::int64_t divisor) const {
-  if (divisor != 0) return t.div(static_cast<double>(divisor));
+std::int64_t PoolHalo::divisor(bool count_padding, std::int64_t given) const {
+  std::int64_t all = given;
+  for (std::size_t i = 0; i < dims_.size() && given == 0; ++i) {
+    const PoolDim& d = dims_[i];
+    const auto count = [&](std::int64_t o) {
+      return count_padding ? d.padded_count(o) : d.inside(o).size();
+    };
+    const Interval& outputs = out_[lead() + i];
+    for (std::int64_t o = outputs.begin; o < outputs.end; ++o)
+      if (count(o) != count(outputs.begin)) return 0;
+    all = std::max<std::int64_t>(all, 1) * count(outputs.begin);
+  }
+  return all;
+}
+
+at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding) const {
   at::Tensor result = t;
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const Interval& outputs = out_[lead() + i];
@@ -234,41 +268,44 @@ std::vector<Interval> pooling_outputs(const PoolDim& d, const Interval& outputs,
 
 // Sums over regular windows are libtorch's; adaptive ones, which differ in size, are summed
 // dim by dim.
-at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t divisor) const {
+at::Tensor PoolHalo::average(const at::Tensor& x, bool count_padding, std::int64_t given) const {
   HaloValues values = arrived(x);
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   const Box& box = halo_.needed();
   // Windows are summed in float32 if the values are of half precision.
   at::Tensor t = values.assemble(box).to(at::toOpMathType(x.scalar_type()));
   if (!dims_[0].adaptive) {
-    const Regular r(dims_);
-    t = dims_.size() == 2 ? at::avg_pool2d(t, r.kernel, r.stride, r.none, false, true, 1)
-                          : at::avg_pool3d(t, r.kernel, r.stride, r.none, false, true, 1);
-    return divided(t, count_padding, divisor).to(x.scalar_type());
+    const Regular r(dims_, out_, box);
+    t = r.filled(t, box, 0);
+    const std::int64_t all = divisor(count_padding, given), by = all == 0 ? 1 : all;
+    t = dims_.size() == 2 ? at::avg_pool2d(t, r.kernel, r.stride, r.padding, false, true, by)
+                          : at::avg_pool3d(t, r.kernel, r.stride, r.padding, false, true, by);
+    return (all == 0 ? divided(t, count_padding) : t).to(x.scalar_type());
   }
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const std::size_t d = lead() + i;
     t = windowed_sum(t, pooled_inputs(dims_[i], out_[d], box[d]), static_cast<std::int64_t>(d));
   }
-  return divided(t, count_padding, divisor).contiguous().to(x.scalar_type());
+  return divided(t, false).contiguous().to(x.scalar_type());
 }
 
 at::Tensor PoolHalo::average_backward(const at::Tensor& gradient, const at::Tensor& x,
-                                      bool count_padding, std::int64_t divisor) const {
+                                      bool count_padding, std::int64_t given) const {
   const Box& box = halo_.needed();
   at::Tensor t;
   if (volume(out_) == 0) {
     t = at::zeros(shape_of(box), x.options());
+  } else if (!dims_[0].adaptive) {
+    const Regular r(dims_, out_, box);
+    const std::int64_t all = divisor(count_padding, given), by = all == 0 ? 1 : all;
+    t = all == 0 ? divided(gradient, count_padding) : gradient;
+    const at::Tensor like = at::empty(shape_of(r.box), x.options());
+    t = dims_.size() == 2
+            ? at::avg_pool2d_backward(t, like, r.kernel, r.stride, r.padding, false, true, by)
+            : at::avg_pool3d_backward(t, like, r.kernel, r.stride, r.padding, false, true, by);
+    t = slice(t, r.box, box);
   } else {
-    t = divided(gradient, count_padding, divisor);
-    if (!dims_[0].adaptive) {
-      const Regular r(dims_);
-      const at::Tensor like = at::empty(shape_of(box), x.options());
-      return halo_.sum(
-          dims_.size() == 2
-              ? at::avg_pool2d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1)
-              : at::avg_pool3d_backward(t, like, r.kernel, r.stride, r.none, false, true, 1));
-    }
+    t = divided(gradient, false);
     for (std::size_t i = 0; i < dims_.size(); ++i) {
       const std::size_t d = lead() + i;
       t = windowed_sum(t, pooling_outputs(dims_[i], out_[d], box[d]), static_cast<std::int64_t>(d));

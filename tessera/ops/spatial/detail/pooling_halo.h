@@ -19,6 +19,7 @@ struct PoolDim {
   Window window;  // regular pooling
   // output o pools [floor(o * extent / outputs), ceil((o + 1) * extent / outputs))
   bool adaptive = false;
+  /// Without what is beyond the array.
   Interval inputs(Interval out) const;
   Interval inside(std::int64_t o) const;
   /// For regular pooling without dilation: number of inputs and padding elements in a window, but
@@ -44,7 +45,9 @@ class PoolHalo : FieldHalo {
                               std::int64_t divisor) const;
 
  private:
-  at::Tensor divided(const at::Tensor& t, bool count_padding, std::int64_t divisor) const;
+  /// The number of elements by which each sum of regular windows is divided; 0: they differ.
+  std::int64_t divisor(bool count_padding, std::int64_t given) const;
+  at::Tensor divided(const at::Tensor& t, bool count_padding) const;
 
   std::vector<PoolDim> dims_;
 };
