@@ -1,6 +1,7 @@
 #include "tessera/comm/group/detail/checks.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -35,12 +36,26 @@ void check_counts(const RequestState& call, const char* role, const Sizes& sizes
     refuse(call, role, " sizes ", list(sizes), " are more rows than any tensor has");
 }
 
+// The current stream of the device; where libtorch does not say so, it refuses what cannot be
+// captured itself.
+bool is_captured(c10::Device device) {
+  const auto captured = [](const auto& stream) {
+    if constexpr (requires { stream.is_capturing(); }) return stream.is_capturing();
+    return false;
+  };
+  return captured(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
 void check_place(const RequestState& call, const char* role, const at::Tensor& tensor) {
   if (call.group().size() == 1) return;
   const auto& endpoint = call.group().endpoint(tensor.device().type());
   if (endpoint.device.has_index() && tensor.device() != endpoint.device)
     refuse(call, role, " is ", show(tensor), ", but this rank's device is ", endpoint.device,
            ", and its connections are made for that one: move the tensor there");
+  if (!tensor.is_cpu() && is_captured(tensor.device()))
+    refuse(call, role, " is on ", tensor.device(),
+           ", whose current stream is captured for a graph, and calls between ranks cannot be "
+           "captured: they are numbered and limited in time. Capture what lies between them");
 }
 
 }  // namespace
