@@ -1,7 +1,7 @@
 """devices.py [--write] ROOT [PROGRAM...]: what docs/gpu.md says of the tests.
 
 Every case of GoogleTest that the page names exists, it names every case of tests/device, and each test program stands in one row of the table of programs.
-With PROGRAMs (test_device): the tables between <!-- NAME: by the tests --> and <!-- /NAME --> have the rows that their cases print;
+With PROGRAMs (test_device, test_device_order): the tables between <!-- NAME: by the tests --> and <!-- /NAME --> have the rows that their cases print;
 --write puts them there.
 """
 
@@ -18,7 +18,7 @@ path = root / "docs/gpu.md"
 page = path.read_text(encoding="utf-8")
 named = set(re.findall(r"`([A-Z]\w*\.[A-Z]\w*)`", page))
 case = re.compile(r"^TEST(?:_P|_F)?\((\w+), (\w+)\)", re.M)
-PRINTED = {"planted": ("test_device", "Planted.Each*")}
+PRINTED = {"planted": ("test_device", "Planted.Each*"), "launches": ("test_device_order", "DeviceLaunches.*")}
 
 
 def cases(folder):

@@ -220,7 +220,8 @@ class Call {
       }));
     }
     post_here(device_, schema_.name().c_str(), all,
-              [op = op_, stack = std::move(stack), targets = std::move(targets)]() mutable {
+              [op = op_, given = std::move(stack), targets = std::move(targets)] {
+                Stack stack = given;  // a graph calls it more than once
                 op.callBoxed(&stack);
                 for (std::size_t r = 0; r < targets.size(); ++r) {
                   std::size_t k = 0;

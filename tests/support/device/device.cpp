@@ -70,9 +70,17 @@ std::string take_faults() {
 MarkPtr Engine::post(int device, c10::StreamId stream, const char* what,
                      const std::vector<Use>& uses, std::function<bool()> step) {
   Device& d = devices[device];
+  if (Capture* capture = d.capture_of(stream)) {
+    capture->tasks.push_back({what, uses, std::move(step)});
+    auto mark = std::make_shared<Mark>();
+    mark->device = device;
+    mark->captured = true;
+    return mark;
+  }
   Clock& clock = d.clocks[stream];
   join(clock, d.host);
   ++clock[number_of(device, stream)];
+  if (noted) noted->push_back({what, device, stream, clock});
   for (const Use& u : uses) touch(u, number_of(device, stream), clock, what);
   auto mark = std::make_shared<Mark>();
   mark->device = device;
@@ -101,6 +109,11 @@ void block(int device, c10::StreamId stream, const MarkPtr& mark) {
   Engine& engine = Engine::get();
   const std::lock_guard lock(engine.mutex);
   auto& d = engine.devices[device];
+  const bool captures = d.capture_of(stream) != nullptr;
+  TORCH_CHECK(captures == mark->captured,
+              "stand-in device: a stream that is captured waits for "
+              "another one, or another one for it");
+  if (captures) return;
   join(d.clocks[stream], mark->clock);
   if (mark->done) return;
   engine.post(device, stream, "wait", {}, [] { return true; });
@@ -108,6 +121,7 @@ void block(int device, c10::StreamId stream, const MarkPtr& mark) {
 }
 
 void wait_for(const MarkPtr& mark) {
+  TORCH_CHECK(!mark->captured, "stand-in device: the host waits for a stream that is captured");
   Engine& engine = Engine::get();
   std::unique_lock lock(engine.mutex);
   auto& d = engine.devices[mark->device];

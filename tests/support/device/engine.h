@@ -34,6 +34,15 @@ class Mark {
   int device = 0;
   Clock clock{};
   std::atomic<bool> done{false};
+  bool captured = false;  // never done: it is of a Graph
+};
+
+/// A task as it was given to a stream. `clock`: what is over before it ends, itself included.
+struct Given {
+  std::string what;
+  int device;
+  c10::StreamId stream;
+  Clock clock;
 };
 
 struct Access {
@@ -44,6 +53,20 @@ struct Access {
   std::string what;
 };
 
+struct Block;
+/// What a Graph records, and memory that only its tasks use.
+struct Capture {
+  struct Task {
+    const char* what;
+    std::vector<Use> uses;
+    std::function<bool()> step;
+  };
+  int device = 0;
+  c10::StreamId stream = 0;
+  std::vector<Task> tasks;
+  std::map<std::size_t, std::vector<Block*>> free;
+};
+
 struct Block {
   char* data = nullptr;
   std::size_t size = 0, asked = 0;
@@ -51,6 +74,7 @@ struct Block {
   c10::StreamId stream = 0;
   std::set<c10::StreamId> recorded;
   std::vector<Access> accesses;
+  std::shared_ptr<Capture> capture;  // whose memory it is
 };
 
 /// One lock for all: tasks themselves run without it.
@@ -68,6 +92,10 @@ struct Engine {
     std::array<Clock, kStreams> clocks{};
     std::exception_ptr error;
     int next_pool = 0, next_group = 0;
+    std::shared_ptr<Capture> capture;
+    Capture* capture_of(c10::StreamId stream) const {
+      return capture && capture->stream == stream ? capture.get() : nullptr;
+    }
     std::condition_variable work;
     std::thread thread;
     std::mt19937_64 random{1};
@@ -82,6 +110,7 @@ struct Engine {
   std::size_t hold = 40;
   int held = 0;
   std::string faults;
+  std::vector<Given>* noted = nullptr;   // of a Timeline
   std::map<const char*, Block*> blocks;  // by their begin
   char *arena = nullptr, *shadow = nullptr;
   std::size_t used = 0;

@@ -75,7 +75,8 @@ class Memory final : public c10::DeviceAllocator {
     });
     const std::size_t size = (std::max<std::size_t>(n, 1) + kGrain - 1) / kGrain * kGrain;
     const c10::StreamId stream = current_stream(device);
-    auto& free = d.free[{stream, size}];
+    Capture* capture = d.capture_of(stream);
+    auto& free = capture ? capture->free[size] : d.free[{stream, size}];
     Block* block = nullptr;
     if (!free.empty()) {
       block = free.back();
@@ -93,6 +94,7 @@ class Memory final : public c10::DeviceAllocator {
       block->size = size;
       block->device = device;
       block->stream = stream;
+      if (capture) block->capture = d.capture;
       std::memset(engine.shadow + engine.used, kPoison, size);
       engine.used += size;
       engine.blocks[block->data] = block;
@@ -227,7 +229,9 @@ void Engine::release(Block* block) {
 
 // Free, for what is allocated next on its stream.
 void Engine::hand_on(Block* block) {
-  devices[block->device].free[{block->stream, block->size}].push_back(block);
+  auto& free = block->capture ? block->capture->free[block->size]
+                              : devices[block->device].free[{block->stream, block->size}];
+  free.push_back(block);
 }
 
 void Engine::touch(const Use& use, int stream, const Clock& clock, const char* what) {

@@ -14,6 +14,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cstring>
@@ -110,6 +111,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex d) const override {
     for (int s = 0; s < kStreams; ++s) synchronizeStream(stream(device(d), s));
   }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  bool isStreamCapturing(const c10::Stream& s) const override {
+    Engine& engine = Engine::get();
+    const std::lock_guard lock(engine.mutex);
+    return engine.devices[index_of(s.device())].capture_of(s.id()) != nullptr;
+  }
+#endif
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
     Engine::get().record(data.get(), s.id());
   }

@@ -164,7 +164,8 @@ class OnStreams final : public Transport {
     if (c.source) progress->source = *c.source;
     inner.source = c.source ? &progress->source : nullptr;
     // After what the caller's stream had to do.
-    block(device_, stream_, post(device_, current_stream(device_), what, {}, [] { return true; }));
+    block(device_, stream_,
+          post(device_, current_stream(device_), "an event", {}, [] { return true; }));
     const MarkPtr mark = post(device_, stream_, what, uses, [progress, method, to = inner_] {
       return progress->step(*to, method);
     });
