@@ -442,8 +442,13 @@ class ShardedBatch:
 
 
 def _fields(fields):
+    if isinstance(fields, FieldSharding):
+        fields = [fields]
     named = isinstance(fields, dict)
     names, values = (list(map(str, fields)), fields.values()) if named else ([""] * len(fields), fields)
+    for name, f in zip(names, values):
+        if not (f is None or isinstance(f, (FieldSharding, dict))):
+            raise TypeError(f"fields: {f!r:.60} of {name!r} is no FieldSharding, and no dict of dims by axes as {{'domain': 2}}, which stands in a list")
     given = [FieldSharding({}) if f is None else f if isinstance(f, FieldSharding) else FieldSharding(f) for f in values]
     sizes = [{index(d): [index(n) for n in parts] for d, parts in (f.sizes or {}).items()} for f in given]
     return [(name, list(f.dims), [index(d) for d in f.dims.values()], list(s), list(s.values()), f.whole) for name, f, s in zip(names, given, sizes)]

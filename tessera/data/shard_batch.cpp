@@ -157,7 +157,9 @@ std::vector<Placement> field_placements(const FieldSharding& field, const Mesh& 
     const auto found = field.dims.find(mesh.axes()[axis].name);
     if (found != field.dims.end() && found->second >= dims)
       throw InvalidArgument("axis '", found->first, "' is to shard dim ", found->second,
-                            " of a tensor with ", dims, " dims");
+                            " of a tensor with ", dims,
+                            " dims: give each tensor of the batch its own sharding, an empty one "
+                            "where no other axis shards it");
     placements.push_back(found == field.dims.end() ? Replicate() : Shard(found->second));
   }
   return placements;
@@ -207,9 +209,9 @@ void require_mine(const LoadedBatch& batch, int coordinate, const BatchAxes& axe
       !(batch.slices[0].samples == rows.interval(coordinate)))
     throw InvalidArgument(
         "this rank is number ", coordinate, " of ", axes.coordinates,
-        " along the batch axes, and the batch was loaded as ", batch.slices.size(),
-        " slices of other axes or devices: give the axes of the loader's mapping, and one device "
-        "a process");
+        " along the batch axes, and its loader has read for another mesh, other axes or several "
+        "devices: give the mesh and the axes that the loader was made with, and one device a "
+        "process");
 }
 
 /// What the ranks that do not read must know: step, epoch, rows, real, how many tensors, and

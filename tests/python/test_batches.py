@@ -178,6 +178,16 @@ def test_tensors_of_any_loader_are_one_batch():
         with ts.Session(net, torch.optim.SGD(net.parameters(), 0.01)) as session:
             session.micro_batch(lambda: net(got.fields["input"]["image"]).square().mean(), got.real)
             session.step()
+        # What is written at the first try: one sharding by itself, for labels too, or dims without a list.
+        one = ts.FieldSharding({"domain": 1}, whole=True)
+        assert_same(ts.shard_batch([images[rows]], mesh, ["data"], one).tensors[0], images, "images")
+        with pytest.raises(ts.InvalidArgument, match="dim 1 of a tensor with 1 dims: give each tensor of the batch its own sharding"):
+            ts.shard_batch([images[rows], labels[rows]], mesh, ["data"], [one])
+        with pytest.raises(TypeError, match="fields: 1 of 'domain' is no FieldSharding.*stands in a list"):
+            ts.shard_batch([images[rows]], mesh, ["data"], {"domain": 1})
+        loader = ts.Loader(ts.TensorDataset(images), ts.FixedOrder(9, 8), ts.Mesh({"data": 4}), ["data"])
+        with pytest.raises(ts.InvalidArgument, match="give the mesh and the axes that the loader was made with"):
+            ts.shard_batch(loader.next(), mesh, ["data"], [one])
         with pytest.raises(ts.InvalidArgument, match="same samples"):
             ts.shard_batch({"image": images[: 2 + rank]}, mesh, ["data"])
         with pytest.raises(ts.InvalidArgument, match="dim 0 has the rows"):
