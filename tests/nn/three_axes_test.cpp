@@ -197,7 +197,9 @@ TEST(ThreeAxes, DataShardedTensor) {
         loaded ? shard_batch(mine->next(), mesh, batch_axes).tensors[0]
                : distribute_tensor(words, mesh, {Shard(0), Shard(0), Replicate()}, {{0, samples}});
     const std::int64_t n = to_local(input).size(0);
-    if (loaded) EXPECT_EQ(n, 1 - mesh.coordinate()[0] * mesh.coordinate()[1]);
+    if (loaded) {
+      EXPECT_EQ(n, 1 - mesh.coordinate()[0] * mesh.coordinate()[1]);
+    }
     CommTraceScope trace(manager);
     const at::Tensor y = net(input);
     loss_of(y).backward();

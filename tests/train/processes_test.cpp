@@ -119,8 +119,6 @@ void expect_goes_on(const std::string& folder, const std::string& what) {
   }
 }
 
-}  // namespace
-
 TEST_P(TrainProcesses, SignalsSaveAndStopAllAtTheSameStep) {
   EXPECT_EQ(undisturbed().substr(0, 7), "8 none ");
   for (const int signal : {SIGTERM, SIGUSR1}) {
@@ -222,7 +220,9 @@ TEST_P(TrainProcesses, KilledAndResumedByOtherRanksAndStrategies) {
     int dead = 0;
     for (const RankEnd& end : killed) {
       dead += end.signal == SIGKILL;
-      if (end.signal == 0) EXPECT_EQ(end.exit_code, 9) << end.report;
+      if (end.signal == 0) {
+        EXPECT_EQ(end.exit_code, 9) << end.report;
+      }
     }
     EXPECT_EQ(dead, 1) << to_string(places[i]);
     const Place& other = places[(i + 1) % places.size()];
@@ -332,4 +332,5 @@ TEST(Requeueing, SlurmIsAskedToQueueTheJobAgain) {
   ::setenv("PATH", path.c_str(), 1);
 }
 
+}  // namespace
 }  // namespace tessera::test
