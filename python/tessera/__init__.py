@@ -158,6 +158,7 @@ from tessera._sources import (
     ZarrSource,
 )
 from tessera._library import ops
+from tessera._packages import save_package
 from tessera._parallel import (
     DistributedDataParallel,
     DocumentCut,
@@ -496,6 +497,7 @@ __all__ = [
     "register_rule",
     "run_threads",
     "save",
+    "save_package",
     "scatter",
     "scatter_batch",
     "schedules",

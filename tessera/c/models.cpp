@@ -1,4 +1,4 @@
-// Networks: TorchScript files, and those that C++ has registered.
+// Networks: TorchScript files, packages of AOTInductor, and those that C++ has registered.
 
 #include "tessera/c/models.h"
 
@@ -11,6 +11,7 @@
 #include "tessera/c/detail/arrays.h"
 #include "tessera/c/detail/call.h"
 #include "tessera/c/detail/objects.h"
+#include "tessera/c/detail/packages.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/nn/distribute_module.h"
 
@@ -44,6 +45,8 @@ namespace {
 struct Made {
   CModel model;
   std::function<void(bool)> train;
+  /// What all ranks must have alike; the parameters of other networks are broadcast.
+  std::string identity = {};
 };
 
 MakeCModel make_of(const std::string& name) {
@@ -98,8 +101,22 @@ Made load_script(const std::string& file) {
     return made;
   } catch (const c10::Error& error) {
     throw FileError(file,
-                    ": no TorchScript file that can be read: ", error.what_without_backtrace());
+                    ": neither a TorchScript file nor a package of AOTInductor that can be read: ",
+                    error.what_without_backtrace());
   }
+}
+
+Made load_file(const std::string& file, bool as_saved) {
+  if (!is_package(file)) return load_script(file);
+  if (!as_saved)
+    throw InvalidArgument(file,
+                          " is a compiled package: dtype is TESSERA_AS_SAVED, that of its code");
+  Package package = load_package(file);
+  return {{std::make_shared<torch::nn::Module>("package"), std::move(package.forward)},
+          [](bool on) {
+            if (on) refuse("a compiled package cannot be trained: load a TorchScript file");
+          },
+          std::move(package.identity)};
 }
 
 Made make_registered(const std::string& name, const std::string& options) {
@@ -128,12 +145,13 @@ void make_model(Call& call, tessera_mesh mesh, tessera_dtype dtype, tessera_mode
   const at::ScalarType to = as_saved ? at::kDouble : dtype_of(dtype);
   if (!at::isFloatingType(to)) refuse("dtype: a network's is TESSERA_FLOAT32 or TESSERA_FLOAT64");
   Made made;
-  agree::all(on.all(), "the model", [&] {
+  agree::all_same(on.all(), "the model", [&] {
     made = make();
     if (!as_saved) convert(*made.model.module, to);
+    return made.identity;
   });
   distribute_module(*made.model.module, on);
-  made.train(true);
+  if (made.identity.empty()) made.train(true);
   call.give(handle, std::make_shared<ModelObject>(call.job(), on, std::move(made.model),
                                                   std::move(made.train)));
 }
@@ -164,7 +182,8 @@ tessera_result tessera_model_load(tessera_mesh mesh, const char* file, tessera_d
   return run("tessera_model_load", Reach::all, [&](Call& call) {
     clear(model, "model");
     const std::string path = need_text(file, "file");
-    make_model(call, mesh, dtype, model, [&] { return load_script(path); });
+    const bool as_saved = static_cast<int>(dtype) == TESSERA_AS_SAVED;
+    make_model(call, mesh, dtype, model, [&] { return load_file(path, as_saved); });
   });
 }
 

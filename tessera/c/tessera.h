@@ -243,7 +243,10 @@ tessera_result tessera_gradient(tessera_tensor tensor, tessera_tensor* gradient)
 
 /* The network of a TorchScript file, in training mode, its parameters on every rank of the mesh:
  * those of the mesh's first rank. `dtype`: what its numbers with a fraction become, or
- * TESSERA_AS_SAVED. Collective over the mesh. */
+ * TESSERA_AS_SAVED. Or that of a package of AOTInductor which save_package() of Python has written:
+ * compiled code for tessera_predict() alone, without parameters, of TESSERA_AS_SAVED; its inputs
+ * are this rank's (tessera_halo()) or replicated, and those that it was compiled for, else
+ * TESSERA_ERROR_ARGUMENT. Collective over the mesh. */
 tessera_result tessera_model_load(tessera_mesh mesh, const char* file, tessera_dtype dtype,
                                   tessera_model* model);
 /* A network of C++ by the name that tessera::register_model() of tessera/c/models.h gave it;

@@ -141,8 +141,10 @@ tessera_result tessera_optimizer_create(tessera_model model, const char* kind, c
   return run("tessera_optimizer_create", Reach::own, [&](Call& call) {
     clear(optimizer, "optimizer");
     const auto& of = call.use<ModelObject>(model, "model");
-    auto made =
-        make_optimizer(need_text(kind, "kind"), of.model.module->parameters(), Options(options));
+    const auto parameters = of.model.module->parameters();
+    if (parameters.empty())
+      refuse("the model has no parameters: a compiled package, for one, cannot be trained");
+    auto made = make_optimizer(need_text(kind, "kind"), parameters, Options(options));
     call.give(optimizer, std::make_shared<OptimizerObject>(call.job(), of.model.module, of.mesh,
                                                            std::move(made)));
   });

@@ -1,4 +1,5 @@
-/* The C interface from C: c_interface_test FOLDER [mpi]; or c_interface_test fuzz SEED CALLS. */
+/* The C interface from C: c_interface_test FOLDER [mpi]; or fuzz SEED CALLS; or packages FOLDER, of
+ * packages.py. */
 #ifdef TESSERA_TEST_MPI
 #include "tessera/c/mpi.h"
 #endif
@@ -11,6 +12,15 @@ static int fuzz(unsigned long long seed, int calls) {
   OK(tessera_set_threads(1));
   drawn_misuse(job, seed, calls);
   after_the_end(job);
+  return failures != 0;
+}
+
+static int run_packages(const char* folder) {
+  tessera_job job = NULL;
+  OK(tessera_start(NULL, 60, &job));
+  OK(tessera_set_threads(1));
+  packages(job, folder);
+  OK(tessera_end(job));
   return failures != 0;
 }
 
@@ -41,6 +51,7 @@ int main(int argc, char** argv) {
   test_models();
   if (argc == 4 && strcmp(argv[1], "fuzz") == 0)
     return fuzz(strtoull(argv[2], NULL, 10), atoi(argv[3]));
+  if (argc == 3 && strcmp(argv[1], "packages") == 0) return run_packages(argv[2]);
   if (argc < 2) return 2;
   const int mpi = argc > 2 && strcmp(argv[2], "mpi") == 0;
   tessera_job job = start(mpi);

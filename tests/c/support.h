@@ -46,6 +46,7 @@ tessera_mesh mesh_alone(tessera_job job);
 
 void fields(tessera_job job);
 void training(tessera_job job, const char* folder);
+void packages(tessera_job job, const char* folder);
 void misuse(tessera_job job);
 void told(tessera_job job);
 void drawn_misuse(tessera_job job, unsigned long long seed, int calls);
