@@ -134,7 +134,7 @@ bool contains(const Box& outer, const Box& inner) {
   return true;
 }
 
-// The dim along which the boxes, which are sorted by it, follow each other and make up `all`, or -1.
+// The dim along which the boxes follow each other and make up `all`, or -1. Sorts them by it.
 template <class Parts>
 std::int64_t joined_along(Parts& parts, const Box& all) {
   std::int64_t along = -1;
@@ -152,8 +152,8 @@ std::int64_t joined_along(Parts& parts, const Box& all) {
   return end == all[along].end ? along : -1;
 }
 
-// What is zero in a box of which so many elements are known: usually what is beyond zero edges, else
-// the box before they are written.
+// What is zero in a box of which so many elements are known: usually what is beyond zero edges,
+// else the box before they are written.
 std::vector<Box> uncovered(const HaloState& s, const Box& box, std::int64_t covered) {
   if (covered == volume(box)) return {};
   Box inside = box;

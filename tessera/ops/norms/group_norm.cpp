@@ -47,8 +47,8 @@ struct Groups {
   Shape statistics;
 };
 
-// This rank's shares of groups, its cells: [samples, cells, channels of one, space]. A rank that has
-// all channels has whole groups in that respect; else each channel is a cell.
+// This rank's shares of groups, its cells: [samples, cells, channels of one, space]. On a rank that
+// has all channels a cell has those of a group; else each channel is a cell.
 struct Part {
   Part(const ShardSpec& x, std::int64_t groups_, const OverRanks& total_)
       : total(total_),
