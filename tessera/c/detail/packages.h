@@ -21,8 +21,8 @@ struct Package {
 
 /// True for an archive of torch.export's format, whatever is in it.
 bool is_package(const std::string& file);
-/// Reads the whole file before any of its code runs. Throws FileError for one that is damaged, holds
-/// no compiled network or no record; NotAvailable where libtorch or this CPU cannot run it.
+/// Reads the whole file before any of its code runs. Throws FileError for one that is damaged, or
+/// holds no compiled network or no record; NotAvailable where libtorch or this CPU cannot run it.
 Package load_package(const std::string& file);
 
 }  // namespace tessera::c
