@@ -13,6 +13,10 @@
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   const bool processes = argc > 1 && std::string_view(argv[1]) == "--processes";
-  if (!processes) return RUN_ALL_TESTS();
+  if (!processes) {
+    const int status = RUN_ALL_TESTS();
+    tessera::test::stand_in::finish();
+    return status;
+  }
   return tessera::test::stand_in::as_process([] { return RUN_ALL_TESTS(); });
 }

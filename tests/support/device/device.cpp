@@ -134,6 +134,18 @@ void wait_for(const MarkPtr& mark) {
   if (d.error) std::rethrow_exception(std::exchange(d.error, nullptr));
 }
 
+void finish() {
+  Engine& engine = Engine::get();
+  std::unique_lock lock(engine.mutex);
+  for (auto& d : engine.devices) {
+    ++d.urgent;
+    d.work.notify_one();
+    // What waits for a stream that is captured never begins.
+    engine.over.wait_for(lock, std::chrono::seconds(5), [&] { return d.waiting == 0; });
+    --d.urgent;
+  }
+}
+
 bool is_done(const Mark& mark) { return mark.done; }
 
 // Streams are run in the order drawn, each as far as it goes; the order is drawn anew now and then.

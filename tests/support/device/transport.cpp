@@ -218,6 +218,7 @@ void on_devices(int ranks, const std::function<void(DistributedManager&)>& body)
                 body(manager);
               },
               {.timeout = std::chrono::seconds(20)});
+  finish();
 }
 
 int as_process(const std::function<int()>& run) {
@@ -227,6 +228,7 @@ int as_process(const std::function<int()>& run) {
   if (manager.device().is_cpu()) serve(manager, kDevice);
   job = &manager;
   const int result = run();
+  if (!manager.device().is_cuda()) finish();
   job = nullptr;
   manager.shutdown();
   return result;
