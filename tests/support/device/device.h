@@ -61,7 +61,7 @@ class HeldBack {
 };
 /// What was found wrong since the last call, a line each.
 std::string take_faults();
-/// Waits until no device has work: what runs while the program ends meets libtorch half taken apart.
+/// Waits until no device has work: what runs while a program ends meets libtorch taken apart.
 void finish();
 /// Names the place of the program in faults and at the end by a host's read; of this thread.
 void set_place(const char* place);
