@@ -307,7 +307,7 @@ TEST(LauncherOutput, ByRankIsInRankOrder) {
   Process run(
       command(3, {"--output", "by-rank"}, {"lines=20000", "@0:print=last of 0", "error=to err"}));
   ASSERT_EQ(run.finish(), 0);
-  std::string expected, errors;
+  std::string expected;
   for (int r = 0; r < 3; ++r) {
     const std::string prefix = "[" + std::to_string(r) + "] ";
     for (int i = 0; i < 20000; ++i) expected += prefix + "line " + std::to_string(i) + "\n";

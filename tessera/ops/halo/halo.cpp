@@ -256,19 +256,19 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
 }
 
 namespace {
-const std::shared_ptr<HaloState>& made(const std::shared_ptr<HaloState>& state) {
+const HaloState& made(const std::shared_ptr<HaloState>& state) {
   if (!state) throw InvalidArgument("a Halo that was made without arguments: give a field's spec");
-  return state;
+  return *state;
 }
 }  // namespace
 
-const ShardSpec& Halo::field() const { return made(state_)->field; }
-const HaloPlan& Halo::plan() const { return made(state_)->plan; }
-const Box& Halo::owned() const { return made(state_)->owned; }
-const Box& Halo::needed() const { return made(state_)->plan.needed; }
-bool Halo::travels() const { return made(state_)->travels; }
-HaloMethod Halo::method() const { return made(state_)->method; }
-Group Halo::group() const { return made(state_)->group(); }
+const ShardSpec& Halo::field() const { return made(state_).field; }
+const HaloPlan& Halo::plan() const { return made(state_).plan; }
+const Box& Halo::owned() const { return made(state_).owned; }
+const Box& Halo::needed() const { return made(state_).plan.needed; }
+bool Halo::travels() const { return made(state_).travels; }
+HaloMethod Halo::method() const { return made(state_).method; }
+Group Halo::group() const { return made(state_).group(); }
 
 namespace {
 
