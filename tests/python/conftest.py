@@ -1,5 +1,4 @@
 import gc
-import os
 import pathlib
 import subprocess
 import sys
@@ -7,6 +6,8 @@ import time
 
 import pytest
 import torch
+
+import warm
 
 gc.freeze()  # no collection walks through the million objects of torch
 
@@ -59,8 +60,6 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Ends the process: to take torch's modules apart takes a second and a half. test_processes.py has programs that end by themselves."""
+    """Ends the process as a warm one ends; test_processes.py has programs that end by themselves."""
     if hasattr(config, "session"):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(config.session.exitstatus)
+        warm.end(int(config.session.exitstatus))

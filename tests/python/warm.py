@@ -20,6 +20,21 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def end(status):
+    """Ends as an interpreter does, its threads and exit functions included, but for taking torch's modules apart, which takes a second and a half."""
+    import atexit
+    import threading
+
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 def run(path, arguments):
     """In place of the program: asks for it, passes signals on, and ends as it ends."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -134,9 +149,7 @@ if __name__ == "__main__":
     if what == "run":
         run(path, rest)
     serve(path)
-    import atexit
     import runpy
-    import threading
 
     status = 0
     try:
@@ -146,16 +159,11 @@ if __name__ == "__main__":
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else end.code is not None
-        if not isinstance(end.code, (int, type(None))):
-            print(end.code, file=sys.stderr)
-    except BaseException:
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else stop.code is not None
+        if not isinstance(stop.code, (int, type(None))):
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        status = 1
-    # As an interpreter ends, but for taking torch's modules apart, which takes a second and a half.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(status))
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    end(int(status))
