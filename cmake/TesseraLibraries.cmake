@@ -33,9 +33,14 @@ set(
 function(tessera_library name)
   cmake_parse_arguments(LIB "" "" "ROOMS;LINK" ${ARGN})
   add_library(${name} SHARED)
+  # Before 1.0 a minor version may break its users: a program keeps to the one that it was linked with.
   set_target_properties(
     ${name}
-    PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX BUILD_RPATH "$ORIGIN;${CMAKE_BUILD_RPATH}"
+    PROPERTIES
+      VERSION ${PROJECT_VERSION}
+      SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+      LINKER_LANGUAGE CXX
+      BUILD_RPATH "$ORIGIN;${CMAKE_BUILD_RPATH}"
   )
   target_compile_features(${name} PUBLIC cxx_std_20)
   target_include_directories(${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include/common> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)

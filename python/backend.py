@@ -173,7 +173,7 @@ def _stage(build, package):
         config.write_text(text.replace(f'set(_tessera_torch "{torch}")', 'set(_tessera_torch "")'))
         # A wheel has no links: each library once, under the name by which it is loaded.
         for library in libraries.glob("*.so*"):
-            if library.is_symlink() and not re.search(r"\.so\.\d+$", library.name):
+            if library.is_symlink() and not re.search(r"\.so\.\d+\.\d+$", library.name):
                 library.unlink()
         for link in [path for path in libraries.glob("*.so.*") if path.is_symlink()]:
             real = link.resolve()

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 VERSION = re.search(r"project\(Tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
+LIBRARY = f"lib/libtessera.so.{VERSION.rpartition('.')[0]}"  # before 1.0 a minor version may break its users
 PIP = ["-m", "pip", "--disable-pip-version-check"]
 
 PYTHON = """
@@ -92,7 +93,7 @@ def test_what_the_wheel_holds(wheel, request):
     minor = ".".join(torch.__version__.split(".")[:2])
     assert f"Requires-Dist: torch=={minor}.*" in metadata
     assert wheel.stat().st_size < 15e6
-    for needed in ("bin/tessera", "bin/tessera-doctor", "include/tessera/tessera.h", "lib/libtessera.so.0", "lib/libtessera_python.so", "lib/cmake/Tessera/TesseraConfig.cmake", "py.typed"):
+    for needed in ("bin/tessera", "bin/tessera-doctor", "include/tessera/tessera.h", LIBRARY, "lib/libtessera_python.so", "lib/cmake/Tessera/TesseraConfig.cmake", "py.typed"):
         assert f"tessera/{needed}" in names, (needed, names)
     assert not [n for n in names if n.endswith((f".so.{VERSION}", ".pc"))]  # each library once
     # No folder of this machine: neither of the build nor of torch, in CMake files or search paths of libraries.
@@ -126,7 +127,7 @@ def test_the_mpi_part_is_compiled_for_this_machine(python, tmp_path):
     mpirun = shutil.which("mpirun")
     if not mpirun:
         pytest.skip("no MPI library with mpirun here")
-    library = next(python.parent.parent.rglob("libtessera.so.0")).parent / "libtessera_mpi.so"
+    library = next(python.parent.parent.rglob(LIBRARY.removeprefix("lib/"))).parent / "libtessera_mpi.so"
     library.unlink(missing_ok=True)
     asks = "import tessera\ntry: tessera.init(backend='mpi')\nexcept tessera.NotAvailable as error: print(error)"
     assert "--build-mpi" in run(python, "-c", asks, cwd=tmp_path)
