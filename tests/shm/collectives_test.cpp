@@ -1,35 +1,15 @@
-// Every call against what it should give, over drawn sizes, on processes and on threads.
+// Every call against what it should give, over drawn sizes, on processes and on threads. Ranks that
+// share a core: cores_test.cpp.
 
 #include <gtest/gtest.h>
-#include <sched.h>
-#include <sys/resource.h>
-#include <sys/time.h>
 
-#include <cstring>
 #include <random>
 
-#include "ranks.h"
+#include "drawn.h"
 #include "tessera/base/text.h"
 
 namespace tessera::shm::testing {
 namespace {
-
-using Bytes = std::vector<std::byte>;
-
-/// What rank `rank` holds in the case of this number: all ranks can work it out.
-Bytes drawn_bytes(int number, int rank, std::size_t count) {
-  std::mt19937 draw(static_cast<unsigned>(number * 131 + rank + 1));
-  Bytes bytes(count);
-  for (auto& byte : bytes) byte = static_cast<std::byte>(draw());
-  return bytes;
-}
-
-std::vector<double> drawn_values(int number, int rank, std::size_t count) {
-  std::mt19937 draw(static_cast<unsigned>(number * 131 + rank + 1));
-  std::vector<double> values(count);
-  for (auto& value : values) value = static_cast<double>(draw() % 2001) / 8 - 125;
-  return values;
-}
 
 /// Sizes around the limits at which another way is taken, and between.
 std::size_t drawn_size(std::mt19937& draw) {
@@ -222,14 +202,6 @@ std::string everything(Group& group, int cases) {
   return wrong;
 }
 
-void expect_good(const std::vector<RankEnd>& ends) {
-  for (std::size_t r = 0; r < ends.size(); ++r) {
-    EXPECT_TRUE(ends[r].ended) << "rank " << r;
-    EXPECT_EQ(ends[r].exit_code, 0) << "rank " << r << ", signal " << ends[r].signal;
-    EXPECT_EQ(ends[r].report, "") << "rank " << r;
-  }
-}
-
 TEST(Collectives, ProcessesOfEveryNumber) {
   for (const int ranks : {1, 2, 3, 4, 8}) {
     SCOPED_TRACE(ranks);
@@ -272,82 +244,6 @@ TEST(Collectives, LargeReduceScatter) {
       std::vector<double> cast = mine;
       group.broadcast(cast.data(), total * sizeof(double), 1);
       return cast == drawn_values(1, 1, total) ? "" : "broadcast";
-    }));
-  }
-}
-
-TEST(Collectives, CoresOfTheirOwn) {
-  cpu_set_t allowed;
-  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
-  std::vector<int> cpus;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
-  if (cpus.size() < 2) GTEST_SKIP() << "one CPU alone";
-  // Two ranks on CPU 0 share it, though there are others; ranks on 0 and 1 do not.
-  for (const bool shared : {true, false})
-    for (const auto& end : fork_ranks(2, [&](int rank, const Directory& directory) -> std::string {
-           cpu_set_t one;
-           CPU_ZERO(&one);
-           CPU_SET(cpus[shared ? 0 : static_cast<std::size_t>(rank)], &one);
-           ::sched_setaffinity(0, sizeof one, &one);
-           Group group = Group::meet(rank, 2, directory, brief("cores"));
-           group.barrier();
-           return group.describe().crowded ? "crowded" : "free";
-         }))
-      EXPECT_EQ(end.report, shared ? "crowded" : "free");
-}
-
-// Ranks that share a core take other ways with much data: a tree, and shares out of each other's
-// memory.
-TEST(Collectives, LargeWhereRanksShareACore) {
-  cpu_set_t allowed, one;
-  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
-  CPU_ZERO(&one);
-  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) < 1; ++cpu)
-    if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &one);
-  for (const int ranks : {2, 3, 6}) {
-    SCOPED_TRACE(ranks);
-    expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) -> std::string {
-      ::sched_setaffinity(0, sizeof one, &one);
-      Group group = Group::meet(rank, ranks, directory, brief("share"));
-      if (!group.describe().crowded) return "not crowded";
-      const std::size_t count = (std::size_t{1} << 17) + 5;
-      // Rank r counts r-fold in the second.
-      std::vector<double> sum(count), weighted_sum(count);
-      for (int r = 0; r < ranks; ++r) {
-        const auto values = drawn_values(7, r, count);
-        for (std::size_t i = 0; i < count; ++i) {
-          sum[i] += values[i];
-          weighted_sum[i] += r * values[i];
-        }
-      }
-      const auto mine = drawn_values(7, rank, count);
-      std::vector<double> out(count), in_place = mine;
-      group.all_reduce(mine.data(), out.data(), count, Element::float64, {});
-      group.all_reduce(in_place.data(), in_place.data(), count, Element::float64, {});
-      if (out != sum || in_place != sum) return "sums differ";
-      if (mine != drawn_values(7, rank, count)) return "the input was written";
-      std::vector<double> weighted(count);
-      group.all_reduce(mine.data(), weighted.data(), count, Element::float64,
-                       {Reduction::Kind::premultiplied, static_cast<double>(rank)});
-      if (weighted != weighted_sum) return "weighted sums differ";
-      // Several under way, from every root.
-      std::vector<Bytes> data;
-      std::vector<Request> requests;
-      for (int root = 0; root < ranks; ++root)
-        data.push_back(rank == root ? drawn_bytes(root, root, 300001) : Bytes(300001));
-      for (int root = 0; root < ranks; ++root)
-        requests.push_back(
-            group.started().broadcast(data[static_cast<std::size_t>(root)].data(), 300001, root));
-      requests.push_back(
-          group.started().all_reduce(out.data(), out.data(), count, Element::float64, {}));
-      for (auto& request : requests) request.wait();
-      for (int root = 0; root < ranks; ++root)
-        if (data[static_cast<std::size_t>(root)] != drawn_bytes(root, root, 300001))
-          return concat("broadcast of rank ", root);
-      for (std::size_t i = 0; i < count; ++i)
-        if (out[i] != ranks * sum[i]) return concat("started sum, element ", i);
-      return "";
     }));
   }
 }
@@ -417,52 +313,6 @@ TEST(Collectives, ExchangesRunAhead) {
     EXPECT_EQ(error.missing().front(), 1);
   }
   third.join();
-}
-
-std::chrono::microseconds cpu_time() {
-  rusage used{};
-  ::getrusage(RUSAGE_SELF, &used);
-  const auto of = [](const timeval& time) {
-    return std::chrono::seconds(time.tv_sec) + std::chrono::microseconds(time.tv_usec);
-  };
-  return of(used.ru_utime) + of(used.ru_stime);
-}
-
-// More ranks than cores: a rank that waits leaves its core to those that it waits for.
-TEST(Collectives, WhoWaitsLeavesTheCore) {
-  cpu_set_t allowed, two;
-  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
-  CPU_ZERO(&two);
-  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&two) < 2; ++cpu)
-    if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &two);
-  constexpr auto kWork = std::chrono::milliseconds(300);
-  for (const int ranks : {4, 8}) {
-    SCOPED_TRACE(ranks);
-    expect_good(fork_ranks(ranks, [&](int rank, const Directory& directory) -> std::string {
-      ::sched_setaffinity(0, sizeof two, &two);
-      Group group = Group::meet(rank, ranks, directory, brief("crowd"));
-      if (!group.describe().crowded) return "it takes each rank for one with a core of its own";
-      // Small and large calls after each other, so that every rank waits for every other.
-      for (int round = 0; round < 50; ++round)
-        for (const std::size_t count : {std::size_t{1}, std::size_t{600}, std::size_t{40000}}) {
-          std::vector<double> values(count, rank + round);
-          group.all_reduce(values.data(), values.data(), count, Element::float64, {});
-          const double sum = ranks * round + ranks * (ranks - 1) / 2.0;
-          if (values.front() != sum || values.back() != sum) return concat("round ", round);
-        }
-      // One rank computes, and all others wait for it.
-      double value = 1;
-      const auto begin = cpu_time();
-      if (rank == 1)
-        while (cpu_time() < begin + kWork) value = value * 0.5 + 0.5;
-      group.all_reduce(&value, &value, 1, Element::float64, {});
-      const auto used = cpu_time() - begin;
-      if (value != ranks) return concat("the sum is ", value);
-      if (rank != 1 && used > kWork / 4)
-        return concat("waited with ", used.count(), " us of a core's time");
-      return "";
-    }));
-  }
 }
 
 // However data are written, the bytes are the same, also where ranks differ.

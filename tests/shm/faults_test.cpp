@@ -1,8 +1,8 @@
 // What happens when ranks die, stop, leave, or disagree.
 
 #include <gtest/gtest.h>
-#include <sched.h>
 
+#include "cpus.h"
 #include "ranks.h"
 
 namespace tessera::shm::testing {
@@ -185,13 +185,9 @@ TEST(Faults, StoppedBehindStartedCallsIsLate) {
 // In the tree of a broadcast between ranks that share a core, a rank waits for its children alone:
 // 0 for 1 and 2, 2 for 3.
 TEST(Faults, ATreeNamesWhoIsWaitedFor) {
-  cpu_set_t allowed, one;
-  ASSERT_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
-  CPU_ZERO(&one);
-  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) < 1; ++cpu)
-    if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &one);
+  const std::vector<int> one = allowed_cpus(1);
   const auto ends = fork_ranks(4, [&](int rank, const Directory& directory) -> std::string {
-    ::sched_setaffinity(0, sizeof one, &one);
+    run_on(one);
     Group group = Group::meet(rank, 4, directory, brief("tree"));
     if (!group.describe().single_copy) return "no tree";
     std::vector<std::byte> data(std::size_t{1} << 20);
