@@ -38,6 +38,8 @@ except ImportError as error:
 
 __all__ = ["DDPStrategy", "ManualStrategy", "MeshStrategy"]
 
+# Of what Lightning keeps: entries that are the module's own state_dict, and values beside tensors that a hook has put into it.
+_OWN, _PUT = "tessera.state_dict", "tessera.put"
 _OPS = {"mean": "avg", "avg": "avg", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 
 
@@ -112,6 +114,12 @@ def _over(group, default):
     return default if group is None else group
 
 
+def _place(path):
+    """Folder and name of a checkpoint. Lightning's searches (of a learning rate, of a batch size) name theirs with a dot in front, which no checkpoint has."""
+    path = pathlib.Path(path).absolute()
+    return path.parent, f"_{path.name}" if path.name.startswith(".") else path.name
+
+
 def _rows(batch):
     """The rows of the first tensor of a batch."""
     found = []
@@ -139,7 +147,8 @@ class ManualStrategy(ParallelStrategy):
     value is logged with `sync_dist=True`.
 
     A checkpoint is a folder that all ranks write, of the path that Lightning gives it, and is loaded on any number of ranks and by any of these strategies; so is
-    a file that another strategy of Lightning's wrote, the optimizers' part of it into plain parameters alone.
+    a file that another strategy of Lightning's wrote, the optimizers' part of it into plain parameters alone. Tensors that `on_save_checkpoint` of a callback or
+    of the module puts into its state_dict, as averages of weights, are kept beside those of the module, and come into it when it is loaded.
     With `precision="16-mixed"` a gradient that overflows on one rank leaves the step out on all, by one small all-reduce a step.
     """
 
@@ -153,7 +162,7 @@ class ManualStrategy(ParallelStrategy):
         self._by_hand, self._sharing = tuple(by_hand), index(sharing)
         # Ranks that have different samples; into how many parts a sampler deals them, and which of them is this rank's.
         self._data_group, self._replicas, self._place = ts.world(), 1, 0
-        self._checkpointers = {}
+        self._checkpointers, self._saved = {}, {}
 
     # ---- where and what ----
 
@@ -277,6 +286,11 @@ class ManualStrategy(ParallelStrategy):
             over.all_reduce(summed, op)
         return summed / shared if op == "sum" and shared > 1 else summed
 
+    def reduce_boolean_decision(self, decision, all=True):
+        """True where all ranks decide so, or any of them does: each has a vote, whatever samples it shares. Collective."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        return bool(ts.world().all_reduce(votes, "min" if all else "max"))
+
     def all_gather(self, tensor, group=None, sync_grads=False):
         """The ranks' tensors of one shape, stacked."""
         over, whole = _over(group, ts.world()), _whole(tensor)
@@ -305,8 +319,16 @@ class ManualStrategy(ParallelStrategy):
         optimizers = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(self.optimizers)}
         return {"module": self.lightning_module, "lightning": ts.OfRank(rest), **(optimizers if with_optimizers else {})}
 
-    def _checkpointer(self, path):
-        folder = str(path.parent)
+    def lightning_module_state_dict(self):
+        """That of the module. What hooks put in place of its tensors is found by comparison with it."""
+        self._saved = dict(super().lightning_module_state_dict())
+        return dict(self._saved)
+
+    def _is_own(self, value):
+        return isinstance(value, dict) and bool(value) and value.keys() == self._saved.keys() and all(t is self._saved[name] for name, t in value.items())
+
+    def _checkpointer(self, folder):
+        folder = str(folder)
         if folder not in self._checkpointers:
             self._checkpointers[folder] = ts.Checkpointer(folder)
         return self._checkpointers[folder]
@@ -315,10 +337,16 @@ class ManualStrategy(ParallelStrategy):
         """Writes the folder `filepath` from all ranks: each its shards. Collective."""
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint of ranks is a folder in a file system that all of them share")
-        path = pathlib.Path(filepath).absolute()
-        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        folder, name = _place(filepath)
+        own = [key for key, value in checkpoint.items() if key != "state_dict" and self._is_own(value)]
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", *own)}
         rest = apply_to_collection(rest, torch.Tensor, _whole)  # metrics of a loop may be sharded
-        self._checkpointer(path).save(path.name, self._state(_Rest(rest), "optimizer_states" in checkpoint))
+        put = {key: value for key, value in checkpoint.get("state_dict", {}).items() if value is not self._saved.get(key)}
+        tensors = {key: value.detach() for key, value in put.items() if isinstance(value, torch.Tensor)}
+        rest |= {_OWN: own, _PUT: {key: value for key, value in put.items() if key not in tensors}}
+        state = self._state(_Rest(rest), "optimizer_states" in checkpoint)
+        self._saved = {}
+        self._checkpointer(folder).save(name, {**state, "put": tensors} if tensors else state)
 
     def load_checkpoint(self, checkpoint_path, weights_only=None):
         """Modules and optimizers become what they were; returns the rest. Collective. `weights_only`: of what Lightning has pickled, as of `torch.load`."""
@@ -326,16 +354,24 @@ class ManualStrategy(ParallelStrategy):
         if path.is_file():
             return super().load_checkpoint(path, weights_only=weights_only)
         rest, fitting = _Rest(weights_only=weights_only), self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        ts.CheckpointReader(str(path.parent), path.name).load(self._state(rest, fitting), allow_extra=not fitting)
-        return {"state_dict": {}, "optimizer_states": [], **self.broadcast(rest.values)}
-
-    def load_model_state_dict(self, checkpoint, strict=True):
-        """From a file of another strategy; what `load_checkpoint` found in a folder has its values already."""
-        if checkpoint["state_dict"]:
-            super().load_model_state_dict(checkpoint, strict=strict)
+        folder, name = _place(path)
+        reader, own, put = ts.CheckpointReader(str(folder), name), self.lightning_module.state_dict(), {}
+        for key, saved in reader.tensors.items():
+            if key.startswith("put."):
+                here = own.get(key[4:])
+                alike = isinstance(here, torch.Tensor) and here.shape == saved.shape
+                put[key[4:]] = torch.zeros_like(here, dtype=saved.dtype) if alike else torch.zeros(saved.shape, dtype=saved.dtype)
+        state = self._state(rest, fitting)
+        reader.load({**state, "put": put} if put else state, allow_extra=not fitting)
+        values = self.broadcast(rest.values)
+        put |= values.pop(_PUT, {})
+        # What was put comes into the module afterwards, as from a file.
+        kept = {key: t.clone() if put and isinstance(t, torch.Tensor) else t for key, t in own.items()}
+        values |= dict.fromkeys(values.pop(_OWN, ()), kept)
+        return {"state_dict": {**own, **put}, "optimizer_states": [], **values}
 
     def load_optimizer_state_dict(self, checkpoint):
-        """Likewise."""
+        """From a file of another strategy; what `load_checkpoint` found in a folder has its values already."""
         if checkpoint["optimizer_states"] and self._sharded():
             raise ts.InvalidArgument(
                 "the file has optimizers of plain parameters, and those here are sharded: load the weights alone (load_from_checkpoint, then fit without ckpt_path)"
@@ -344,8 +380,8 @@ class ManualStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath):
         """Removes the folder. Collective."""
-        path = pathlib.Path(filepath).absolute()
-        self._checkpointer(path).remove(path.name)
+        folder, name = _place(filepath)
+        self._checkpointer(folder).remove(name)
 
 
 class DDPStrategy(ManualStrategy):
@@ -426,6 +462,11 @@ class MeshStrategy(ManualStrategy):
         if not self._sharded():
             module = self.precision_plugin.convert_module(self.lightning_module).to(self.root_device)
             ts.distribute_module(module, self.mesh, self._rule)
+            for callback in module.trainer.callbacks:  # averages of weights are copies of before
+                average = getattr(callback, "_average_model", None)
+                average = average.module if isinstance(average, torch.optim.swa_utils.AveragedModel) else average
+                if isinstance(average, torch.nn.Module):
+                    ts.distribute_module(average.to(self.root_device), self.mesh, self._rule)
 
     def process_dataloader(self, dataloader):
         """The loader, or as many batches of nothing where another rank reads. Raises TypeError on every rank for one without a length, if one reads for all."""

@@ -179,6 +179,33 @@ def trainer(strategy, epochs=EPOCHS, **options):
     return L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=epochs, default_root_dir=FOLDER, **options)
 
 
+def averages(what, make, loader):
+    """A callback's averages of weights are kept where it puts them, and come back; a search for a rate saves by a name with a dot in front."""
+
+    def run(epochs, folder=None, **options):
+        module, keeps = Fit(), L.pytorch.callbacks.ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
+        own = [L.pytorch.callbacks.EMAWeightAveraging(decay=0.5), *([keeps] if folder else [])]
+        one = trainer(make(), epochs, callbacks=own, enable_checkpointing=folder is not None, use_distributed_sampler=False)
+        one.fit(module, loader, **options)
+        return module, one
+
+    folder = FOLDER / f"averages of {what}"
+    module, _ = run(2, folder)
+    resumed, one = run(2, ckpt_path=folder / "epoch=0.ckpt")
+    evaluated = Fit()
+    trainer(make(), use_distributed_sampler=False).validate(evaluated, loader, ckpt_path=folder / "epoch=1.ckpt", verbose=False)
+    for name, p in module.net.named_parameters():
+        assert_same(resumed.net.get_parameter(name), whole(p), f"averages of {what}, resumed, {name}")
+        assert_same(evaluated.net.get_parameter(name), whole(p), f"averages of {what}, evaluated, {name}")
+    one.save_checkpoint(folder / ".search.ckpt")
+    assert one.strategy.load_checkpoint(folder / ".search.ckpt")["global_step"] == one.global_step
+    one.strategy.remove_checkpoint(folder / ".search.ckpt")
+
+
+def whole(tensor):
+    return ts.full_tensor(tensor.detach()) if ts.is_sharded(tensor) else tensor
+
+
 def compare(what, run, module, expected):
     parameters, loss = expected
     for name, p in module.net.named_parameters():
@@ -243,6 +270,9 @@ def main():
     run.fit(module, loader, loader)
     compare("mesh", run, module, alone([[(x[i], y[i]) for i in order.split(6)] for order in orders]))
 
+    averages("replicas", DDPStrategy, by_batch(mine))
+    averages("a mesh", lambda: MeshStrategy(axes, batch=[ts.Shard(0), ts.Shard(2)]), loader)
+
     fields = {"input": {"domain": 2}, "target": ts.FieldSharding({"domain": 2}, whole=True)}
     for one_reads in (False, True):
         module, strategy, data = Named(), MeshStrategy(axes, fields=fields, one_reads=one_reads), Samples(x, y)
@@ -275,6 +305,8 @@ def main():
 
     strategy = run.strategy
     assert strategy.broadcast({"from": rank}, ranks - 1) == {"from": ranks - 1} and strategy.reduce_boolean_decision(rank == 0, all=False)
+    # Whatever samples ranks share: by this a ModelCheckpoint decides what is better.
+    assert strategy.reduce_boolean_decision(True) and not strategy.reduce_boolean_decision(rank > 0)
     assert strategy.all_gather(torch.tensor([rank])).flatten().tolist() == list(range(ranks))
     assert strategy.reduce(torch.tensor(1.0), reduce_op="sum").item() == axes["data"]
     for call in (strategy.reduce, strategy.all_gather, strategy._gather_metric):
