@@ -9,6 +9,7 @@ import torch
 
 import warm
 
+pytest.register_assert_rewrite("precisions", "program_cases", "session_cases", "support", "training_cases")
 gc.freeze()  # no collection walks through the million objects of torch
 
 

@@ -19,6 +19,17 @@ def assert_same(got, expected, what=""):
         assert off <= TOLERANCE * scale, f"{what}: off by {off} of {scale}"
 
 
+def draw(*shape, seed=3):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def on_ranks(ranks, fn, *arguments):
     """Runs fn(rank, *arguments) on threads; ranks that disagree wait for each other: longer than a rank computes on a busy machine, and less than the test may take."""
     return ts.run_threads(ranks, lambda rank: fn(rank, *arguments), timeout=100)
+
+
+def raises(kind, match, call, *arguments, **options):
+    import pytest  # what ranks run as programs needs none
+
+    with pytest.raises(kind, match=match):
+        call(*arguments, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tessera as ts
-from support import assert_same, on_ranks, whole
+from support import assert_same, on_ranks, raises, whole
 
 HERE = pathlib.Path(__file__).parent
 DTYPE = torch.float64
@@ -302,11 +302,6 @@ def test_every_kind_of_schedule(tmp_path):
     on_ranks(2, body)
 
 
-def raises(kind, match, call, *arguments, **options):
-    with pytest.raises(kind, match=match):
-        call(*arguments, **options)
-
-
 def test_what_does_not_fit_changes_nothing_and_is_told_on_all_ranks(tmp_path):
     nets = [network() for _ in range(4)]
 
@@ -459,45 +454,6 @@ def test_some_ranks_save_alone(tmp_path):
             assert ts.CheckpointReader(tmp_path, "c", ts.group([0, 2])).saved_ranks == 2
 
     on_ranks(3, body)
-
-
-def test_folders_of_files_with_an_index(tmp_path):
-    """As Hugging Face's tools write and read them."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    net = network()
-    expected = {name: t.clone() for name, t in [*net.named_parameters(), *net.named_buffers()]}
-
-    def body(rank):
-        mesh = ts.Mesh({"x": 3})
-        mine = ts.distribute_module(copy.deepcopy(net), mesh, lambda name, t: [ts.Shard(0)] if t.dim() else None)
-        ts.save(mine, mesh, tmp_path / "model", max_bytes=200)
-        got = ts.load(tmp_path / "model", ts.Mesh({"y": 3}), {"0.weight": ts.Shard(1)})
-        assert ts.spec(got["0.weight"]).placements == (ts.Shard(1),) and got.keys() == expected.keys()
-        for name, t in expected.items():
-            assert torch.equal(whole(got[name]), t), name
-        other = ts.distribute_module(network(), mesh, lambda name, t: [ts.Shard(0)] if name == "4.bias" else None)
-        for p in other.parameters():
-            p.data.zero_()
-        ts.load_into(other, mesh, tmp_path / "model")
-        for name, t in [*other.named_parameters(), *other.named_buffers()]:
-            assert torch.equal(whole(t), expected[name]), name
-        raises(ts.InvalidArgument, "'more' is not in the file", ts.load_into, {**dict(other.named_parameters()), "more": torch.ones(1)}, mesh, tmp_path / "model")
-        raises(ts.InvalidArgument, "placements name", ts.load, tmp_path / "model", mesh, {"nobody": ts.Shard(0)})
-        raises(ts.FileError, "index.json", ts.load, tmp_path, mesh)
-        ts.world().barrier()
-        if rank == 0:
-            (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
-        ts.world().barrier()
-        raises(ts.FileError, "outside of the folder", ts.load, tmp_path / "model", mesh)
-
-    torch.manual_seed(1)
-    on_ranks(3, body)
-    files = sorted(tmp_path.glob("model/*.safetensors"))
-    assert [f.name for f in files] == [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))] and len(files) > 2
-    read = {name: t for f in files for name, t in safetensors.load_file(f).items()}
-    assert read.keys() == expected.keys() and all(torch.equal(read[name], t) for name, t in expected.items())
-    with safetensors.safe_open(files[0], framework="pt") as file:
-        assert file.metadata()["format"] == "pt"
 
 
 def launch(request, warm_python, ranks, *arguments):

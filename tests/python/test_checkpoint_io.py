@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tessera as ts
-from support import on_ranks, whole
+from support import on_ranks, raises, whole
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
@@ -67,11 +67,6 @@ def loaded(checkpoints, name):
     value = checkpoints.load(name, {"table": into, "value": 0, "mine": ts.OfRank(None)})["value"]
     assert torch.equal(whole(into), EXPECTED + value)
     return value
-
-
-def raises(kind, match, call, *arguments, **options):
-    with pytest.raises(kind, match=match):
-        call(*arguments, **options)
 
 
 def places(tmp_path):

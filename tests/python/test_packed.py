@@ -5,11 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tessera as ts
-from support import assert_same, on_ranks
-
-
-def draw(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from support import assert_same, draw, on_ranks
 
 
 def by_documents(q, k, v, lengths, causal):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tessera as ts
-from support import assert_same, on_ranks
+from support import assert_same, draw, on_ranks
 
 DTYPE = torch.float64
 
@@ -65,10 +65,6 @@ def scale_rule(call):
 ts.register_rule("tessera_rules::blur", "... w! -> ... w!", linear=True)
 ts.register_rule("tessera_rules::affine", "m k, k n, n? -> m n", linear=True, added=[2])
 ts.register_rule("tessera_rules::scaled", scale_rule)
-
-
-def draw(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DTYPE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
