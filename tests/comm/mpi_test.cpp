@@ -1,20 +1,18 @@
-// Every collective of the MPI backend against values computed on one rank: dtypes, even, uneven and
-// empty sizes, blocking and started, in one message and in pieces, contiguous or not, on the world
-// and on groups of other orders. Run under mpirun; the argument is the thread level.
+// What moves data over the MPI backend, against values computed on one rank, in all ways of
+// mpi_ways.h. Reductions: mpi_reductions_test.cpp. Run under mpirun; the argument is the thread
+// level.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <cstdint>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <thread>
+#include <vector>
 
-#include "mpi_support.h"
-#include "tessera/comm/group/detail/reduction.h"
+#include "mpi_ways.h"
 
 namespace tessera::test {
 
@@ -22,228 +20,6 @@ namespace tessera::test {
 std::unique_ptr<MpiWorld> world;
 
 namespace {
-
-using c10d::ReduceOp;
-
-const std::vector<at::ScalarType> kDtypes = {
-    at::kFloat,         at::kDouble, at::kHalf,   at::kBFloat16, at::kComplexFloat,
-    at::kComplexDouble, at::kChar,   at::kByte,   at::kShort,    at::kInt,
-    at::kLong,          at::kUInt16, at::kUInt32, at::kUInt64,   at::kBool};
-
-/// The reference reduction over ranks, in the widest type.
-at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp::RedOpType op,
-                   at::ScalarType dtype) {
-  const bool complex = c10::isComplexType(dtype);
-  const auto wide = complex ? at::kComplexDouble : at::kDouble;
-  at::Tensor result = inputs.front().to(wide);
-  for (std::size_t r = 1; r < inputs.size(); ++r) {
-    const at::Tensor x = inputs[r].to(wide);
-    switch (op) {
-      case ReduceOp::PRODUCT:
-        result = result * x;
-        break;
-      case ReduceOp::MIN:
-        result = at::minimum(result, x);
-        break;
-      case ReduceOp::MAX:
-        result = at::maximum(result, x);
-        break;
-      default:
-        result = result + x;
-        break;
-    }
-  }
-  if (op == ReduceOp::AVG) result = result / static_cast<double>(inputs.size());
-  if (dtype == at::kBool) return result.ne(0);
-  return c10::isIntegralType(dtype, false) ? result.to(at::kLong).to(dtype) : result.to(dtype);
-}
-
-void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  ASSERT_EQ(got.scalar_type(), expected.scalar_type()) << what;
-  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
-  const bool complex = got.is_complex();
-  const auto wide = complex ? at::kComplexDouble : at::kDouble;
-  EXPECT_TRUE(at::allclose(got.to(wide), expected.to(wide), 1e-6, 0, /*equal_nan=*/true))
-      << what << "\n"
-      << got << "\nexpected\n"
-      << expected;
-}
-
-/// One way to make each call: which group, how long a message may be, blocking or started, memory
-/// in order or not.
-struct Way {
-  BackendPtr backend;
-  std::vector<int> ranks;
-  bool blocking;
-  bool scattered;
-  std::string name;
-
-  int rank() const { return backend->getRank(); }
-  int size() const { return static_cast<int>(ranks.size()); }
-  at::Tensor place(const at::Tensor& t) const {
-    return scattered && t.numel() > 0 ? test::scattered(t) : t.clone();
-  }
-  template <class Options>
-  Options options() const {
-    Options o;
-    o.asyncOp = !blocking;
-    o.timeout = kLimit;
-    return o;
-  }
-  /// A call of the transport, with rows for each rank.
-  void hand(detail::AsC10d::Function make, const at::Tensor& output, const at::Tensor& input,
-            std::vector<std::int64_t> rows, std::int64_t width, int root = -1) const {
-    for (auto& n : rows) n *= width;
-    test::hand(backend, make, blocking, output, input, rows, root)->wait();
-  }
-};
-
-std::vector<Way> ways() {
-  std::vector<int> all = all_ranks(*world), backwards = all;
-  std::ranges::reverse(backwards);
-  std::vector<Way> result;
-  for (const bool reversed : {false, true}) {
-    const auto& ranks = reversed ? backwards : all;
-    const auto whole = backend(*world, ranks, "whole");
-    const auto pieces = backend(*world, ranks, "pieces", 3);
-    for (const bool in_pieces : {false, true})
-      for (const bool blocking : {false, true})
-        result.push_back({in_pieces ? pieces : whole, ranks, blocking, reversed != blocking,
-                          std::string(in_pieces ? "pieces " : "whole ") +
-                              (blocking ? "blocking" : "started") + (reversed ? " reversed" : "")});
-  }
-  return result;
-}
-
-/// Rows of each rank: even, uneven, some empty, all empty, one rank alone.
-std::vector<std::vector<std::int64_t>> size_lists(int ranks) {
-  std::vector<std::vector<std::int64_t>> lists(5);
-  for (int r = 0; r < ranks; ++r) {
-    lists[0].push_back(2);
-    lists[1].push_back((r * 3 + 1) % 4 + 1);
-    lists[2].push_back(r % 2 ? 0 : 3);
-    lists[3].push_back(0);
-    lists[4].push_back(r == ranks - 1 ? 5 : 0);
-  }
-  return lists;
-}
-
-std::int64_t sum(const std::vector<std::int64_t>& n) {
-  return std::accumulate(n.begin(), n.end(), std::int64_t{0});
-}
-
-std::string label(const Way& way, at::ScalarType dtype, const std::string& more = {}) {
-  return way.name + " " + c10::toString(dtype) + " " + more;
-}
-
-bool valid(at::ScalarType dtype, ReduceOp::RedOpType op) {
-  const bool numbers = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
-  return op == ReduceOp::AVG ? numbers : op <= ReduceOp::PRODUCT || !c10::isComplexType(dtype);
-}
-
-const std::vector<ReduceOp::RedOpType> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT,
-                                               ReduceOp::MIN, ReduceOp::MAX};
-
-std::vector<at::Tensor> inputs_of(const Way& way, std::uint64_t seed, at::IntArrayRef shape,
-                                  at::ScalarType dtype) {
-  std::vector<at::Tensor> inputs;
-  for (const int r : way.ranks) inputs.push_back(values(seed, r, shape, dtype));
-  return inputs;
-}
-
-TEST(Mpi, AllReduceAndReduce) {
-  for (const auto& way : ways())
-    for (const auto dtype : kDtypes)
-      for (const auto op : kOps) {
-        if (!valid(dtype, op)) continue;
-        for (const auto& shape : std::vector<std::vector<std::int64_t>>{{1}, {2, 5}, {0}}) {
-          const auto inputs = inputs_of(way, 1, shape, dtype);
-          const at::Tensor mine = inputs[static_cast<std::size_t>(way.rank())];
-          std::vector<at::Tensor> t{way.place(mine)};
-          auto options = way.options<c10d::AllreduceOptions>();
-          options.reduceOp = op;
-          way.backend->allreduce(t, options)->wait();
-          expect_same(t[0], reduced(inputs, op, dtype), label(way, dtype, "all_reduce"));
-
-          const int root = way.size() - 1;
-          std::vector<at::Tensor> u{way.place(mine)};
-          auto to_root = way.options<c10d::ReduceOptions>();
-          to_root.reduceOp = op;
-          to_root.rootRank = root;
-          way.backend->reduce(u, to_root)->wait();
-          expect_same(u[0], way.rank() == root ? reduced(inputs, op, dtype) : mine,
-                      label(way, dtype, "reduce"));
-        }
-      }
-}
-
-TEST(Mpi, PremultipliedSum) {
-  for (const auto& way : ways())
-    for (const auto dtype :
-         {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexDouble}) {
-      auto inputs = inputs_of(way, 2, {3, 3}, dtype);
-      const at::Tensor mine = inputs[static_cast<std::size_t>(way.rank())].clone();
-      for (std::size_t r = 0; r < inputs.size(); ++r)
-        inputs[r] = inputs[r].mul(0.5 * static_cast<double>(way.ranks[r] + 1));
-      std::vector<at::Tensor> t{way.place(mine)};
-      auto options = way.options<c10d::AllreduceOptions>();
-      options.reduceOp =
-          detail::to_c10d(tessera::ReduceOp::Kind::premultiplied, 0.5 * (world->rank() + 1));
-      way.backend->allreduce(t, options)->wait();
-      expect_same(t[0], reduced(inputs, ReduceOp::SUM, dtype), label(way, dtype, "premultiplied"));
-    }
-}
-
-TEST(Mpi, BitwiseReductions) {
-  const auto group = backend(*world, all_ranks(*world));
-  for (const auto op : {ReduceOp::BAND, ReduceOp::BOR, ReduceOp::BXOR}) {
-    std::int64_t expected = op == ReduceOp::BAND ? -1 : 0;
-    for (int r = 0; r < world->size(); ++r) {
-      const std::int64_t x = 0b1011 << r;
-      expected = op == ReduceOp::BAND  ? expected & x
-                 : op == ReduceOp::BOR ? expected | x
-                                       : expected ^ x;
-    }
-    std::vector<at::Tensor> t{at::full({4}, std::int64_t{0b1011} << world->rank(), at::kLong)};
-    c10d::AllreduceOptions options;
-    options.reduceOp = op;
-    group->allreduce(t, options)->wait();
-    EXPECT_TRUE(t[0].eq(expected).all().item<bool>()) << t[0] << expected;
-  }
-}
-
-TEST(Mpi, NanOfAnyRankPropagates) {
-  const auto group = backend(*world, all_ranks(*world));
-  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
-    for (const auto op : kOps)
-      for (int from = 0; from < world->size(); ++from)
-        for (const bool blocking : {false, true}) {
-          std::vector<at::Tensor> t{at::full({9}, 1.0 + world->rank(), dtype)};
-          if (world->rank() == from) t[0][4] = std::numeric_limits<double>::quiet_NaN();
-          c10d::AllreduceOptions options;
-          options.reduceOp = op;
-          options.asyncOp = !blocking;
-          group->allreduce(t, options)->wait();
-          const at::Tensor nan = t[0].to(at::kDouble).isnan();
-          EXPECT_EQ(nan.sum().item<std::int64_t>(), 1)
-              << c10::toString(dtype) << " NaN of rank " << from;
-          EXPECT_TRUE(nan[4].item<bool>());
-        }
-}
-
-// Whole numbers whose running sum cannot be held by 16 bits, while the result can: only a sum in
-// float32 gives it.
-TEST(Mpi, SixteenBitSumsAreMadeInFloat32) {
-  if (world->size() < 3) GTEST_SKIP() << "needs 3 ranks";
-  const auto group = backend(*world, all_ranks(*world));
-  const double mine = world->rank() == 0   ? 256.0
-                      : world->rank() == 1 ? 1.0
-                      : world->rank() == 2 ? 1.0
-                                           : 0.0;
-  std::vector<at::Tensor> t{at::full({33}, mine, at::kBFloat16)};
-  group->allreduce(t, c10d::AllreduceOptions())->wait();
-  EXPECT_TRUE(t[0].to(at::kDouble).eq(258.0).all().item<bool>()) << t[0][0];
-}
 
 TEST(Mpi, Broadcast) {
   for (const auto& way : ways())
@@ -285,27 +61,6 @@ TEST(Mpi, AllGatherIntoItsOwnMemory) {
     way.hand(&detail::Transport::all_gather, output, mine, sizes, 2);
     expect_same(output, at::cat(parts), label(way, at::kFloat, "all_gather_v in place"));
   }
-}
-
-TEST(Mpi, ReduceScatterUneven) {
-  for (const auto& way : ways())
-    for (const auto dtype : kDtypes)
-      for (const auto op : kOps) {
-        if (!valid(dtype, op)) continue;
-        for (const auto& sizes : size_lists(way.size())) {
-          const auto inputs = inputs_of(way, 6, {sum(sizes), 2}, dtype);
-          const auto me = static_cast<std::size_t>(way.rank());
-          const at::Tensor input = inputs[me].clone();
-          std::vector<at::Tensor> output{at::empty({sizes[me], 2}, dtype)};
-          std::vector<std::vector<at::Tensor>> lists{input.split_with_sizes(sizes)};
-          auto options = way.options<c10d::ReduceScatterOptions>();
-          options.reduceOp = op;
-          way.backend->reduce_scatter(output, lists, options)->wait();
-          expect_same(output[0], reduced(inputs, op, dtype).split_with_sizes(sizes)[me],
-                      label(way, dtype, "reduce_scatter_v"));
-          expect_same(input, inputs[me], label(way, dtype, "reduce_scatter_v keeps its input"));
-        }
-      }
 }
 
 TEST(Mpi, GatherAndScatterUneven) {
@@ -458,22 +213,6 @@ TEST(Mpi, SingleTensorForms) {
   }
 }
 
-TEST(Mpi, LargeReductionsTravelInPieces) {
-  const auto group = backend(*world, all_ranks(*world));
-  const std::int64_t n = (9 << 18) + 77;
-  for (const bool blocking : {false, true}) {
-    std::vector<at::Tensor> t{at::arange(n, at::kFloat).fmod(1000).add(world->rank())};
-    const at::Tensor expected = at::arange(n, at::kFloat)
-                                    .fmod(1000)
-                                    .mul(world->size())
-                                    .add(world->size() * (world->size() - 1) / 2);
-    c10d::AllreduceOptions options;
-    options.asyncOp = !blocking;
-    group->allreduce(t, options)->wait();
-    EXPECT_TRUE(t[0].equal(expected));
-  }
-}
-
 TEST(Mpi, SendAndReceive) {
   for (const auto& way : ways())
     for (const auto dtype : kDtypes) {
@@ -578,19 +317,6 @@ TEST(Mpi, FutureAndResult) {
   ASSERT_TRUE(future->completed());
   EXPECT_TRUE(future->value().toTensorVector().at(0).eq(world->size()).all().item<bool>());
   EXPECT_TRUE(work->result().at(0).is_same(t[0]));
-}
-
-TEST(Mpi, LeafThatRequiresGradIsReducedInPlace) {
-  const auto group = backend(*world, all_ranks(*world));
-  at::Tensor leaf = at::ones({2, 2}).requires_grad_();
-  at::Tensor transposed = at::ones({2, 3}).t().requires_grad_();
-  for (auto& t : {leaf, transposed}) {
-    std::vector<at::Tensor> list{t};
-    c10d::AllreduceOptions options;
-    options.reduceOp = ReduceOp::AVG;
-    group->allreduce(list, options)->wait();
-    EXPECT_TRUE(t.eq(1).all().item<bool>());
-  }
 }
 
 TEST(Mpi, GroupsOfSomeRanks) {

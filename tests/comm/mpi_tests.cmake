@@ -1,6 +1,6 @@
 # The MPI part on real processes, under the MPI library's own launcher.
 
-set(mpi_test_more mpi_hosts_test.cpp mpi_meet_test.cpp mpi_sizes_test.cpp)
+set(mpi_test_more mpi_hosts_test.cpp mpi_meet_test.cpp mpi_reductions_test.cpp mpi_sizes_test.cpp)
 set(mpi_faults_more mpi_host_faults.cpp)
 foreach(program mpi_test mpi_interop_test mpi_faults)
   add_executable(${program} ${program}.cpp ${${program}_more})
