@@ -1,6 +1,7 @@
 // The mechanism, with everything replicated: metadata, views, writes, promotion, autocast. Suites
 // are named after the rules that the mechanism keeps; more of them: mechanism_modules_test.cpp,
-// mechanism_dispatcher_test.cpp, mechanism_rules_test.cpp, sharded_views_test.cpp.
+// mechanism_dispatcher_test.cpp, mechanism_rules_test.cpp, mechanism_gradients_test.cpp,
+// sharded_views_test.cpp.
 
 #include <ATen/autocast_mode.h>
 
