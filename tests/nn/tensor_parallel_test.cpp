@@ -1,144 +1,17 @@
-// Tensor-parallel plans: transformers of drawn shapes beside one process, and what they move.
+// Tensor parallelism: transformers of drawn shapes beside one process, and what they move.
 
 #include <map>
 #include <optional>
+#include <string>
+#include <vector>
 
+#include "call_counts.h"
 #include "call_order.h"
-#include "support.h"
-#include "tessera/comm/group/trace.h"
-#include "tessera/nn/check_module.h"
-#include "tessera/nn/tensor_parallel.h"
+#include "transformer.h"
 
 namespace tessera::test::tensor_parallel_test {
 
 namespace {
-
-struct Shape {
-  std::int64_t width = 6, heads = 4, groups = 4, size = 2, hidden = 13, vocabulary = 11;
-  std::int64_t length = 5, blocks = 2;
-  bool fused = false, gated = false, bias = true, tied = false;
-  // No norm before the head: the residual is Partial there, and so is its gradient.
-  bool bare = false;
-  double dropout = 0;
-};
-
-using torch::nn::Linear;
-using torch::nn::LinearOptions;
-
-Linear linear(std::int64_t in, std::int64_t out, bool bias) {
-  return Linear(LinearOptions(in, out).bias(bias));
-}
-
-// `groups` heads of keys and values, each for heads / groups heads of queries.
-struct AttentionImpl : torch::nn::Module {
-  explicit AttentionImpl(const Shape& s) : shape(s) {
-    const std::int64_t own = s.groups * s.size;
-    if (s.fused) {
-      qkv = register_module("qkv", linear(s.width, s.heads * s.size + 2 * own, s.bias));
-    } else {
-      query = register_module("query", linear(s.width, s.heads * s.size, s.bias));
-      key = register_module("key", linear(s.width, own, s.bias));
-      value = register_module("value", linear(s.width, own, s.bias));
-    }
-    out = register_module("out", linear(s.heads * s.size, s.width, s.bias));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    const std::int64_t b = x.size(0), t = x.size(1), each = shape.heads / shape.groups * shape.size;
-    at::Tensor q, k, v;
-    if (shape.fused) {
-      // of a group: its queries, its key, its value
-      const at::Tensor all = qkv(x).unflatten(-1, {shape.groups, each + 2 * shape.size});
-      q = all.narrow(-1, 0, each).reshape({b, t, shape.heads, shape.size});
-      k = all.narrow(-1, each, shape.size);
-      v = all.narrow(-1, each + shape.size, shape.size);
-    } else {
-      q = query(x).view({b, t, shape.heads, shape.size});
-      k = key(x).view({b, t, shape.groups, shape.size});
-      v = value(x).view({b, t, shape.groups, shape.size});
-    }
-    const at::Tensor y = at::scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, 0.0, /*is_causal=*/true, {},
-        /*enable_gqa=*/shape.heads != shape.groups);
-    return out(y.transpose(1, 2).flatten(2));
-  }
-  Shape shape;
-  Linear qkv = nullptr, query = nullptr, key = nullptr, value = nullptr, out = nullptr;
-};
-TORCH_MODULE(Attention);
-
-struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(const Shape& s) : dropout(s.dropout) {
-    const torch::nn::LayerNormOptions norm({s.width});
-    first = register_module("first", torch::nn::LayerNorm(norm));
-    second = register_module("second", torch::nn::LayerNorm(norm));
-    attention = register_module("attention", Attention(s));
-    if (s.gated) gate = register_module("gate", linear(s.width, s.hidden, s.bias));
-    up = register_module("up", linear(s.width, s.hidden, s.bias));
-    down = register_module("down", linear(s.hidden, s.width, s.bias));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    const at::Tensor y = x + at::dropout(attention(first(x)), dropout, is_training());
-    const at::Tensor normal = second(y);
-    const at::Tensor inner = gate ? at::silu(gate(normal)) * up(normal) : at::gelu(up(normal));
-    return y + at::dropout(down(inner), dropout, is_training());
-  }
-  double dropout;
-  torch::nn::LayerNorm first = nullptr, second = nullptr;
-  Attention attention = nullptr;
-  Linear gate = nullptr, up = nullptr, down = nullptr;
-};
-TORCH_MODULE(Block);
-
-struct TransformerImpl : torch::nn::Module {
-  explicit TransformerImpl(const Shape& s) : shape(s) {
-    embedding = register_module("embedding", torch::nn::Embedding(s.vocabulary, s.width));
-    position = register_module("position", torch::nn::Embedding(s.length, s.width));
-    blocks = register_module("blocks", torch::nn::ModuleList());
-    for (std::int64_t i = 0; i < s.blocks; ++i) blocks->push_back(Block(s));
-    if (!s.bare)
-      norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({s.width})));
-    if (!s.tied) head = register_module("head", linear(s.width, s.vocabulary, false));
-  }
-  at::Tensor forward(const at::Tensor& tokens) {
-    at::Tensor x = embedding(tokens) + position(at::arange(tokens.size(1)));
-    x = at::dropout(x, shape.dropout, is_training());
-    for (const auto& block : *blocks) x = block->as<BlockImpl>()->forward(x);
-    if (norm) x = norm(x);
-    return head ? head(x) : at::linear(x, embedding->weight);
-  }
-  at::Tensor loss(const at::Tensor& tokens, const at::Tensor& next) {
-    return at::cross_entropy_loss(forward(tokens).flatten(0, 1), next.flatten());
-  }
-  Shape shape;
-  torch::nn::Embedding embedding = nullptr, position = nullptr;
-  torch::nn::ModuleList blocks = nullptr;
-  torch::nn::LayerNorm norm = nullptr;
-  Linear head = nullptr;
-};
-TORCH_MODULE(Transformer);
-
-LayerShardings layers_of(const Shape& s) {
-  LayerShardings all{{"*.attention.out", row(s.groups)},
-                     {"*.up", column()},
-                     {"*.down", row()},
-                     {"embedding", vocabulary()}};
-  if (!s.tied) all.emplace_back("head", vocabulary());
-  if (s.gated) all.emplace_back("*.gate", column());
-  if (s.fused) {
-    all.emplace_back("*.qkv", column(s.groups));
-  } else {
-    for (const char* name : {"*.query", "*.key", "*.value"})
-      all.emplace_back(name, column(s.groups));
-  }
-  return all;
-}
-
-Transformer made(const Shape& s) {
-  Transformer net(s);
-  net->to(at::kDouble);
-  fill(*net, 5);
-  return net;
-}
 
 struct Batch {
   at::Tensor tokens, next;
@@ -153,12 +26,6 @@ Batch on_mesh(const Batch& b, const DeviceMesh& mesh) {
   for (const Axis& axis : mesh.mesh().axes())
     lies.push_back(axis.name == "tensor" ? Replicate() : Shard(0));
   return {distribute_tensor(b.tokens, mesh, lies), distribute_tensor(b.next, mesh, lies)};
-}
-
-std::map<std::string, int> calls(const CommTrace& trace) {
-  std::map<std::string, int> all;
-  for (const CommSummary& s : trace.summary()) all[s.operation] += static_cast<int>(s.count);
-  return all;
 }
 
 std::string name_of(const Shape& s) {
@@ -518,110 +385,6 @@ TEST(TensorParallel, GathersAlikeWhateverARankKeeps) {
         EXPECT_LT(difference(layers[i]->weight.grad(), twins[i]->weight.grad()), 1e-11);
       EXPECT_EQ(manager.world().all_gather_bytes(calls), std::vector<std::string>(2, calls));
     }
-  });
-}
-
-TEST(TensorParallelPlan, SaysWhatItDoes) {
-  on_ranks(2, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"tensor", 2}});
-    Shape s;
-    s.blocks = 1;
-    s.fused = true;
-    s.heads = s.groups = 3;
-    auto net = made(s);
-    const auto plan = tensor_parallel(*net, mesh, layers_of(s), {.sequence_dim = 1});
-    const std::string text = plan.to_string();
-    EXPECT_NE(text.find("tensor parallel over tensor, data sharded along dim 1 between layers"),
-              std::string::npos)
-        << text;
-    EXPECT_NE(text.find("blocks.0.attention.qkv.weight [18, 6]: column of 3 units, Shard(0) "
-                        "[12, 6]"),
-              std::string::npos)
-        << text;
-    EXPECT_NE(text.find("blocks.0.attention.out.weight [6, 6]: row of 3 units, Shard(1) [4, 2]"),
-              std::string::npos)
-        << text;
-    std::int64_t mine = 0;
-    for (const auto& p : plan.parameters()) mine += p.elements[manager.rank()];
-    std::int64_t held = 0;
-    for (const auto& p : net->parameters()) held += to_local(p.detach()).numel();
-    EXPECT_EQ(mine, held);
-    // The rule of a plan serves a check of a module too.
-    torch::nn::Sequential mlp(linear(6, 9, true), torch::nn::GELU(), linear(9, 6, true));
-    mlp->to(at::kDouble);
-    fill(*mlp, 2);
-    const TensorParallelPlan of_mlp(*mlp, mesh, {{"0", column()}, {"2", row()}});
-    const auto report = check_module(
-        *mlp,
-        [](torch::nn::Module& m, const std::vector<at::Tensor>& t) {
-          return std::vector<at::Tensor>{dynamic_cast<torch::nn::SequentialImpl&>(m).forward(t[0])};
-        },
-        {randn({4, 6}, at::kDouble)}, mesh, of_mlp.rule(), {.placements = {{Replicate()}}});
-    EXPECT_TRUE(report.safe()) << report.to_string();
-  });
-}
-
-TEST(TensorParallelPlan, TheFirstPatternThatMatchesALayerOrItsParameterCounts) {
-  on_ranks(2, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"tensor", 2}});
-    torch::nn::Sequential mlp(linear(6, 4, true), linear(4, 6, true));
-    const auto placed = [&](const LayerShardings& layers) {
-      std::vector<Placement> all;
-      const TensorParallelPlan plan(*mlp, mesh, layers);
-      for (const auto& p : plan.parameters()) all.push_back(p.placement.placements[0]);
-      return all;
-    };
-    const std::vector<Placement> pair{Shard(0), Shard(0), Shard(1), Replicate()},
-        columns{Shard(0), Shard(0), Shard(0), Shard(0)};
-    EXPECT_EQ(placed({{"1", row()}, {"*", column()}}), pair);
-    EXPECT_EQ(placed({{"*", column()}, {"1", row()}}), columns);
-    EXPECT_EQ(placed({{"1.weight", sharded(1)}, {"1.bias", replicated()}, {"0", column()}}), pair);
-  });
-}
-
-TEST(TensorParallelPlan, RefusesWhatDoesNotFitOnEveryRank) {
-  on_ranks(2, [](DistributedManager& manager) {
-    const auto mesh = manager.mesh({{"tensor", 2}});
-    const auto message = [&](const LayerShardings& layers,
-                             const TensorParallelOptions& options = {}) -> std::string {
-      Shape s;
-      s.fused = true;
-      auto net = made(s);
-      net->register_parameter("scores", net->embedding->weight);
-      try {
-        tensor_parallel(*net, mesh, layers, options);
-      } catch (const InvalidArgument& e) {
-        EXPECT_FALSE(is_sharded(net->norm->weight)) << "nothing has changed";
-        return e.what();
-      }
-      return "";
-    };
-    const auto expect = [](const std::string& text, const char* what) {
-      EXPECT_NE(text.find(what), std::string::npos) << text;
-    };
-    expect(message({{"*.attentoin.*", column()}}), "has a name like [*.attentoin.*]");
-    expect(message({{"*.qkv", column(7)}}), "do not divide into 7 units");
-    expect(message({{"*.qkv", column(-1)}}), "do not divide");
-    expect(message({{"norm", column()}}), "it knows layers of a weight [out, in]");
-    expect(message({{"norm", sharded(0)}}), "names a parameter itself");
-    expect(message({{"norm.weight", sharded(1)}}), "has no dim 1");
-    expect(message({{"*.up", column()}}, {.axis = "model"}), "model");
-    expect(message({{"*.up", column()}}, {.sequence_dim = -2}), "sequence_dim is -2");
-    expect(message({{"*.up", column()}}, {.sharded_axis = "tensor"}), "give two axes");
-    expect(message({{"embedding", vocabulary()}}), "are one tensor, and lie in two ways");
-    expect(message({{"embedding", vocabulary()}, {"scores", sharded(1)}}), "lie in two ways");
-    EXPECT_EQ(message({{"norm.weight", sharded(0)},
-                       {"*.qkv", column(4)},
-                       {"*.qkv", row()},
-                       {"embedding", vocabulary()},
-                       {"scores", sharded(0)}}),
-              "");
-    // What one rank asks for differs.
-    Shape s;
-    s.fused = true;
-    auto net = made(s);
-    EXPECT_THROW(tensor_parallel(*net, mesh, {{"*.qkv", column(manager.rank() == 0 ? 4 : 5)}}),
-                 Error);
   });
 }
 
