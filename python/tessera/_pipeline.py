@@ -109,7 +109,10 @@ class _Calls:
         with self.scope():
             if is_loss:
                 output, self.output = self.output, None
-                return [self.loss(output, pytree.tree_unflatten(given, self.targets))]
+                loss = self.loss(output, pytree.tree_unflatten(given, self.targets))
+                if not isinstance(loss, torch.Tensor):
+                    raise InvalidArgument(f"the loss of a pipeline returned a {type(loss).__name__}, and not the mean over the micro-batch, a tensor without dims")
+                return [loss]
             made = self.stages[number](*given)
         if number == self.last:
             self.output = made

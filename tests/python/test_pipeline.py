@@ -283,8 +283,15 @@ def test_a_stage_that_raises_is_an_error_on_every_rank(name, error, backward):
     on_ranks(3, body)
 
 
+LOSSES = {
+    "loss raises": lambda output, target: 1 / 0,
+    "loss that trains nothing": lambda output, target: nn.functional.mse_loss(output.detach(), target),
+    "loss without a tensor": lambda output, target: nn.functional.mse_loss(output, target).item(),
+}
 WRONG = {
     "loss raises": (lambda p, x, y: p.step(x, y), ts.PipelineError, "ZeroDivisionError"),
+    "loss that trains nothing": (lambda p, x, y: p.step(x, y), ts.PipelineError, "no stage would be trained"),
+    "loss without a tensor": (lambda p, x, y: p.step(x, y), ts.PipelineError, "returned a float"),
     "no targets": (lambda p, x, y: p.step(x), ts.InvalidArgument, "targets"),
     "too many": (lambda p, x, y: p.step([x] * 4, [y] * 4), ts.InvalidArgument, "4 micro-batches"),
     "other numbers": (lambda p, x, y: p.step([x] * 2, [y]), ts.InvalidArgument, "2 micro-batches"),
@@ -300,7 +307,7 @@ def test_what_is_wrong_on_one_rank_is_told_to_all(wrong):
     (_, x, y), stages = drawn(), passing()[1:]
 
     def body(rank):
-        loss = (lambda output, target: 1 / 0) if wrong == "loss raises" else nn.functional.mse_loss
+        loss = LOSSES.get(wrong, nn.functional.mse_loss)
         mesh = ts.Mesh({"pipe": 2})
         pipeline = ts.Pipeline([stages[rank]], ts.Schedule("1f1b", 2, 3), mesh, "pipe", loss)
         with pytest.raises((error, ts.PeerFailedError), match=text) as told:

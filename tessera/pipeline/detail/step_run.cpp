@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -211,6 +212,11 @@ StepRun::Made StepRun::compute(int s, int k, Flight& flight, bool graph) {
                                      ? at::zeros_like(output.detach())
                                      : at::Tensor());
   } else if (graph) {
+    const auto trains = [](const at::Tensor& t) { return t.defined() && t.requires_grad(); };
+    if (!loss.requires_grad() && std::ranges::any_of(outputs, trains))
+      throw InvalidArgument(
+          "the loss has no derivative by the outputs of the last stage (a detach(), item() or "
+          "argmax() on the way): no stage would be trained");
     flight.graph.leave({loss});
     flight.gradients = {at::ones_like(loss.detach())};
   }
