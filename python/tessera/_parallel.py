@@ -72,6 +72,12 @@ class DistributedDataParallel(torch.nn.Module):
         self._engine.before_forward(self.module.training)
         return self.module(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        raise InvalidArgument(
+            "a DistributedDataParallel reduces gradients over ranks, and is neither copied nor pickled: copy or save the module inside, ddp.module, and wrap "
+            "the copy if it is to be trained"
+        )
+
     def mean_loss(self, loss, samples):
         """The mean loss over all ranks' samples, from this rank's mean over `samples` of its own; see `mean_loss`."""
         return mean_loss(loss, samples, self.group, self._reduction)

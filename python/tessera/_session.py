@@ -108,8 +108,8 @@ class Session:
 
     `modules`: a module, saved as "net", or a dictionary of modules by name. They stay as they are: plain, in `DistributedDataParallel`, sharded by
     `fully_shard`, `distribute_module` or `tensor_parallel`, in any mixture. What nothing reduces the session makes data-parallel over all ranks: those
-    parameters and the plain buffers are broadcast from rank 0, gradients are averaged while backward runs, and buffers are shared after each step. With
-    `gradients="averaged"` or "summed" the program does that itself, after the last backward and before `step`.
+    parameters and the plain buffers are broadcast from rank 0, gradients are averaged while backward runs, and buffers are shared after each step. Layers may be
+    frozen and unfrozen between steps. With `gradients="averaged"` or "summed" the program does that itself, after the last backward and before `step`.
 
     `optimizers`: one, or a list, `ShardedOptimizer` too; made after the modules were sharded. `max_norm`, `norm_type`, `by_hand`: as of
     `clip_gradients`; `measure_norm`: the norm is taken even if nothing is clipped. `clip_value`: each element, before the norm. `non_finite`: what a step
@@ -152,6 +152,9 @@ class Session:
             if scaler and precision is not torch.float16:
                 raise InvalidArgument("a scaler is of precision=torch.float16: no other one scales the loss by it, and a PrecisionPlugin has its own loss_scale()")
             given = {"net": modules} if isinstance(modules, torch.nn.Module) else dict(modules)
+            if not all(type(name) is str and isinstance(m, torch.nn.Module) for name, m in given.items()):
+                raise InvalidArgument(f"a session is of a module, or of a dictionary of modules by name, and not of {modules!r:.60}")
+            self._given = given  # wrappers reduce as long as somebody has them
             self._modules = {name: m.module if isinstance(m, DistributedDataParallel) else m for name, m in given.items()}
             first = next((p for m in self._modules.values() for p in m.parameters()), torch.empty(0))
             self._device = first.device
@@ -232,6 +235,8 @@ class Session:
         self._handle.before_forward(bool(last))
         with self.autocast():
             loss = forward()
+        if not isinstance(loss, torch.Tensor):
+            raise InvalidArgument(f"forward() of a micro-batch returned a {type(loss).__name__}, and not the loss, a tensor without dims")
         self.backward(loss, weight, last)
         return loss.detach()
 

@@ -42,6 +42,7 @@ TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::mo
   for (const at::Tensor& t : tensors_)
     if (!t.defined() || t.dim() == 0 || t.size(0) != tensors_[0].size(0))
       throw InvalidArgument("the tensors of a TensorDataset have one dim 0, of the same length");
+  detail::require_plain(tensors_);
 }
 
 std::uint64_t TensorDataset::size() const {

@@ -1,6 +1,7 @@
 """Arguments that once were taken in silence for something else, or were passed over: each is refused, and says what is meant."""
 
 import array
+import copy
 
 import pytest
 import torch
@@ -64,6 +65,11 @@ REFUSED = {
     "collate of what is a dataset": (lambda mesh: ts.Dataset.of(ts.TensorDataset(torch.ones(3)), collate=list), "is a Dataset already"),
     "an optimizer twice": (lambda mesh: session(2), "has already"),
     "a step of an optimizer twice": (lambda mesh: session(1, stepped=2), "would step twice"),
+    "a session of modules by number": (lambda mesh: ts.Session({0: net()}, signals=False), "a dictionary of modules by name"),
+    "a loss that is a number": (lambda mesh: ts.Session(net(), signals=False).micro_batch(lambda: 3.0, 1), "returned a float, and not the loss"),
+    "a copy of a wrapper": (lambda mesh: copy.deepcopy(ts.DistributedDataParallel(net())), "the module inside, ddp.module"),
+    "a dataset of a sharded tensor": (lambda mesh: ts.TensorDataset(field(mesh)), "and each rank reads rows of its own"),
+    "sharded samples": (lambda mesh: ts.Loader(ts.Dataset.of([field(mesh)]), ts.FixedOrder(1, 1), mesh, ["data"]).next(), "and each rank reads rows of its own"),
     "parameters that were read": (lambda mesh: ts.clip_gradients(used_up(), 1.0), "a generator that is at its end"),
     "the same of a step's weight": (lambda mesh: ts.StepWeight().finish(used_up()), "a generator that is at its end"),
     "a stage that there is not": (lambda mesh: ts.Pipeline([net()], ts.Schedule("gpipe", 1, 2), ts.Mesh({"pipe": 1}), "pipe", nn.functional.mse_loss, recompute=[1]), r"recompute names \[1\], and the schedule has stages 0 to 0"),

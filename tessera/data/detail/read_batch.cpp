@@ -11,6 +11,7 @@
 #include "tessera/base/text.h"
 #include "tessera/data/detail/augmented.h"
 #include "tessera/data/detail/graph_batch.h"
+#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
 namespace {
@@ -37,6 +38,14 @@ void require_alike(const Sample& sample, const Sample& first, const std::string&
                           "; give samples of one shape, dtype and device, or override "
                           "get_batch");
   }
+}
+
+void require_plain(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& t : tensors)
+    if (is_sharded(t))
+      throw InvalidArgument("a dataset has a sharded tensor, ", spec(t),
+                            ", and each rank reads rows of its own: give plain tensors "
+                            "(full_tensor), and shard what was read by shard_batch");
 }
 
 void BatchReader::check(const std::vector<SampleRef>& refs) const {
@@ -101,6 +110,7 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset,
       throw InvalidArgument("dataset ", dataset, " gave a tensor of shape ", t.sizes(),
                             " for a batch of ", indices.size(),
                             " samples; get_batch puts a dim of that length in front");
+  require_plain(batch);
   return batch;
 }
 

@@ -67,5 +67,7 @@ auto of_sample(std::uint64_t index, const Read& read) {
 /// Throws InvalidArgument unless a sample can stand in one batch with the first one, `first_name`:
 /// as many tensors, each of the same shape and dtype and on the same device.
 void require_alike(const Sample& sample, const Sample& first, const std::string& first_name);
+/// Throws InvalidArgument for sharded tensors: a call on one is made by all ranks.
+void require_plain(const std::vector<at::Tensor>& tensors);
 
 }  // namespace tessera::detail
