@@ -1,6 +1,7 @@
 """Accumulation without communication, and files, from Python."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -99,6 +100,37 @@ def test_reduce_gradients_after_the_last_backward():
         for mine, expected in zip(net.parameters(), plain.parameters()):
             assert ts.spec(mine.grad).placements == (ts.Replicate(),)
             assert_same(mine.grad, expected.grad)
+
+    on_ranks(2, body)
+
+
+def test_a_session_keeps_the_wrapper_that_it_is_given():
+    plain, nets = build(), [build() for _ in range(2)]
+    plain(batch(0)).square().mean().backward()
+
+    def body(rank):
+        rows = batch(0)[slice(4 * rank, 4 + rank)]
+        optimizer = torch.optim.SGD(nets[rank].parameters(), 1.0)
+        with ts.Session(ts.DistributedDataParallel(nets[rank]), optimizer, signals=False) as session:
+            gc.collect()
+            session.backward(nets[rank](rows).square().mean(), len(rows))
+            session.step()
+        for mine, expected in zip(nets[rank].parameters(), plain.parameters()):
+            assert_same(mine, expected.detach() - expected.grad)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("place", [ts.distribute_module, ts.fully_shard])
+def test_a_parameter_that_has_become_a_plain_tensor_is_told(place):
+    nets = [build() for _ in range(2)]
+
+    def body(rank):
+        mesh = ts.Mesh({"data": 2})
+        net = place(nets[rank], mesh)
+        net[0].weight.data = torch.ones(6, 4).double()
+        with pytest.raises(ts.GradientError, match="is a plain tensor now"):
+            net(ts.distribute_tensor(batch(0), mesh, ts.Shard(0))).sum().backward()
 
     on_ranks(2, body)
 

@@ -14,6 +14,7 @@
 #include "tessera/base/text.h"
 #include "tessera/gradient/internal/announce.h"
 #include "tessera/gradient/internal/hooks.h"
+#include "tessera/gradient/sync.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
@@ -219,6 +220,11 @@ struct Accumulated final : ChainedHook {
   void accumulated(const at::Tensor& parameter) override {
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) return;
+    if (!is_sharded(parameter))
+      throw GradientError(
+          "a parameter that was distributed (shape ", parameter.sizes(),
+          ") is a plain tensor now, by set_data() or p.data = ...: copy values into "
+          "it instead (copy_() without gradients), or distribute the module anew");
     const ShardMeta& own = *meta_of(parameter);
     const ShardSpec wanted = own.spec();
     const bool offloaded = in_host_memory(own);
