@@ -10,6 +10,7 @@ import torch
 from tessera._errors import InvalidArgument
 
 KINDS = ("integer", "real", "text", "bytes", "json")
+_OF_ELEMENTS = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _PLAIN = "None, bool, int, float, str, bytes, and lists, tuples, sets and dictionaries of them"
 
 
@@ -39,7 +40,7 @@ def _tagged(value, where, tensor):
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return {"$tuple": [inner(v, i) for i, v in enumerate(value)]}
     if type(value) in (set, frozenset):
-        return {"$set": sorted((inner(v, "element") for v in value), key=repr)}
+        return {"$set" if type(value) is set else "$frozenset": sorted((inner(v, "element") for v in value), key=repr)}
     if type(value) in (dict, collections.OrderedDict, collections.Counter):
         if type(value) is not collections.Counter and all(type(k) is str and k[:1] != "$" for k in value):
             return {k: inner(v, k) for k, v in value.items()}
@@ -59,8 +60,8 @@ def _untagged(value, tensors):
         return base64.b64decode(content)
     if tag == "$tensor":
         return tensors[content]
-    if tag in ("$tuple", "$set"):
-        return (tuple if tag == "$tuple" else set)(_untagged(content, tensors))
+    if tag in _OF_ELEMENTS:
+        return _OF_ELEMENTS[tag](_untagged(content, tensors))
     if tag in ("$dict", "$Counter"):
         pairs = {_untagged(k, tensors): _untagged(v, tensors) for k, v in content}
         return pairs if tag == "$dict" else collections.Counter(pairs)

@@ -212,6 +212,7 @@ VALUES = {
     "none": None,
     "yes": True,
     "nested": {"a": [1, 2.5, (None, "x")], 3: {"$b": b"\x00"}, "counts": collections.Counter({2: 1, 4: 2}), "set": {3, 1}},
+    "frozen": {frozenset({1, 2}): {frozenset({3})}},
     "empty": {},
 }
 
