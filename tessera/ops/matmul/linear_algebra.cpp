@@ -1,6 +1,7 @@
 // Linear algebra: factorisations, solvers and determinants of the matrices in the last dims, whose
 // batch dims may be sharded; distances between rows; traces.
 
+#include <ATen/TensorGeometry.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/grad_mode.h>
@@ -77,6 +78,23 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     if (out.defined && out.shape == Shape{0} && batches > 0) return on_gathered(call);
   }
   return solve(p);
+}
+
+// Of an operator whose gradient uses the factors of its first argument, transposed or not as that
+// lies in memory: each rank's matrices lie as the gradient will see the global ones.
+Plan factors_kept(const OpCall& call, const Trailing& trailing) {
+  Plan plan = batched(call, trailing);
+  const TensorInfo& a = call.tensor(0);
+  const bool by_rows = at::geometry_is_contiguous(a.spec.shape(), a.strides);
+  plan.local = [by_rows, local = plan.local](const OperatorHandle& op, Stack s) {
+    const at::Tensor given = s[0].toTensor();
+    if (given.is_contiguous() != by_rows)
+      s[0] = by_rows ? given.contiguous() : given.mT().contiguous().mT();
+    if (local) return local(op, std::move(s));
+    op.callBoxed(s);
+    return s;
+  };
+  return plan;
 }
 
 // ---- distances between the rows of two matrices ----
@@ -172,9 +190,9 @@ bool differentiable_exp(Stack* stack) {
 // Of which each argument is matrices.
 constexpr const char* kOfMatrices =
     "linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_cholesky_ex cholesky_inverse linalg_qr "
-    "geqrf _linalg_svd _linalg_eigh linalg_eig linalg_eigvals _linalg_eigvals _linalg_det "
-    "_linalg_slogdet linalg_ldl_factor_ex linalg_matrix_exp cholesky_solve "
-    "linalg_solve_triangular triangular_solve linalg_matrix_sqrth linalg_polar cholesky inverse";
+    "geqrf _linalg_svd _linalg_eigh linalg_eig linalg_eigvals _linalg_eigvals "
+    "linalg_ldl_factor_ex linalg_matrix_exp cholesky_solve linalg_solve_triangular "
+    "triangular_solve linalg_matrix_sqrth linalg_polar cholesky inverse";
 
 const AtStart registered([] {
   const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
@@ -182,13 +200,15 @@ const AtStart registered([] {
       {{"linalg_lu_solve"}, {{"pivots", 1}}},
       {{"linalg_ldl_solve"}, {{"pivots", 1}}},
       {{"linalg_householder_product", "ormqr"}, {{"tau", 1}, {"input2", 1}}},
-      {{"_linalg_solve_ex"}, {{"B", -1}}},
       {{"linalg_lstsq"}, {{"b", -1}}}};
   for (const auto& [ops, trailing] : linear_algebra)
     for (const char* op : ops)
       register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) {
                       return batched(c, trailing);
                     }));
+  for (const char* op : {"_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"})
+    register_rule(concat("aten::", op),
+                  guarded([](const OpCall& c) { return factors_kept(c, {{"B", -1}}); }));
   TextReader of_matrices(kOfMatrices);
   for (std::string op; of_matrices >> op;)
     register_rule("aten::" + op, guarded([](const OpCall& c) { return batched(c, {}); }));
