@@ -158,6 +158,25 @@ def test_functional_collectives_are_differentiable():
     on_ranks(3, body)
 
 
+FIELD = draw(1, 6, 1, 2)
+IN_BACKWARD = {
+    "functional": lambda mesh: ts.functional.all_reduce(ts.world(), torch.ones(2, requires_grad=True)),
+    "ghosts": lambda mesh: ts.ghost_exchange(ts.GhostPlan(mesh, [ts.rank()], [1 - ts.rank()]), torch.ones(1, requires_grad=True)),
+    "neighborhoods": lambda mesh: ts.neighborhood_attention(*[ts.distribute_tensor(FIELD, mesh, ts.Shard(1)).requires_grad_()] * 3, [3]),
+}
+
+
+@pytest.mark.parametrize("call", IN_BACKWARD)
+def test_errors_in_backward_have_their_class(call):
+    def body(rank):
+        loss = IN_BACKWARD[call](ts.Mesh({"x": 2})).sum()
+        if rank == 0:
+            with pytest.raises(ts.PeerLostError, match=r"rank (\[1\] ended|1 has ended)|ranks? \[1\]"):
+                loss.backward()
+
+    on_ranks(2, body)
+
+
 def test_rank_tables_and_meshes_by_name():
     def body(rank):
         mesh = ts.Mesh({"data": 2, "model": 2}, ranks=[3, 0, 2, 1])

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/ops/attention/detail/neighborhood_local.h"
 #include "tessera/ops/halo/detail/field_halo.h"
 #include "tessera/ops/rules/detail/rules.h"
@@ -312,8 +313,12 @@ at::Tensor by_lists(std::size_t n, const at::Tensor& q, const at::Tensor& k, con
 at::Tensor registered(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       std::vector<std::int64_t> kernel, std::vector<std::int64_t> dilation,
                       c10::List<bool> causal, std::optional<double> scale) {
-  return by_lists(kernel.size(), q, k, v, kernel, dilation,
-                  std::vector<bool>(causal.begin(), causal.end()), scale);
+  at::Tensor made;
+  detail::raising([&] {
+    made = by_lists(kernel.size(), q, k, v, kernel, dilation,
+                    std::vector<bool>(causal.begin(), causal.end()), scale);
+  });
+  return made;
 }
 
 }  // namespace

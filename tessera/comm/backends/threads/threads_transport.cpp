@@ -274,7 +274,9 @@ class ThreadsWork final : public OwnWork {
     if (slot_) return room_->left_without(*slot_);
     std::vector<int> ranks;
     for (const auto& [message, peer] : messages_)
-      if (!message->done && room_->has_left(peer)) ranks.push_back(room_->global(peer));
+      if (const int rank = room_->global(peer);
+          !message->done && room_->has_left(peer) && std::ranges::find(ranks, rank) == ranks.end())
+        ranks.push_back(rank);
     return ranks;
   }
 

@@ -8,7 +8,6 @@
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/call_card.h"
-#include "tessera/comm/group/detail/trace_event.h"
 #include "tessera/comm/group/trace.h"
 
 namespace tessera::detail {
@@ -32,7 +31,7 @@ RequestState::RequestState(GroupState& group, const char* operation, const CallO
   card_.source.name = options.name;
   begin_ = std::chrono::steady_clock::now();
   deadline_ = deadline_after(limit_, begin_);
-  group_.watch().require_healthy(operation_, group_.sequence());
+  raising([&] { group_.watch().require_healthy(operation_, group_.sequence()); });
 }
 
 RequestState::~RequestState() {
@@ -295,8 +294,10 @@ void RequestState::broken(const std::exception_ptr& cause) {
 }
 
 void RequestState::wait() {
+  // What no binding stands around, since autograd waits, is told by its class too.
+  const auto tell = [this](const auto& error) { within_call_ ? error() : raising(error); };
   if (finished_) {
-    if (error_) std::rethrow_exception(error_);
+    if (error_) tell([this] { std::rethrow_exception(error_); });
     return;
   }
   const bool counted = !within_call_ && WaitTime::counts();
@@ -309,7 +310,7 @@ void RequestState::wait() {
       for (const auto& [target, source] : copies_) target.copy_(source.view(target.sizes()));
     }
   } catch (...) {
-    fail(std::current_exception());
+    tell([&] { fail(std::current_exception()); });
   }
   finished_ = true;
   if (counted) WaitTime::add(WaitTime::Clock::now() - from);

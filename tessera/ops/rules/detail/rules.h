@@ -29,6 +29,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -162,6 +163,19 @@ torch::Library& decompositions_above_autograd();
 /// For inference mode, in which no kernels above autograd run.
 torch::Library& decompositions_below_autograd();
 
+/// `function`, whose errors an interpreter gets by their class.
+template <class R, class... Arguments>
+auto by_class(R (*function)(Arguments...)) {
+  return [function](Arguments... arguments) -> R {
+    try {
+      return function(std::forward<Arguments>(arguments)...);
+    } catch (const Error&) {
+      raising([] { throw; });
+      throw;
+    }
+  };
+}
+
 /// Registers `function` (or, for a boxed kernel, a factory that returns a torch::CppFunction) to
 /// run in place of aten::`name` on sharded tensors, above autograd, so that its gradient is that of
 /// what it calls.
@@ -171,6 +185,8 @@ void register_decomposition(const char* name, Function function) {
        {&decompositions_above_autograd(), &decompositions_below_autograd()}) {
     if constexpr (std::is_invocable_r_v<torch::CppFunction, Function>)
       library->impl(name, function());
+    else if constexpr (std::is_pointer_v<Function>)
+      library->impl(name, by_class(function));
     else
       library->impl(name, function);
   }
