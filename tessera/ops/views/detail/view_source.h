@@ -44,7 +44,7 @@ inline std::optional<Shape> in_whole_units(const Partition& parts, std::int64_t 
     if (n > 0) {
       --behind;
       const std::int64_t low = each && behind > 0 ? last + 1 : std::max(last, units - behind),
-                         high = each ? units - behind : last + 1;
+                         high = each ? units - behind : std::min(units, last + 1);
       boundary = std::clamp((at + rows / 2) / rows, low, std::max(low, high));
     }
     sizes.push_back(boundary - last);

@@ -195,16 +195,19 @@ void ShardedCall::refresh_copies() const {
 }
 
 void ShardedCall::run() {
+  // A plan has an origin where the rank does something of its own, so on some ranks: what copies of
+  // views send has none.
+  if (context_.state->copies.any()) refresh_copies();
   if (plan_.origin) {
     const OriginScope scope(plan_.origin);
     run_steps();
   } else {
     run_steps();
   }
+  write_back();
 }
 
 void ShardedCall::run_steps() {
-  if (context_.state->copies.any()) refresh_copies();
   if (plan_.moves_shards) check_policy();
   if (info_.writes && (info_.pointwise || info_.name == "aten::copy_")) refuse_overlap();
   if (offloaded_) choose_memory();
@@ -223,7 +226,6 @@ void ShardedCall::run_steps() {
       rethrow_to_all(info_.name, context_);
     }
   }
-  write_back();
 }
 
 void ShardedCall::check_policy() const {
