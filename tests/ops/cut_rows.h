@@ -4,11 +4,13 @@
 
 #include <algorithm>
 
+#include "../support/folder.h"
 #include "fields.h"
 #include "tessera/ops/ghosts/ghost_plan.h"
 
 namespace tessera::test {
 
+using ::tessera::testing::thrown;
 using Ids = std::vector<std::int64_t>;
 
 inline at::Tensor index_of(const Ids& ids) { return torch::tensor(ids, at::kLong); }
@@ -88,20 +90,5 @@ struct Graph {
     }
   }
 };
-
-// The words of the error, which must be of this type.
-template <class E>
-std::string thrown(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    ADD_FAILURE() << "another error: " << e.what();
-    return {};
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
 
 }  // namespace tessera::test
