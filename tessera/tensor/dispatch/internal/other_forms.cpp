@@ -1,11 +1,15 @@
 // Operators that are not run on locals as they are: those on lists, element by element, and those
 // that write, by their functional forms.
 
+#include <torch/csrc/autograd/variable.h>
+
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/mesh_context.h"
+#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
 namespace {
@@ -112,6 +116,49 @@ bool run_one_by_one(const OpInfo& info, torch::jit::Stack* stack) {
   return true;
 }
 
+// A view, seen by an operator that changed its shape in place.
+struct ShownBy final : torch::autograd::ViewFunc {
+  ShownBy(const ViewFunc& view, c10::OperatorHandle op, torch::jit::Stack given)
+      : before(view.clone_and_set()), by(std::move(op)), arguments(std::move(given)) {}
+  at::Tensor operator()(const at::Tensor& base) const override {
+    torch::jit::Stack stack = arguments;
+    stack[0] = (*before)(base);
+    by.callBoxed(stack);
+    return stack[0].toTensor();
+  }
+  std::unique_ptr<ViewFunc> clone_and_set(
+      std::optional<std::vector<c10::SymInt>> /*sizes*/,
+      std::optional<std::vector<at::Tensor>> /*tensors*/) const override {
+    return std::make_unique<ShownBy>(*before, by, arguments);
+  }
+  const std::unique_ptr<ViewFunc> before;
+  const c10::OperatorHandle by;
+  const torch::jit::Stack arguments;
+};
+
+// Autograd makes a view anew from its base by what made it, where libtorch takes strides: it has to
+// know how its shape has changed in place.
+void note_shape(const OpInfo& info, const at::Tensor& target, torch::jit::Stack given) {
+  const auto* own = torch::autograd::impl::get_view_autograd_meta(target);
+  if (!own || !own->has_bw_view() || !own->get_backward_view().has_view_fn()) return;
+  auto& view = const_cast<torch::autograd::ViewInfo&>(own->get_backward_view());
+  given[0] = c10::IValue();  // else the view would hold itself
+  view.view_fn_ = std::make_unique<ShownBy>(view.view_fn(), *info.functional, std::move(given));
+}
+
+// Of a base in another shape what made its views would make other ones.
+void refuse_views(const OpInfo& info, const at::Tensor& target) {
+  const ShardMeta& meta = *meta_of(target);
+  if (!target.requires_grad() || target.is_view() ||
+      target.unsafeGetTensorImpl()->version_counter().unique())
+    return;
+  const bool views = meta.local.has_storage() && meta.local.storage().use_count() > 1;
+  if (views || context_of(meta.spec())->state->copies.any_of(meta.local))
+    throw ShardingError(info.name, " changes the shape of ", meta.spec(),
+                        " in place, of which there are views: their gradients would be those of "
+                        "other elements. Use the form that returns, or take the views afterwards.");
+}
+
 void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size(), first = stack->size() - n;
   std::vector<at::Tensor> targets;
@@ -121,6 +168,11 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     if (info.written[i]) append_tensors(&targets, (*stack)[first + i]);
     lists |= info.written[i] && (*stack)[first + i].isList();
     if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
+  }
+  torch::jit::Stack given;
+  if (info.in_place_view) {
+    refuse_views(info, targets[0]);
+    given = inputs;
   }
   const LocalCallGuard guard;
   info.functional->callBoxed(&inputs);
@@ -150,6 +202,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     } else {
       install(targets[i], made->local, made->layout, made->copy);
       meta_of(targets[i])->base = made->base;
+      if (info.in_place_view) note_shape(info, targets[i], std::move(given));
       // libtorch counts the change of shape as a write, but nothing has been written.
       if (info.in_place_view && !targets[i].is_inference())
         for (ViewCopy* copy = made->copy.get(); copy; copy = copy->parent()) ++copy->written;
