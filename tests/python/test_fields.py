@@ -1,4 +1,4 @@
-"""Fields from Python, under the names that C++ has: made from nothing, halos, neighbourhood attention."""
+"""Fields from Python: made from nothing, halos, neighbourhood attention, and which operators of a model leave a field sharded."""
 
 import pytest
 import torch
@@ -77,5 +77,73 @@ def test_sharded_tensors_from_nothing_and_where_they_go():
         assert name == "all_to_all" and axes == ("x",) and arrived == 2 * (7 - sizes[0][rank])
         assert_same(ts.start_redistribute(t, [ts.Shard(1)]).wait(), t)
         assert "0" in ts.visualize_sharding(t) and "<svg" in ts.visualize_sharding_svg(t)
+
+    on_ranks(3, body)
+
+
+def test_which_operators_of_a_vision_transformer_stay_sharded():
+    """Tokens and windows of a field whose rows are sharded: each operator, what its result is like, and what it sends."""
+    calls = []
+
+    def body(rank):
+        ts.set_policies("error")  # one that would gather raises
+        mesh = ts.Mesh({"domain": 2})
+        image = ts.distribute_tensor(draw(2, 3, 24, 16), mesh, [ts.Shard(2)], {2: [16, 8]})
+        net = nn.Module()
+        net.patches, net.norm, net.linear = nn.Conv2d(3, 8, 4, stride=4).double(), nn.LayerNorm(8).double(), nn.Linear(8, 8).double()
+        net.token, net.positions = nn.Parameter(torch.zeros(1, 1, 8, dtype=torch.float64)), nn.Parameter(torch.zeros(1, 25, 8, dtype=torch.float64))
+        ts.distribute_module(net, mesh, lambda name, t: ([ts.Shard(1)], {1: [17, 8]}) if name == "positions" else None)
+
+        def stays(f, dim, sizes, operations=()):
+            with ts.CommTrace() as trace:
+                y = f()
+            s, sent = ts.spec(y), tuple(sorted({e[0] for e in trace.events}))
+            assert s.placements == ((ts.Partial(),) if dim is None else (ts.Shard(dim),)) and s.sizes == sizes and sent == operations, (ts.summary(y), sent)
+            calls.append(rank)
+            return y
+
+        x = stays(lambda: net.patches(image), 2, {2: [4, 2]})
+        x = stays(lambda: x.flatten(2), 2, {2: [16, 8]})
+        x = stays(lambda: x.transpose(1, 2), 1, {1: [16, 8]})
+        x = stays(lambda: torch.cat([net.token.expand(2, -1, -1), x], 1), 1, {1: [17, 8]})
+        x = stays(lambda: x + net.positions, 1, {1: [17, 8]})
+        x = stays(lambda: net.linear(net.norm(x)), 1, {1: [17, 8]})
+        heads = stays(lambda: x.unflatten(-1, (2, 4)).transpose(1, 2), 2, {2: [17, 8]})
+        heads = stays(lambda: nn.functional.scaled_dot_product_attention(heads, heads, heads), 2, {2: [17, 8]}, ("exchange",))
+        x = stays(lambda: heads.transpose(1, 2).flatten(2), 1, {1: [17, 8]})
+        token = stays(lambda: x[:, :1], 1, {1: [1, 0]})
+        stays(lambda: token.sum(1), None, {})
+        stays(lambda: x.mean(1), None, {})
+        x = stays(lambda: x[:, 1:], 1, {1: [16, 8]})
+        x = stays(lambda: x.unflatten(1, (6, 4)), 1, {1: [4, 2]})
+        x = stays(lambda: torch.roll(x, (-1, -1), (1, 2)), 1, {1: [4, 2]}, ("exchange",))
+        w = stays(lambda: x.unflatten(2, (2, 2)).unflatten(1, (3, 2)), 1, {1: [2, 1]})
+        w = stays(lambda: w.permute(1, 0, 3, 2, 4, 5), 0, {0: [2, 1]})
+        w = stays(lambda: w.flatten(0, 2).flatten(1, 2), 0, {0: [8, 4]})
+        w = stays(lambda: nn.functional.scaled_dot_product_attention(w, w, w), 0, {0: [8, 4]})
+        w = stays(lambda: w.unflatten(1, (2, 2)).unflatten(0, (3, 2, 2)).permute(1, 0, 3, 2, 4, 5), 1, {1: [2, 1]})
+        stays(lambda: w.flatten(3, 4).flatten(1, 2), 1, {1: [4, 2]})
+
+    on_ranks(2, body)
+    assert calls.count(0) == calls.count(1) == 21
+
+
+def test_a_pooled_field_meets_a_weight_that_is_sharded_over_the_same_ranks():
+    """The mean over a sharded field is a partial sum; the columns of the weight need their features of it alone: one reduce-scatter, no all-reduce."""
+    field, weight, bias = draw(2, 6, 7, 5), draw(4, 6, seed=4), draw(4, seed=5)
+
+    def body(rank):
+        mesh = ts.Mesh({"domain": 3})
+        x = ts.distribute_tensor(field, mesh, [ts.Shard(2)], {2: [4, 0, 3]})
+        w = ts.distribute_tensor(weight, mesh, [ts.Shard(1)], {1: [1, 3, 2]}).requires_grad_(True)
+        with ts.CommTrace() as trace:
+            y = x.mean((2, 3)) @ w.T
+        assert [e[0] for e in trace.events] == ["reduce_scatter"] and ts.spec(y).placements == (ts.Partial(),)
+        (y + bias).square().mean().backward()
+        plain = weight.clone().requires_grad_(True)
+        expected = field.mean((2, 3)) @ plain.T
+        (expected + bias).square().mean().backward()
+        assert_same(y, expected)
+        assert_same(w.grad, plain.grad)
 
     on_ranks(3, body)
