@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "tessera/base/error.h"
+#include "tessera/base/pinned.h"
 
 namespace tessera {
 
@@ -28,7 +29,7 @@ namespace detail {
 std::atomic<const HostLock*>& host_lock();
 
 /// Releases the lock while it lives, if this thread holds it.
-class WithoutHostLock {
+class WithoutHostLock : Pinned {
  public:
   WithoutHostLock()
       : lock_(host_lock().load(std::memory_order_acquire)),
@@ -36,8 +37,6 @@ class WithoutHostLock {
   ~WithoutHostLock() {
     if (held_) lock_->acquire(held_);
   }
-  WithoutHostLock(const WithoutHostLock&) = delete;
-  WithoutHostLock& operator=(const WithoutHostLock&) = delete;
 
  private:
   const HostLock* const lock_;

@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/checkpoint_io.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/job/manager.h"
@@ -72,7 +73,7 @@ struct CheckpointOptions {
 /// throws leaves no checkpoint by its name, or the one that was there before. If only the last step
 /// fails, which syncs the folder after the manifest was moved there, the new one may stand, and the
 /// error says so.
-class Checkpointer {
+class Checkpointer : Pinned {
  public:
   /// The ranks are all of the job, or these (global ranks, of which this is one). Makes the folder,
   /// as the first rank spells it; the other ranks may spell it otherwise. Throws MismatchError if
@@ -85,8 +86,6 @@ class Checkpointer {
   /// Waits until this rank has written; an error that was never asked for is lost. Where ranks
   /// talk over MPI, a save that was not waited for is not committed.
   ~Checkpointer();
-  Checkpointer(const Checkpointer&) = delete;
-  Checkpointer& operator=(const Checkpointer&) = delete;
 
   /// This rank spells it so; another place gives CheckpointIO::where(""). Not collective.
   std::string folder() const;

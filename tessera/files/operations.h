@@ -15,16 +15,15 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera {
 
 /// The operations of a file system. Every member throws FileError with the path, what was tried and
 /// the system's reason. May be called from several threads.
-class FileOperations {
+class FileOperations : Pinned {
  public:
-  FileOperations() = default;
   virtual ~FileOperations();
-  FileOperations(const FileOperations&) = delete;
-  FileOperations& operator=(const FileOperations&) = delete;
 
   struct File {
     int descriptor = -1;
@@ -65,15 +64,13 @@ std::vector<std::string> names_in(const std::string& folder);
 std::string make_nonce();
 
 /// A file that is open for writing, closed on destruction.
-class OpenFile {
+class OpenFile : Pinned {
  public:
   /// Opens the file with FileOperations::open().
   OpenFile(std::shared_ptr<FileOperations> operations, const std::string& path,
            bool existing = false);
   /// Closes the file unless close() has; errors are dropped.
   ~OpenFile();
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
 
   const std::string& path() const { return file_.path; }
   void write(const void* data, std::size_t bytes, std::uint64_t offset) {
@@ -93,7 +90,7 @@ class OpenFile {
 void move_into_place(FileOperations& operations, const std::string& from, const std::string& to);
 
 /// A file that is written beside its final path and renamed when it is complete.
-class AtomicFile {
+class AtomicFile : Pinned {
  public:
   /// Opens the temporary file. Throws FileError if it cannot be opened.
   explicit AtomicFile(const std::string& path,
@@ -101,8 +98,6 @@ class AtomicFile {
                       const std::string& nonce = make_nonce());
   /// Removes the temporary file unless it was committed.
   ~AtomicFile();
-  AtomicFile(const AtomicFile&) = delete;
-  AtomicFile& operator=(const AtomicFile&) = delete;
 
   const std::string& path() const { return path_; }
   std::uint64_t size() const { return size_; }

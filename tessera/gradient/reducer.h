@@ -30,6 +30,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/gradient/sync.h"
 
@@ -114,7 +115,7 @@ struct ReducerOptions {
   bool learn_order = false;
 };
 
-class GradientReducer {
+class GradientReducer : Pinned {
  public:
   /// Collective over the groups named. Parameters are not kept alive: one that is gone is as one
   /// that was not used. Throws InvalidArgument for a parameter that is no leaf, does not require
@@ -127,8 +128,6 @@ class GradientReducer {
   /// that mean_loss() scaled for a mean; and where a gradient has another shape than expected.
   explicit GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options = {});
   ~GradientReducer();
-  GradientReducer(const GradientReducer&) = delete;
-  GradientReducer& operator=(const GradientReducer&) = delete;
 
   /// False inside a NoSync scope.
   bool syncing() const;

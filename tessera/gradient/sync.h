@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/base/pinned.h"
 
 namespace tessera {
 
@@ -50,11 +51,8 @@ enum class GradientForm : unsigned char {
 };
 
 /// Reduces gradients of parameters over ranks. Found by the parameters that it is attached to.
-class GradientSync {
+class GradientSync : Pinned {
  public:
-  GradientSync() = default;
-  GradientSync(const GradientSync&) = delete;
-  GradientSync& operator=(const GradientSync&) = delete;
   virtual ~GradientSync();
 
   /// True if the next backward reduces what it accumulates.

@@ -17,6 +17,7 @@
 #include <sstream>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/trace.h"
@@ -122,7 +123,7 @@ std::vector<Placement> placements_of(const at::Tensor& input, std::size_t i, con
 
 // The policy of moves is the program's own affair: here they are counted. A plain tensor that
 // differs by rank is a fault of any program.
-class AllowMoves {
+class AllowMoves : Pinned {
  public:
   explicit AllowMoves(const DistributedManager& manager)
       : manager_(manager), before_(policies(manager)) {
@@ -132,8 +133,6 @@ class AllowMoves {
     set_policies(manager_, allow);
   }
   ~AllowMoves() { set_policies(manager_, before_); }
-  AllowMoves(const AllowMoves&) = delete;
-  AllowMoves& operator=(const AllowMoves&) = delete;
 
  private:
   const DistributedManager manager_;

@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera {
 
 class DeviceMesh;
@@ -44,12 +46,10 @@ void name_deferred(const torch::nn::Module& module);
 /// throws NotAvailable with the operator's name; so do random operators with a generator of their
 /// own, and those that make their result by themselves (randperm). Never write through data_ptr()
 /// of a deferred tensor.
-class DeferredScope {
+class DeferredScope : Pinned {
  public:
   DeferredScope();
   ~DeferredScope();
-  DeferredScope(const DeferredScope&) = delete;
-  DeferredScope& operator=(const DeferredScope&) = delete;
 
  protected:
   /// `host_too`: tensors that are made on the CPU by name are deferred as well. Python names the

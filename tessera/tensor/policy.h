@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/job/manager.h"
 
 namespace tessera {
@@ -102,12 +103,10 @@ class RefusalNotes;
 /// is recorded and runs on gathered values. Operators that write to their arguments or draw random
 /// numbers throw as usual. All ranks must open and close scopes alike. For examining programs, not
 /// for running them: plans of refused operators are not kept, and each call gathers again.
-class RefusalScope {
+class RefusalScope : Pinned {
  public:
   explicit RefusalScope(const DistributedManager& manager);
   ~RefusalScope();
-  RefusalScope(const RefusalScope&) = delete;
-  RefusalScope& operator=(const RefusalScope&) = delete;
 
   /// The refusals so far, in order, those of backward included.
   std::vector<Refusal> refusals() const;

@@ -18,6 +18,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
 #include "tessera/base/number.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/files/operations.h"
 #include "tessera/train/detail/event_file.h"
@@ -39,7 +40,7 @@ void make_folders(const std::string& folder) {
 
 // The file is nobody else's while it lives: who cuts it sees whole lines, and cuts none that comes
 // meanwhile. Waits no longer than a second, and not at all where the file system has no locks.
-class FileLock {
+class FileLock : Pinned {
  public:
   explicit FileLock(int descriptor) : descriptor_(descriptor) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
@@ -48,20 +49,15 @@ class FileLock {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   ~FileLock() { ::flock(descriptor_, LOCK_UN); }
-  FileLock(const FileLock&) = delete;
-  FileLock& operator=(const FileLock&) = delete;
 
  private:
   int descriptor_;
 };
 
 // A file that only grows, and where every flush() leaves whole lines.
-class GrowingFile {
+class GrowingFile : Pinned {
  public:
-  GrowingFile() = default;
   ~GrowingFile() { close(); }
-  GrowingFile(const GrowingFile&) = delete;
-  GrowingFile& operator=(const GrowingFile&) = delete;
   bool is_open() const { return descriptor_ >= 0; }
   void open(const std::string& path) {
     close();

@@ -1,4 +1,5 @@
 #include "tessera/train/session.h"
+#include "tessera/base/pinned.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -49,15 +50,13 @@ void add_up(Strategy& strategy, double* numbers, int count) {
 }
 
 // The caller's autocast is off while it lives.
-class NoAutocast {
+class NoAutocast : Pinned {
  public:
   explicit NoAutocast(c10::DeviceType device)
       : device_(device), before_(at::autocast::is_autocast_enabled(device)) {
     at::autocast::set_autocast_enabled(device_, false);
   }
   ~NoAutocast() { at::autocast::set_autocast_enabled(device_, before_); }
-  NoAutocast(const NoAutocast&) = delete;
-  NoAutocast& operator=(const NoAutocast&) = delete;
 
  private:
   const c10::DeviceType device_;

@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/gradient/step_weight.h"
@@ -93,7 +94,7 @@ struct TotalLoss {
   double weight = 0;
 };
 
-class Session {
+class Session : Pinned {
  public:
   /// Has the precision convert the modules (ours: numbers with a fraction alone) and calls
   /// strategy.setup(). Throws InvalidArgument for a strategy that is in use (require_free()), and
@@ -106,8 +107,6 @@ class Session {
           const SessionOptions& options = {}, const CheckpointReader* from = nullptr);
   /// Calls strategy.teardown(), unless another session has set the strategy up since.
   ~Session();
-  Session(const Session&) = delete;
-  Session& operator=(const Session&) = delete;
 
   /// Throws InvalidArgument if a living session trains by this strategy: two would undo each
   /// other's setup(). Not collective.

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "tessera/base/pinned.h"
 #include "tessera/train/trainer.h"
 
 namespace tessera {
@@ -11,7 +12,7 @@ namespace tessera {
 namespace {
 
 // Evaluation mode while it lives; a part that the user keeps in another mode goes back to that.
-class EvaluationScope {
+class EvaluationScope : Pinned {
  public:
   explicit EvaluationScope(const NamedModules& modules) {
     for (const NamedModule& m : modules) {
@@ -23,20 +24,16 @@ class EvaluationScope {
     // A module before its children, whose modes it sets too.
     for (const auto& [part, mode] : modes_) part->train(mode);
   }
-  EvaluationScope(const EvaluationScope&) = delete;
-  EvaluationScope& operator=(const EvaluationScope&) = delete;
 
  private:
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
 };
 
 // A stage while it lives; inside a run that of the run comes back.
-class StageScope {
+class StageScope : Pinned {
  public:
   StageScope(RunStage& of, RunStage now) : of_(of), before_(of) { of_ = now; }
   ~StageScope() { of_ = before_; }
-  StageScope(const StageScope&) = delete;
-  StageScope& operator=(const StageScope&) = delete;
 
  private:
   RunStage& of_;

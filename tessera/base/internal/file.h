@@ -6,16 +6,16 @@
 #include <cstdint>
 #include <string>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera {
 
 /// A regular file that any number of threads read at any offset at the same time.
-class RandomAccessFile {
+class RandomAccessFile : Pinned {
  public:
   /// Throws FileError if it is absent, unreadable or no regular file.
   explicit RandomAccessFile(const std::string& path);
   ~RandomAccessFile();
-  RandomAccessFile(const RandomAccessFile&) = delete;
-  RandomAccessFile& operator=(const RandomAccessFile&) = delete;
 
   const std::string& path() const { return path_; }
   /// Size in bytes when it was opened.

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/c/tessera.h"
 #include "tessera/comm/job/device_mesh.h"
@@ -75,11 +76,9 @@ struct Job {
 using JobPtr = std::shared_ptr<Job>;
 
 /// What a handle stands for.
-struct Object {
+struct Object : Pinned {
   explicit Object(JobPtr of) : job(std::move(of)) {}
   virtual ~Object();
-  Object(const Object&) = delete;
-  Object& operator=(const Object&) = delete;
   JobPtr job;
 };
 
@@ -106,12 +105,9 @@ struct TensorObject : Object {
 };
 
 /// One call: what its handles stand for lives until it returns.
-class Call {
+class Call : Pinned {
  public:
-  Call() = default;
   ~Call();
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
 
   /// What a handle stands for. Enters the gate of its job. Throws Misuse for a handle that is not
   /// of this kind, and for one of another job than the first.

@@ -53,11 +53,9 @@ struct CommSummary {
 
 /// A recorder that several threads may write to. Nothing is recorded until it is set on a manager
 /// or a group.
-class CommTrace {
+class CommTrace : Pinned {
  public:
   CommTrace();
-  CommTrace(const CommTrace&) = delete;
-  CommTrace& operator=(const CommTrace&) = delete;
 
   std::chrono::steady_clock::time_point origin() const { return origin_; }
   void add(CommEvent event);
@@ -88,13 +86,11 @@ void set_trace(const DistributedManager& manager, std::shared_ptr<CommTrace> tra
 void set_trace(const Group& group, std::shared_ptr<CommTrace> trace);
 
 /// Records into a trace while the scope lives.
-class CommTraceScope {
+class CommTraceScope : Pinned {
  public:
   explicit CommTraceScope(const DistributedManager& manager);
   explicit CommTraceScope(const Group& group);
   ~CommTraceScope();
-  CommTraceScope(const CommTraceScope&) = delete;
-  CommTraceScope& operator=(const CommTraceScope&) = delete;
 
   CommTrace& operator*() const { return *trace_; }
   CommTrace* operator->() const { return trace_.get(); }

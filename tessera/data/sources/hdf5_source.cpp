@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
 
@@ -47,12 +48,10 @@ class Library {
 };
 
 // An identifier of the library that closes itself; the lock is held at that time.
-class Id {
+class Id : Pinned {
  public:
   Id(hid_t id, herr_t (*close)(hid_t)) : id_(id), close_(close) {}
   ~Id() { close_(id_); }
-  Id(const Id&) = delete;
-  Id& operator=(const Id&) = delete;
   operator hid_t() const { return id_; }
 
  private:

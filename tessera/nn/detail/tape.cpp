@@ -12,6 +12,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/host_lock.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
@@ -77,7 +78,7 @@ c10::IValue with_tensors(const c10::IValue& value, const Keep& keep) {
 
 // What initialisation moves (a row that it writes to, a whole that it computes) is asked for, and
 // the random state is the program's again at the end, by an exception too.
-class Filling {
+class Filling : Pinned {
  public:
   explicit Filling(const DistributedManager& manager)
       : manager_(manager), policies_(policies(manager)), random_(random_state(manager)) {
@@ -89,8 +90,6 @@ class Filling {
     set_random_state(manager_, random_);
     set_policies(manager_, policies_);
   }
-  Filling(const Filling&) = delete;
-  Filling& operator=(const Filling&) = delete;
 
  private:
   const DistributedManager& manager_;

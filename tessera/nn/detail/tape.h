@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/nn/deferred.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/tensor/spec/spec.h"
@@ -141,12 +142,10 @@ void require_said(const std::string& who, const Recorded& deferred);
 /// Gives a deferred tensor the value `made`, for every handle to it.
 void fill_in(const at::Tensor& deferred, const at::Tensor& made);
 /// Makes a tape the recording of this thread's innermost scope while it lives.
-class Recording {
+class Recording : Pinned {
  public:
   explicit Recording(std::shared_ptr<Tape> tape);
   ~Recording();
-  Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
 
  private:
   const std::shared_ptr<Tape> tape_;

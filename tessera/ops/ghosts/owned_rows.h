@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/job/device_mesh.h"
 #include "tessera/tensor/spec/spec.h"
 
@@ -87,12 +88,10 @@ class OwnedRows {
 /// While it lives, what this thread makes of sharded tensors with as many rows as `rows` has
 /// (`edges.new_zeros({nodes, 8})`) is sharded as those are, where it would else be replicated. All
 /// ranks open and close it at the same places. Values do not depend on it.
-class OwnedRowsScope {
+class OwnedRowsScope : Pinned {
  public:
   explicit OwnedRowsScope(const OwnedRows& rows);
   ~OwnedRowsScope();
-  OwnedRowsScope(const OwnedRowsScope&) = delete;
-  OwnedRowsScope& operator=(const OwnedRowsScope&) = delete;
 
   /// One number per row, of the innermost scope of this thread; empty: there is none.
   static ShardSpec current();

@@ -20,6 +20,7 @@
 #include <tuple>
 
 #include "tessera/base/error.h"
+#include "tessera/base/pinned.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
@@ -66,14 +67,12 @@ struct AtNode final : torch::autograd::FunctionPreHook {
 };
 
 // Lives while a layer computes.
-struct AtWork {
+struct AtWork : Pinned {
   explicit AtWork(const Call& call) {
     GatheredParameters::set_current(
         std::make_shared<GatheredParameters>(call.parameters, call.at_a_time));
   }
   ~AtWork() { GatheredParameters::set_current(nullptr); }
-  AtWork(const AtWork&) = delete;
-  AtWork& operator=(const AtWork&) = delete;
 };
 
 template <class Run>

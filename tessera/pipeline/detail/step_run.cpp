@@ -10,6 +10,7 @@
 #include <string>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -19,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Random numbers from other states, until its end.
-class RandomFrom {
+class RandomFrom : Pinned {
  public:
   RandomFrom(c10::Device device, const at::Tensor& state, const DistributedManager& manager,
              const RandomState& sharded)
@@ -36,8 +37,6 @@ class RandomFrom {
     generator_.set_state(before_);
     set_random_state(manager_, sharded_before_);
   }
-  RandomFrom(const RandomFrom&) = delete;
-  RandomFrom& operator=(const RandomFrom&) = delete;
 
  private:
   at::Generator generator_;
@@ -48,7 +47,7 @@ class RandomFrom {
 
 // Buffers that a second forward writes to are afterwards as they were. Not before the backward,
 // which may have saved them.
-class KeptBuffers {
+class KeptBuffers : Pinned {
  public:
   explicit KeptBuffers(const std::vector<at::Tensor>& buffers) {
     for (const at::Tensor& b : buffers) {
@@ -66,8 +65,6 @@ class KeptBuffers {
       }
     }
   }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;

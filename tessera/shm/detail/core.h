@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/pinned.h"
 #include "tessera/shm/detail/layout.h"
 #include "tessera/shm/detail/liveness.h"
 #include "tessera/shm/detail/segment.h"
@@ -62,12 +63,10 @@ struct Need {
 };
 
 /// One call in progress: a state machine that is advanced by the thread that waits.
-class Op {
+class Op : Pinned {
  public:
   explicit Op(const char* name) : name(name) {}
   virtual ~Op();
-  Op(const Op&) = delete;
-  Op& operator=(const Op&) = delete;
 
   /// Advances as far as possible without waiting; true once complete.
   virtual bool advance(Core& core) = 0;
@@ -126,12 +125,10 @@ struct CoreOptions {
 /// Registers this process for remote barriers; returns whether it can take part in them.
 bool register_for_barriers();
 
-class Core {
+class Core : Pinned {
  public:
   Core(CoreOptions options, std::shared_ptr<Mapping> memory, Identity identity, Liveness liveness);
   ~Core();
-  Core(const Core&) = delete;
-  Core& operator=(const Core&) = delete;
 
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }

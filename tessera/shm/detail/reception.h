@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/shm/detail/socket.h"
 
 namespace tessera::shm::detail {
@@ -20,14 +21,12 @@ struct Hello {
   std::string text;
 };
 
-class Reception {
+class Reception : Pinned {
  public:
   /// Admits each of the ranks 1 to `size` - 1, the first word of whose hello, after the secret, is
   /// their rank, until all are in, or the deadline.
   Reception(const Listener& listener, std::string secret, int size, Deadline deadline);
   ~Reception();
-  Reception(const Reception&) = delete;
-  Reception& operator=(const Reception&) = delete;
 
   /// Waits until the ranks with true are in, and closes. Element r is rank r's, without the secret;
   /// without a socket if it did not come in time. Throws what stopped the thread.

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera::shm::detail {
 
 /// A file descriptor that is closed on destruction.
@@ -33,12 +35,10 @@ Descriptor make_memory(std::size_t bytes);
 
 /// The file mapped into this process. Throws SetupError: disagreement if it is not sealed or has
 /// another size, no_memory if there is no room for it.
-class Mapping {
+class Mapping : Pinned {
  public:
   Mapping(const Descriptor& file, std::size_t bytes);
   ~Mapping();
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
   std::byte* data() const { return data_; }
   std::size_t size() const { return bytes_; }
 

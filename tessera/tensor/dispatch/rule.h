@@ -21,6 +21,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace c10 {
@@ -63,11 +64,9 @@ struct OutputInfo {
 };
 
 /// A call of an operator, read-only. Arguments are named as in the schema.
-class OpCall {
+class OpCall : Pinned {
  public:
   OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments);
-  OpCall(const OpCall&) = delete;
-  OpCall& operator=(const OpCall&) = delete;
 
   /// "aten::add.Tensor".
   std::string name() const;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/pinned.h"
 #include "tessera/comm/backends/of_c10d.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/store_meeting.h"
@@ -30,7 +31,7 @@ namespace {
 // SIGPIPE (Python ignores it, a C++ program does not). The signal goes to the thread that writes,
 // so it is blocked in this thread while it calls Gloo, and in those that Gloo starts meanwhile:
 // they inherit the mask.
-class HoldBrokenPipe {
+class HoldBrokenPipe : Pinned {
  public:
   HoldBrokenPipe() {
     sigemptyset(&pipe_);
@@ -45,8 +46,6 @@ class HoldBrokenPipe {
     if (sigismember(&pending, SIGPIPE)) sigtimedwait(&pipe_, nullptr, &now);
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }
-  HoldBrokenPipe(const HoldBrokenPipe&) = delete;
-  HoldBrokenPipe& operator=(const HoldBrokenPipe&) = delete;
 
  private:
   sigset_t pipe_, before_;

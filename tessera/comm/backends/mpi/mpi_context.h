@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/backends/mpi/mpi_part.h"
 
 namespace tessera::detail {
@@ -41,7 +42,7 @@ struct BlockingSlot {
 };
 
 /// Marks a blocking MPI call for the watchdog. Costs two stores; the watchdog reads the clock.
-class BlockingPhase {
+class BlockingPhase : Pinned {
  public:
   BlockingPhase(BlockingSlot& slot, const char* operation, std::int64_t limit_ms) : slot_(slot) {
     slot_.operation.store(operation, std::memory_order_relaxed);
@@ -49,8 +50,6 @@ class BlockingPhase {
     slot_.phase.fetch_add(1, std::memory_order_release);
   }
   ~BlockingPhase() { slot_.phase.fetch_add(1, std::memory_order_release); }
-  BlockingPhase(const BlockingPhase&) = delete;
-  BlockingPhase& operator=(const BlockingPhase&) = delete;
 
  private:
   BlockingSlot& slot_;
@@ -85,15 +84,13 @@ class MpiQueue {
 };
 
 /// Initialises MPI at most once, and finalises it on destruction if it was initialised here.
-class MpiLibrary {
+class MpiLibrary : Pinned {
  public:
   /// The instance of this process; made on first use.
   static std::shared_ptr<MpiLibrary> open(MpiThreadLevel wanted);
   /// An instance for an MPI that the program has initialised.
   static std::shared_ptr<MpiLibrary> attach();
   ~MpiLibrary();
-  MpiLibrary(const MpiLibrary&) = delete;
-  MpiLibrary& operator=(const MpiLibrary&) = delete;
 
   /// True if MPI was initialised here.
   bool owner() const { return owner_; }

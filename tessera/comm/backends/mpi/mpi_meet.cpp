@@ -15,6 +15,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/types.h"
 
@@ -65,7 +66,7 @@ std::uint64_t hash_of(const std::vector<int>& ranks, std::uint64_t attempt) {
 bool is_past(Deadline deadline) { return Clock::now() > deadline; }
 
 /// Notes between this rank and others that neither blocks.
-class Post {
+class Post : Pinned {
  public:
   Post(MpiContext& context, int tag) : context_(context), tag_(tag) {}
   /// Takes back the receives. What MPI may still read or write stays alive.
@@ -78,8 +79,6 @@ class Post {
       [[maybe_unused]] const auto* const kept = out.release();
     }
   }
-  Post(const Post&) = delete;
-  Post& operator=(const Post&) = delete;
 
   /// Begins to wait for a note of this rank.
   void expect(int rank) {

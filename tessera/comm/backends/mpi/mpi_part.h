@@ -6,17 +6,15 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/backends/mpi/mpi_attempt.h"
 
 namespace tessera::detail {
 
 /// The ranks of an MpiWorld: a communicator that groups are made from.
-class MpiRanks : public std::enable_shared_from_this<MpiRanks> {
+class MpiRanks : public std::enable_shared_from_this<MpiRanks>, Pinned {
  public:
-  MpiRanks() = default;
   virtual ~MpiRanks() = default;
-  MpiRanks(const MpiRanks&) = delete;
-  MpiRanks& operator=(const MpiRanks&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/types.h"
 
@@ -23,12 +24,9 @@ struct MpiReduction {
 
 /// The operations that MPI lacks (NaN-propagating min and max, 16-bit floats, complex products),
 /// made on first use and freed with the object.
-class MpiReductions {
+class MpiReductions : Pinned {
  public:
-  MpiReductions() = default;
   ~MpiReductions();
-  MpiReductions(const MpiReductions&) = delete;
-  MpiReductions& operator=(const MpiReductions&) = delete;
 
   /// How values of `dtype` are reduced by `op`, or by an operation on bits, which takes integers
   /// and bool.

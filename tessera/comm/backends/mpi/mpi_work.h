@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/backends/mpi/mpi_context.h"
 #include "tessera/comm/backends/mpi/mpi_tags.h"
 #include "tessera/comm/backends/transport.h"
@@ -109,15 +110,13 @@ struct MpiCall {
 /// in the order of the calls, and the data moves on the other one, in the same order on all ranks.
 /// The data of a started call is issued by the next wait or test of this process on any MPI group,
 /// or by the next call on this one.
-class MpiComm final : public MpiQueue {
+class MpiComm final : public MpiQueue, Pinned {
  public:
   /// Takes ownership of `comm`. Collective over its ranks, within `limit`.
   MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
           std::string name, std::chrono::milliseconds limit);
   /// Closes it.
   ~MpiComm() override;
-  MpiComm(const MpiComm&) = delete;
-  MpiComm& operator=(const MpiComm&) = delete;
 
   /// It carries the data of collectives, and messages with a tag that the program gave.
   MPI_Comm handle() const { return comm_; }

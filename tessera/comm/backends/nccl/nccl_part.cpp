@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
 #include "tessera/comm/backends/nccl/nccl_part.h"
@@ -60,7 +61,7 @@ class WorkAndCopies : public c10d::Work {
 
 /// Calls between the constructor and end() become one. A batch that is left by an exception is
 /// closed: otherwise every later NCCL call of this thread, of any group, would join it and wait.
-class Batch {
+class Batch : Pinned {
  public:
   explicit Batch(c10d::Backend& backend) : backend_(backend) { backend_.startCoalescing(); }
   ~Batch() {
@@ -70,8 +71,6 @@ class Batch {
     } catch (...) {  // the first error is being thrown
     }
   }
-  Batch(const Batch&) = delete;
-  Batch& operator=(const Batch&) = delete;
   WorkPtr end() {
     ended_ = true;
     return backend_.endCoalescing();

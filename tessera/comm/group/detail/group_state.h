@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/pinned.h"
 #include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
@@ -49,12 +50,10 @@ struct Endpoint {
   c10::Device device{c10::DeviceType::CPU};
 };
 
-class GroupState {
+class GroupState : Pinned {
  public:
   explicit GroupState(const GroupSpec& spec);
   ~GroupState();
-  GroupState(const GroupState&) = delete;
-  GroupState& operator=(const GroupState&) = delete;
 
   const std::string& name() const { return name_; }
   /// Global ranks in group order.

@@ -24,6 +24,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera::detail {
 
 /// Why a group cannot continue: the global ranks that are known to be gone (or that aborted, or for
@@ -98,12 +100,10 @@ class GroupWatch {
 
   /// While an object of this class lives, errors that this thread's calls throw do not count as
   /// reported to the user (Poison::on_throw is not called).
-  class Unreported {
+  class Unreported : Pinned {
    public:
     Unreported();
     ~Unreported();
-    Unreported(const Unreported&) = delete;
-    Unreported& operator=(const Unreported&) = delete;
   };
 
   /// What an interrupt wakes: calls of the backend, or the making of the group.

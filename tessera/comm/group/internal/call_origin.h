@@ -10,6 +10,8 @@
 #include <memory>
 #include <string>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera::detail {
 
 /// Names what calls are made for, by a text that is the same on all ranks.
@@ -26,7 +28,7 @@ class CallOrigin {
 
 /// While it lives, the collectives that this thread calls are made for `origin`, which ranks
 /// compare. The innermost scope of a thread counts.
-class OriginScope {
+class OriginScope : Pinned {
  public:
   /// The calls are no operator's, whatever this thread is in: for calls that the library starts
   /// when it suits this rank.
@@ -34,8 +36,6 @@ class OriginScope {
   /// `origin` lives longer than the scope, and is not null.
   explicit OriginScope(const std::shared_ptr<const CallOrigin>& origin);
   ~OriginScope();
-  OriginScope(const OriginScope&) = delete;
-  OriginScope& operator=(const OriginScope&) = delete;
 
   /// Null where this thread's calls are no operator's.
   static const OriginScope* current();

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/detail/group_spec.h"
 #include "tessera/comm/job/detail/failures.h"
 #include "tessera/comm/job/device_mesh.h"
@@ -72,12 +73,10 @@ AxisGroupOptions axis_options(const GroupPlan& plan, int view);
 /// What groups of these ranks, with the manager's options, are called in errors and traces.
 std::string name_of_ranks(const std::vector<int>& ranks, int world_size);
 
-class ManagerState : public std::enable_shared_from_this<ManagerState> {
+class ManagerState : public std::enable_shared_from_this<ManagerState>, Pinned {
  public:
   explicit ManagerState(ManagerBase base);
   ~ManagerState();
-  ManagerState(const ManagerState&) = delete;
-  ManagerState& operator=(const ManagerState&) = delete;
 
   const ManagerBase& base() const { return base_; }
   /// The group of these global ranks; made on first use by its members. Groups of different tags

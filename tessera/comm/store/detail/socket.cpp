@@ -1,4 +1,5 @@
 #include "tessera/comm/store/detail/socket.h"
+#include "tessera/base/pinned.h"
 
 #include <arpa/inet.h>
 #include <dirent.h>
@@ -78,11 +79,8 @@ class KeptFromChildren {
   std::set<int> descriptors_;
 };
 
-struct Addresses {
+struct Addresses : Pinned {
   addrinfo* first = nullptr;
-  Addresses() = default;
-  Addresses(const Addresses&) = delete;
-  Addresses& operator=(const Addresses&) = delete;
   ~Addresses() {
     if (first) freeaddrinfo(first);
   }

@@ -18,13 +18,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/store/detail/secret.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/wire.h"
 
 namespace tessera::detail {
 
-class StoreServer {
+class StoreServer : Pinned {
  public:
   /// Serves on a listening socket until destroyed. Ranks of another `job` are turned away. Raises
   /// the soft limit of descriptors where the world needs more of them. Throws InvalidArgument for a
@@ -32,8 +33,6 @@ class StoreServer {
   StoreServer(Socket listener, int world_size, std::string job, Secret secret = Secret::none());
   /// Waits up to the linger for ranks that have not deregistered, then ends the thread.
   ~StoreServer();
-  StoreServer(const StoreServer&) = delete;
-  StoreServer& operator=(const StoreServer&) = delete;
 
   int port() const { return port_; }
   /// Sets how long the destructor waits. Zero by default: a rank 0 that fails must not wait for the

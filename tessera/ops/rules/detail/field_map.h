@@ -3,18 +3,17 @@
 // operator too. For operators above autograd whose backward must know how the input was sharded,
 // which libtorch's own backward is not told. Derivatives of any order follow.
 
+#include "tessera/base/pinned.h"
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail {
 
-class FieldMap {
+class FieldMap : Pinned {
  public:
   /// `from`, `to`: specs of the input and of the result, without Partial axes. `strides`: those of
   /// the result, as plain libtorch would show them.
   FieldMap(ShardSpec from, ShardSpec to, Dims strides)
       : from(std::move(from)), to(std::move(to)), strides(std::move(strides)) {}
-  FieldMap(const FieldMap&) = delete;
-  FieldMap& operator=(const FieldMap&) = delete;
   virtual ~FieldMap() = default;
 
   /// Computes this rank's shard of the result, of to.local_shape(). Every rank of the mesh calls

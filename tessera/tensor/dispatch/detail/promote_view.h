@@ -9,6 +9,7 @@
 
 #include <memory>
 
+#include "tessera/base/pinned.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 
 namespace tessera::detail {
@@ -21,15 +22,13 @@ namespace tessera::detail {
 bool promote_view(const at::Tensor& target, const at::Tensor& base, const at::Tensor& like,
                   const std::shared_ptr<MeshContext>& context, bool above);
 
-class ViewReplay {
+class ViewReplay : Pinned {
  public:
   explicit ViewReplay(bool on)
       : state_(c10::AutogradState::get_tls_state()), before_(state_.get_view_replay_enabled()) {
     if (on) state_.set_view_replay_enabled(true);
   }
   ~ViewReplay() { state_.set_view_replay_enabled(before_); }
-  ViewReplay(const ViewReplay&) = delete;
-  ViewReplay& operator=(const ViewReplay&) = delete;
 
  private:
   c10::AutogradState& state_;

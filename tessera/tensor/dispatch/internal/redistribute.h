@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/tensor/spec/spec.h"
 
@@ -18,14 +19,12 @@ at::Scalar no_summand(at::ScalarType dtype);
 
 /// A redistribution in progress on this rank: its first collective is started by the constructor,
 /// the others by finish().
-class Redistribution {
+class Redistribution : Pinned {
  public:
   /// `blocking`: finish() follows at once, and backends are told so. Throws InvalidArgument if mesh
   /// or shape differ.
   Redistribution(const at::Tensor& local, const ShardSpec& from, const ShardSpec& to,
                  bool blocking);
-  Redistribution(const Redistribution&) = delete;
-  Redistribution& operator=(const Redistribution&) = delete;
   /// True if finish() would not wait.
   bool done() const;
   /// The local under `to`; may share memory with the one given. Call it once.

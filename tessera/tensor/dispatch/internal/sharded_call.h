@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 
 namespace tessera::detail {
@@ -24,13 +25,11 @@ namespace tessera::detail {
 class ParameterSource;
 struct MeshContext;
 
-class ShardedCall {
+class ShardedCall : Pinned {
  public:
   /// The arguments are the last values on `stack`; `plan` was made for arguments like them, and its
   /// mode is not by_functional.
   ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack* stack, const Scan& scan);
-  ShardedCall(const ShardedCall&) = delete;
-  ShardedCall& operator=(const ShardedCall&) = delete;
 
   /// Runs the call. Leaves the results on the stack in place of the arguments. Call it once.
   void run();

@@ -10,16 +10,15 @@
 #include <cstdint>
 #include <string>
 
+#include "tessera/base/pinned.h"
 #include "tessera/tensor/spec/spec.h"
 
 namespace tessera::detail {
 
-struct ViewCopy {
+struct ViewCopy : Pinned {
   /// `base` is a sharded tensor; `whole` is its local under `whole_spec`.
   ViewCopy(const at::Tensor& whole, ShardSpec whole_spec, const at::Tensor& base);
   ~ViewCopy();
-  ViewCopy(const ViewCopy&) = delete;
-  ViewCopy& operator=(const ViewCopy&) = delete;
 
   /// Local of the redistributed base; the view, and views of it, share its memory.
   at::Tensor whole;
