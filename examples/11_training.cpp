@@ -8,9 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "tessera/launch/local_run.h"
 #include "tessera/tessera.h"
 #include "tessera/train/callbacks.h"
-#include "tessera/train/local_ranks.h"
 #include "tessera/train/strategies.h"
 #include "tessera/train/trainer.h"
 

@@ -8,7 +8,7 @@
 
 #include <cstdio>
 
-#include "tessera/partition/curve.h"
+#include "tessera/partition/partitioners.h"
 #include "tessera/tessera.h"
 
 /// An energy from distances alone. Plain libtorch: it knows no ranks.

@@ -41,7 +41,6 @@
 #include "tessera/partition/partition.h"
 #include "tessera/partition/sharding.h"
 #include "tessera/partition/transfer.h"
-#include "tessera/pipeline/cuts.h"
 #include "tessera/pipeline/pipeline.h"
 #include "tessera/pipeline/stage.h"
 #include "tessera/schedule/generators.h"

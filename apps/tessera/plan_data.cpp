@@ -8,7 +8,6 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/colour.h"
-#include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {

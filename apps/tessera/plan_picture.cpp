@@ -9,7 +9,6 @@
 #include "plan_grid.h"
 #include "tessera/base/internal/colour.h"
 #include "tessera/base/internal/counted.h"
-#include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 
 namespace tessera::app {

@@ -10,7 +10,6 @@
 #include <set>
 #include <utility>
 
-#include "tessera/base/markup_text.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/files/page.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tessera/ops/ghosts/neighbor_edges.h"
-#include "tessera/partition/curve.h"
+#include "tessera/partition/partitioners.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::bench {

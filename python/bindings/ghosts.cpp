@@ -22,8 +22,7 @@
 #include "tessera/ops/ghosts/owned_rows.h"
 #include "tessera/ops/ghosts/rebalance.h"
 #include "tessera/ops/ghosts/sharded_graph.h"
-#include "tessera/partition/curve.h"
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 
 namespace tessera::python {
 

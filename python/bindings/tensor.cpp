@@ -9,7 +9,6 @@
 #include "tessera/checkpoint/file.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/nn/distribute_module.h"
-#include "tessera/nn/reduce_copies.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::python {

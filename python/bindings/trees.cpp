@@ -17,7 +17,6 @@
 
 #ifdef TESSERA_PYTHON_HAS_CONFIG
 #include "tessera/config/group_config_file.h"
-#include "tessera/config/machine_look.h"
 #include "tessera/config/rank_file.h"
 #include "tessera/config/topology_file.h"
 #include "tessera/config/traffic_file.h"

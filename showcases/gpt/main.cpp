@@ -21,7 +21,7 @@
 #include "report.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/manager.h"
-#include "tessera/train/local_ranks.h"
+#include "tessera/launch/local_run.h"
 #include "tessera/train/stop.h"
 #include "training.h"
 

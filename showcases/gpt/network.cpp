@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tessera/base/text.h"
-#include "tessera/pipeline/cuts.h"
+#include "tessera/pipeline/stage.h"
 #include "tessera/sampling/permutation.h"
 #include "tessera/tensor/shard_tensor.h"
 

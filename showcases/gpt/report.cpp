@@ -4,7 +4,6 @@
 #include <cmath>
 #include <sstream>
 
-#include "tessera/base/markup_text.h"
 #include "tessera/base/text.h"
 #include "tessera/files/page.h"
 

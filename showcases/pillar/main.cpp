@@ -16,8 +16,7 @@
 #include <string>
 
 #include "surrogate.h"
-#include "tessera/partition/bisection.h"
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "tessera/base/text.h"
-#include "tessera/data/errors.h"
+#include "tessera/data/sources/source.h"
 
 namespace relief {
 

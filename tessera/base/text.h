@@ -46,4 +46,24 @@ std::string list(const Range& range, std::size_t limit = 32) {
   return std::move(out).str();
 }
 
+/// The text with the markup of SVG and HTML escaped, "a < b" as "a &lt; b", for contents and
+/// attributes; control characters are dropped. UTF-8 in, UTF-8 out.
+inline std::string markup_text(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (c == '&') {
+      out += "&amp;";
+    } else if (c == '<') {
+      out += "&lt;";
+    } else if (c == '>') {
+      out += "&gt;";
+    } else if (c == '"') {
+      out += "&quot;";
+    } else if (static_cast<unsigned char>(c) >= 32) {
+      out += c;
+    }
+  }
+  return out;
+}
+
 }  // namespace tessera

@@ -22,8 +22,9 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/checkpoint_io.h"
-#include "tessera/checkpoint/layout.h"
+#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/tensor/spec/spec.h"
@@ -75,7 +76,7 @@ struct SavedTensor {
   std::optional<SavedLayout> layout;
 };
 
-class CheckpointReader {
+class CheckpointReader : Pinned {
  public:
   /// The checkpoint `name` in `folder`. The manifest is read by the first rank alone.
   CheckpointReader(const Group& group, const std::string& folder, const std::string& name)
@@ -87,8 +88,6 @@ class CheckpointReader {
   /// (model.safetensors.index.json); it has no checksums and no values.
   CheckpointReader(const Group& group, const std::string& path);
   ~CheckpointReader();
-  CheckpointReader(const CheckpointReader&) = delete;
-  CheckpointReader& operator=(const CheckpointReader&) = delete;
 
   // ---- what it has; not collective ----
 

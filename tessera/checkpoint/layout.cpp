@@ -1,4 +1,4 @@
-#include "tessera/checkpoint/layout.h"
+#include "tessera/checkpoint/file.h"
 
 #include <numeric>
 

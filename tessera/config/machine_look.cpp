@@ -1,4 +1,4 @@
-#include "tessera/config/machine_look.h"
+#include "tessera/config/topology_file.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -9,7 +9,6 @@
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/internal/hwloc_topology.h"
-#include "tessera/config/topology_file.h"
 #include "tessera/mesh/errors.h"
 
 namespace tessera {

@@ -1,4 +1,4 @@
-#include "tessera/data/augmentation.h"
+#include "tessera/data/dataset.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>

@@ -2,6 +2,7 @@
 // Datasets: the sources of samples. A sample is a list of tensors (input, target, ...), the same
 // number for every sample of a dataset.
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/data/errors.h"
 #include "tessera/data/fields.h"
+#include "tessera/data/sources/source.h"
 
 namespace tessera {
 
@@ -128,6 +129,34 @@ struct SampleRef {
   int dataset = 0;
   std::uint64_t index = 0;
   bool operator==(const SampleRef&) const = default;
+};
+
+// Augmentation: flips, crops, noise; what a user's function makes of complete samples, drawn alike
+// whatever the ranks are.
+//
+//   const Augmentation flips{
+//       .function =
+//           [](Sample sample, const at::Generator& draws) {
+//             if (at::rand({1}, draws).item<float>() < 0.5F) sample[0] = sample[0].flip(-1);
+//             return sample;
+//           },
+//       .seed = 7};
+//   Loader loader({data}, order, mapping, rank, {.workers = 2, .augment = flips});
+//
+// A loader whose ranks read complete samples augments them before they are sharded. Where each rank
+// reads its own shard of every sample, augment_batch() of shard_batch.h brings each sample to one
+// rank and its shards back.
+
+struct Augmentation {
+  /// Returns what is trained on in place of a sample: as many tensors, of one shape and dtype for
+  /// all samples of a batch, on the same device. The sample is a copy, which it may write to. It
+  /// draws from `draws` alone, a generator of the CPU, and is called by several threads at once.
+  /// Empty: samples stay as they are.
+  std::function<Sample(Sample sample, const at::Generator& draws)> function = {};
+  /// With the epoch, the step and the sample's number all that the draws depend on: they are the
+  /// same on any number of ranks and workers, and in a run that is resumed. A sample that a batch
+  /// holds twice is drawn for once.
+  std::uint64_t seed = 0;
 };
 
 }  // namespace tessera

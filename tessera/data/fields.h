@@ -16,8 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/data/errors.h"
-
 namespace tessera {
 
 /// Throws InvalidArgument unless the names can stand side by side: each is one or more parts with

@@ -25,7 +25,6 @@
 #include "tessera/base/deadline.h"
 #include "tessera/base/pinned.h"
 #include "tessera/comm/group/group.h"
-#include "tessera/data/augmentation.h"
 #include "tessera/data/dataset.h"
 #include "tessera/data/fields.h"
 #include "tessera/data/orders.h"

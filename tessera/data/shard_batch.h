@@ -30,7 +30,7 @@
 #include <vector>
 
 #include "tessera/comm/job/device_mesh.h"
-#include "tessera/data/augmentation.h"
+#include "tessera/data/dataset.h"
 #include "tessera/data/loader.h"
 #include "tessera/tensor/spec/spec.h"
 

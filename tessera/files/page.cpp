@@ -8,7 +8,6 @@
 #include <system_error>
 #include <utility>
 
-#include "tessera/base/markup_text.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/files/operations.h"

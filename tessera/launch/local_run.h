@@ -3,8 +3,11 @@
 // Linux only.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "tessera/launch/launch.h"
 
 namespace tessera {
 
@@ -86,5 +89,20 @@ struct LocalRunResult {
 /// ranks get the limit from before); call it from a process with one thread. Throws InvalidArgument
 /// for a request that makes no sense and Error if the system refuses.
 LocalRunResult run_local(const LocalRun& run);
+
+/// For a program that starts its own ranks where no launcher has:
+///
+///   int main(int argc, char** argv) {
+///     if (const auto status = tessera::start_local_ranks(4, argc, argv)) return *status;
+///     auto manager = tessera::DistributedManager::initialize();   // one of four ranks
+///     ...
+///
+/// Where a launcher has started this process, or `ranks` is 1: nothing. Otherwise runs this program
+/// again, `ranks` times with the same arguments, waits for them as `tessera run` does (run_local),
+/// and returns the exit status for main() to return. Call it before anything else: the process has
+/// one thread then. `environment`: where to look for a launcher. Throws InvalidArgument for less
+/// than one rank, ConfigurationError as detect_launch() does.
+std::optional<int> start_local_ranks(int ranks, int argc, char** argv,
+                                     const Environment& environment = Environment::of_process());
 
 }  // namespace tessera

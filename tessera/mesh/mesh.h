@@ -12,14 +12,13 @@
 // Nothing is sorted: with the table {5, 0, 3, 1} over data=2 x model=2 the groups of `model` are
 // {5, 0} and {3, 1}.
 
+#include <cstddef>
 #include <iosfwd>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
-
-#include "tessera/mesh/groups/group_table.h"
 
 namespace tessera {
 
@@ -29,6 +28,27 @@ inline constexpr int kMostRanks = 1 << 22;
 
 /// The size of an axis that takes what the others leave of a known number of ranks.
 inline constexpr int kOpenAxis = -1;
+
+/// Groups of equal size, one after the other. The position in a group is the group rank; the order
+/// of the groups has no meaning.
+struct GroupTable {
+  int group_size = 1;
+  /// The ranks of all groups: count() * group_size of them.
+  std::vector<int> members;
+
+  int count() const { return static_cast<int>(members.size()) / group_size; }
+  std::span<const int> operator[](int i) const {
+    return std::span<const int>(members).subspan(static_cast<std::size_t>(i) * group_size,
+                                                 group_size);
+  }
+  std::vector<std::vector<int>> lists() const {
+    std::vector<std::vector<int>> lists;
+    lists.reserve(count());
+    for (int i = 0; i < count(); ++i) lists.emplace_back((*this)[i].begin(), (*this)[i].end());
+    return lists;
+  }
+  bool operator==(const GroupTable&) const = default;
+};
 
 /// A named dimension of a mesh.
 struct Axis {

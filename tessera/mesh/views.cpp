@@ -7,7 +7,9 @@
 #include "tessera/mesh/errors.h"
 
 namespace tessera {
+namespace {
 
+// Throws unless every rank has the same group, in the same order, along `axis` of both meshes.
 void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
                        const std::string& b_name, const std::string& axis) {
   const auto groups = a.groups(axis);
@@ -29,6 +31,8 @@ void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
                        ranks);
   }
 }
+
+}  // namespace
 
 MeshViews::MeshViews(std::string name, Mesh mesh) {
   views_.emplace_back(std::move(name), std::move(mesh));

@@ -40,9 +40,4 @@ class MeshViews {
   std::vector<std::pair<std::string, Mesh>> views_;
 };
 
-/// Throws ViewMismatch unless every rank has the same group, in the same order, along `axis` of
-/// both meshes.
-void require_same_axis(const Mesh& a, const std::string& a_name, const Mesh& b,
-                       const std::string& b_name, const std::string& axis);
-
 }  // namespace tessera

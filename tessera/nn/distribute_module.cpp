@@ -1,5 +1,8 @@
 #include "tessera/nn/distribute_module.h"
 
+#include <torch/csrc/jit/api/module.h>
+
+#include <algorithm>
 #include <exception>
 #include <set>
 #include <string_view>
@@ -251,5 +254,37 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
 NoSync no_sync(const torch::nn::Module& module) { return NoSync(module.parameters()); }
 
 void reduce_gradients(const torch::nn::Module& module) { reduce_gradients(module.parameters()); }
+
+at::Tensor copy_parameter(const at::Tensor& parameter) {
+  spec(parameter);  // throws for a plain one
+  const at::NoGradGuard no_grad;
+  at::Tensor copy = parameter.detach().clone();
+  const detail::ShardMeta& meta = *detail::meta_of(copy);
+  detail::install(copy, meta.local,
+                  detail::marked_like(meta.layout, *detail::meta_of(parameter)->layout));
+  return copy.requires_grad_(parameter.requires_grad());
+}
+
+void reduce_copies(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                   const ReducerOptions& options) {
+  std::vector<std::pair<DeviceMesh, std::vector<detail::UnitParameter>>> by_mesh;
+  for (const auto& [name, parameter] : parameters) {
+    const DeviceMesh mesh = spec(parameter).mesh();
+    auto at = std::ranges::find_if(by_mesh, [&](const auto& of) { return of.first == mesh; });
+    if (at == by_mesh.end()) at = by_mesh.insert(at, {mesh, {}});
+    at->second.push_back({name, parameter});
+  }
+  for (const auto& [mesh, of] : by_mesh) detail::reduce_parameters(of, mesh, options);
+}
+
+void distribute_module(torch::jit::Module& module, const DeviceMesh& mesh, const ModuleRule& rule,
+                       const ReducerOptions& options) {
+  std::vector<NamedTensor> all;
+  for (const auto& p : module.named_parameters(/*recurse=*/true))
+    all.push_back({p.name, p.value, true});
+  for (const auto& b : module.named_buffers(/*recurse=*/true))
+    all.push_back({b.name, b.value, false});
+  distribute_in_place(all, mesh, rule, options);
+}
 
 }  // namespace tessera

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "tessera/partition/sharding.h"
@@ -99,5 +100,21 @@ struct HaloPlan {
 /// the number of positions, not of elements.
 HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
                    const std::function<Box(int)>& needed, int position);
+
+/// The plan as text, one line per piece: "receives from 2: [3, 4) as [3, 4)"; boxes are in global
+/// indices, mirrored dims marked with ~, repeated edge values with =.
+std::string to_string(const HaloPlan& plan);
+
+/// The plan of every position, drawn on two dims of the field, one panel per position: who owns
+/// what (one colour per position), what the position needs (outlined), what it receives (in the
+/// sender's colour) and from whom, what it mirrors or wraps from its own shard (hatched). Other
+/// dims are left out. Self-contained SVG; at most `panels` panels. Throws InvalidArgument for dims
+/// out of range.
+std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,
+                           const std::function<Box(int)>& needed, int rows, int columns,
+                           int panels = 16);
+/// Draws the first two dims that are sharded; if there is only one, that and the last other dim.
+std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges,
+                           const std::function<Box(int)>& needed);
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 
 #include <metis.h>
 #include <signal.h>

@@ -13,8 +13,8 @@
 #include "tessera/nn/deferred.h"
 #include "tessera/nn/distribute_module.h"
 #include "tessera/pipeline/detail/pipeline_state.h"
-#include "tessera/schedule/csv.h"
 #include "tessera/schedule/passes.h"
+#include "tessera/schedule/schedule.h"
 #include "tessera/schedule/validate.h"
 #include "tessera/tensor/shard_tensor.h"
 

@@ -1,5 +1,9 @@
 #include "tessera/pipeline/stage.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
@@ -74,6 +78,88 @@ void detail::require_one(std::size_t inputs) {
 std::shared_ptr<PipelineStage> make_stage(std::shared_ptr<torch::nn::Module> module,
                                           StageFunction forward, const StageOptions& options) {
   return std::make_shared<ModuleStage>(std::move(module), std::move(forward), options);
+}
+
+std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential& net,
+                                                    const std::vector<int>& cuts) {
+  const auto children = net->named_children();
+  const int count = static_cast<int>(children.size());
+  std::vector<int> ends = cuts;
+  ends.push_back(count);
+  std::vector<torch::nn::Sequential> stages;
+  int begin = 0;
+  for (const int end : ends) {
+    if (end <= begin || end > count)
+      throw InvalidArgument("cuts ", list(cuts), " of a Sequential with ", count,
+                            " children: each must be above the one before, and below ", count);
+    torch::nn::Sequential stage;
+    for (auto child = net->begin() + begin; child != net->begin() + end; ++child)
+      stage->push_back(children[static_cast<std::size_t>(child - net->begin())].key(), *child);
+    stages.push_back(std::move(stage));
+    begin = end;
+  }
+  return stages;
+}
+
+std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential& net,
+                                                    const std::vector<std::string>& names) {
+  const auto children = net->named_children();
+  std::vector<int> cuts;
+  for (const std::string& name : names) {
+    int at = -1;
+    for (std::size_t i = 0; i < children.size(); ++i)
+      at = children[i].key() == name ? static_cast<int>(i) : at;
+    if (at < 0)
+      throw InvalidArgument("the Sequential has no child '", name, "'; there are ",
+                            list(children.keys()));
+    cuts.push_back(at);
+  }
+  return split_sequential(net, cuts);
+}
+
+std::vector<int> balanced_cuts(const std::vector<double>& costs, int stages) {
+  const int count = static_cast<int>(costs.size());
+  if (stages < 1 || stages > count)
+    throw InvalidArgument(stages, " stages of ", count, " children; give 1 to ", count);
+  for (const double c : costs) {
+    if (!std::isfinite(c) || c < 0)
+      throw InvalidArgument("a cost of ", c, "; costs must be finite and at least 0");
+  }
+  // best[s][i]: the smallest largest sum of the first i children in s stages.
+  std::vector<double> sum(static_cast<std::size_t>(count) + 1, 0.0);
+  for (int i = 0; i < count; ++i) sum[i + 1] = sum[i] + costs[i];
+  const double none = std::numeric_limits<double>::infinity();
+  std::vector<std::vector<double>> best(stages + 1, std::vector<double>(count + 1, none));
+  std::vector<std::vector<int>> from(stages + 1, std::vector<int>(count + 1, 0));
+  best[0][0] = 0;
+  for (int s = 1; s <= stages; ++s) {
+    for (int i = s; i <= count; ++i) {
+      for (int j = s - 1; j < i; ++j) {
+        const double largest = std::max(best[s - 1][j], sum[i] - sum[j]);
+        // <=: the last stage as small as it can be
+        if (largest <= best[s][i]) {
+          best[s][i] = largest;
+          from[s][i] = j;
+        }
+      }
+    }
+  }
+  std::vector<int> cuts;
+  for (int s = stages, i = count; s > 1; --s) {
+    i = from[s][i];
+    cuts.insert(cuts.begin(), i);
+  }
+  return cuts;
+}
+
+std::vector<double> parameter_costs(const torch::nn::Sequential& net) {
+  std::vector<double> costs;
+  for (const auto& child : net->children()) {
+    double cost = 1;
+    for (const at::Tensor& p : child->parameters()) cost += static_cast<double>(p.numel());
+    costs.push_back(cost);
+  }
+  return costs;
 }
 
 }  // namespace tessera

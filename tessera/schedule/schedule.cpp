@@ -4,6 +4,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/schedule/detail/positions.h"
+#include "tessera/schedule/detail/text.h"
 
 namespace tessera {
 namespace {
@@ -100,6 +101,158 @@ std::string to_string(const PipelineSchedule& schedule) {
     out << '\n';
   }
   return std::move(out).str();
+}
+
+namespace {
+
+bool plain(char c) {
+  return static_cast<unsigned char>(c) >= 32 && c != 127 && c != ',' && c != '"';
+}
+
+// Lines of a text, without their ends.
+class Lines {
+ public:
+  Lines(std::string_view text, const CsvLimits& limits) : text_(text), limits_(limits) {
+    if (text.size() > limits.bytes) {
+      throw InvalidArgument("a schedule of ", text.size(), " bytes; at most ", limits.bytes,
+                            " are read (CsvLimits::bytes)");
+    }
+  }
+
+  bool done() const { return at_ >= text_.size(); }
+  int number() const { return number_; }
+
+  std::string_view next() {
+    ++number_;
+    const std::size_t end = std::min(text_.find('\n', at_), text_.size());
+    std::string_view line = text_.substr(at_, end - at_);
+    at_ = std::min(end + 1, text_.size());
+    if (!line.empty() && line.back() == '\r') line.remove_suffix(1);
+    return line;
+  }
+
+  // A line that must be there.
+  std::string_view next(const std::string& expected) {
+    if (done()) {
+      throw ScheduleSyntaxError(number_ + 1, 1,
+                                concat("expected ", expected, " instead of the end"));
+    }
+    return next();
+  }
+
+  // The line's actions.
+  std::vector<PipelineAction> actions(std::string_view line, bool bubbles) {
+    std::vector<PipelineAction> actions;
+    if (line.empty()) return actions;
+    std::size_t begin = 0;
+    while (true) {
+      const std::size_t end = std::min(line.find(',', begin), line.size());
+      const int column = static_cast<int>(begin) + 1;
+      if (begin == end && !bubbles) {
+        throw ScheduleSyntaxError(number_, column,
+                                  concat("expected an action instead of ",
+                                         end == line.size() ? "the end after a comma" : "\",\""));
+      }
+      if (begin != end) {
+        if (++read_ > limits_.actions) {
+          throw ScheduleSyntaxError(
+              number_, column,
+              concat("more than ", limits_.actions, " actions (CsvLimits::actions)"));
+        }
+        actions.push_back(parse_action(line.substr(begin, end - begin), number_, column));
+      }
+      if (end == line.size()) return actions;
+      begin = end + 1;
+    }
+  }
+
+  [[noreturn]] void fail(std::size_t at, const std::string& why) const {
+    throw ScheduleSyntaxError(number_, static_cast<int>(at) + 1, why);
+  }
+
+  // Moves `at` behind a word of the header.
+  void word(std::string_view line, std::size_t& at, std::string_view expected) const {
+    if (line.substr(at, expected.size()) != expected)
+      fail(at, concat("expected \"", expected, "\" instead of ", detail::found(line, at)));
+    at += expected.size();
+  }
+
+ private:
+  std::string_view text_;
+  CsvLimits limits_;
+  std::size_t at_ = 0, read_ = 0;
+  int number_ = 0;
+};
+
+void read_rows(Lines& lines, PipelineSchedule& schedule, bool bubbles) {
+  const int ranks = ranks_of(schedule.placement);
+  schedule.actions.resize(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    schedule.actions[rank] =
+        lines.actions(lines.next(concat("the actions of rank ", rank, " of ", ranks)), bubbles);
+  }
+  if (!lines.done()) {
+    lines.next();
+    lines.fail(0, concat("expected the end: the placement has ", ranks, " ranks, one line each"));
+  }
+}
+
+}  // namespace
+
+std::string to_csv(const PipelineSchedule& schedule) {
+  if (!std::ranges::all_of(schedule.name, plain)) {
+    throw InvalidArgument(
+        "the schedule's name has a comma, a quote or a control character, which CSV cannot hold "
+        "here");
+  }
+  TextStream out;
+  out << "schedule,1," << schedule.name << "\nmicro_batches," << schedule.micro_batches
+      << "\nplacement";
+  for (const int rank : schedule.placement) out << ',' << rank;
+  out << '\n';
+  for (const auto& row : schedule.actions) {
+    for (std::size_t i = 0; i < row.size(); ++i) out << (i ? "," : "") << row[i];
+    out << '\n';
+  }
+  return std::move(out).str();
+}
+
+PipelineSchedule schedule_from_csv(std::string_view text, const CsvLimits& limits) {
+  Lines lines(text, limits);
+  PipelineSchedule schedule;
+  std::string_view line = lines.next("\"schedule,1,NAME\"");
+  std::size_t at = 0;
+  lines.word(line, at, "schedule,1,");
+  schedule.name = line.substr(at);
+  for (std::size_t i = at; i < line.size(); ++i)
+    if (!plain(line[i]))
+      lines.fail(i, concat("expected the end of the name instead of ", detail::found(line, i)));
+  line = lines.next("\"micro_batches,NUMBER\"");
+  lines.word(line, at = 0, "micro_batches,");
+  schedule.micro_batches = detail::read_number(line, at, kLargestId + 1,
+                                               "the number of micro-batches", lines.number(), 1);
+  if (at < line.size())
+    lines.fail(at, concat("expected the line's end instead of ", detail::found(line, at)));
+  line = lines.next("\"placement,RANK,...\"");
+  lines.word(line, at = 0, "placement,");
+  while (true) {
+    schedule.placement.push_back(
+        detail::read_number(line, at, detail::kMostStages - 1, "a rank", lines.number(), 1));
+    if (at == line.size()) break;
+    lines.word(line, at, ",");
+  }
+  read_rows(lines, schedule, false);
+  return schedule;
+}
+
+PipelineSchedule schedule_from_table(std::string_view text, std::vector<int> placement,
+                                     int micro_batches, const CsvLimits& limits) {
+  Lines lines(text, limits);
+  PipelineSchedule schedule;
+  schedule.placement = std::move(placement);
+  schedule.micro_batches = micro_batches;
+  read_rows(lines, schedule, true);
+  return schedule;
 }
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include "tessera/train/process_group_strategy.h"
+#include "tessera/train/strategies.h"
 
 #include <ATen/ATen.h>
 
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 

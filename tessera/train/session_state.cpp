@@ -9,7 +9,7 @@
 #include "tessera/checkpoint/optimizer_state.h"
 #include "tessera/tensor/policy.h"
 #include "tessera/train/detail/all_modules.h"
-#include "tessera/train/detail/random_bytes.h"
+#include "tessera/train/generators.h"
 #include "tessera/train/session.h"
 
 namespace tessera {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "tessera/base/text.h"
 #include "tessera/train/detail/all_modules.h"
 
 namespace tessera {

@@ -4,7 +4,6 @@
 
 #include "tessera/base/text.h"
 #include "tessera/train/pipeline_strategy.h"
-#include "tessera/train/process_group_strategy.h"
 #include "tessera/train/strategies.h"
 
 namespace tessera {

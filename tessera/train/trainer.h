@@ -23,12 +23,12 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/pinned.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/checkpoint/checkpointer.h"
 #include "tessera/train/batch_source.h"
 #include "tessera/train/callback.h"
 #include "tessera/train/logger.h"
-#include "tessera/train/metrics.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/session.h"
 #include "tessera/train/strategy.h"
@@ -108,13 +108,11 @@ struct FitResult {
 /// every rank. An exception of one rank ends the others' within the groups' time limits, with its
 /// message. Inside a run (from a callback) the same task may be evaluated; fit(), another task, and
 /// another trainer of the same strategy throw InvalidArgument.
-class Trainer {
+class Trainer : Pinned {
  public:
   /// Throws InvalidArgument for options out of range, and callbacks with one name.
   explicit Trainer(TrainerOptions options);
   ~Trainer();
-  Trainer(const Trainer&) = delete;
-  Trainer& operator=(const Trainer&) = delete;
 
   /// Learning rates that schedules or callbacks have scaled are put back at the end, so that a task
   /// that keeps its optimizers begins the next run with them. Where `resume` finds a damaged

@@ -17,7 +17,6 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/internal/file.h"
 #include "tessera/base/internal/name.h"
-#include "tessera/base/markup_text.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 

@@ -20,7 +20,6 @@
 #include "tessera/comm/job/find_topology.h"
 #include "tessera/config/errors.h"
 #include "tessera/config/internal/hwloc_topology.h"
-#include "tessera/config/machine_look.h"
 #include "tessera/config/topology_file.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/mapping/mesh_traffic.h"

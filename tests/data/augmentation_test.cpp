@@ -1,7 +1,7 @@
 // Augmentation: what a user's function makes of complete samples is, bit by bit, what one process
 // has, whoever reads them and wherever they are sharded.
 
-#include "tessera/data/augmentation.h"
+#include "tessera/data/dataset.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,5 +1,5 @@
 #include "fuzz.h"
-#include "tessera/schedule/csv.h"
+#include "tessera/schedule/schedule.h"
 #include "tessera/schedule/validate.h"
 
 using namespace tessera;

@@ -14,8 +14,8 @@
 #include "tessera/nn/distribute_module.h"
 #include "tessera/nn/fully_shard.h"
 #include "tessera/nn/tensor_parallel.h"
-#include "tessera/pipeline/cuts.h"
 #include "tessera/pipeline/pipeline.h"
+#include "tessera/pipeline/stage.h"
 #include "tessera/schedule/generators.h"
 
 namespace tessera::test {

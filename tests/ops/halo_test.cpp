@@ -5,7 +5,7 @@
 
 #include "fields.h"
 #include "tessera/comm/group/trace.h"
-#include "tessera/partition/halo_picture.h"
+#include "tessera/partition/halo.h"
 
 namespace tessera::test::halo_test {
 

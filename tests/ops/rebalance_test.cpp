@@ -10,7 +10,7 @@
 
 #include "cut_rows.h"
 #include "tessera/comm/group/trace.h"
-#include "tessera/partition/curve.h"
+#include "tessera/partition/partitioners.h"
 #include "tessera/tensor/policy.h"
 
 namespace tessera::test::rebalance_test {

@@ -1,4 +1,4 @@
-#include "tessera/partition/bisection.h"
+#include "tessera/partition/partitioners.h"
 
 #include <gtest/gtest.h>
 

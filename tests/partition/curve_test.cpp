@@ -1,4 +1,4 @@
-#include "tessera/partition/curve.h"
+#include "tessera/partition/partitioners.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,6 @@
 
 #include "generate.h"
 #include "tessera/base/error.h"
-#include "tessera/partition/bisection.h"
 
 namespace tessera {
 namespace {

@@ -1,4 +1,4 @@
-#include "tessera/partition/halo_picture.h"
+#include "tessera/partition/halo.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "tessera/base/error.h"
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 
 TEST(MetisAbsent, SaysHowToGetIt) {
   try {

@@ -1,4 +1,4 @@
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -8,8 +8,6 @@
 
 #include "generate.h"
 #include "tessera/base/error.h"
-#include "tessera/partition/bisection.h"
-#include "tessera/partition/curve.h"
 
 namespace tessera {
 namespace {

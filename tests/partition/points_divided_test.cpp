@@ -9,8 +9,7 @@
 #include <thread>
 
 #include "generate.h"
-#include "tessera/partition/bisection.h"
-#include "tessera/partition/curve.h"
+#include "tessera/partition/partitioners.h"
 
 namespace tessera {
 namespace {

@@ -6,8 +6,8 @@
 #include <chrono>
 
 #include "pipeline_support.h"
-#include "tessera/schedule/csv.h"
 #include "tessera/schedule/passes.h"
+#include "tessera/schedule/schedule.h"
 #include "tessera/schedule/validate.h"
 
 namespace tessera {

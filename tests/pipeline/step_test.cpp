@@ -6,7 +6,7 @@
 #include "pipeline_support.h"
 #include "tessera/comm/group/trace.h"
 #include "tessera/nn/distributed_data_parallel.h"
-#include "tessera/pipeline/cuts.h"
+#include "tessera/pipeline/stage.h"
 #include "tessera/schedule/passes.h"
 
 namespace tessera {

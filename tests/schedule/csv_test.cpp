@@ -1,4 +1,4 @@
-#include "tessera/schedule/csv.h"
+#include "tessera/schedule/schedule.h"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 #include "draw.h"
 #include "interpret.h"
 #include "tessera/schedule/costs.h"
-#include "tessera/schedule/csv.h"
+#include "tessera/schedule/schedule.h"
 #include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"
 

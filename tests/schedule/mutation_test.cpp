@@ -5,7 +5,7 @@
 
 #include "draw.h"
 #include "interpret.h"
-#include "tessera/schedule/csv.h"
+#include "tessera/schedule/schedule.h"
 #include "tessera/schedule/validate.h"
 
 using namespace tessera;

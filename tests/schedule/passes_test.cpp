@@ -6,8 +6,8 @@
 
 #include "draw.h"
 #include "interpret.h"
-#include "tessera/schedule/csv.h"
 #include "tessera/schedule/generators.h"
+#include "tessera/schedule/schedule.h"
 #include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"
 

@@ -8,9 +8,9 @@
 #include <functional>
 #include <limits>
 
-#include "tessera/schedule/csv.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/schedule/passes.h"
+#include "tessera/schedule/schedule.h"
 
 using namespace tessera;
 using Kind = ScheduleFaultKind;

@@ -11,7 +11,7 @@
 
 #include "surrogate.h"
 #include "tessera/base/error.h"
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace pillar {

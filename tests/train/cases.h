@@ -4,7 +4,7 @@
 
 #include "support.h"
 #include "tessera/comm/group/functional.h"
-#include "tessera/train/process_group_strategy.h"
+#include "tessera/train/strategies.h"
 
 namespace tessera::test {
 

@@ -8,7 +8,7 @@
 #include "../support/meta.h"
 #include "cases.h"
 #include "tessera/nn/deferred.h"
-#include "tessera/pipeline/cuts.h"
+#include "tessera/pipeline/stage.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/train/pipeline_strategy.h"
 

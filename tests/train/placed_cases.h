@@ -3,7 +3,7 @@
 // processes.
 
 #include "cases.h"
-#include "tessera/data/augmentation.h"
+#include "tessera/data/dataset.h"
 #include "tessera/partition/partition.h"
 
 namespace tessera::test {

@@ -6,10 +6,10 @@
 
 #include "../support/stock_gloo.h"
 #include "placed_cases.h"
-#include "tessera/pipeline/cuts.h"
+#include "tessera/pipeline/stage.h"
 #include "tessera/schedule/generators.h"
 #include "tessera/train/pipeline_strategy.h"
-#include "tessera/train/process_group_strategy.h"
+#include "tessera/train/strategies.h"
 
 namespace tessera::test {
 

@@ -9,7 +9,7 @@
 #include "elsewhere.h"
 #include "placed_cases.h"
 #include "tessera/base/hash.h"
-#include "tessera/train/local_ranks.h"
+#include "tessera/launch/local_run.h"
 
 namespace tessera::test {
 

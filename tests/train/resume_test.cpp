@@ -3,7 +3,7 @@
 // ranks.
 
 #include "support.h"
-#include "tessera/train/detail/generators.h"
+#include "tessera/train/generators.h"
 
 namespace tessera::test {
 

@@ -9,14 +9,14 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
-#include "tessera/base/text.h"
+#include "tessera/base/pinned.h"
 
 namespace tessera {
 namespace {
 
 constexpr int kPipeLimitMs = 60'000;
 
-class Descriptor {
+class Descriptor : Pinned {
  public:
   // Non-blocking, since opening a named pipe waits for its other end.
   explicit Descriptor(const std::string& path)
@@ -26,8 +26,6 @@ class Descriptor {
   ~Descriptor() {
     if (number >= 0) close(number);
   }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
   int release() {
     const int released = number;
     number = -1;

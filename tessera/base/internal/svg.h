@@ -8,7 +8,6 @@
 
 #include <string>
 
-#include "tessera/base/markup_text.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 

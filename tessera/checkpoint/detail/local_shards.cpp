@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
-#include "tessera/checkpoint/layout.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/tensor/spec/internal/boxes.h"
 

@@ -11,7 +11,6 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/detail/request_state.h"
-#include "tessera/comm/group/detail/trace_event.h"
 #include "tessera/comm/group/group.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/manager.h"

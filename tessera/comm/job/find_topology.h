@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/comm/job/manager.h"
-#include "tessera/mesh/mapping/found_topology.h"
+#include "tessera/mesh/mapping/topology.h"
 
 namespace tessera {
 

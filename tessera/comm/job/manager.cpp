@@ -10,6 +10,7 @@
 #include "tessera/comm/backends/nccl/nccl.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
+#include "tessera/comm/job/internal/failures.h"
 #include "tessera/comm/job/internal/tagged_group.h"
 #include "tessera/comm/store/detail/store_server.h"
 #include "tessera/launch/internal/secret.h"
@@ -235,5 +236,15 @@ void DistributedManager::fail_groups_within(const Mesh& mesh, const std::string&
 }
 
 void DistributedManager::shutdown() { state_->shutdown(); }
+
+std::uint64_t failures_of(const DistributedManager& manager, const std::vector<int>& ranks) {
+  return manager.state()->failures(ranks);
+}
+
+std::uint64_t failures_of(const DeviceMesh& mesh) {
+  return failures_of(mesh.manager(), mesh.mesh().ranks());
+}
+
+bool has_ended(const Group& group) { return group.state()->watch().poison() != nullptr; }
 
 }  // namespace tessera

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "tessera/data/augmentation.h"
+#include "tessera/data/dataset.h"
 
 namespace tessera::detail {
 

@@ -1,9 +1,243 @@
 #include "tessera/data/sources/netcdf_source.h"
 
+#include <ATen/ops/empty.h>
+#include <c10/core/Scalar.h>
+#include <netcdf.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "tessera/base/internal/name.h"
+#include "tessera/base/pinned.h"
+#include "tessera/base/text.h"
 #include "tessera/data/sources/detail/cf_values.h"
-#include "tessera/data/sources/detail/netcdf_file.h"
+#include "tessera/data/sources/detail/hdf5_lock.h"
 
 namespace tessera {
+namespace detail {
+
+struct NetcdfVariable {
+  VariableInfo info;
+  int id = -1;
+  /// The stored value of an element without a value: _FillValue, else the library's own, if it has
+  /// one for the type.
+  std::optional<at::Scalar> fill;
+};
+
+// An open netCDF file: its structure, and raw reads. All calls into the library are here, under
+// one lock.
+class NetcdfFile : Pinned {
+ public:
+  explicit NetcdfFile(const std::string& path);
+  ~NetcdfFile();
+
+  const std::string& path() const { return path_; }
+  const std::vector<NetcdfVariable>& variables() const { return variables_; }
+  const std::map<std::string, Attribute>& attributes() const { return attributes_; }
+  const NetcdfVariable& variable(const std::string& name) const;
+  /// The stored values of a complete, non-empty slab, in the variable's `stored` dtype.
+  at::Tensor read(const NetcdfVariable& variable, const Hyperslab& slab) const;
+
+ private:
+  void check(int status, const std::string& what) const;
+  std::map<std::string, Attribute> read_attributes(int variable, int count) const;
+  void read_structure();
+
+  std::string path_;
+  int id_ = -1;
+  std::vector<NetcdfVariable> variables_;
+  std::map<std::string, Attribute> attributes_;
+};
+
+namespace {
+
+std::mutex& library() { return hdf5_library(); }
+
+// The dtype that holds every value of a netCDF type; nullopt for text and user-defined types.
+std::optional<at::ScalarType> tensor_type(nc_type type) {
+  switch (type) {
+    case NC_BYTE:
+      return at::kChar;
+    case NC_UBYTE:
+      return at::kByte;
+    case NC_SHORT:
+      return at::kShort;
+    case NC_USHORT:
+    case NC_INT:
+      return at::kInt;
+    case NC_UINT:
+    case NC_INT64:
+    case NC_UINT64:
+      return at::kLong;
+    case NC_FLOAT:
+      return at::kFloat;
+    case NC_DOUBLE:
+      return at::kDouble;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool stated) {
+  int no_fill = 0;
+  const auto ask = [&](auto value) -> std::optional<at::Scalar> {
+    if (nc_inq_var_fill(file, variable, &no_fill, &value) != NC_NOERR || (no_fill && !stated))
+      return std::nullopt;
+    if constexpr (std::is_floating_point_v<decltype(value)>)
+      return at::Scalar(static_cast<double>(value));
+    else
+      return at::Scalar(static_cast<std::int64_t>(value));
+  };
+  switch (type) {
+    // All 256 values of a byte are data, unless the file says otherwise.
+    case NC_BYTE:
+      return stated ? ask(static_cast<signed char>(0)) : std::nullopt;
+    case NC_UBYTE:
+      return stated ? ask(static_cast<unsigned char>(0)) : std::nullopt;
+    case NC_SHORT:
+      return ask(short{});
+    case NC_USHORT:
+      return ask(static_cast<unsigned short>(0));
+    case NC_INT:
+      return ask(int{});
+    case NC_UINT:
+      return ask(0u);
+    case NC_INT64:
+      return ask(0ll);
+    case NC_FLOAT:
+      return ask(float{});
+    case NC_DOUBLE:
+      return ask(double{});
+    default:
+      return std::nullopt;  // The library's fill value for unsigned 64-bit is too large to be read.
+  }
+}
+
+}  // namespace
+
+void NetcdfFile::check(int status, const std::string& what) const {
+  if (status != NC_NOERR) throw FileError(path_, ": ", what, ": ", nc_strerror(status));
+}
+
+NetcdfFile::NetcdfFile(const std::string& path) : path_(path) {
+  const std::lock_guard lock(library());
+  check(nc_open(path.c_str(), NC_NOWRITE, &id_), "cannot be opened as a netCDF file");
+  try {
+    read_structure();
+  } catch (...) {
+    nc_close(id_);
+    throw;
+  }
+}
+
+NetcdfFile::~NetcdfFile() {
+  const std::lock_guard lock(library());
+  nc_close(id_);
+}
+
+void NetcdfFile::read_structure() {
+  int variables = 0, attributes = 0;
+  check(nc_inq(id_, nullptr, &variables, &attributes, nullptr), "its contents cannot be listed");
+  attributes_ = read_attributes(NC_GLOBAL, attributes);
+  for (int v = 0; v < variables; ++v) {
+    char name[NC_MAX_NAME + 1];
+    nc_type type = 0;
+    int dims = 0, count = 0;
+    check(nc_inq_var(id_, v, name, &type, &dims, nullptr, &count), concat("variable number ", v));
+    const auto stored = tensor_type(type);
+    if (!stored) continue;
+    NetcdfVariable variable{{name, {}, {}, *stored, read_attributes(v, count)}, v, {}};
+    variable.fill = fill_of(id_, v, type, variable.info.attributes.count("_FillValue") != 0);
+    std::vector<int> ids(static_cast<std::size_t>(dims));
+    check(nc_inq_vardimid(id_, v, ids.data()), concat("dimensions of ", name));
+    for (const int id : ids) {
+      char dim[NC_MAX_NAME + 1];
+      std::size_t size = 0;
+      check(nc_inq_dim(id_, id, dim, &size), concat("dimensions of ", name));
+      variable.info.dims.emplace_back(dim);
+      variable.info.shape.push_back(static_cast<std::int64_t>(size));
+    }
+    variables_.push_back(std::move(variable));
+  }
+}
+
+std::map<std::string, Attribute> NetcdfFile::read_attributes(int variable, int count) const {
+  std::map<std::string, Attribute> all;
+  for (int a = 0; a < count; ++a) {
+    char name[NC_MAX_NAME + 1];
+    nc_type type = 0;
+    std::size_t size = 0;
+    check(nc_inq_attname(id_, variable, a, name), "an attribute's name");
+    check(nc_inq_att(id_, variable, name, &type, &size), concat("attribute ", name));
+    if (type == NC_CHAR) {
+      std::string text(size, '\0');
+      check(nc_get_att_text(id_, variable, name, text.data()), concat("attribute ", name));
+      while (!text.empty() && text.back() == '\0') text.pop_back();
+      all[name] = std::move(text);
+    } else if (type == NC_STRING) {
+      std::vector<char*> parts(size);
+      check(nc_get_att_string(id_, variable, name, parts.data()), concat("attribute ", name));
+      std::string text;
+      for (const char* part : parts) text += concat(text.empty() ? "" : "\n", part ? part : "");
+      nc_free_string(size, parts.data());
+      all[name] = std::move(text);
+    } else if (tensor_type(type)) {
+      std::vector<double> numbers(size);
+      check(nc_get_att_double(id_, variable, name, numbers.data()), concat("attribute ", name));
+      all[name] = std::move(numbers);
+    }
+  }
+  return all;
+}
+
+const NetcdfVariable& NetcdfFile::variable(const std::string& name) const {
+  for (const auto& v : variables_)
+    if (v.info.name == name) return v;
+  std::vector<std::string> known;
+  for (const auto& v : variables_) known.push_back(printable(v.info.name));
+  throw VariableError(path_, " has no numeric variable ", name, "; it has ", list(known));
+}
+
+at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& slab) const {
+  at::Tensor out = at::empty(slab.count, variable.info.stored);
+  const std::vector<std::size_t> start(slab.start.begin(), slab.start.end()),
+      count(slab.count.begin(), slab.count.end());
+  const std::vector<std::ptrdiff_t> stride(slab.stride.begin(), slab.stride.end());
+  const std::lock_guard lock(library());
+  // The call names the type in memory; an unsigned type stored in a wider tensor is converted by
+  // the library.
+  const auto get = [&](auto* function, auto* into) {
+    return function(id_, variable.id, start.data(), count.data(), stride.data(), into);
+  };
+  const int status = [&] {
+    switch (variable.info.stored) {
+      case at::kChar:
+        return get(nc_get_vars_schar, out.mutable_data_ptr<std::int8_t>());
+      case at::kByte:
+        return get(nc_get_vars_uchar, out.mutable_data_ptr<std::uint8_t>());
+      case at::kShort:
+        return get(nc_get_vars_short, out.mutable_data_ptr<std::int16_t>());
+      case at::kInt:
+        return get(nc_get_vars_int, out.mutable_data_ptr<std::int32_t>());
+      case at::kLong:
+        return get(nc_get_vars_longlong,
+                   reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
+      case at::kFloat:
+        return get(nc_get_vars_float, out.mutable_data_ptr<float>());
+      default:
+        return get(nc_get_vars_double, out.mutable_data_ptr<double>());
+    }
+  }();
+  check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ",
+                       list(slab.count), ", stride ", list(slab.stride)));
+  return out;
+}
+
+}  // namespace detail
 
 NetcdfSource::NetcdfSource(const std::string& path)
     : file_(std::make_unique<detail::NetcdfFile>(path)) {}

@@ -18,9 +18,24 @@
 #include <variant>
 #include <vector>
 
-#include "tessera/data/errors.h"
+#include "tessera/base/error.h"
+#include "tessera/base/pinned.h"
 
 namespace tessera {
+
+/// Thrown for a variable or attribute that the source does not have, or whose type cannot be read
+/// as requested; the message lists the known names.
+class VariableError : public InvalidArgument {
+ public:
+  using InvalidArgument::InvalidArgument;
+};
+
+/// Thrown for a hyperslab that reaches beyond the variable; the message names the dimension, what
+/// was asked and its size.
+class RangeError : public InvalidArgument {
+ public:
+  using InvalidArgument::InvalidArgument;
+};
 
 /// A regular box of an array, one number per dimension: indices start, start + stride, ... (count
 /// of them). Lists that are shorter than the array's dimensions take the last ones completely; all
@@ -58,12 +73,9 @@ struct ReadOptions {
 
 /// Named arrays that are read by hyperslab. A source may be shared by threads: every member may be
 /// called from several at once (each source says whether the reads overlap in time).
-class Source {
+class Source : Pinned {
  public:
   virtual ~Source();
-  Source() = default;
-  Source(const Source&) = delete;
-  Source& operator=(const Source&) = delete;
 
   /// Name for messages: a path.
   virtual std::string name() const = 0;

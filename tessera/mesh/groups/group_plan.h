@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "tessera/mesh/groups/group_config.h"
-#include "tessera/mesh/groups/group_table.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/views.h"
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/mesh/mapping/found_topology.h"
 #include "tessera/mesh/mapping/rank_mapping.h"
+#include "tessera/mesh/mapping/topology.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {

@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "tessera/ops/ghosts/owned_rows.h"
-#include "tessera/partition/bisection.h"
+#include "tessera/partition/partitioners.h"
 
 namespace tessera {
 
 struct RebalanceOptions {
   /// Hilbert's curve moves little where costs change little; parts by bisection are more compact
-  /// (curve.h, bisection.h).
+  /// (partitioners.h).
   enum class By : unsigned char { curve, bisection } by = By::curve;
   /// The rows stay where they are while the costliest rank is within this factor of the mean.
   double tolerance = 1.05;

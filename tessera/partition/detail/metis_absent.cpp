@@ -1,6 +1,6 @@
 // partition_by_metis() in a build without METIS: how to get it.
 #include "tessera/base/error.h"
-#include "tessera/partition/metis.h"
+#include "tessera/partition/partitioners.h"
 
 namespace tessera {
 

@@ -1,7 +1,7 @@
 #pragma once
 // Points divided by all ranks together, each of which knows its own points alone: what it learns of
-// the others are sums and maxima, as many numbers as there are parts. bisection.h and curve.h are
-// the same of one process.
+// the others are sums and maxima, as many numbers as there are parts. partitioners.h has the same
+// of one process.
 
 #include <cstdint>
 #include <functional>

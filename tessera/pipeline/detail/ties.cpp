@@ -1,4 +1,4 @@
-#include "tessera/pipeline/detail/ties.h"
+#include "tessera/pipeline/detail/pipeline_state.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

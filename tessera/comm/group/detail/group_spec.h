@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -56,6 +57,15 @@ struct GroupSpec {
 /// Makes the group in this process; the other members call it as well. Throws CommError if the
 /// members do not meet within the time limit.
 std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec);
+/// Calls make_group_state(spec) in a thread of its own. Gloo has two waits that no other thread can
+/// end: for the connections of members that died after they had published their address, and (five
+/// times the limit) for members that do not accept. Where the group is abandoned or its limit is
+/// over, the thread is left behind and ends when Gloo's wait does. `interrupt` wakes what waits at
+/// the store.
+///
+/// Throws what make_group_state throws, PeerLostError and TimeoutError.
+std::shared_ptr<GroupState> make_group_in_time(const GroupSpec& spec,
+                                               std::function<void()> interrupt);
 /// True for backends whose ranks find each other through the job's store.
 bool met_at_store(const std::string& backend);
 

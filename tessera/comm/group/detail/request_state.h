@@ -18,6 +18,7 @@
 #include <thread>
 #include <utility>
 
+#include "tessera/base/pinned.h"
 #include "tessera/comm/group/detail/call_card.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/pending.h"
@@ -30,15 +31,13 @@ namespace tessera::detail {
 /// only by wait() that it is done, and is aborted with the group.
 enum class Wait : unsigned char { for_all, in_slices, at_one_go };
 
-class RequestState final : public Unfinished<void> {
+class RequestState final : public Unfinished<void>, Pinned {
  public:
   /// `operation` is a string literal. `blocking`: the caller waits at once, and the backend is told
   /// so. Throws PeerLostError if the group is poisoned.
   RequestState(GroupState& group, const char* operation, const CallOptions& options, bool blocking);
   /// Waits if wait() was not called; errors are dropped.
   ~RequestState() override;
-  RequestState(const RequestState&) = delete;
-  RequestState& operator=(const RequestState&) = delete;
 
   GroupState& group() const { return group_; }
   const char* operation() const { return operation_; }
@@ -179,5 +178,9 @@ class RequestState final : public Unfinished<void> {
   std::atomic<bool> polled_{false};
   std::exception_ptr poll_error_;
 };
+
+/// Adds the call, which ends now, to the trace.
+void record(CommTrace& trace, const RequestState& call, std::chrono::steady_clock::time_point begin,
+            std::int64_t bytes);
 
 }  // namespace tessera::detail

@@ -11,8 +11,8 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/group/detail/group_spec.h"
 #include "tessera/comm/group/detail/group_state.h"
-#include "tessera/comm/job/detail/make_in_time.h"
 #include "tessera/comm/store/detail/job_store.h"
 #include "tessera/comm/store/detail/store_server.h"
 

@@ -6,6 +6,9 @@
 
 namespace tessera::detail {
 
-std::mutex& hdf5_library();
+inline std::mutex& hdf5_library() {
+  static std::mutex mutex;
+  return mutex;
+}
 
 }  // namespace tessera::detail

@@ -1,5 +1,4 @@
 // NetcdfSource in a build without netCDF: its constructor says how to get it.
-#include "tessera/data/sources/detail/netcdf_file.h"
 #include "tessera/data/sources/netcdf_source.h"
 
 namespace tessera {
@@ -16,8 +15,8 @@ namespace {
 }  // namespace
 
 namespace detail {
-NetcdfFile::~NetcdfFile() = default;
-}
+class NetcdfFile {};
+}  // namespace detail
 
 NetcdfSource::NetcdfSource(const std::string&) { refuse_netcdf(); }
 NetcdfSource::~NetcdfSource() = default;

@@ -11,7 +11,6 @@
 #include <span>
 
 #include "tessera/base/error.h"
-#include "tessera/base/hash.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/rules/detail/rules.h"
