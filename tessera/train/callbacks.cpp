@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
@@ -289,8 +290,11 @@ void Ema::on_setup(Trainer& trainer) {
   average_.clear();
   parameters_.clear();
   swapped_ = loaded_ = false;
+  std::set<const c10::TensorImpl*> seen;
   for (const NamedModule& m : trainer.session().modules()) {
     for (const auto& item : m.module->named_parameters()) {
+      // A tied one has several names, and would be swapped as often.
+      if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
       const std::string name = m.name + "." + item.key();
       parameters_[name] = item.value();
       average_[name] = item.value().detach().clone();

@@ -182,7 +182,7 @@ class Ema : public Callback {
   void on_exception(Trainer& trainer, const std::exception& e) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
   void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
-  /// The keys are the names of the parameters, the module in front.
+  /// The keys are the names of the parameters, the module in front; of a tied one the first.
   const std::map<std::string, at::Tensor>& average() const { return average_; }
 
  private:

@@ -111,6 +111,12 @@ void DDPStrategy::before_forward(bool synchronised) {
   if (synchronised) wrapped_->ddp();  // looks for what nothing reduces
 }
 
+// Of a forward that a loop of the user's own has made by itself, too.
+void DDPStrategy::backward(const at::Tensor& loss) {
+  before_forward(/*synchronised=*/true);
+  ManagedStrategy::backward(loss);
+}
+
 void DDPStrategy::share_buffers() {
   if (options_.broadcast_buffers && wrapped_ && size() > 1) wrapped_->ddp.broadcast_buffers();
 }

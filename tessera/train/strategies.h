@@ -87,6 +87,7 @@ class DDPStrategy : public ManagedStrategy {
   void setup(const NamedModules& modules) override;
   void teardown() override;
   void before_forward(bool synchronised) override;
+  void backward(const at::Tensor& loss) override;
   void share_buffers() override;
 
  private:

@@ -283,6 +283,35 @@ TEST(Callbacks, EmaFollowsItsDefinitionAndValidationsUseIt) {
   EXPECT_THROW(Ema(1.0), InvalidArgument);
 }
 
+// A tied weight has several names, and is one parameter.
+TEST(Callbacks, ATiedWeightComesBackFromTheValidationsOfAnEma) {
+  struct Tied : Regression {
+    using Regression::Regression;
+    Optimizers optimizers() override {
+      std::vector<at::Tensor> once = net->parameters();
+      once.erase(once.begin() + 2, once.begin() + 4);
+      return {std::make_shared<torch::optim::SGD>(once, torch::optim::SGDOptions(0.1))};
+    }
+  };
+  on_threads(2, [](DistributedManager& manager) {
+    const auto trained = [&](std::vector<std::shared_ptr<Callback>> callbacks) {
+      torch::nn::Linear twice(3, 3), last(3, 2);
+      torch::nn::Sequential net(twice, twice, last);
+      net->to(at::kDouble);
+      fill(*net, 7);
+      Tied task(net);
+      auto options = validating(manager, 2);
+      options.callbacks = std::move(callbacks);
+      Trainer(options).fit(task, ragged_batches(manager.rank(), 4),
+                           ragged_batches(manager.rank(), 2));
+      return task.values();
+    };
+    const auto ema = std::make_shared<Ema>(0.7);
+    expect_equal(trained({ema}), trained({}), "beside an average");
+    EXPECT_EQ(ema->average().size(), 4U);
+  });
+}
+
 TEST(Callbacks, TheTimerOfOneRankStopsAll) {
   on_threads(2, [](DistributedManager& manager) {
     Regression task;

@@ -83,6 +83,19 @@ TEST(Gradients, AParameterThatIsUnfrozenMidwayTrainsAsInOneProcess) {
   }
 }
 
+// In a loop that makes its forward by itself, too.
+TEST(Gradients, AParameterThatIsUnfrozenMidwayIsRefusedWhereNothingReducesIt) {
+  on_threads(2, [](DistributedManager& manager) {
+    Frozen task;
+    Session session(std::make_shared<DDPStrategy>(manager), task.modules(), {.signals = false});
+    session.add(task.optimizers()[0]);
+    for (at::Tensor& p : task.net->ptr(0)->parameters()) p.set_requires_grad(true);
+    const auto batch = ragged_data(manager.rank(), 0);
+    const at::Tensor loss = torch::mse_loss(task.net->forward(batch[0]), batch[1]);
+    EXPECT_THROW(session.backward(loss, static_cast<double>(batch[0].size(0))), GradientError);
+  });
+}
+
 // Parameters that an optimizer gets when the session has it already are divided and cleared, too.
 TEST(Gradients, AGroupOfParametersThatIsAddedMidwayTrainsAsTheOthers) {
   struct Late : Regression {
