@@ -9,7 +9,7 @@ from operator import index
 
 import torch
 
-from tessera._errors import ConfigurationError, InvalidArgument
+from tessera._errors import CommError, ConfigurationError, Error, InvalidArgument
 from tessera._groups import _seconds
 from tessera._library import classes, ops
 from tessera._mesh import Mesh, Spec
@@ -51,7 +51,11 @@ def shutdown():
 
     >>> ts.shutdown()                    # after the last call of another rank's data; needed only to end the job early
     """
-    ops.shutdown(getattr(sys, "last_value", None) is not None)
+    error = getattr(sys, "last_value", None)
+    if error is not None and not isinstance(error, CommError):  # of which the others know
+        with contextlib.suppress(Error):  # what still holds a graph keeps the groups open beyond this
+            Mesh({"ranks": world_size()}).fail(f"its program ended by {type(error).__name__}: {error}")
+    ops.shutdown(error is not None)
 
 
 def rank():

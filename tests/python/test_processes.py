@@ -56,6 +56,13 @@ def test_a_rank_that_raises_ends_the_job(warm_torchrun):
     assert done.returncode != 0 and "rank 1 has had enough" in done.stderr
 
 
+def test_the_others_are_told_what_a_rank_ended_by(request, warm_python):
+    launcher = pathlib.Path(request.config.getoption("--launcher"))
+    done = run(launcher, "run", "-n", 3, "--timeout", 150, "--", *warm_python, HERE / "failing_program.py")
+    told = re.findall("told: (.*)", done.stdout)
+    assert len(told) == 2 and all("rank 1 failed: its program ended by ValueError: rank 1 has had enough" in text for text in told), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("ranks", [3])
 def test_an_error_of_one_rank_is_caught_by_all(warm_torchrun, ranks):
     done = warm_torchrun(ranks, "recovering_program.py")

@@ -164,6 +164,7 @@ if __name__ == "__main__":
         if not isinstance(stop.code, (int, type(None))):
             print(stop.code, file=sys.stderr)
     except BaseException as error:
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     end(int(status))
