@@ -1,6 +1,7 @@
 // The training session around modules and optimizers of Python's: Session of C++ itself, with a
 // strategy that leaves modules as they are, and optimizers whose steps a function of Python's does.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 #include <torch/nn/module.h>
 
@@ -66,9 +67,24 @@ class PythonStrategy final : public ManagedStrategy {
 
   void setup(const NamedModules& modules) override {
     Strategy::setup(modules);
+    wrap();
+  }
+
+  /// Where a step begins, too: layers are unfrozen between two steps, and another session of the
+  /// same modules takes its reducers with it. Collective where something has come to be reduced.
+  void wrap() {
     if (by_program_ || size() == 1) return;
     const auto all = std::make_shared<torch::nn::Module>();
-    for (const NamedModule& m : modules) all->register_module(m.name, m.module);
+    for (const NamedModule& m : modules()) all->register_module(m.name, m.module);
+    const auto alone = [](const at::Tensor& p) {
+      return p.requires_grad() && !is_sharded(p) && gradient_syncs({p}).empty();
+    };
+    if (wrapped_ && std::ranges::none_of(all->parameters(), alone)) return;
+    // The ranks have the same values by then: what is written is there already, and a forward that
+    // came before goes on.
+    std::optional<at::AutoDispatchBelowADInplaceOrView> unseen;
+    if (std::exchange(wrapped_, true)) unseen.emplace();
+    reduced_.reset();
     DistributedDataParallelOptions options;
     // Between steps: those of a step that is not complete are no state.
     options.broadcast_buffers = false;
@@ -145,6 +161,7 @@ class PythonStrategy final : public ManagedStrategy {
   c10::Device device_;
   std::optional<Abilities::Gradients> by_program_;
   int plain_sharing_, sharing_;
+  bool wrapped_ = false;
   std::vector<OwnedShard> by_hand_;
   std::optional<detail::DataParallelEngine> reduced_;
 };
@@ -234,6 +251,7 @@ struct PySession : torch::CustomClassHolder {
     for (const auto& optimizer : optimizers)
       for (const auto& group : optimizer->param_groups())
         parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+    if (fresh) strategy->wrap();
     // What throws ends the step.
     strategy->shared_by(loss, std::exchange(fresh, true), parameters);
     open().backward(loss, weight, last);
@@ -280,7 +298,11 @@ void register_session(Library& library) {
              self->optimizers.at(static_cast<std::size_t>(number))->take(parameters);
            })
       .def("before_forward",
-           [](const SessionPtr& self, bool last) { self->open().strategy().before_forward(last); })
+           [](const SessionPtr& self, bool last) {
+             self->open();
+             if (self->fresh) self->strategy->wrap();
+             self->strategy->before_forward(last);
+           })
       .def("enter",
            [](const SessionPtr& self) { self->scopes.push_back(self->open().forward_scope()); })
       .def("leave", [](const SessionPtr& self) { self->scopes.pop_back(); })

@@ -104,6 +104,43 @@ def test_reduce_gradients_after_the_last_backward():
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_nothing_reduces_any_more_its_session_reduces(by_hand):
+    """Layers that are unfrozen between two steps, and what a session has reduced that is closed."""
+
+    def frozen():
+        net = build()
+        net[0].requires_grad_(False)
+        return net, torch.optim.SGD(net.parameters(), 0.1)
+
+    (plain, optimizer), pairs = frozen(), [frozen() for _ in range(2)]
+    for step in range(4):
+        plain[0].requires_grad_(step > 1)
+        optimizer.zero_grad()
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+
+    def body(rank):
+        net, optimizer = pairs[rank]
+        first, second = (ts.Session(net, optimizer, signals=False) for _ in range(2))
+        for step in range(4):
+            net[0].requires_grad_(step > 1)
+            if step == 3:
+                first.close()
+            session = second if step else first
+            rows = batch(step)[slice(4 * rank, 4 + rank)]
+            if by_hand:
+                session.backward(net(rows).square().mean(), len(rows))
+            else:
+                session.micro_batch(lambda rows=rows: net(rows).square().mean(), len(rows))
+            session.step()
+        second.close()
+        for mine, expected in zip(net.parameters(), plain.parameters()):
+            assert_same(mine, expected)
+
+    on_ranks(2, body)
+
+
 def test_a_session_keeps_the_wrapper_that_it_is_given():
     plain, nets = build(), [build() for _ in range(2)]
     plain(batch(0)).square().mean().backward()
