@@ -372,3 +372,91 @@ def test_fused_optimizers_go_on_with_whole_states(kind):
                     assert ts.spec(value).placements == (ts.Shard(0),), name
 
     on_ranks(2, body)
+
+
+M = draw(4, 4, seed=8)
+
+
+def turned(x):
+    """A view whose shape changes in place, as do those of it, before it is written to."""
+    v = x.view(4, 4)
+    v.t_()
+    row = v[0]
+    v.mul_(M)
+    row.unsqueeze_(0)
+    row.add_(M[:1])
+    return x * 3, v, row
+
+
+def taken_before(x):
+    v = x.view(2, 2, 4)
+    row = v[0]
+    v.squeeze_(0)
+    v.transpose_(0, 2)
+    v.unsqueeze_(0)
+    row.mul_(M[:2])
+    v[0, 1].mul_(2)
+    return x * 3, v, row
+
+
+def determinants(x):
+    """Their gradients use factors that libtorch transposes or not as a matrix lies in memory."""
+    matrices = x.view(2, 2, 4)[:, :, :2]
+    return x[:3, :3].det(), torch.linalg.slogdet(x[1:, 1:])[1], torch.linalg.solve(x[:2, 2:], x[2:, :2]), matrices.det(), matrices.mT.inverse()
+
+
+def changed_below_copies(x):
+    """Views that had to be copied, read after their base has changed: some ranks have none of them."""
+    flat, windows = x.view(-1), x.view(-1).unfold(0, 2, 2)
+    x.mul_(0.7)
+    return x * 1.0, flat * 1.0, windows * 1.0
+
+
+@pytest.mark.parametrize("program", [turned, taken_before, determinants, changed_below_copies])
+def test_views_changed_in_place(program):
+    x = draw(4, 4).requires_grad_()
+
+    def run(x):
+        return torch.cat([y.flatten() for y in program(x * 1.0)])
+
+    expected = run(x)
+    (expected * torch.arange(len(expected)).cos()).sum().backward()
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        ts.set_policies("allow", "allow")
+        for where, sizes in ((ts.Replicate(), None), (ts.Shard(0), {0: [1, 0, 3]}), (ts.Shard(0), None), (ts.Shard(1), {1: [3, 0, 1]})):
+            t = ts.distribute_tensor(x.detach(), mesh, where, sizes).requires_grad_()
+            got = run(t)
+            assert_same(got, expected, f"{where} {sizes}")
+            (got * torch.arange(len(expected)).cos()).sum().backward()
+            assert_same(t.grad, x.grad, f"{where} {sizes}: gradient")
+
+    on_ranks(3, body)
+
+
+def test_a_base_with_views_keeps_its_shape():
+    def body(rank):
+        x = rows(draw(4, 4), ts.Mesh({"x": 2})).requires_grad_() * 1.0
+        views = [x[0]]
+        with pytest.raises(ts.ShardingError, match="in place, of which there are views"):
+            x.t_()
+        views.clear()
+        x.t_()
+        assert x.shape == (4, 4) and (x * x).sum() is not None
+
+    on_ranks(2, body)
+
+
+def test_windows_of_rows_that_do_not_divide():
+    x = draw(5, 2)
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        ts.set_policies("allow", "allow")
+        for sizes in ([2, 2, 1], [1, 2, 2], [0, 5, 0], [1, 0, 4]):
+            t = ts.distribute_tensor(x, mesh, [ts.Shard(0)], {0: sizes})
+            assert_same(t.unfold(0, 2, 2), x.unfold(0, 2, 2), str(sizes))
+            assert_same(t.unfold(0, 1, 3), x.unfold(0, 1, 3), str(sizes))
+
+    on_ranks(3, body)
