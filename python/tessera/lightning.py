@@ -320,7 +320,7 @@ class ManualStrategy(ParallelStrategy):
         return {"module": self.lightning_module, "lightning": ts.OfRank(rest), **(optimizers if with_optimizers else {})}
 
     def lightning_module_state_dict(self):
-        """That of the module. What hooks put in place of its tensors is found by comparison with it."""
+        """The state_dict of the module. What hooks put in place of its tensors is found by comparison with it."""
         self._saved = dict(super().lightning_module_state_dict())
         return dict(self._saved)
 
