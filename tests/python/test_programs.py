@@ -435,19 +435,6 @@ def test_views_changed_in_place(program):
     on_ranks(3, body)
 
 
-def test_a_base_with_views_keeps_its_shape():
-    def body(rank):
-        x = rows(draw(4, 4), ts.Mesh({"x": 2})).requires_grad_() * 1.0
-        views = [x[0]]
-        with pytest.raises(ts.ShardingError, match="in place, of which there are views"):
-            x.t_()
-        views.clear()
-        x.t_()
-        assert x.shape == (4, 4) and (x * x).sum() is not None
-
-    on_ranks(2, body)
-
-
 def test_windows_of_rows_that_do_not_divide():
     x = draw(5, 2)
 

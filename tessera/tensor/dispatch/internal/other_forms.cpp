@@ -8,8 +8,6 @@
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/errors.h"
-#include "tessera/tensor/spec/internal/mesh_context.h"
-#include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
 namespace {
@@ -146,19 +144,6 @@ void note_shape(const OpInfo& info, const at::Tensor& target, torch::jit::Stack 
   view.view_fn_ = std::make_unique<ShownBy>(view.view_fn(), *info.functional, std::move(given));
 }
 
-// Of a base in another shape what made its views would make other ones.
-void refuse_views(const OpInfo& info, const at::Tensor& target) {
-  const ShardMeta& meta = *meta_of(target);
-  if (!target.requires_grad() || target.is_view() ||
-      target.unsafeGetTensorImpl()->version_counter().unique())
-    return;
-  const bool views = meta.local.has_storage() && meta.local.storage().use_count() > 1;
-  if (views || context_of(meta.spec())->state->copies.any_of(meta.local))
-    throw ShardingError(info.name, " changes the shape of ", meta.spec(),
-                        " in place, of which there are views: their gradients would be those of "
-                        "other elements. Use the form that returns, or take the views afterwards.");
-}
-
 void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
   const std::size_t n = info.kinds.size(), first = stack->size() - n;
   std::vector<at::Tensor> targets;
@@ -170,10 +155,7 @@ void run_by_functional(const OpInfo& info, torch::jit::Stack* stack) {
     if (!(info.out_variant && info.written[i])) inputs.push_back((*stack)[first + i]);
   }
   torch::jit::Stack given;
-  if (info.in_place_view) {
-    refuse_views(info, targets[0]);
-    given = inputs;
-  }
+  if (info.in_place_view) given = inputs;
   const LocalCallGuard guard;
   info.functional->callBoxed(&inputs);
   std::vector<at::Tensor> results;

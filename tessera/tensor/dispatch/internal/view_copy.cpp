@@ -30,12 +30,6 @@ void ViewCopies::remove(ViewCopy* copy) {
   count_.fetch_sub(static_cast<int>(std::erase(live_, copy)), std::memory_order_relaxed);
 }
 
-bool ViewCopies::any_of(const at::TensorBase& local) {
-  const std::lock_guard lock(mutex_);
-  return std::ranges::any_of(
-      live_, [&](const ViewCopy* copy) { return copy->base_local().is_alias_of(local); });
-}
-
 void ViewCopies::wrote(const at::TensorBase& local, const ViewCopy* own) {
   const std::lock_guard lock(mutex_);
   for (ViewCopy* copy : live_)

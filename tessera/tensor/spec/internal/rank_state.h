@@ -75,8 +75,6 @@ class ViewCopies {
   void remove(ViewCopy* copy);
   /// True if wrote() has anything to do; costs one load.
   bool any() const { return count_.load(std::memory_order_relaxed) > 0; }
-  /// True if one of them is a copy of a view of `local`.
-  bool any_of(const at::TensorBase& local);
   /// To be called when the memory of `local` was written to; through `own`, if that is not null.
   void wrote(const at::TensorBase& local, const ViewCopy* own);
 
