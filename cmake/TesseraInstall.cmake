@@ -91,6 +91,13 @@ foreach(
   cmake_path(GET header PARENT_PATH folder)
   install(FILES "${comm}/${header}" DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi/include/tessera/comm/${folder}" COMPONENT tessera)
 endforeach()
+# Fortran's module as sources, for the compilers of a machine.
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/tessera/c/fortran" DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera" COMPONENT tessera)
+install(
+  FILES "${PROJECT_SOURCE_DIR}/tessera/c/detail/refuse.h"
+  DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/fortran/include/tessera/c/detail"
+  COMPONENT tessera
+)
 file(RELATIVE_PATH TESSERA_PC_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" TESSERA_PC_PREFIX "${TESSERA_PC_PREFIX}")
 set(packages tessera tessera-base)

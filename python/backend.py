@@ -186,7 +186,7 @@ def _stage(build, package):
         shutil.rmtree(libraries / "pkgconfig", ignore_errors=True)
         shutil.copytree(libraries, package / libraries.name)
         shutil.copytree(prefix / "include", package / "include")
-        shutil.copytree(next(prefix.rglob("TesseraMpi.cmake")).parent, package / "share" / "tessera" / "mpi")
+        shutil.copytree(next(prefix.rglob("TesseraMpi.cmake")).parent.parent, package / "share" / "tessera")
         if (prefix / "bin").exists():
             shutil.copytree(prefix / "bin", package / "bin")
     return version, torch_version

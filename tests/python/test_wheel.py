@@ -141,6 +141,41 @@ def test_the_mpi_part_is_compiled_for_this_machine(python, tmp_path):
     assert sorted(re.findall(r"python rank \d of \d", printed)) == ["python rank 0 of 2", "python rank 1 of 2"]
 
 
+FORTRAN = """
+program solver
+  use tessera
+  implicit none
+  type(tessera_job) :: job
+  integer :: rank, ranks
+  call tessera_start(job)
+  call tessera_rank(job, rank, ranks)
+  print '(a, i0, a, i0)', "fortran rank ", rank, " of ", ranks
+  call tessera_end(job)
+end program
+"""
+
+
+def test_fortran_is_compiled_with_the_programs_compilers(python, tmp_path):
+    """The wheel holds the module's sources: module files are of one compiler's version."""
+    if not shutil.which("gfortran"):
+        pytest.skip("no compiler of Fortran here")
+    (tmp_path / "solver.f90").write_text(FORTRAN)
+    where = {name: run(python, "-m", "tessera", f"--{name}-dir", cwd=tmp_path).strip() for name in ("cmake", "torch")}
+
+    def configure(languages):
+        lines = ("cmake_minimum_required(VERSION 3.25)", f"project(solver {languages})", "find_package(Tessera CONFIG REQUIRED COMPONENTS Fortran)")
+        (tmp_path / "CMakeLists.txt").write_text("\n".join((*lines, "add_executable(solver solver.f90)", "target_link_libraries(solver Tessera::fortran)\n")))
+        command = ["cmake", "--fresh", "-S", tmp_path, "-B", tmp_path / "build", f"-DTessera_DIR={where['cmake']}", f"-DTESSERA_TORCH={where['torch']}"]
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=200)
+
+    assert "project(solver C Fortran)" in configure("Fortran").stderr
+    done = configure("C Fortran")
+    assert done.returncode == 0, done.stderr
+    run("cmake", "--build", tmp_path / "build")
+    printed = run(python.parent / "tessera", "run", "-n", 2, "--", tmp_path / "build" / "solver", cwd=tmp_path)
+    assert sorted(re.findall(r"fortran rank \d of \d", printed)) == ["fortran rank 0 of 2", "fortran rank 1 of 2"]
+
+
 def test_the_program_starts_ranks_and_the_doctor(python, tmp_path):
     """On the path, as pip has put it there; it imports no torch itself."""
     program = python.parent / "tessera"
