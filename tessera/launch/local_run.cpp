@@ -54,9 +54,29 @@ struct Rank {
   std::int64_t ended_ns = 0;
 };
 
+void check(const LocalRun& run) {
+  if (run.command.empty()) throw InvalidArgument("run_local: no program to run");
+  if (run.ranks < 1)
+    throw InvalidArgument("run_local: ", run.ranks, " ranks; at least 1 is needed");
+  if (run.threads < LocalRun::automatic)
+    throw InvalidArgument("run_local: ", run.threads, " threads; give automatic, off or a number");
+  if (std::vector<int> slots = run.slot_of; !slots.empty()) {
+    std::ranges::sort(slots);
+    for (int r = 0; r < run.ranks; ++r)
+      if (slots.size() != static_cast<std::size_t>(run.ranks) || slots[r] != r)
+        throw InvalidArgument("run_local: slots ", list(run.slot_of), " for ", run.ranks,
+                              " ranks; give each slot from 0 once");
+  }
+  for (double seconds : {run.timeout, run.grace, run.linger})
+    if (!(seconds >= 0 && seconds < 1e9))
+      throw InvalidArgument("run_local: ", seconds, " s is no time; give 0 to 1e9");
+  if (run.keep_bytes < 0)
+    throw InvalidArgument("run_local: ", run.keep_bytes, " bytes to keep; at least 0");
+}
+
 class Runner {
  public:
-  explicit Runner(const LocalRun& run) : run_(checked(run)), outputs_(run_) {
+  explicit Runner(const LocalRun& run) : run_(run), outputs_(run_) {
     for (pid_t pid : children(getpid())) older_children_.insert(pid);
   }
 
@@ -79,28 +99,6 @@ class Runner {
   }
 
  private:
-  static const LocalRun& checked(const LocalRun& run) {
-    if (run.command.empty()) throw InvalidArgument("run_local: no program to run");
-    if (run.ranks < 1)
-      throw InvalidArgument("run_local: ", run.ranks, " ranks; at least 1 is needed");
-    if (run.threads < LocalRun::automatic)
-      throw InvalidArgument("run_local: ", run.threads,
-                            " threads; give automatic, off or a number");
-    if (std::vector<int> slots = run.slot_of; !slots.empty()) {
-      std::ranges::sort(slots);
-      for (int r = 0; r < run.ranks; ++r)
-        if (slots.size() != static_cast<std::size_t>(run.ranks) || slots[r] != r)
-          throw InvalidArgument("run_local: slots ", list(run.slot_of), " for ", run.ranks,
-                                " ranks; give each slot from 0 once");
-    }
-    for (double seconds : {run.timeout, run.grace, run.linger})
-      if (!(seconds >= 0 && seconds < 1e9))
-        throw InvalidArgument("run_local: ", seconds, " s is no time; give 0 to 1e9");
-    if (run.keep_bytes < 0)
-      throw InvalidArgument("run_local: ", run.keep_bytes, " bytes to keep; at least 0");
-    return run;
-  }
-
   static std::int64_t nanoseconds(double seconds) {
     return static_cast<std::int64_t>(seconds * 1e9);
   }
@@ -483,7 +481,10 @@ class Runner {
 }  // namespace
 }  // namespace detail
 
-LocalRunResult run_local(const LocalRun& run) { return detail::Runner(run).run(); }
+LocalRunResult run_local(const LocalRun& run) {
+  detail::check(run);
+  return detail::Runner(run).run();
+}
 
 std::optional<int> start_local_ranks(int ranks, int argc, char** argv,
                                      const Environment& environment) {
