@@ -401,6 +401,24 @@ def test_errors():
         ts.Mesh({"x": 1})
 
 
+def test_losses_of_nothing():
+    """libtorch's meta kernels in Python divide by the number of elements."""
+
+    def body(rank):
+        mesh = ts.Mesh({"x": 2})
+        for loss in (torch.nn.functional.mse_loss, torch.nn.functional.smooth_l1_loss, torch.nn.functional.huber_loss):
+            plain, target = torch.zeros(0, 3, requires_grad=True), torch.zeros(0, 3)
+            expected = loss(plain, target)
+            expected.backward()
+            sharded = ts.distribute_tensor(torch.zeros(0, 3), mesh, [ts.Shard(0)]).requires_grad_()
+            value = loss(sharded, ts.distribute_tensor(target, mesh, [ts.Shard(0)]))
+            value.backward()
+            assert expected.isnan() and ts.full_tensor(value.detach()).isnan(), loss
+            assert_same(sharded.grad, plain.grad, loss)
+
+    on_ranks(2, body)
+
+
 def test_a_rank_that_raises_ends_the_others():
     def body(rank):
         mesh = ts.Mesh({"x": 3})
