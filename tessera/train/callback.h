@@ -41,7 +41,7 @@ class Callback : Pinned {
   virtual void on_step_end(Trainer&, const StepResult&) {}
   virtual void on_validation_start(Trainer&) {}
   /// Trainer::metrics() has the results, if the validation is complete: false where a signal ended
-  /// it.
+  /// it, or an exception in a validation that a callback of a run makes.
   virtual void on_validation_end(Trainer&, bool /*complete*/) {}
   /// Trainer::metrics() has the means of the epoch.
   virtual void on_epoch_end(Trainer&) {}

@@ -104,21 +104,31 @@ std::map<std::string, double> Trainer::evaluate_alone(Task& task,
   const bool testing = stage == RunStage::test;
   require_free(&task, testing ? "test()" : "validate()");
   std::map<std::string, double> values;
-  run_together(/*fits=*/false, [&] {
+  const bool inside = running_;
+  bool began = false;
+  const auto body = [&] {
     prepare(task);
     AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
     const StageScope scope(stage_, stage);
+    began = true;
     each([&](Callback& c) { testing ? c.on_test_start(*this) : c.on_validation_start(*this); });
     Metrics own;
-    evaluate(agreed, stage, own, [&](const MicroBatch& b, Step& s) {
+    const bool ended = evaluate(agreed, stage, own, [&](const MicroBatch& b, Step& s) {
       testing ? task.test_step(b, s) : task.validation_step(b, s);
     });
     values = reduced(own, testing ? "test/" : "val/");
     log(values);
     if (first_rank())
       for (const auto& logger : options_.loggers) logger->flush();
-    each([&](Callback& c) { testing ? c.on_test_end(*this) : c.on_validation_end(*this, true); });
-  });
+    each([&](Callback& c) { testing ? c.on_test_end(*this) : c.on_validation_end(*this, ended); });
+  };
+  try {
+    run_together(/*fits=*/false, body);
+  } catch (...) {
+    // The run around it may go on, with what its callbacks have begun.
+    if (inside && began && !testing) each([&](Callback& c) { c.on_validation_end(*this, false); });
+    throw;
+  }
   return values;
 }
 

@@ -93,6 +93,27 @@ TEST(Nested, AnEvaluationThatThrowsLeavesTheSessionOfTheRun) {
   EXPECT_EQ(caught, 1);
 }
 
+// A validation that throws, and that the callback survives, gives an average's parameters back.
+TEST(Nested, AValidationThatThrowsEndsForTheCallbacksOfTheRun) {
+  struct Throws : Regression {
+    void validation_step(const MicroBatch&, Step&) override {
+      throw InvalidArgument("nothing is validated");
+    }
+  };
+  const auto trained = [&](bool averaged) {
+    Throws task;
+    TrainerOptions options;
+    options.session.signals = false;
+    if (averaged) options.callbacks.push_back(std::make_shared<Ema>(0.5));
+    options.callbacks.push_back(std::make_shared<Within>([&](Trainer& trainer) {
+      EXPECT_THROW(trainer.validate(task, ragged_batches(0, 2)), InvalidArgument);
+    }));
+    Trainer(options).fit(task, ragged_batches(0, 4));
+    return task.values();
+  };
+  expect_equal(trained(true), trained(false), "around a validation that threw");
+}
+
 // One trainer after the other over one strategy, and sessions too.
 TEST(Nested, AStrategyIsFreeWhenItsRunHasEnded) {
   on_threads(2, [](DistributedManager& manager) {
