@@ -19,11 +19,11 @@
 
 namespace tessera {
 
-/// Returns the same value with `placements`. Shards have the sizes given; a dim without sizes keeps
-/// its own if the same axes shard it, and is sharded evenly otherwise. The result has memory of its
-/// own. Collective over the axes whose placement changes. Differentiable: the input's gradient has
-/// the placements `gradient`, by default those of the input with Replicate in place of Partial.
-/// Throws InvalidArgument for a plain tensor and for placements or sizes that do not fit.
+/// Returns the same value with `placements`: the tensor itself where they and the sizes are its own,
+/// else one with memory of its own. A dim without sizes keeps its own if the same axes shard it, and
+/// is sharded evenly otherwise. Collective over the axes whose placement changes. Differentiable:
+/// the input's gradient has the placements `gradient`, by default those of the input, Replicate for
+/// Partial. Throws InvalidArgument for a plain tensor and for placements or sizes that do not fit.
 at::Tensor redistribute(const at::Tensor& tensor, const std::vector<Placement>& placements,
                         const ShardSizes& sizes = {},
                         const std::optional<std::vector<Placement>>& gradient = std::nullopt);
