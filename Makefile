@@ -11,6 +11,7 @@
 #   make sweep       PyTorch's operator database on sharded tensors under every condition, about 20 minutes; writes docs/operator_table.md
 #   make zoo         models of transformers and diffusers on several axes at once, and models of torchvision, timm, neuraloperator and torch.nn
 #                    on sharded inputs, beside one process; writes docs/model_table.md
+#   make test-long   the tests that make test leaves out for their time
 #   make test-2.11   build and test with the oldest libtorch that is supported
 #   make test-mpich  the MPI part with MPICH; make test-stubs: without MPI and NCCL
 #   make test-gpu    what has a way for CUDA, on this machine's GPU, with any libtorch (TORCH=folder); results in build/gpu.json
@@ -44,7 +45,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Tests wait for each other, for time limits and for files: one more of them than cores keeps the cores at work.
 export CTEST_PARALLEL_LEVEL := $(shell echo $$(($(JOBS) + 1)))
 
-.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest bench sweep zoo format lint types notebooks docs docs-browser test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest test-long bench sweep zoo format lint types notebooks docs docs-browser test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -87,6 +88,9 @@ test:
 
 ctest:
 	@$(RUN) scripts/tests $(PRESET) $(BUILD) $(CTEST_ARGS)
+
+test-long: python build
+	@$(RUN) ctest --test-dir $(BUILD) -C Long -L long --output-on-failure --no-tests=error $(CTEST_ARGS)
 
 bench: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target all benchmarks

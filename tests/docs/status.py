@@ -21,7 +21,7 @@ HEADS = ["one process", "threads", "processes", "Gloo", "MPI", "memory", "hosts"
 
 
 def registered(build):
-    said = subprocess.run(["ctest", "--test-dir", build, "--show-only=json-v1"], capture_output=True, text=True, check=True)
+    said = subprocess.run(["ctest", "--test-dir", build, "-C", "Long", "--show-only=json-v1"], capture_output=True, text=True, check=True)
     return {test["name"]: test.get("command", []) for test in json.loads(said.stdout)["tests"]}
 
 
