@@ -334,6 +334,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shards.gather()
         return loss
 
+    def __reduce_ex__(self, protocol):
+        raise InvalidArgument("ShardedOptimizer: it is neither copied nor pickled: make another one of the copied parameters, and give it state_dict()")
+
     def _parameters(self):
         return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
 

@@ -1,6 +1,7 @@
 """ShardedOptimizer: the updates of torch's optimizers, their states sharded over ranks with the same parameters."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -171,6 +172,9 @@ def test_what_it_refuses():
             ts.ShardedOptimizer(torch.optim.SGD, net.parameters(), mesh, rate=0.1)
         with pytest.raises(ts.MismatchError, match="the parameters of a ShardedOptimizer"):
             ts.ShardedOptimizer(torch.optim.SGD, net.first.parameters() if rank else net.second.parameters(), mesh, lr=0.1)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(ts.InvalidArgument, match="neither copied nor pickled"):
+                copied(ts.ShardedOptimizer(torch.optim.SGD, net.parameters(), mesh, lr=0.1))
 
     on_ranks(2, body)
 
