@@ -12,7 +12,7 @@ import torch
 from tessera._errors import CommError, ConfigurationError, Error, InvalidArgument
 from tessera._groups import _seconds
 from tessera._library import classes, ops
-from tessera._mesh import Mesh, Spec
+from tessera._mesh import Mesh, Spec, handle_of
 from tessera._placement import ParameterPlacement, from_text, to_text
 
 
@@ -121,7 +121,7 @@ def from_local(local, mesh, placements, sizes=None):
     >>> ts.run_threads(2, body)[1]
     'ShardTensor Float [3, 2] data=Shard(0)[1, 2], local [2, 2] at [1, 0]'
     """
-    return ops.from_local(local, mesh._handle, to_text(placements), _sizes(sizes))
+    return ops.from_local(local, handle_of(mesh), to_text(placements), _sizes(sizes))
 
 
 def distribute_tensor(full, mesh, placements, sizes=None):
@@ -140,7 +140,7 @@ def distribute_tensor(full, mesh, placements, sizes=None):
     >>> ts.run_threads(2, body)
     [[0, 1, 2, 3], [4]]
     """
-    return ops.distribute_tensor(full, mesh._handle, to_text(placements), _sizes(sizes))
+    return ops.distribute_tensor(full, handle_of(mesh), to_text(placements), _sizes(sizes))
 
 
 def scatter(full, mesh, placements, sizes=None, root=0):
@@ -154,7 +154,7 @@ def scatter(full, mesh, placements, sizes=None, root=0):
     >>> ts.run_threads(2, body)
     [[0, 1], [2, 3]]
     """
-    return ops.scatter(full, mesh._handle, to_text(placements), _sizes(sizes), root)
+    return ops.scatter(full, handle_of(mesh), to_text(placements), _sizes(sizes), root)
 
 
 def redistribute(tensor, placements, sizes=None):
@@ -242,6 +242,7 @@ def distribute_module(module, mesh, rule=None):
     (torch.Size([16, 8]), (Shard(dim=0),), (Replicate(),))
     >>> net(t).sum().backward()                      # gradients are those of one process
     """
+    handle = handle_of(mesh)
     parameters, buffers, where = list(module.named_parameters()), list(module.named_buffers()), []
     for name, tensor in [*parameters, *buffers]:
         given = None if rule is None else rule(name, tensor)
@@ -249,7 +250,7 @@ def distribute_module(module, mesh, rule=None):
         placed = given if isinstance(given, ParameterPlacement) else ParameterPlacement(*_with_sizes(given))
         where.append((to_text(placed.placements), _sizes(placed.sizes), (*(placed.sequence or (-1, 0)), placed.stays)))
     names, tensors = [n for n, _ in parameters + buffers], [t for _, t in parameters + buffers]
-    ops.distribute_parameters(names, tensors, len(parameters), mesh._handle, where)
+    ops.distribute_parameters(names, tensors, len(parameters), handle, where)
     return module
 
 
@@ -307,9 +308,9 @@ def save(tensors, mesh, path, max_bytes=0):
     if max_bytes < 0:
         raise InvalidArgument(f"save: files of at most {max_bytes} bytes: give a number above 0, or 0 for one file")
     if max_bytes:
-        ops.save_folder(*_named(tensors), mesh._handle, str(path), int(max_bytes))
+        ops.save_folder(*_named(tensors), handle_of(mesh), str(path), int(max_bytes))
     else:
-        ops.save(*_named(tensors), mesh._handle, str(path))
+        ops.save(*_named(tensors), handle_of(mesh), str(path))
 
 
 def load(path, mesh, placements=None):
@@ -328,7 +329,7 @@ def load(path, mesh, placements=None):
         names.append(name)
         where.append(to_text(placed))
         parts.append(_sizes(sizes))
-    return dict(zip(*ops.load(mesh._handle, str(path), names, where, parts)))
+    return dict(zip(*ops.load(handle_of(mesh), str(path), names, where, parts)))
 
 
 def load_into(tensors, mesh, path):
@@ -339,7 +340,7 @@ def load_into(tensors, mesh, path):
     >>> ts.save(net, mesh, "net.safetensors")
     >>> ts.load_into(net, mesh, "net.safetensors")
     """
-    ops.load_into(*_named(tensors), mesh._handle, str(path))
+    ops.load_into(*_named(tensors), handle_of(mesh), str(path))
 
 
 class CommTrace:

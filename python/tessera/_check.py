@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from tessera import _api, _html
 from tessera._errors import MismatchError
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 from tessera._placement import Replicate, Shard
 
 _TOLERANCES = {
@@ -273,6 +274,7 @@ def check(model, inputs, mesh, placements=None, rule=None, call=None, gradients=
     >>> report = ts.check(net, x, mesh, ts.Shard(0))
     >>> assert report, str(report)
     """
+    handle_of(mesh)
     report = Report(mesh)
     arguments = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     call = call or (lambda net, *given: net(*given))

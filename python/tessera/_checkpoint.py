@@ -12,8 +12,9 @@ import torch
 from tessera._api import Mesh, _sizes
 from tessera._checkpoint_io import place_of
 from tessera._errors import Error, InvalidArgument
-from tessera._groups import Group, group, world
+from tessera._groups import Group, group, group_of, world
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 from tessera._optimizer_state import OptimizerPart
 from tessera._placement import Replicate, Shard, to_text
 from tessera._session import Session, SessionPart
@@ -262,7 +263,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder, name=None, group=None, *, timeout=_HOUR):
-        self._group, self._timeout = world() if group is None else group, float(timeout)
+        self._group, self._timeout = group_of(group), float(timeout)
         self._place = folder
         place, what = (None, os.fspath(folder)) if name is None else (place_of(folder), name)
         self._handle = classes.CheckpointReader(self._group._handle, place, what)
@@ -347,7 +348,7 @@ class CheckpointReader:
 
     def read(self, name, mesh, placements, sizes=None):
         """One tensor, sharded as said. Raises for an unknown name, and for `Partial`."""
-        return self._handle.read(name, mesh._handle, to_text(placements), _sizes(sizes))
+        return self._handle.read(name, handle_of(mesh), to_text(placements), _sizes(sizes))
 
     def read_as_saved(self, mesh, misfits=None):
         """All tensors by name, sharded as they were saved, as far as they fit this mesh; axes are found by name. What does not fit raises, or is described
@@ -357,7 +358,7 @@ class CheckpointReader:
         >>> ts.CheckpointReader("runs", "a").read_as_saved(mesh)["field"]
         <ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]>
         """
-        names, tensors, words = self._handle.read_as_saved(mesh._handle, misfits is not None)
+        names, tensors, words = self._handle.read_as_saved(handle_of(mesh), misfits is not None)
         if misfits is not None:
             misfits.extend(words)
         return dict(zip(names, tensors))

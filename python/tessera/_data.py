@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from tessera._callbacks import Callbacks, address, with_cause
 from tessera._errors import InvalidArgument
-from tessera._groups import world
+from tessera._groups import group_of
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 from tessera._workers import WorkerPool
 
 # Never freed: a worker that hangs in a sample is left behind when its loader goes, and returns through the reader one day.
@@ -342,7 +343,7 @@ class Loader:
         self._augment = _kept(_Augmenting(augment, lambda tensors: first._nested(tensors, first._handle.field_names()))) if augment else None
         options = (workers, prefetch, float(stall_limit), pin_memory, str(device), graphs, names, self._augment.address if augment else 0, index(seed), bool(reads))
         try:
-            self._handle = classes.Loader(handles, order._handle, mesh._handle, list(batch_axes), *options)
+            self._handle = classes.Loader(handles, order._handle, handle_of(mesh), list(batch_axes), *options)
         except BaseException:
             if pool:
                 pool.close()
@@ -398,7 +399,7 @@ class Loader:
 
     def require_agreement(self, group=None):
         """Raises MismatchError on every rank unless all have the same order, position, sizes of datasets and mapping. Collective."""
-        self._handle.require_agreement((world() if group is None else group)._handle)
+        self._handle.require_agreement(group_of(group)._handle)
 
 
 @dataclass(frozen=True)
@@ -488,7 +489,7 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
     >>> wind, month = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
     >>> image, label = ts.shard_batch([torch.ones(2, 3, 8), torch.ones(2)], mesh, ["data"], {"0": ts.FieldSharding({"domain": 2}, whole=True)}).fields
     """
-    sharded = _sharded(ops.shard_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+    sharded = _sharded(ops.shard_batch(*_loaded(batch), handle_of(mesh), list(batch_axes), _fields(fields)))
     if isinstance(batch, LoadedBatch):
         return sharded
     return replace(sharded, fields=pytree.tree_unflatten(list(sharded.tensors), pytree.tree_structure(batch)))
@@ -505,7 +506,7 @@ def scatter_batch(batch, mesh, batch_axes, fields=()):
     >>> ts.scatter_batch(batch, mesh, ["data"], [{"domain": 2}]).tensors[0].shape
     torch.Size([2, 3, 8])
     """
-    return _sharded(ops.scatter_batch(*_loaded(batch), mesh._handle, list(batch_axes), _fields(fields)))
+    return _sharded(ops.scatter_batch(*_loaded(batch), handle_of(mesh), list(batch_axes), _fields(fields)))
 
 
 def augment_batch(batch, samples, augment, seed=0):
@@ -538,7 +539,7 @@ def reads_for_others(mesh, batch_axes):
     >>> ts.run_threads(4, lambda rank: ts.reads_for_others(ts.Mesh({"data": 2, "domain": 2}), ["data"]))
     [True, False, True, False]
     """
-    return ops.reads_for_others(mesh._handle, list(batch_axes))
+    return ops.reads_for_others(handle_of(mesh), list(batch_axes))
 
 
 def _close(handle, _keep, pool=None):

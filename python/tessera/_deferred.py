@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from tessera._errors import InvalidArgument, NotAvailable
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 
 
 @functools.cache
@@ -165,5 +166,5 @@ def materialize(module, device=None, mesh=None):
     elif device is not None:
         raise InvalidArgument("materialize: a mesh has a device of its own: give one of the two")
     else:
-        ops.materialize_on(list(kept), list(kept.values()), mesh._handle)
+        ops.materialize_on(list(kept), list(kept.values()), handle_of(mesh))
     return module

@@ -1,5 +1,6 @@
 """Collectives that autograd sees."""
 
+from tessera._groups import group_of
 from tessera._library import ops
 
 
@@ -24,7 +25,7 @@ class functional:
         if cotangent not in ("summed", "replicated"):
             raise ValueError(f"a cotangent is 'summed' or 'replicated', not {cotangent!r}")
         sizes, input_sizes = list(sizes or []), list(input_sizes or [])
-        return ops.functional(name, group._handle, x, rank, op, float(factor), sizes, input_sizes, cotangent == "replicated")
+        return ops.functional(name, group_of(group, needed=True)._handle, x, rank, op, float(factor), sizes, input_sizes, cotangent == "replicated")
 
     @staticmethod
     def all_reduce(group, x, op="sum", *, factor=1.0, cotangent="summed"):

@@ -8,6 +8,7 @@ import torch
 from tessera._callbacks import Callbacks, address, with_cause
 from tessera._groups import Group, Request
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 
 
 def _ids(given):
@@ -40,7 +41,7 @@ def _over(over):
             raise ValueError(f"{over!r} has a backend or a limit of its own: give a mesh, or the group that ts.group({over.ranks}) is")
         return handle, ["ranks"]
     mesh, *axes = over
-    return mesh._handle, axes
+    return handle_of(mesh), axes
 
 
 # Functions of transports that are gone, which a graph that was recorded with one may still call: (handle, functions).

@@ -360,6 +360,17 @@ def world():
     return Group(ops.world())
 
 
+def group_of(given, needed=False):
+    """The world for None, unless it is needed. Raises InvalidArgument for what is no group, and says what to give."""
+    if given is None and not needed:
+        return world()
+    if isinstance(given, Group):
+        return given
+    axes = getattr(given, "axes", None)
+    instead = f"one of the mesh's, such as mesh.group({next(iter(axes))!r})" if axes else "ts.world(), ts.group(ranks) or mesh.group('data')"
+    raise InvalidArgument(f"{repr(given)[:80]} is no group: give {instead}")
+
+
 def group(which, backend="", timeout=0):
     """A family by name ("data_parallel", see `create_process_groups`), or the group of exactly these global ranks, in this order.
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from operator import index
 
 from tessera import _html, _torch_objects
+from tessera._errors import InvalidArgument
 from tessera._groups import Group
 from tessera._library import classes, ops
 
@@ -190,6 +191,18 @@ class Mesh:
         return _html.of_mesh(self)
 
 
+def handle_of(mesh):
+    """What a function that takes a mesh goes on with. Raises InvalidArgument for anything else, and says what to give."""
+    if isinstance(mesh, Mesh):
+        return mesh._handle
+    instead = "a ts.Mesh, such as ts.Mesh({'data': -1})"
+    if isinstance(mesh, Group):
+        instead = f"the ts.Mesh that it belongs to, or ts.Mesh({{'data': {mesh.size}}}, ranks={mesh.ranks})"
+    elif hasattr(mesh, "mesh_dim_names"):
+        instead = "ts.Mesh.from_device_mesh(mesh)"
+    raise InvalidArgument(f"{repr(mesh)[:80]} is no mesh: give {instead}")
+
+
 def add_mesh(name, mesh):
     """Gives a mesh a name, for `Mesh.of(name)`. Not collective, but all ranks that use the name name the same mesh. Raises RepeatedName for one that is taken.
 
@@ -197,7 +210,7 @@ def add_mesh(name, mesh):
     >>> ts.Mesh.of("fields") == mesh
     True
     """
-    ops.add_mesh(name, mesh._handle)
+    ops.add_mesh(name, handle_of(mesh))
 
 
 @dataclass(frozen=True)

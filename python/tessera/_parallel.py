@@ -7,8 +7,9 @@ from operator import index
 import torch
 
 from tessera._errors import InvalidArgument
-from tessera._groups import world
+from tessera._groups import group_of
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 from tessera._modules import module_tree
 from tessera._placement import to_text
 
@@ -41,7 +42,7 @@ class DistributedDataParallel(torch.nn.Module):
     ):
         super().__init__()
         self.module = module
-        self.group = world() if group is None else group
+        self.group = group_of(group)
         self._reduction = reduction
         options = (reduction, float(factor), broadcast_buffers, list(ignore), first_bucket_bytes, bucket_bytes, overlap, gradient_as_bucket_view)
         self._engine = classes.DistributedDataParallel(module_tree(module, every_name=False), self.group._handle, *options)
@@ -126,7 +127,7 @@ def mean_loss(loss, samples, group=None, reduction="avg"):
     >>> ts.run_threads(2, body)
     [0.75, 0.75]
     """
-    return ops.mean_loss(loss, float(samples), (world() if group is None else group)._handle, reduction)
+    return ops.mean_loss(loss, float(samples), group_of(group)._handle, reduction)
 
 
 def _listed(what, parameters):
@@ -152,7 +153,7 @@ class StepWeight:
     def __init__(self, group=None, others=""):
         if others not in ("", "averaged", "summed"):
             raise ValueError(f"others is 'averaged' or 'summed', not {others!r}")
-        self._handle = classes.StepWeight((world() if group is None else group)._handle, others)
+        self._handle = classes.StepWeight(group_of(group)._handle, others)
 
     def weigh(self, loss, weight):
         """`loss * weight`, to call backward on. `loss`: the mean over this micro-batch; `weight`: its samples, at least 0."""
@@ -195,7 +196,7 @@ def clip_gradients(parameters, max_norm=float("inf"), norm_type=2.0, group=None,
     1.0
     """
     shards, owners = [p for p, _ in by_hand], [g._handle for _, g in by_hand]
-    on = (world() if group is None else group)._handle
+    on = group_of(group)._handle
     return ops.clip_gradients(_listed("clip_gradients", parameters), on, float(max_norm), float(norm_type), disjoint and disjoint._handle, shards, owners, list(elsewhere))
 
 
@@ -330,7 +331,7 @@ def packed_attention(q, k, v, lengths, dropout_p=0.0, is_causal=False, scale=Non
 def _made(how, shape, mesh, placements, sizes, dtype, value=0.0):
     from tessera._api import _sizes
 
-    return ops.made(how, [index(n) for n in shape], mesh._handle, to_text(placements), _sizes(sizes), float(value), dtype)
+    return ops.made(how, [index(n) for n in shape], handle_of(mesh), to_text(placements), _sizes(sizes), float(value), dtype)
 
 
 def empty(shape, mesh, placements, sizes=None, dtype=None):
@@ -453,7 +454,7 @@ def load_as_saved(path, mesh, misfits=None):
     >>> ts.load_as_saved("field.safetensors", mesh)["field"]
     <ShardTensor Float [4, 8] data=Shard(0)[4], local [4, 8] at [0, 0]>
     """
-    names, tensors, words = ops.load_as_saved(mesh._handle, str(path), misfits is not None)
+    names, tensors, words = ops.load_as_saved(handle_of(mesh), str(path), misfits is not None)
     if misfits is not None:
         misfits.extend(words)
     return dict(zip(names, tensors))

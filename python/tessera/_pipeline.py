@@ -14,6 +14,7 @@ from tessera._checkpoint import _agree
 from tessera._errors import InvalidArgument
 from tessera._groups import group
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 from tessera._modules import module_tree
 from tessera._parallel import DistributedDataParallel, clip_gradients
 from tessera._placement import Replicate, to_text
@@ -30,7 +31,7 @@ def stage_mesh(mesh, axis):
     """
     from tessera._api import Mesh
 
-    return Mesh._of(ops.stage_mesh(mesh._handle, axis))
+    return Mesh._of(ops.stage_mesh(handle_of(mesh), axis))
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class Pipeline:
         dynamic_shapes=False,
         forward_scope=None,
     ):
+        over = handle_of(mesh)
         self._mesh, self._axis = mesh, axis
         options = (None if sample_axes is None else list(sample_axes), gathered_at_once, keep_outputs, loss_everywhere, seed, dynamic_shapes)
         made = []
@@ -234,7 +236,7 @@ class Pipeline:
         self._stages, self._callbacks = mine, Callbacks()
         self._calls = _Calls(mine, schedule.stages - 1, loss, forward_scope)
         self._function = self._callbacks.calling(self._calls)
-        self._handle = classes.Pipeline(mesh._handle, axis, schedule._handle, trees, address(self._function), loss is not None, handle)
+        self._handle = classes.Pipeline(over, axis, schedule._handle, trees, address(self._function), loss is not None, handle)
 
     @staticmethod
     def _mine(stages, schedule, here):

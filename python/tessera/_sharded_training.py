@@ -7,6 +7,7 @@ import torch
 from tessera._errors import CommError, ImplicitRedistributionError, InvalidArgument
 from tessera._groups import made_together
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 from tessera._modules import module_tree, names
 from tessera._placement import ParameterPlacement, from_text
 
@@ -106,8 +107,9 @@ def fully_shard(
             options.offload("" if offload.device is None else str(torch.device(offload.device)), offload.pin_memory)
         return options
 
+    handle = handle_of(mesh)
     options, _ = made_together(mesh.group(), "fully_shard", made)
-    ops.fully_shard(module_tree(module), mesh._handle, options)
+    ops.fully_shard(module_tree(module), handle, options)
     return module
 
 
@@ -213,7 +215,7 @@ class PlannedParameter:
 
 def _plan(module, mesh, layers, axis, sharded_axis, sequence_dim, reducer, distributes):
     listed = [(pattern, layer.kind, (layer.units, layer.dim)) for pattern, layer in layers.items()]
-    return ops.tensor_parallel_plan(module_tree(module), mesh._handle, listed, axis, sharded_axis, sequence_dim, *reducer, distributes)
+    return ops.tensor_parallel_plan(module_tree(module), handle_of(mesh), listed, axis, sharded_axis, sequence_dim, *reducer, distributes)
 
 
 class TensorParallelPlan:
@@ -308,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer, parameters, mesh, **options):
         optimizer.__init__(self, parameters, **options)
-        self._mesh, self._shards = mesh, classes.OptimizerShards(mesh._handle)
+        self._mesh, self._shards = mesh, classes.OptimizerShards(handle_of(mesh))
         self._shards.plan(self._parameters())
 
     def step(self, closure=None):

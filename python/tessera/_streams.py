@@ -8,7 +8,7 @@ import torch
 
 from tessera._callbacks import Callbacks, address, with_cause
 from tessera._data import _close, _kept, _tensors
-from tessera._groups import world
+from tessera._groups import group_of
 from tessera._library import classes
 
 
@@ -109,7 +109,7 @@ class StreamLoader:
             return _tensors(transform(sample) if transform else sample)
 
         self._reader = _kept(self._errors.calling(following))
-        on = (world() if group is None else group)._handle
+        on = group_of(group)._handle
         self._handle = classes.StreamLoader(address(self._reader), rows, on, uneven, _tensors(example), workers, prefetch, float(stall_limit), sharding)
         self.close = weakref.finalize(self, _close, self._handle, self._reader)
 

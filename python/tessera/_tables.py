@@ -4,6 +4,7 @@ import torch
 
 from tessera._errors import InvalidArgument
 from tessera._library import ops
+from tessera._mesh import handle_of
 from tessera._placement import to_text
 
 
@@ -20,7 +21,7 @@ def bags_from_local(indices, offsets, mesh, placements=None):
     >>> table(ids, offsets).shape
     torch.Size([2, 3])
     """
-    return ops.bags_from_local(indices, offsets, mesh._handle, to_text(placements or []))
+    return ops.bags_from_local(indices, offsets, handle_of(mesh), to_text(placements or []))
 
 
 def _require(name, good):

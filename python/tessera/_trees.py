@@ -8,6 +8,7 @@ from operator import index
 from tessera._errors import MappingError
 from tessera._groups import _seconds
 from tessera._library import classes, ops
+from tessera._mesh import handle_of
 
 
 class ProcessGroupConfig:
@@ -339,7 +340,7 @@ def mean_traffic(trace, mesh, steps=1):
     >>> ts.run_threads(4, rank_program)[0]
     (Traffic(axes='data', collective='all_reduce', bytes=4000.0, calls=1.0),)
     """
-    texts = ops.mean_traffic(trace._handle, mesh._handle, float(steps))
+    texts = ops.mean_traffic(trace._handle, handle_of(mesh), float(steps))
     return MeshTraffic(dict(mesh.axes), tuple(Traffic(*one) for one in texts))
 
 
@@ -403,7 +404,7 @@ def mapping_gain(mesh, machines, traffic):
     >>> gain.ranks, gain.bytes, gain.mapped_bytes             # both of "data" on one host
     ((0, 2, 1, 3), 256000000.0, 0.0)
     """
-    mapping, numbers, ranks, text = ops.mapping_gain(mesh._handle, machines.topology._handle, list(machines.slot_of), _traffic(traffic))
+    mapping, numbers, ranks, text = ops.mapping_gain(handle_of(mesh), machines.topology._handle, list(machines.slot_of), _traffic(traffic))
     return MappingGain(_mapping(mapping), tuple(ranks), *numbers, text)
 
 

@@ -2,6 +2,8 @@
 
 import array
 import copy
+import re
+import types
 
 import pytest
 import torch
@@ -124,3 +126,52 @@ def test_what_is_meant_still_works():
         return ts.world().all_reduce(torch.ones(1), "premultiplied", factor=3).item()
 
     assert ts.run_threads(2, body) == [6, 6]
+
+
+TAKES_A_MESH = {
+    "distribute_tensor": lambda mesh: ts.distribute_tensor(torch.ones(4, 3), mesh, ts.Shard(0)),
+    "from_local": lambda mesh: ts.from_local(torch.ones(4, 3), mesh, ts.Shard(0)),
+    "scatter": lambda mesh: ts.scatter(torch.ones(4, 3), mesh, ts.Shard(0)),
+    "zeros": lambda mesh: ts.zeros((4, 3), mesh, ts.Shard(0)),
+    "distribute_module": lambda mesh: ts.distribute_module(net(), mesh),
+    "fully_shard": lambda mesh: ts.fully_shard(net(), mesh),
+    "tensor_parallel": lambda mesh: ts.tensor_parallel(net(), mesh, {"0": ts.column()}),
+    "ShardedOptimizer": lambda mesh: ts.ShardedOptimizer(torch.optim.SGD, net().parameters(), mesh, lr=0.1),
+    "Loader": lambda mesh: ts.Loader(ts.TensorDataset({"x": torch.ones(4, 3)}), ts.FixedOrder(4, 2), mesh, ["data"]),
+    "shard_batch": lambda mesh: ts.shard_batch([torch.ones(4, 3)], mesh, ["data"]),
+    "check": lambda mesh: ts.check(net(), torch.ones(4, 8), mesh),
+    "stage_mesh": lambda mesh: ts.stage_mesh(mesh, "data"),
+    "add_mesh": lambda mesh: ts.add_mesh("fields", mesh),
+    "save": lambda mesh: ts.save({"a": torch.ones(2)}, mesh, "nowhere"),
+    "load": lambda mesh: ts.load("nowhere", mesh, {"a": ts.Shard(0)}),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_MESH)
+def test_what_is_no_mesh(name):
+    def body(rank):
+        mesh = ts.Mesh({"data": 1})
+        torchs = types.SimpleNamespace(mesh_dim_names=("data",))  # as torch's DeviceMesh has
+        for given, instead in [(mesh.group("data"), "the ts.Mesh that it belongs to"), (torchs, "from_device_mesh"), (None, "ts.Mesh({'data': -1})"), ("data", "ts.Mesh({'data': -1})")]:
+            with pytest.raises(ts.InvalidArgument, match="is no mesh: give .*" + re.escape(instead)):
+                TAKES_A_MESH[name](given)
+
+    ts.run_threads(1, body)
+
+
+def test_what_is_no_group():
+    def body(rank):
+        mesh = ts.Mesh({"data": 1})
+        for call in (
+            lambda group: ts.DistributedDataParallel(net(), group),
+            lambda group: ts.mean_loss(torch.ones(()), 1, group),
+            lambda group: ts.clip_gradients([], 1.0, group=group),
+            lambda group: ts.functional.all_reduce(group, torch.ones(2)),
+        ):
+            for given, instead in [(mesh, "mesh.group('data')"), ("data", "ts.world()"), ([0], "ts.group(ranks)")]:
+                with pytest.raises(ts.InvalidArgument, match="is no group: give .*" + re.escape(instead)):
+                    call(given)
+        with pytest.raises(ts.InvalidArgument, match="None is no group"):
+            ts.functional.all_reduce(None, torch.ones(2))
+
+    ts.run_threads(1, body)
