@@ -317,6 +317,11 @@ TEST(Mpi, FutureAndResult) {
   ASSERT_TRUE(future->completed());
   EXPECT_TRUE(future->value().toTensorVector().at(0).eq(world->size()).all().item<bool>());
   EXPECT_TRUE(work->result().at(0).is_same(t[0]));
+  // The result is there though nobody has waited and another rank is late.
+  std::vector<at::Tensor> large{at::ones({300000})};
+  if (world->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const auto results = group->allreduce(large, c10d::AllreduceOptions())->result();
+  EXPECT_EQ(results.at(0)[299999].item<double>(), world->size());
 }
 
 TEST(Mpi, GroupsOfSomeRanks) {

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <string>
 #include <thread>
@@ -120,6 +121,17 @@ TEST(Shm, FuturesAreCompletedWhileNobodyWaits) {
   });
 }
 
+TEST(Shm, ResultsOfAWorkAreWaitedFor) {
+  with_backends(2, [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    for (const std::int64_t n : {std::int64_t{3}, std::int64_t{300000}}) {
+      std::vector<at::Tensor> tensors{torch::full({n}, 1.0 + backend->getRank())};
+      if (backend->getRank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      const auto results = backend->allreduce(tensors)->result();
+      EXPECT_EQ(results.at(0)[n - 1].item<double>(), 3);
+    }
+  });
+}
+
 TEST(Shm, PlainC10dCallsOfListsAndSeveralTensors) {
   with_backends(3, [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     const int n = 3, me = backend->getRank();
@@ -220,6 +232,20 @@ TEST(Shm, ResultsHaveTheSameBitsOnAllRanks) {
         over_shm());
 }
 
+TEST(Shm, MemoryInCommonIsNamedWhereAnotherRankMakesAnotherCall) {
+  run_threads(
+      2,
+      [](DistributedManager& manager) {
+        const auto world = manager.world();
+        auto t = torch::ones({3});
+        if (world.rank() == 0)
+          EXPECT_THROW(SharedMemory::make(world, 4096), MismatchError);
+        else
+          EXPECT_THROW(world.all_reduce(t), MismatchError);
+      },
+      over_shm());
+}
+
 TEST(Shm, SharedMemoryIsReducedWhereItLies) {
   for (int ranks = 2; ranks <= 3; ++ranks)
     run_threads(
@@ -249,6 +275,12 @@ TEST(Shm, SharedMemoryIsReducedWhereItLies) {
                 request.wait();
                 EXPECT_TRUE(torch::equal(t, elsewhere)) << c10::toString(dtype) << size;
               }
+              // The result of a reduction is its root's alone.
+              t.copy_(mine);
+              elsewhere.copy_(mine);
+              world.reduce(t, 0);
+              world.reduce(elsewhere, 0);
+              EXPECT_TRUE(torch::equal(t, r == 0 ? elsewhere : mine));
               // A view, of which other ranks reach a part alone.
               if (size > 3) {
                 t.copy_(mine);

@@ -92,6 +92,25 @@ TEST(GraphBatches, AreTheSamplesOfAnyNumberOfProcessesAndGoOnOnAnother) {
   }
 }
 
+// The number of nodes is that of the last field as well, and of graphs without other fields.
+TEST(GraphBatches, MayHaveTheirNodesLast) {
+  const auto get = [](std::uint64_t i) {
+    const Fields whole = graph(i);
+    Fields made;
+    for (const char* name : {"edges/index", "nodes/x"}) made.add(name, whole.at(name));
+    return made;
+  };
+  const auto data = std::make_shared<FunctionDataset>(kGraphs, get(0).names(), get);
+  Loader loader({data}, order_of_graphs(kGraphs), over(1), 0, {.graphs = true});
+  const LoadedBatch batch = loader.next();
+  std::vector<at::Tensor> expected;
+  for (std::int64_t row = 0; row < batch.rows; ++row) {
+    const auto of = batch.samples[static_cast<std::size_t>(row)].index;
+    expected.push_back(at::full({get(of).at("nodes/x").size(0)}, row, at::kLong));
+  }
+  EXPECT_TRUE(batch.field("nodes/graph").equal(at::cat(expected)));
+}
+
 TEST(GraphBatches, NameTheSampleThatIsNoGraph) {
   const auto refused = [](const std::string& part, const std::string& field, const at::Tensor& by) {
     const auto bad = [&](std::uint64_t i) {

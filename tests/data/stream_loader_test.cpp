@@ -191,6 +191,26 @@ TEST(StreamLoader, WorkersDeliverTheSameBatchesInTheSameOrder) {
   EXPECT_GT(most, 1);
 }
 
+TEST(StreamLoader, TwoWorkersMakeBatchesAtTheSameTime) {
+  std::atomic<int> inside{0};
+  std::atomic<bool> together{false};
+  const auto waits = [&](Sample sample) {
+    ++inside;
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    while (!together && std::chrono::steady_clock::now() < limit) {
+      if (inside == 2) together = true;
+      std::this_thread::yield();
+    }
+    --inside;
+    return sample;
+  };
+  StreamLoader loader(std::make_shared<Counter>(0, 4), 2, Group(),
+                      {.workers = 2, .prefetch = 2, .transform = waits});
+  while (loader.next()) {
+  }
+  EXPECT_TRUE(together);
+}
+
 TEST(StreamLoader, AFailingTransformNamesItsSample) {
   for (const int workers : {0, 2}) {
     StreamLoader loader(std::make_shared<Counter>(0, 12), 4, Group(),

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "random_mesh.h"
 #include "refused.h"
@@ -259,6 +260,12 @@ TEST(Placement, HeuristicOnUniformHosts) {
     const auto heuristic = optimise_mapping(model, {.exact_limit = 0});
     ASSERT_LE(exact.lower_bound, exact.seconds * (1 + 1e-9));
     ASSERT_GE(heuristic.seconds, exact.seconds * (1 - 1e-9));
+    // Devices that are alike are taken in the order of the positions.
+    for (const auto& slot_of : {exact.slot_of, heuristic.slot_of}) {
+      std::vector<int> last(hosts, -1);
+      for (const int slot : slot_of)
+        ASSERT_LT(std::exchange(last[slot / devices], slot), slot) << list(slot_of);
+    }
     ++cases;
     reached += heuristic.seconds <= exact.seconds * (1 + 1e-9);
   }

@@ -230,6 +230,9 @@ TEST(EmbeddingTable, IdsAndRowsTravelOnce) {
     const at::Tensor g = net->weight.grad();
     EXPECT_EQ(difference((g * 2).to_dense(), 2 * g.to_dense()), 0);
     EXPECT_EQ(difference((g / 2 + g).to_dense(), 1.5 * g.to_dense()), 0);
+    EXPECT_TRUE(g.to(at::kFloat).is_sparse());
+    EXPECT_EQ(difference(g.to(at::kFloat).to_dense().to(at::kDouble), g.to_dense()), 0);
+    EXPECT_THROW(g.to(g.options().layout(at::kStrided)), ShardingError);
     RowwiseAdagrad optimizer(net->parameters());
     const CommTraceScope step(manager);
     optimizer.step();

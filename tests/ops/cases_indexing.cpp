@@ -139,6 +139,18 @@ void add_indexing(Cases& c) {
     return Instance{{random({a, b}), index, random({a, n})},
                     [](const Tensors& t) { return Tensors{t[0].scatter(1, t[1], t[2])}; }};
   });
+  c.custom("packed sequences", [](Draw& d) {
+     const int samples = d.between(1, 4), steps = d.between(1, 5);
+     std::vector<std::int64_t> lengths{steps};
+     while (static_cast<int>(lengths.size()) < samples)
+       lengths.push_back(d.between(1, static_cast<int>(lengths.back())));
+     return Instance{{random({samples, steps, 2})}, [=](const Tensors& t) {
+                       const auto [data, sizes] =
+                           at::_pack_padded_sequence(t[0], at::tensor(lengths, at::kLong), true);
+                       return Tensors{std::get<0>(
+                           at::_pad_packed_sequence(data * 2, sizes, true, -1.0, steps))};
+                     }};
+   }).real_only();
   c.custom("one_hot", [](Draw& d) {
      return Instance{{random({3}), indices(3, {d.between(0, 5)})}, [](const Tensors& t) {
                        return Tensors{at::one_hot(t[1], 3).to(at::kDouble).mul(t[0])};

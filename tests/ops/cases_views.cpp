@@ -232,6 +232,14 @@ void add_writes(Cases& c) {
           })
       .any_strides()
       .real_only();
+  c.custom("diagonal_scatter", [](Draw& d) {
+     const Shape s = shape(d, 2, 4, 1);
+     const int n = static_cast<int>(s.size()), a = d.below(n), b = (a + 1 + d.below(n - 1)) % n;
+     return Instance{{random(s)}, [=](const Tensors& t) {
+                       const at::Tensor of = t[0].diagonal(0, a, b) * 3;
+                       return Tensors{at::diagonal_scatter(t[0], of, 0, a, b)};
+                     }};
+   }).real_only();
   c.custom("in-place metadata", [](Draw& d) {
     return Instance{{random({d.between(1, 5), d.between(1, 5)})}, [](const Tensors& t) {
                       at::Tensor y = t[0] * 1;

@@ -271,6 +271,17 @@ TEST(Collectives, ASenderIsAhead) {
   reader.join();
 }
 
+TEST(Collectives, ARequestThatIsDoneStaysDone) {
+  auto groups = Group::threads(2, brief("done"));
+  std::thread other([&group = groups[1]] { group.barrier(); });
+  Request request = groups[0].started().barrier();
+  request.wait();
+  EXPECT_TRUE(request.test());
+  EXPECT_TRUE(request.test());
+  request.wait();
+  other.join();
+}
+
 // A rank that sends and receives does not wait until its message has been taken, but until there is
 // room for it.
 TEST(Collectives, ExchangesRunAhead) {

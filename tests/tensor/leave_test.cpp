@@ -1,6 +1,8 @@
 // Making sharded tensors, and leaving them: gradients' placements, requests, other meshes, and
 // pictures.
 
+#include <regex>
+
 #include "support.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/spec/spec.h"
@@ -228,6 +230,17 @@ TEST(Pictures, TextAndSvg) {
     for (std::size_t at = svg.find("hsl("); at != std::string::npos; at = svg.find("hsl(", at + 1))
       ++cells;
     EXPECT_EQ(cells, 4u);
+    // Nothing stands outside of the picture.
+    const std::string wide =
+        visualize_sharding_svg(ShardSpec(mesh, {4, 400}, {Shard(0), Shard(1)}));
+    std::cmatch size, box;
+    ASSERT_TRUE(std::regex_search(wide.c_str(), size, std::regex("width=\"([0-9.]+)\"")));
+    const std::regex rect("<rect x=\"([-0-9.]+)\" y=\"[-0-9.]+\" width=\"([0-9.]+)\"");
+    int boxes = 0;
+    const char* at = wide.c_str();
+    for (; std::regex_search(at, box, rect); at = box.suffix().first, ++boxes)
+      EXPECT_LE(std::stod(box[1]) + std::stod(box[2]), std::stod(size[1])) << wide;
+    EXPECT_GE(boxes, 4);
     EXPECT_NO_THROW(visualize_sharding_svg(ShardSpec(mesh, {}, {Replicate(), Replicate()})));
     EXPECT_NO_THROW(visualize_sharding(ShardSpec(mesh, {0, 2, 3}, {Shard(0), Shard(2)})));
   });

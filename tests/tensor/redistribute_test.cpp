@@ -263,6 +263,7 @@ TEST(FromBlob, TakesStridesAndRefusesWhatDoesNotFit) {
     refused({.allocated = {4, 2}, .before = {2, 0}});
     refused({.allocated = {4, 2}, .before = {-1, 0}});
     refused({.strides = {0, 1}});
+    refused({.strides = {3, 0}});
     EXPECT_THROW(from_blob(nullptr, s, BlobMemory{}, at::kFloat), InvalidArgument);
   });
 }

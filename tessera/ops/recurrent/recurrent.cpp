@@ -214,7 +214,7 @@ std::tuple<at::Tensor, at::Tensor> unpack(const at::Tensor& data, const at::Tens
   const at::Tensor sizes = is_sharded(batch_sizes) ? full_tensor(batch_sizes) : batch_sizes;
   const auto steps = data.size(0);
   const auto [from, lengths] = at::_pad_packed_sequence(at::arange(1, steps + 1, at::kLong), sizes,
-                                                        batch_first, 0, total_length);
+                                                        /*batch_first=*/false, 0, total_length);
   std::vector<std::int64_t> shape = from.sizes().vec(), mask(from.sizes().vec());
   for (std::int64_t d = 1; d < data.dim(); ++d) {
     shape.push_back(data.size(d));
@@ -222,7 +222,8 @@ std::tuple<at::Tensor, at::Tensor> unpack(const at::Tensor& data, const at::Tens
   }
   const at::Tensor at = from.reshape({-1}).to(data.device());
   const at::Tensor rows = data.index_select(0, (at - 1).clamp_min(0)).view(shape);
-  return {rows.masked_fill(at.eq(0).view(mask), padding), lengths};
+  const at::Tensor padded = rows.masked_fill(at.eq(0).view(mask), padding);
+  return {batch_first ? padded.transpose(0, 1) : padded, lengths};
 }
 
 at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double padding,
