@@ -19,7 +19,7 @@
 
 namespace tessera {
 
-/// Returns the same value with `placements`: the tensor itself where they and the sizes are its own,
+/// Returns the same value with `placements`: the tensor itself if they and the sizes are its own,
 /// else one with memory of its own. A dim without sizes keeps its own if the same axes shard it, and
 /// is sharded evenly otherwise. Collective over the axes whose placement changes. Differentiable:
 /// the input's gradient has the placements `gradient`, by default those of the input, Replicate for
