@@ -20,10 +20,10 @@
 namespace tessera {
 
 /// Returns the same value with `placements`: the tensor itself if they and the sizes are its own,
-/// else one with memory of its own. A dim without sizes keeps its own if the same axes shard it, and
-/// is sharded evenly otherwise. Collective over the axes whose placement changes. Differentiable:
-/// the input's gradient has the placements `gradient`, by default those of the input, Replicate for
-/// Partial. Throws InvalidArgument for a plain tensor and for placements or sizes that do not fit.
+/// else one with memory of its own. A dim without sizes keeps its own if the same axes shard it,
+/// and is sharded evenly otherwise. Collective over the axes whose placement changes.
+/// Differentiable: the input's gradient has the placements `gradient`, by default those of the
+/// input, Replicate for Partial. Throws InvalidArgument for a plain tensor and for what cannot be.
 at::Tensor redistribute(const at::Tensor& tensor, const std::vector<Placement>& placements,
                         const ShardSizes& sizes = {},
                         const std::optional<std::vector<Placement>>& gradient = std::nullopt);
