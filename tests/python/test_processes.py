@@ -58,7 +58,7 @@ def test_a_rank_that_raises_ends_the_job(warm_torchrun):
 
 def test_the_others_are_told_what_a_rank_ended_by(request, warm_python):
     launcher = pathlib.Path(request.config.getoption("--launcher"))
-    done = run(launcher, "run", "-n", 3, "--timeout", 150, "--", *warm_python, HERE / "failing_program.py")
+    done = run(launcher, "run", "-n", 3, "--timeout", 150, "--linger", 20, "--", *warm_python, HERE / "failing_program.py")
     told = re.findall("told: (.*)", done.stdout)
     assert len(told) == 2 and all("rank 1 failed: its program ended by ValueError: rank 1 has had enough" in text for text in told), done.stdout + done.stderr
 
