@@ -89,8 +89,7 @@ class Pass {
     std::vector<double> waiting;
     // What it holds now.
     std::vector<double> of;
-    // The first that has not ended, and the last that has begun.
-    int oldest = 0, newest = -1;
+    int oldest = 0;  // the first that has not ended
     bool last_was_forward = false;
   };
 
@@ -108,12 +107,13 @@ class Pass {
 
   // A forward may start where all micro-batches can still end on this rank, one after the other in
   // their order, with what is free then and what those before them free (Dijkstra's banker). So the
-  // first that has not ended can always go on.
+  // first that has not ended can always go on. Those behind this one are as they were: when it has
+  // ended, nothing is left of what it takes now.
   bool admits(const Rank& rank, int stage, int micro_batch) const {
     if (rank.limit == kNever) return true;
     const double more = activation(stage);
     double room = rank.limit - rank.held - more;
-    for (int k = rank.oldest; k <= std::max(rank.newest, micro_batch); ++k) {
+    for (int k = rank.oldest; k <= micro_batch; ++k) {
       const bool this_one = k == micro_batch;
       // Nothing of any that follows can be more.
       if (room >= rank.all) return true;
@@ -227,7 +227,6 @@ class Pass {
       q.forward.pop_front();
       rank.held += activation(a.stage);
       rank.of[a.micro_batch] += activation(a.stage);
-      rank.newest = std::max(rank.newest, a.micro_batch);
       rank.waiting[a.micro_batch] -= activation(a.stage);
       rank.last_was_forward = true;
       receiver = a.stage + 1 < stages() ? a.stage + 1 : -1;
