@@ -184,6 +184,16 @@ void check_same(const Group& group) {
     EXPECT_THROW(agree::all_same(group, "load", [&] { return lines(differing); }), InvalidArgument);
   }
   EXPECT_EQ(agree::all_same(group, "load", [&] { return lines(-1); }), lines(-1));
+  if (group.size() == 1) return;
+  // The first has all lines of the others but their last.
+  try {
+    agree::same(group, "the plan", group.rank() == 0 ? "a\nb" : "a\nb\nc");
+    ADD_FAILURE() << "no error";
+  } catch (const MismatchError& error) {
+    const std::string what = error.what();
+    EXPECT_NE(what.find("line 3: ranks [0] have nothing, rank 1 has \"c\""), std::string::npos)
+        << what;
+  }
 }
 
 class Agreement : public ::testing::TestWithParam<std::tuple<std::string, int>> {

@@ -468,6 +468,13 @@ TEST(ThreadsAlone, MismatchIsFoundWithChecksOff) {
         EXPECT_THROW(world.all_reduce(t), MismatchError);
         EXPECT_THROW(world.broadcast(torch::ones({2}), world.rank() == 0 ? 0 : 1), MismatchError);
         EXPECT_TRUE(t.equal(torch::ones_like(t)));
+        // Of those that differ from the root the first one is shown.
+        try {
+          world.broadcast(torch::ones({world.rank() == 2 ? 4 : 5}), 2);
+          ADD_FAILURE() << "no error";
+        } catch (const MismatchError& e) {
+          EXPECT_NE(std::string(e.what()).find("rank 0 called"), std::string::npos) << e.what();
+        }
       },
       options_for("threads", CheckLevel::off));
 }

@@ -5,8 +5,10 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <thread>
 
 #include "collectives_cases.h"
 #include "tessera/comm/job/threads.h"
@@ -187,6 +189,18 @@ TEST_P(Collectives, ARequestThatIsPolledBecomesDone) {
   });
 }
 
+TEST_P(Collectives, ARequestThatIsDoneHoldsNoTensor) {
+  run([](DistributedManager& manager) {
+    const auto world = manager.world();
+    // What is not contiguous is copied back at the end.
+    Tensor t = torch::full({3, 2}, 1.0).t();
+    Request request = world.started().all_reduce(t);
+    request.wait();
+    EXPECT_EQ(t[1][2].item<double>(), world.size());
+    EXPECT_EQ(t.use_count(), 1);
+  });
+}
+
 TEST_P(Collectives, BytesOfAnyLength) {
   run([](DistributedManager& manager) {
     const auto world = manager.world();
@@ -247,6 +261,27 @@ TEST_P(Collectives, TheC10dViewServesPlainLibtorch) {
     group->allreduce(tensors)->wait();
     EXPECT_EQ(tensors[0][0].item<double>(), world.size() * (world.size() + 1) / 2.0);
     group->barrier()->wait();
+  });
+}
+
+TEST_P(Collectives, AWorkOfTheC10dViewIsNoSuccessBeforeAllRanksAreInIt) {
+  if (std::get<0>(GetParam()) == "gloo") GTEST_SKIP() << "its works are c10d's own";
+  std::atomic<bool> seen{false};
+  run([&](DistributedManager& manager) {
+    const auto world = manager.world();
+    if (world.size() == 1) return;
+    const auto backend = world.process_group()->getBackend(c10::DeviceType::CPU);
+    while (world.rank() > 0 && !seen) std::this_thread::yield();
+    std::vector<Tensor> tensors{torch::ones({3})};
+    c10d::AllreduceOptions options;
+    options.asyncOp = true;
+    const auto work = backend->allreduce(tensors, options);
+    if (world.rank() == 0) {
+      EXPECT_FALSE(work->isSuccess());
+      seen = true;
+    }
+    work->wait();
+    EXPECT_TRUE(work->isSuccess());
   });
 }
 

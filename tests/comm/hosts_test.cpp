@@ -217,6 +217,31 @@ void run_chosen(const std::vector<int>& hosts, const std::function<void(int, Hos
   for (auto& thread : threads) thread.join();
 }
 
+// Ranks of one boot: a line of their marks says what is between them.
+TEST(Hosts, RanksOfOneHostThatAreApartSayByWhat) {
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {"boot\n4:2\n1000", "are in different network namespaces (containers) of one host"},
+      {"boot\n4:1\n1001", "belong to different users, 1000 and 1001"}};
+  for (const auto& one : cases) {
+    std::mutex mutex;
+    std::set<std::string> said;
+    run_chosen(
+        {0, 1},
+        [&](int rank, HostsOptions& options) {
+          options.plain = false;
+          options.host = rank == 0 ? "boot\n4:1\n1000" : one.first;
+        },
+        [&](const std::string& text) {
+          const std::lock_guard lock(mutex);
+          said.insert(text);
+        },
+        c10::make_intrusive<c10d::HashStore>());
+    EXPECT_EQ(said, std::set<std::string>{concat("hosts: no two of its ranks share memory: gloo "
+                                                 "between them (ranks 0 and 1 ",
+                                                 one.second, ")")});
+  }
+}
+
 // As c10d uses it: no group completes what Gloo lacks, and the address is asked for if it is used.
 TEST(Hosts, WithoutAGroupAroundItTheBackendDoesWhatGlooLacks) {
   for (const auto& hosts : {std::vector<int>{0, 1}, std::vector<int>{0, 0, 1}}) {

@@ -257,6 +257,18 @@ TEST(ThreadManager, RefusesGroupsThatCannotBe) {
   });
 }
 
+// A group's name has no limit but one of its own.
+TEST(ThreadManager, TheLongestLimitIsTheManagersOwnToItsGroups) {
+  constexpr auto longest = std::chrono::milliseconds::max();
+  run_threads(2,
+              [&](DistributedManager& manager) {
+                require(manager.world().name() == "world", manager.world().name());
+                require(manager.world() == manager.group({0, 1}, {.timeout = longest}),
+                        "the same limit");
+              },
+              {.timeout = longest});
+}
+
 TEST(ThreadManager, CheckLevelReachesGroupsOfBeforeAndAfter) {
   run_threads(2, [](DistributedManager& manager) {
     const Group before = manager.world();

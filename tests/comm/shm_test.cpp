@@ -209,6 +209,46 @@ TEST(Shm, AfterAShutdownTheOthersGoOn) {
   });
 }
 
+// A shutdown waits for what was begun, and what other threads begin meanwhile ends in any order.
+TEST(Shm, CallsOfOtherThreadsDuringAShutdownHoldUpNoneOfThem) {
+  std::atomic<int> ended{0};
+  with_backends(2, [&](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    if (backend->getRank() == 1) {
+      std::this_thread::sleep_for(600ms);  // both threads wait
+      std::vector<at::Tensor> sent{torch::ones({4})};
+      for (const int tag : {2, 1}) {
+        backend->send(sent, 0, tag)->wait();
+        const auto limit = std::chrono::steady_clock::now() + 20s;
+        while (ended < 3 - tag && std::chrono::steady_clock::now() < limit)
+          std::this_thread::sleep_for(1ms);
+        EXPECT_EQ(ended, 3 - tag);
+      }
+      backend->send(sent, 0, 0)->wait();
+      return;
+    }
+    std::vector<at::Tensor> first{torch::zeros({4})};
+    const auto begun = backend->recv(first, 1, 0);
+    std::vector<std::thread> threads;
+    threads.emplace_back([&] { backend->shutdown(); });
+    for (const int tag : {1, 2}) {
+      std::this_thread::sleep_for(100ms);
+      threads.emplace_back([&, tag] {
+        std::vector<at::Tensor> got{torch::zeros({4})};
+        try {
+          backend->recv(got, 1, tag)->wait();
+          EXPECT_TRUE(got[0].equal(torch::ones({4})));
+          ++ended;
+        } catch (const std::exception& error) {
+          ADD_FAILURE() << "tag " << tag << ": " << error.what();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    EXPECT_TRUE(begun->isSuccess());
+    EXPECT_TRUE(first[0].equal(torch::ones({4})));
+  });
+}
+
 TEST(Shm, ResultsHaveTheSameBitsOnAllRanks) {
   for (int ranks = 2; ranks <= 4; ++ranks)
     run_threads(

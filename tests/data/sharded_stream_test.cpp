@@ -248,6 +248,8 @@ TEST(ShardedStream, MistakesAreTold) {
   EXPECT_THROW(StreamLoader(shards, {.lanes = 8}, 8, Group()), InvalidArgument);
   EXPECT_THROW(StreamLoader(shards, {.lanes = -1}, 8, Group()), InvalidArgument);
   EXPECT_EQ(ShardedStream(shards, {}, 6).lanes(), 3);  // the largest divisor of 6 up to 4
+  EXPECT_EQ(ShardedStream(shards, {}, 2).lanes(), 2);
+  EXPECT_EQ(ShardedStream(shards, {}, 1).lanes(), 1);
   StreamLoader loader(shards, {.lanes = 2}, 4, Group());
   loader.next();
   const std::string state = loader.state();

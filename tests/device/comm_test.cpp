@@ -5,6 +5,8 @@
 
 #include "device.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/of_c10d.h"
+#include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/group.h"
 #include "transport.h"
 
@@ -113,6 +115,41 @@ TEST(DeviceComm, AWaitBlocksTheStreamAndNotTheHost) {
       group.all_reduce(t);
       group.barrier();
     }
+  });
+  EXPECT_EQ(take_faults(), "");
+}
+
+// Ranks whose tensors are on devices of two types are not in one call.
+TEST(DeviceComm, TheSignOfACallTellsDevicesApart) {
+  class TakesAll : public c10d::Backend {
+   public:
+    TakesAll() : c10d::Backend(0, 2) {}
+    const std::string getBackendName() const override { return "takes all"; }
+    c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>&,
+                                             const c10d::BroadcastOptions&) override {
+      return {};  // nothing is left to wait for
+    }
+  };
+  on_devices(1, [](DistributedManager& manager) {
+    std::uint64_t sign = 0;
+    detail::GroupSpec spec;
+    spec.name = "signed";
+    spec.ranks = {0, 1};
+    spec.timeout = std::chrono::seconds(20);
+    spec.watch = std::make_shared<detail::GroupWatch>(spec.name, spec.ranks, 0, nullptr);
+    const auto state = std::make_shared<detail::GroupState>(spec);
+    for (const c10::Device on : {c10::Device(at::kCPU), manager.device()})
+      state->set_endpoint(
+          on, std::make_shared<detail::OfC10d>(c10::make_intrusive<TakesAll>(), spec.timeout,
+                                               detail::Abilities(), &sign));
+    const Group group(state);
+    const auto sign_on = [&](c10::Device on) {
+      group.broadcast(at::ones({4}, at::TensorOptions(on)), 0);
+      return sign;
+    };
+    const std::uint64_t here = sign_on(at::kCPU), there = sign_on(manager.device());
+    EXPECT_NE(here, there);
+    EXPECT_EQ(here, sign_on(at::kCPU)) << "of the next call too";
   });
   EXPECT_EQ(take_faults(), "");
 }

@@ -44,7 +44,7 @@ TEST(MeshProperty, GroupsOfEveryAxisSet) {
   long long checked = 0;
   for (int n = 0; n < kMeshes; ++n) {
     const Mesh mesh = random_mesh(random);
-    for (unsigned set = 0; set < 1u << mesh.dims(); ++set) {
+    for (unsigned set = 0; set < (1u << mesh.dims()); ++set) {
       const auto axes = axes_of(set, mesh.dims());
       const auto expected = bins(mesh, set);
       std::set<std::vector<int>> wanted;
@@ -91,7 +91,12 @@ TEST(MeshProperty, ComplementsMeetInOneRankInEveryScope) {
     }
     ASSERT_NO_THROW(require_orthogonal(a, "a", b, "b", scopes, "scope"));
     if (n % 10 == 0) {
-      ASSERT_EQ(validate(mesh).axis_sets, 1 << mesh.dims());
+      std::int64_t groups = 0;
+      for (unsigned set = 0; set < (1u << mesh.dims()); ++set)
+        groups += mesh.groups(axes_of(set, mesh.dims())).count();
+      const MeshValidation checked = validate(mesh);
+      ASSERT_EQ(checked.axis_sets, 1 << mesh.dims());
+      ASSERT_EQ(checked.groups, groups);
     }
   }
 }

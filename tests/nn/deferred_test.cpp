@@ -74,6 +74,7 @@ std::map<std::string, at::Tensor> made_by(DistributedManager& manager, const Pla
   for (const at::Tensor& p : net->parameters())
     EXPECT_TRUE(is_sharded(p) && !is_deferred(p) && p.requires_grad() && p.is_leaf());
   const auto all = values_of(*net);
+  EXPECT_EQ(policies(manager).redistribution, Policy::error) << "as before";
   // The numbers after it are those of a model that was made whole.
   EXPECT_EQ(random_state(manager).seed, 5u);
   return all;

@@ -68,6 +68,35 @@ TEST(Fourier, EqualsOneProcess) {
   }
 }
 
+TEST(Fourier, ShortTimesWithWindowsAndCenters) {
+  on_ranks(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"x", 2}});
+    test::seed(5);
+    const at::Tensor batch = randn({3, 24}, at::kDouble), window = randn({5}, at::kDouble);
+    for (const at::Tensor& signal : {batch, batch[0]})
+      for (const bool center : {false, true})
+        for (const bool given : {false, true})
+          for (int cut = 0; cut < signal.dim(); ++cut) {
+            // a window of 5 in the middle of 8: one element more behind it than before it
+            const auto f = [&](const at::Tensor& t) {
+              return at::view_as_real(
+                  at::stft(t, 8, 3, 5, given ? std::optional<at::Tensor>(window) : std::nullopt,
+                           center, "reflect", false, true, true));
+            };
+            const at::Tensor plain = signal.clone().requires_grad_(true);
+            const at::Tensor x =
+                distribute_tensor(signal, mesh, {Shard(cut)}).detach().requires_grad_(true);
+            const at::Tensor expected = f(plain), got = f(x);
+            ASSERT_TRUE(at::allclose(whole(got), expected.detach(), 1e-12, 1e-12))
+                << signal.dim() << " dims, cut along " << cut << ", center " << center;
+            expected.square().sum().backward();
+            got.square().sum().backward();
+            ASSERT_TRUE(at::allclose(whole(x.grad()), plain.grad(), 1e-12, 1e-12));
+          }
+  });
+}
+
 TEST(Fourier, MovesPencils) {
   on_ranks(4, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::allow});

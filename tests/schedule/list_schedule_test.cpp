@@ -218,6 +218,24 @@ TEST(ListSchedule, DrawnCostsAndLimits) {
   }
 }
 
+TEST(ListSchedule, ImprovementsShortenWhatTheRulesFind) {
+  Draw draw(8);
+  int shorter = 0;
+  for (int n = 0; n < 40; ++n) {
+    const int ranks = draw.number(2, 4), stages = ranks + draw.number(0, 4), m = draw.number(3, 9);
+    const auto placement = draw.placement(ranks, stages);
+    const PipelineCosts costs = draw.costs(stages, m);
+    ListScheduleOptions options;
+    options.improvements = 0;
+    const double without = makespan(list_schedule(placement, m, costs, options), costs);
+    options.improvements = 100;
+    const double with = makespan(list_schedule(placement, m, costs, options), costs);
+    EXPECT_LE(with, without * (1 + 1e-9));
+    shorter += with < without * (1 - 1e-6) ? 1 : 0;
+  }
+  EXPECT_GE(shorter, 2);
+}
+
 TEST(ListSchedule, BesideTheBestOfAll) {
   // Everything is tried: the bound is below the best, and the list schedule is the best or near it.
   Draw draw(7);

@@ -172,19 +172,31 @@ TEST(Writes, AfterACopiedViewHasChangedItsShape) {
   });
 }
 
+// Every second column of a plain tensor.
+TEST(Targets, MayBeSlicesWithAStep) {
+  on_two([](const DeviceMesh& mesh) {
+    const at::Tensor base = at::zeros({4, 6}, at::kDouble), expected = base.clone();
+    base.slice(1, 1, 6, 2).add_(distribute_tensor(counted(), mesh, {Shard(0)}).detach());
+    expected.slice(1, 1, 6, 2).add_(counted());
+    EXPECT_TRUE(is_sharded(base));
+    EXPECT_EQ(difference(base, expected), 0);
+  });
+}
+
 TEST(Targets, AreWhatTheyWereWhenTheOperatorFails) {
   on_two([](const DeviceMesh& mesh) {
     const at::Tensor x = distribute_tensor(at::ones({4}), mesh, {Shard(0)});
     at::Tensor whole_numbers = at::zeros({4}, at::kLong), short_one = at::zeros({3}),
-               two = at::zeros({2, 4});
+               two = at::zeros({2, 4}), base = at::zeros({2, 5}), slice = base.narrow(1, 1, 3);
     EXPECT_ANY_THROW(whole_numbers.add_(x));
     EXPECT_ANY_THROW(short_one.add_(x));
     EXPECT_ANY_THROW(two.addmm_(x.view({1, 4}), two));
+    EXPECT_ANY_THROW(slice.add_(x));
     {
       const at::NoGradGuard no_grad;
       EXPECT_ANY_THROW(short_one.mul_(x));
     }
-    for (const at::Tensor& t : {whole_numbers, short_one, two}) {
+    for (const at::Tensor& t : {whole_numbers, short_one, two, base, slice}) {
       EXPECT_FALSE(is_sharded(t));
       EXPECT_EQ(t.add(1).sum().item<double>(), static_cast<double>(t.numel()));
       EXPECT_NE(t.data_ptr(), nullptr);

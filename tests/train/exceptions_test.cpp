@@ -1,6 +1,8 @@
 // Exceptions and full disks in the middle of a run, on one rank: all ranks are told the same, and
 // the next run goes on from what stands.
 
+#include <future>
+
 #include "trouble.h"
 
 namespace tessera::test {
@@ -38,6 +40,43 @@ TEST(OnException, TheLastWholeStateIsSavedAndTheRunGoesOn) {
       });
     }
   }
+}
+
+// It waits for none of the others, which save nothing.
+TEST(OnException, AFirstRankThatSavesAloneSavesTheLastWholeState) {
+  class Alone : public DDPStrategy {
+   public:
+    using DDPStrategy::DDPStrategy;
+    Abilities abilities() const override {
+      Abilities can = DDPStrategy::abilities();
+      can.saves_on_all_ranks = false;
+      return can;
+    }
+  };
+  const Folder folder;
+  std::promise<void> saved;
+  const std::shared_future<void> is_saved = saved.get_future().share();
+  const Outcomes all = outcomes_on(2, [&](DistributedManager& manager) {
+    auto options = saving(std::make_shared<Alone>(manager), folder.path());
+    options.callbacks = {std::make_shared<CheckpointCallback>(
+                             CheckpointCallbackOptions{.at_end = false, .on_exception = true}),
+                         std::make_shared<Grenade>("backward", 4, manager.rank() == 0)};
+    Regression task;
+    try {
+      Trainer(options).fit(task, ragged_batches(manager.rank(), 5));
+    } catch (...) {
+      // A rank that ends before would end what the first one does.
+      if (manager.rank() == 0)
+        saved.set_value();
+      else
+        is_saved.wait_for(std::chrono::seconds(90));
+      throw;
+    }
+  });
+  expect_all_told(all, "a grenade in backward");
+  on_threads(1, [&](DistributedManager& manager) {
+    EXPECT_EQ(Checkpointer(manager, folder.path()).latest(), "step-4");
+  });
 }
 
 // The same modules and trainer: what the run that failed had accumulated is not in the next step.
