@@ -146,7 +146,8 @@ def distribute_tensor(full, mesh, placements, sizes=None):
 def scatter(full, mesh, placements, sizes=None, root=0):
     """The rank at mesh position `root` holds `full` (others may give None); every rank gets its shard. Collective.
 
-    Raises InvalidArgument, on every rank, for a root that the mesh does not have, and for placements and sizes that do not fit.
+    Raises InvalidArgument, on every rank, for a root that the mesh does not have, and for placements and sizes that do not fit; MismatchError where
+    ranks give different roots.
 
     >>> def body(rank):
     ...     full = torch.arange(4) if rank == 0 else None
@@ -300,7 +301,9 @@ def save(tensors, mesh, path, max_bytes=0):
     """A module's parameters and buffers, a dictionary of tensors, or one tensor (named "tensor"), into one safetensors file. Collective.
 
     `max_bytes`: into a folder of files of at most so many bytes, with the index that Hugging Face's tools write and read (model.safetensors.index.json).
-    Raises InvalidArgument for a dtype that the format does not have (complex128), FileError for a path that cannot be written, on every rank.
+    Names, dtypes, shapes and placements are the same on all ranks, which compare them by a hash. Values of plain tensors are not compared: those of the mesh's
+    first rank are saved. Raises InvalidArgument for a dtype that the format does not have (complex128), FileError for a path that cannot be written,
+    MismatchError where ranks differ, with the first tensor that does, on every rank.
 
     >>> ts.save(net, mesh, "net.safetensors")
     >>> ts.save({"field": t}, mesh, "folder", max_bytes=1 << 30)
@@ -317,7 +320,7 @@ def load(path, mesh, placements=None):
     """All tensors of a file, or of a folder of files with an index (model.safetensors.index.json), by name. Collective.
 
     `placements` maps names to placements, or (placements, sizes); the others are replicated. Raises FileError for a file that is absent or damaged,
-    InvalidArgument for names that it does not have, on every rank.
+    InvalidArgument for names that it does not have, MismatchError where ranks give different placements, on every rank.
 
     >>> ts.save({"field": t}, mesh, "field.safetensors")
     >>> ts.load("field.safetensors", mesh, {"field": ts.Shard(1)})["field"]

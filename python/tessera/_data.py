@@ -15,7 +15,7 @@ from tessera._callbacks import Callbacks, address, with_cause
 from tessera._errors import InvalidArgument
 from tessera._groups import group_of
 from tessera._library import classes, ops
-from tessera._mesh import handle_of
+from tessera._mesh import handle_of, told_to_others
 from tessera._workers import WorkerPool
 
 # Never freed: a worker that hangs in a sample is left behind when its loader goes, and returns through the reader one day.
@@ -472,13 +472,22 @@ def _sharded(values):
     return ShardedBatch(step, epoch, tuple(tensors), mask, rows, real, _by_names(names, tensors))
 
 
+def _given(what, batch, mesh, batch_axes, fields):
+    """What the library takes of these; what is wrong with them on this rank alone the others are told."""
+    handle = handle_of(mesh)
+    with told_to_others(mesh, what):
+        ops.reads_for_others(handle, list(batch_axes))  # refuses axes
+        return (*_loaded(batch), handle, list(batch_axes), _fields(fields))
+
+
 def shard_batch(batch, mesh, batch_axes, fields=()):
     """What a `Loader` has read as sharded tensors: dim 0 over `batch_axes`, those of the loader, and other dims as `fields` say.
 
     `batch`: also tensors of any loader, nested in any way, with as many rows as each coordinate of `batch_axes` likes; `fields` of the result is nested likewise.
     `fields`: one entry per tensor, or one for all: a `FieldSharding`, or its `dims` alone; None or nothing: replicated along the other axes. Of a batch
     whose fields are a dictionary also a dictionary, by names ("inputs/wind") or the names of groups ("inputs"); what it does not name is replicated.
-    Collective over the mesh. Raises InvalidArgument, on every rank, for an axis or a field that is not there, for dim 0, and where `whole` has to be given.
+    Collective over the mesh. Raises InvalidArgument for an axis or a field that is not there, for dim 0, and where `whole` has to be given, and TypeError for what
+    is no batch and no field; what is wrong on one rank alone is PeerFailedError on the others.
 
     >>> mesh = ts.Mesh({"data": -1, "domain": 1})
     >>> data = ts.TensorDataset({"inputs": {"wind": torch.ones(6, 3, 8, 4)}, "month": torch.arange(6)})
@@ -489,9 +498,11 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
     >>> wind, month = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
     >>> image, label = ts.shard_batch([torch.ones(2, 3, 8), torch.ones(2)], mesh, ["data"], {"0": ts.FieldSharding({"domain": 2}, whole=True)}).fields
     """
-    sharded = _sharded(ops.shard_batch(*_loaded(batch), handle_of(mesh), list(batch_axes), _fields(fields)))
+    given = _given("shard_batch", batch, mesh, batch_axes, fields)
     if isinstance(batch, LoadedBatch):
-        return sharded
+        with told_to_others(mesh, "shard_batch"):  # nothing that ranks have compared
+            return _sharded(ops.shard_batch(*given))
+    sharded = _sharded(ops.shard_batch(*given))
     return replace(sharded, fields=pytree.tree_unflatten(list(sharded.tensors), pytree.tree_structure(batch)))
 
 
@@ -506,7 +517,7 @@ def scatter_batch(batch, mesh, batch_axes, fields=()):
     >>> ts.scatter_batch(batch, mesh, ["data"], [{"domain": 2}]).tensors[0].shape
     torch.Size([2, 3, 8])
     """
-    return _sharded(ops.scatter_batch(*_loaded(batch), handle_of(mesh), list(batch_axes), _fields(fields)))
+    return _sharded(ops.scatter_batch(*_given("scatter_batch", batch, mesh, batch_axes, fields)))
 
 
 def augment_batch(batch, samples, augment, seed=0):

@@ -1,10 +1,11 @@
 """Meshes: named axes over ranks, and where the elements of a tensor lie on them."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
 
 from tessera import _html, _torch_objects
-from tessera._errors import InvalidArgument
+from tessera._errors import CommError, ImplicitRedistributionError, InvalidArgument
 from tessera._groups import Group
 from tessera._library import classes, ops
 
@@ -201,6 +202,18 @@ def handle_of(mesh):
     elif hasattr(mesh, "mesh_dim_names"):
         instead = "ts.Mesh.from_device_mesh(mesh)"
     raise InvalidArgument(f"{repr(mesh)[:80]} is no mesh: give {instead}")
+
+
+@contextmanager
+def told_to_others(mesh, what):
+    """Tells the other ranks of the mesh what is raised inside: their pending or next call raises PeerFailedError, if they meet no error of their own."""
+    try:
+        yield
+    except BaseException as error:
+        # What comes from communication, or follows from what all ranks share, they know.
+        if mesh.contains_me and not isinstance(error, (CommError, ImplicitRedistributionError)):
+            mesh.fail(f"{what}: {error}")
+        raise
 
 
 def add_mesh(name, mesh):

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tessera._errors import CommError, ImplicitRedistributionError, InvalidArgument
+from tessera._errors import InvalidArgument
 from tessera._groups import made_together
 from tessera._library import classes, ops
-from tessera._mesh import handle_of
+from tessera._mesh import handle_of, told_to_others
 from tessera._modules import module_tree, names
 from tessera._placement import ParameterPlacement, from_text
 
@@ -321,18 +321,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         parameters = self._parameters()
         self._shards.plan(parameters)
-        try:
+        with told_to_others(self._mesh, "ShardedOptimizer.step"):
             shards = dict(zip(parameters, self._shards.shards(parameters)))
             self._exchange(shards)
             try:
                 self._update()
             finally:
                 self._exchange({shard: parameter for parameter, shard in shards.items()})
-        except BaseException as error:
-            # What comes from communication, or follows from what all ranks share, they know.
-            if not isinstance(error, (CommError, ImplicitRedistributionError)):
-                self._mesh.fail(f"ShardedOptimizer.step: {error}")
-            raise
         self._shards.gather()
         return loss
 

@@ -148,7 +148,8 @@ class ManualStrategy(ParallelStrategy):
 
     A checkpoint is a folder that all ranks write, of the path that Lightning gives it, and is loaded on any number of ranks and by any of these strategies; so is
     a file that another strategy of Lightning's wrote, the optimizers' part of it into plain parameters alone. Tensors that `on_save_checkpoint` of a callback or
-    of the module puts into its state_dict, as averages of weights, are kept beside those of the module, and come into it when it is loaded.
+    of the module puts into its state_dict, as averages of weights, are kept beside those of the module, and come into it when it is loaded. `load_from_checkpoint`
+    is Lightning's own and takes no folder: `ts.CheckpointReader("checkpoints", "last.ckpt").load({"module": module}, allow_extra=True)` fills a module without a trainer.
     With `precision="16-mixed"` a gradient that overflows on one rank leaves the step out on all, by one small all-reduce a step.
     """
 

@@ -209,6 +209,18 @@ std::string header_of(const NamedTensors& tensors, const DeviceMesh& mesh,
   return write_safetensors_header(stored, metadata);
 }
 
+// The same, once all ranks have given the same tensors: they choose the transfers that follow.
+std::string agreed_header(const Group& all, const NamedTensors& tensors, const DeviceMesh& mesh,
+                          std::vector<SafetensorsTensor>& stored) {
+  std::string header, lines;
+  agree::all(all, "save", [&] { header = header_of(tensors, mesh, stored); }, call_on(all));
+  for (const auto& [name, t] : tensors)
+    lines += concat('\'', name, "' ", c10::toString(t.scalar_type()), ' ',
+                    is_sharded(t) ? spec(t).to_string() : list(t.sizes()), '\n');
+  agree::same(all, "the tensors to save", lines);
+  return header;
+}
+
 }  // namespace
 
 void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path) {
@@ -216,7 +228,7 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
   const detail::OriginScope scope(kSaving);
   const Group all = mesh.all();
   std::vector<SafetensorsTensor> stored;
-  const std::string header = header_of(tensors, mesh, stored);
+  const std::string header = agreed_header(all, tensors, mesh, stored);
   std::unique_ptr<AtomicFile> file;
   // For the largest sharded tensor, once.
   at::Tensor memory;
@@ -284,14 +296,22 @@ NamedTensors load(
   const Group all = mesh.all();
   Reading file(all, path);
   std::vector<ShardSpec> specs;
-  for (std::size_t i = 0; i < file.layouts.size(); ++i) {
-    const std::string& name = file.tensors[i].name;
-    const auto placed = rule ? rule(name) : std::nullopt;
-    specs.push_back(placed
-                        ? ShardSpec(mesh, file.layouts[i].shape, placed->placements, placed->sizes)
-                        : ShardSpec::replicated(mesh, file.layouts[i].shape));
-    refuse_partial(name, specs.back());
-  }
+  std::string lines;
+  agree::all(
+      all, "load",
+      [&] {
+        for (std::size_t i = 0; i < file.layouts.size(); ++i) {
+          const std::string& name = file.tensors[i].name;
+          const auto& shape = file.layouts[i].shape;
+          const auto placed = rule ? rule(name) : std::nullopt;
+          specs.push_back(placed ? ShardSpec(mesh, shape, placed->placements, placed->sizes)
+                                 : ShardSpec::replicated(mesh, shape));
+          refuse_partial(name, specs.back());
+          lines += concat('\'', name, "' ", specs.back(), '\n');
+        }
+      },
+      call_on(all));
+  agree::same(all, "the placements to load into", lines);
   return read_all(file, all, specs);
 }
 

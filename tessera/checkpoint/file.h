@@ -38,7 +38,7 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 /// Sharded tensors of this mesh, and plain ones, of which the first rank's are saved. Partial
 /// values are reduced. Placements and sizes are kept in the metadata, which other readers ignore.
 /// Throws InvalidArgument for duplicate names and for dtypes that the format does not have (complex
-/// double).
+/// double), MismatchError where ranks differ in names, dtypes, shapes or placements.
 void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path);
 /// One sharded tensor, under the name "tensor".
 void save(const at::Tensor& tensor, const std::string& path);
@@ -52,7 +52,7 @@ void save_folder(const NamedTensors& tensors, const DeviceMesh& mesh, const std:
                  std::uint64_t max_bytes);
 
 /// All tensors of the file, in its order, distributed over the mesh as `rule` says (default:
-/// replicated). On the manager's device.
+/// replicated). On the manager's device. Throws MismatchError where the ranks' rules differ.
 NamedTensors load(
     const DeviceMesh& mesh, const std::string& path,
     const std::function<std::optional<ParameterPlacement>(const std::string&)>& rule = {});

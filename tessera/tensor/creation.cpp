@@ -55,21 +55,26 @@ at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
 at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
                    const std::vector<Placement>& placements, const ShardSizes& sizes, int root) {
   const Group all = mesh.all();
-  if (root < 0 || root >= all.size())
-    throw InvalidArgument("scatter: root ", root, " of a mesh of ", all.size());
-  // The other ranks give no tensor, and learn this one's dtype and shape.
+  // All say their root; it alone gives a tensor, and the others learn its shape and dtype.
   const auto said = agree::all<std::vector<std::int64_t>, ShardingError>(
       all, "scatter",
       [&] {
-        std::vector<std::int64_t> numbers;
+        if (root < 0 || root >= all.size())
+          throw InvalidArgument("root ", root, " of a mesh of ", all.size());
+        std::vector<std::int64_t> numbers{root};
         if (all.rank() != root) return numbers;
         detail::require_plain(full, "scatter");
-        numbers = full.sizes().vec();
+        numbers.insert(numbers.end(), full.sizes().begin(), full.sizes().end());
         numbers.push_back(static_cast<std::int64_t>(full.scalar_type()));
         return numbers;
       },
       {.name = "scatter"});
-  std::vector<std::int64_t> shape = said[root];
+  for (std::size_t r = 1; r < said.size(); ++r)
+    if (said[r].front() != said[0].front())
+      throw MismatchError("scatter: rank ", all.ranks()[0], " has root ", said[0].front(),
+                          ", rank ", all.ranks()[r], " has root ", said[r].front(),
+                          "; give all ranks the same");
+  std::vector<std::int64_t> shape(said[root].begin() + 1, said[root].end());
   const auto dtype = static_cast<at::ScalarType>(shape.back());
   shape.pop_back();
   const ShardSpec target(mesh, shape, placements, sizes);

@@ -58,8 +58,8 @@ at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMesh& mesh,
                              const ShardSizes& sizes = {});
 at::Tensor distribute_tensor(const at::Tensor& full, const ShardSpec& spec);
 /// Makes a sharded tensor of `full`, which only the rank at mesh position `root` holds (others may
-/// give an undefined tensor): it sends every rank its shard. Collective. Throws InvalidArgument for
-/// a root that the mesh does not have, and for placements or sizes that do not fit.
+/// give an undefined tensor). Collective. Throws InvalidArgument for a root that the mesh does not
+/// have and for placements or sizes that do not fit, MismatchError for roots that differ by rank.
 at::Tensor scatter(const at::Tensor& full, const DeviceMesh& mesh,
                    const std::vector<Placement>& placements, const ShardSizes& sizes = {},
                    int root = 0);

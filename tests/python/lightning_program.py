@@ -248,6 +248,10 @@ def main():
     kept = ts.Checkpointer(FOLDER / "kept").names()
     assert kept == [f"epoch={EPOCHS - 1}.ckpt"] == [pathlib.Path(keeps.best_model_path).name], kept
     assert ts.CheckpointReader(FOLDER, "last.ckpt").saved_ranks == ranks
+    # Without a trainer: what stands for load_from_checkpoint, which takes no folder.
+    filled = ts.CheckpointReader(FOLDER, "last.ckpt").load({"module": Fit()}, allow_extra=True)["module"]
+    for name, p in filled.net.named_parameters():
+        assert_same(p, expected[0][name], f"filled {name}")
     # Another strategy goes on from it.
     module, run = Fit(), trainer(DDPStrategy(), EPOCHS + 1)
     run.fit(module, by_batch(mine), by_batch(mine), ckpt_path=FOLDER / "last.ckpt")

@@ -151,6 +151,29 @@ def test_what_a_function_raises_on_one_rank_all_raise():
     on_ranks(1, one)
 
 
+def test_what_one_rank_alone_gives_wrongly_the_others_are_told():
+    rows = [torch.ones(2, 3)]
+
+    def body(rank):
+        mesh, alone = ts.Mesh({"data": 2}), ts.Mesh({"data": 1, "domain": 2})
+        loader = ts.Loader(ts.TensorDataset(torch.ones(8, 3)), ts.FixedOrder(8, 4), mesh, ["data"])
+        wrong = rank == 1
+        for call, says in (
+            (lambda: ts.shard_batch([] if wrong else rows, mesh, ["data"]), "a batch is a LoadedBatch, or tensors"),
+            (lambda: ts.shard_batch(rows, mesh, ["date" if wrong else "data"]), "no axis 'date'"),
+            (lambda: ts.shard_batch(rows, mesh, ["data"], [3] if wrong else []), "is no FieldSharding"),
+            (lambda: ts.shard_batch(loader.next(), mesh, ["data"], [None] * 2 * wrong), "1 tensors and 2 field shardings"),
+            (lambda: ts.scatter_batch([] if wrong else rows, alone, ["data"]), "a batch is a LoadedBatch, or tensors"),
+        ):
+            with pytest.raises((TypeError, ts.InvalidArgument) if wrong else ts.PeerFailedError, match=says):
+                call()
+                mesh.barrier()
+            mesh.barrier()
+        assert_same(ts.shard_batch(rows, mesh, ["data"]).tensors[0], torch.ones(4, 3), "goes on")
+
+    ts.run_threads(2, body, timeout=20)
+
+
 def test_tensors_of_any_loader_are_one_batch():
     images, labels = torch.arange(9 * 3 * 4.0, dtype=torch.float64).reshape(9, 3, 4) / 100, torch.arange(9)
 

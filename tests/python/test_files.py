@@ -1,6 +1,7 @@
 """Files of tensors from Python: their placements, and folders of several with an index."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -33,6 +34,34 @@ def test_files_restore_placements_on_wish(tmp_path):
     assert placements == (ts.Shard(0),) and sizes == {0: [3, 2, 2]}  # another size: even
     with pytest.raises(RuntimeError, match="'data'"):
         on_ranks(2, lambda rank: ts.load_as_saved(path, ts.Mesh({"domain": 2})))
+
+
+def test_ranks_save_and_load_the_same(tmp_path):
+    path = tmp_path / "a.safetensors"
+
+    def body(rank):
+        mesh, odd = ts.Mesh({"x": 3}), rank == 1
+        for mine, says in (
+            ({"b": torch.ones(4)}, "'b' Float [4]"),
+            ({}, "nothing"),
+            ({"a": torch.ones(5)}, "'a' Float [5]"),
+            ({"a": torch.ones(4).double()}, "'a' Double [4]"),
+            ({"a": ts.zeros([4], mesh, ts.Shard(0))}, "'a' Float [4] x=Shard(0)[2, 1, 1]"),
+        ):
+            said = says if says == "nothing" else f'"{says}"'
+            raises(ts.MismatchError, re.escape(f"ranks [0, 2] have \"'a' Float [4]\", rank 1 has {said}"), ts.save, mine if odd else {"a": torch.ones(4)}, mesh, path)
+        raises(ts.InvalidArgument, "rank 1: .*ComplexDouble", ts.save, {"a": torch.ones(4, dtype=torch.complex128 if odd else None)}, mesh, path)
+        raises(ts.MismatchError, "tensors to save", ts.save, {name: torch.ones(20) for name in "abcd"}, mesh, tmp_path / "folder", max_bytes=200 if odd else 100)
+        assert not path.exists()
+        # Of plain tensors the values are those of the first rank.
+        ts.save({"a": torch.full((3, 3), float(rank))}, mesh, path)
+        assert_same(ts.load(path, mesh)["a"], torch.zeros(3, 3))
+        # Shards of one size, which nothing else would tell apart.
+        raises(ts.MismatchError, re.escape("rank 1 has \"'a' [3, 3] x=Shard(1)"), ts.load, path, mesh, {"a": ts.Shard(int(odd))})
+        raises(ts.InvalidArgument, r"rank 1: .*Shard\(5\)", ts.load, path, mesh, {"a": ts.Shard(5 * odd)})
+        assert_same(ts.load(path, mesh, {"a": ts.Shard(0)})["a"], torch.zeros(3, 3))
+
+    ts.run_threads(3, body, timeout=20)
 
 
 def network():

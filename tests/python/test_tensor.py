@@ -87,6 +87,19 @@ def test_scatter():
     on_ranks(3, body)
 
 
+def test_ranks_scatter_from_one_root():
+    def body(rank):
+        mesh = ts.Mesh({"x": 3})
+        for roots, says in (([0, 0, 1], "rank 0 has root 0, rank 2 has root 1"), ([1, 2, 0], "rank 0 has root 1, rank 1 has root 2")):
+            with pytest.raises(ts.MismatchError, match=says):
+                ts.scatter(X, mesh, ts.Shard(0), root=roots[rank])
+        with pytest.raises(ts.InvalidArgument, match="rank 1: root 3 of a mesh of 3"):
+            ts.scatter(X, mesh, ts.Shard(0), root=3 * (rank == 1))
+        assert_same(ts.scatter(X if rank == 2 else None, mesh, ts.Shard(0), root=2), X)
+
+    ts.run_threads(3, body, timeout=20)
+
+
 def test_gradients_through_local_and_full():
     def body(rank):
         mesh = ts.Mesh({"x": 2})
