@@ -282,7 +282,7 @@ void Trainer::save_whole_state(const std::exception& e) noexcept {
   if (!saves_on_all_ranks() && !first_rank()) return;
   // Each rank that hears of the exception passes it on, which ends once more the groups that others
   // have made since: at most as many times as there are ranks.
-  for (int round = 0; round <= strategy().size(); ++round) {
+  for (int round = 0; round < strategy().size(); ++round) {
     try {
       return write_whole_state();
     } catch (const PeerFailedError&) {
