@@ -176,6 +176,15 @@ TEST(Manifest, NamesWriteNothingOfTheirOwn) {
   EXPECT_NE(why.find("w\\x1b[2J"), std::string::npos) << why;
 }
 
+TEST(Manifest, RecordsLieInFilesThatAreThere) {
+  Manifest manifest;
+  manifest.ranks = 1;
+  manifest.files = {{shard_name(0, 1, "0123456789abcdef"), 100}};
+  manifest.entries = {{{EntryKind::tensor, "w", 0, "F32", {4}, "{}"}, {{{{0, 4}}, 1, 8, 16, 5}}}};
+  const std::string why = file_error([&] { parse_manifest(to_json(manifest), "x"); });
+  EXPECT_NE(why.find("a record in a file that is not there"), std::string::npos) << why;
+}
+
 // As it was written before manifests named their digest; and one of a digest that is not known.
 TEST(Manifest, EarlierOnesAreReadAndUnknownDigestsRefused) {
   const std::string body =

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <thread>
@@ -280,8 +281,36 @@ TEST_P(Collectives, AWorkOfTheC10dViewIsNoSuccessBeforeAllRanksAreInIt) {
       EXPECT_FALSE(work->isSuccess());
       seen = true;
     }
-    work->wait();
+    EXPECT_EQ(work->result().at(0)[2].item<double>(), world.size()) << "waits";
     EXPECT_TRUE(work->isSuccess());
+  });
+}
+
+// Whoever waits for a work of c10d's looks at nothing meanwhile.
+TEST_P(Collectives, AWorkOfTheC10dViewEndsWithItsGroup) {
+  if (std::get<0>(GetParam()) == "gloo") GTEST_SKIP() << "its works are c10d's own";
+  using Clock = std::chrono::steady_clock;
+  std::atomic<bool> waits{false}, over{false};
+  run([&](DistributedManager& manager) {
+    const auto world = manager.world();
+    if (world.size() == 1) return;
+    const auto begin = Clock::now();
+    if (world.rank() == 0) {
+      std::vector<Tensor> tensors{torch::ones({3})};
+      c10d::AllreduceOptions options;
+      options.asyncOp = true;
+      const auto backend = world.process_group()->getBackend(c10::DeviceType::CPU);
+      const auto work = backend->allreduce(tensors, options);
+      waits = true;
+      EXPECT_ANY_THROW(work->wait());
+      EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+      over = true;
+    }
+    while (!waits) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (world.rank() == 1) world.abort("the disk is full");
+    // A rank that leaves would end it too.
+    while (!over && Clock::now() - begin < std::chrono::seconds(10)) std::this_thread::yield();
   });
 }
 

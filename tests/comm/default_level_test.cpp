@@ -322,6 +322,27 @@ TEST(Reduction, OrderKeysByOperatorsEqualThoseOfTheLoop) {
     }
 }
 
+// Who waits for the reason of a failure hears at once that there will be none.
+TEST(Watch, AMemberThatHasLeftEndsTheWaitForNews) {
+  struct Silent : detail::FaultChannel {
+    void announce(const std::string&, const std::vector<int>&,
+                  const detail::Poison&) noexcept override {}
+    std::vector<detail::RollEntry> roll_call(const std::string&, const std::vector<int>&,
+                                             std::chrono::milliseconds) noexcept override {
+      return {};
+    }
+  };
+  detail::GroupWatch watch("test", {0, 1}, 0, std::make_shared<Silent>());
+  std::thread other([&watch] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    watch.note_left(1, "rank 1 has left");
+  });
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_FALSE(watch.await_news(std::chrono::seconds(15)));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  other.join();
+}
+
 // A call that a stream waits for, and no thread: its limit ends the group all the same.
 TEST(Guarded, ACallThatNobodyWaitsForEndsAtItsLimit) {
   class Never : public c10d::Work {

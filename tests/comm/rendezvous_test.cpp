@@ -20,6 +20,7 @@
 
 #include "meet.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/store/detail/job_store.h"
 #include "tessera/comm/store/detail/socket.h"
 #include "tessera/comm/store/detail/store_connection.h"
 #include "tessera/comm/store/detail/store_server.h"
@@ -313,6 +314,21 @@ TEST(JobStore, WaitsForKeysUpToItsLimit) {
       meeting.store->wait({"b"});
       meeting.store->set("a", "2");
     }
+  });
+}
+
+TEST(JobStore, ACallThatIsGivenUpEndsAtOnce) {
+  meet(launches(2, free_port()), 20s, [](Rendezvous& meeting, int) {
+    const auto store = c10::make_intrusive<detail::JobStore>(meeting.connection, 20s);
+    std::thread other([&] {
+      std::this_thread::sleep_for(100ms);
+      store->interrupt();
+    });
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_THROW(store->wait({"never"}, 15s), c10::DistStoreError);
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
+    other.join();
+    meeting.store->set("b", "1");  // others go on
   });
 }
 

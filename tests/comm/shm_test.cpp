@@ -286,6 +286,18 @@ TEST(Shm, MemoryInCommonIsNamedWhereAnotherRankMakesAnotherCall) {
       over_shm());
 }
 
+TEST(Shm, MemoryInCommonIsNotWaitedForWhereARankHasEnded) {
+  run_threads(
+      2,
+      [](DistributedManager& manager) {
+        const auto world = manager.world();
+        world.barrier();
+        if (world.rank() == 0)
+          EXPECT_THROW(SharedMemory::make(world, 4096, {.timeout = 20s}), PeerLostError);
+      },
+      over_shm());
+}
+
 TEST(Shm, SharedMemoryIsReducedWhereItLies) {
   for (int ranks = 2; ranks <= 3; ++ranks)
     run_threads(

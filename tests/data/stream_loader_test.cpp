@@ -206,6 +206,8 @@ TEST(StreamLoader, TwoWorkersMakeBatchesAtTheSameTime) {
   };
   StreamLoader loader(std::make_shared<Counter>(0, 4), 2, Group(),
                       {.workers = 2, .prefetch = 2, .transform = waits});
+  // Both wait for the first call, which wakes one of them.
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
   while (loader.next()) {
   }
   EXPECT_TRUE(together);

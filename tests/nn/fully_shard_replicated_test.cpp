@@ -156,6 +156,23 @@ TEST(FullyShardReplicated, GathersForSquareDataToo) {
   });
 }
 
+// The unit is gathered anyway: the summand need not be reduced for it.
+TEST(FullyShardReplicated, ASumOverSamplesStaysASummandBesideAParameter) {
+  on_threads(3, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});
+    const auto mesh = manager.mesh({{"data", 3}});
+    Linear net(4, 7);
+    net->to(at::kDouble);
+    fill(*net, 3);
+    const at::Tensor weight = net->weight.detach().clone();
+    fully_shard(*net, mesh);
+    const at::Tensor x = randn({6, 7, 4}, at::kDouble);
+    const at::Tensor y = distribute_tensor(x, mesh, {Shard(0)}).sum(0) * net->weight;
+    EXPECT_TRUE(spec(y).placements()[0].is_partial()) << spec(y);
+    EXPECT_LT(difference(y, x.sum(0) * weight), 1e-12);
+  });
+}
+
 TEST(FullyShardReplicated, ArithmeticOfParametersStaysInShards) {
   on_threads(3, [](DistributedManager& manager) {
     set_policies(manager, {.redistribution = Policy::error, .plain_values = Policy::allow});

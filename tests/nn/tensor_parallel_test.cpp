@@ -269,6 +269,23 @@ TEST(TensorParallel, GathersASharedInputAnewAfterAFailure) {
   });
 }
 
+TEST(TensorParallel, SharesAGatheredInputThatHasBeenWrittenToBefore) {
+  on_ranks(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"tensor", 2}});
+    auto first = linear(3, 4, true), second = linear(3, 5, true);
+    for (auto* l : {&first, &second}) {
+      (*l)->to(at::kDouble);
+      tensor_parallel(**l, mesh, {{"", column()}}, {.sequence_dim = 1});
+    }
+    at::Tensor x = leaf(randn({2, 5, 3}, at::kDouble), ShardSpec(mesh, {2, 5, 3}, {Shard(1)})) * 1;
+    x.mul_(2);
+    (void)first(x);
+    const CommTraceScope trace(manager);
+    (void)second(x);
+    EXPECT_TRUE(trace->events().empty()) << trace->table();
+  });
+}
+
 TEST(TensorParallel, SharesAGatheredInputOnlyWhileItIsTheSameValue) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"tensor", 2}});

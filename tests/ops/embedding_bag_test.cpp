@@ -100,10 +100,10 @@ TEST(EmbeddingBag, RefusesWrongArgumentsOnEveryRank) {
     const auto mesh = manager.mesh({{"x", 2}});
     const at::Tensor w = distribute_tensor(at::ones({5, 2}), mesh, {Shard(0)});
     const std::vector<std::int64_t> indices = {0, 1, 2, 3};
-    for (const Bags& wrong :
-         {Bags{indices, {0, 9}}, Bags{indices, {1, 3}}, Bags{indices, {0, 3, 2}},
-          Bags{indices, {}, kSum, true}, Bags{indices, {0, 9}, kSum, true},
-          Bags{indices, {0}, kSum, false, 5}, Bags{indices, {0}, kSum, false, -6}})
+    for (const Bags& wrong : {Bags{indices, {0, 9}}, Bags{indices, {1, 3}},
+                              Bags{indices, {0, 3, 2}}, Bags{indices, {}, kSum, true},
+                              Bags{indices, {0, 9}, kSum, true}, Bags{indices, {0}, kSum, false, 5},
+                              Bags{indices, {0}, kSum, false, -6}, Bags{indices, {0}, kMax + 1}})
       EXPECT_THROW(bag(w, at::tensor(indices, at::kLong), wrong), c10::Error)
           << list(wrong.offsets);
     EXPECT_EQ(bag(w, at::tensor(indices, at::kLong), {indices, {0}}).sum().item<float>(), 8);

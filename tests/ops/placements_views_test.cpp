@@ -43,6 +43,35 @@ TEST(Placements, JoinsAlongShardedDims) {
   });
 }
 
+TEST(Placements, AMergeLooksAtTheFirstOfItsDimsAndNotAtTheNext) {
+  on_threads(2, [](DistributedManager& manager) {
+    set_policies(manager, {.redistribution = Policy::allow});
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor value = randn({4, 1, 6}, at::kDouble);
+    const at::Tensor y = distribute_tensor(value, mesh, {Shard(2)}).reshape({24});
+    EXPECT_TRUE(spec(y).is_sharded(0)) << spec(y);
+    EXPECT_EQ(difference(y, value.reshape({24})), 0);
+  });
+}
+
+TEST(Placements, SummandsStaySummandsWhereTheyAreMovedAndCut) {
+  on_threads(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"x", 2}});
+    const at::Tensor value = randn({4, 3, 5}, at::kDouble);
+    const at::Tensor x = distribute_tensor(value, mesh, {Shard(0)}).sum(0), whole = value.sum(0);
+    ASSERT_TRUE(spec(x).has_partial());
+    set_policies(manager, {.redistribution = Policy::error});
+    const auto all = [](const at::Tensor& t) {
+      return Values{t.tril(), t.triu(1), t.flip({0}), t.roll({1}, {1})};
+    };
+    const Values got = all(x), expected = all(whole);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_TRUE(spec(got[i]).has_partial()) << i;
+      EXPECT_LT(difference(got[i], expected[i]), 1e-12) << i;
+    }
+  });
+}
+
 // One sample over several ranks: the one that has it keeps it where its dim is merged with others,
 // and where it is split off again.
 TEST(Placements, ADimOfOneElementIsMergedAndSplitOffWhereItLies) {

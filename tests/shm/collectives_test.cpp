@@ -271,6 +271,27 @@ TEST(Collectives, ASenderIsAhead) {
   reader.join();
 }
 
+// Also where all ranks give memory that they share, and the others' output as well.
+TEST(Collectives, AReductionWritesToItsRootAlone) {
+  Options options = brief("root");
+  options.arena_bytes = 1 << 20;
+  auto groups = Group::threads(2, options);
+  const auto reduce = [&groups](int rank) {
+    constexpr std::size_t kCount = 50000;
+    Group& group = groups[static_cast<std::size_t>(rank)];
+    std::byte* memory = group.arena().allocate(kCount * sizeof(float));
+    auto* values = reinterpret_cast<float*>(memory);
+    std::fill_n(values, kCount, 1.0F + static_cast<float>(rank));
+    group.reduce(values, values, kCount, Element::float32, {}, 0);
+    EXPECT_EQ(values[kCount - 1], rank == 0 ? 3 : 2);
+    group.barrier();
+    group.arena().deallocate(memory);
+  };
+  std::thread other([&reduce] { reduce(1); });
+  reduce(0);
+  other.join();
+}
+
 TEST(Collectives, ARequestThatIsDoneStaysDone) {
   auto groups = Group::threads(2, brief("done"));
   std::thread other([&group = groups[1]] { group.barrier(); });

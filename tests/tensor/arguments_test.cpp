@@ -364,6 +364,11 @@ TEST(Taken, AsPlainLibtorchTakes) {
     at::sort_out(cut_values, cut_order, put(b), true, 1, true);
     EXPECT_TRUE(whole(cut_values).equal(values) && whole(cut_order).equal(order));
     EXPECT_DOUBLE_EQ(cut_values.sum().item<double>(), values.sum().item<double>());
+    std::vector<at::Tensor> columns{put(at::empty({4}, at::kDouble))};
+    EXPECT_THROW(at::unbind_copy_out(columns, put(a), 1), InvalidArgument) << "two into one";
+    columns.push_back(columns[0].clone());
+    at::unbind_copy_out(columns, put(a), 1);
+    EXPECT_TRUE(whole(columns[1]).equal(a.select(1, 1)));
   });
 }
 
