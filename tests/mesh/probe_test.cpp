@@ -82,8 +82,9 @@ TEST(Probe, TopologiesComeBackFromTheirOwnMeasurements) {
       const double latency = 1e-6 * pick(5, 20), uplink = pick(0, 1) ? 3e9 : 0;
       for (int r = 0; r < racks; ++r)
         topology.switches.push_back({"rack" + std::to_string(r), 0, latency, uplink});
-      for (std::size_t h = 0; h < devices.size(); ++h)
-        topology.hosts[h].network = 1 + static_cast<int>(h) % racks;
+      const bool alone = pick(0, 1) == 1;  // the first hosts, or all in turn
+      for (int h = 0; h < static_cast<int>(devices.size()); ++h)
+        topology.hosts[h].network = 1 + (alone ? std::min(h, racks - 1) : h % racks);
     }
     topology.check();
     const Probe probe = measured(topology, random);

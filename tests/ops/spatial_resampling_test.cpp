@@ -349,6 +349,20 @@ TEST(Sampling, TiesGoWhereLibtorchPutsThem) {
 
 // Only the halo is sent: one row per rank for a doubling, and no more for any other factor than the
 // rows that its outputs read.
+TEST(Sampling, WhatIsSampledOfAFieldInSpaceLiesInRows) {
+  on_ranks(2, [](DistributedManager& manager) {
+    const auto mesh = manager.mesh({{"domain", 2}});
+    const at::Tensor field = randn({1, 2, 6, 5}, at::kDouble),
+                     grid = at::rand({1, 4, 3, 2}, at::kDouble) * 2 - 1;
+    for (const int cut : {2, 3}) {
+      const at::Tensor x = distribute_tensor(field, mesh, {Shard(cut)});
+      const at::Tensor y =
+          at::grid_sampler(x, distribute_tensor(grid, mesh, {Replicate()}), 0, 0, false);
+      EXPECT_TRUE(spec(y).is_sharded(2)) << spec(y);
+    }
+  });
+}
+
 TEST(Interpolation, NoRankReceivesMoreThanItsOutputsRead) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
