@@ -347,8 +347,6 @@ TEST(Sampling, TiesGoWhereLibtorchPutsThem) {
   });
 }
 
-// Only the halo is sent: one row per rank for a doubling, and no more for any other factor than the
-// rows that its outputs read.
 TEST(Sampling, WhatIsSampledOfAFieldInSpaceLiesInRows) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
@@ -363,6 +361,8 @@ TEST(Sampling, WhatIsSampledOfAFieldInSpaceLiesInRows) {
   });
 }
 
+// Only the halo is sent: one row per rank for a doubling, and no more for any other factor than the
+// rows that its outputs read.
 TEST(Interpolation, NoRankReceivesMoreThanItsOutputsRead) {
   on_ranks(2, [](DistributedManager& manager) {
     const auto mesh = manager.mesh({{"domain", 2}});
