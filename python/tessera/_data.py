@@ -498,11 +498,11 @@ def shard_batch(batch, mesh, batch_axes, fields=()):
     >>> wind, month = ts.shard_batch(loader.next(), mesh, ["data"], [ts.FieldSharding({"domain": 2}, whole=True), None]).tensors
     >>> image, label = ts.shard_batch([torch.ones(2, 3, 8), torch.ones(2)], mesh, ["data"], {"0": ts.FieldSharding({"domain": 2}, whole=True)}).fields
     """
-    given = _given("shard_batch", batch, mesh, batch_axes, fields)
     if isinstance(batch, LoadedBatch):
+        handle = handle_of(mesh)
         with told_to_others(mesh, "shard_batch"):  # nothing that ranks have compared
-            return _sharded(ops.shard_batch(*given))
-    sharded = _sharded(ops.shard_batch(*given))
+            return _sharded(ops.shard_batch(*_loaded(batch), handle, list(batch_axes), _fields(fields)))
+    sharded = _sharded(ops.shard_batch(*_given("shard_batch", batch, mesh, batch_axes, fields)))
     return replace(sharded, fields=pytree.tree_unflatten(list(sharded.tensors), pytree.tree_structure(batch)))
 
 
