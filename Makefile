@@ -45,7 +45,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Tests wait for each other, for time limits and for files: one more of them than cores keeps the cores at work.
 export CTEST_PARALLEL_LEVEL := $(shell echo $$(($(JOBS) + 1)))
 
-.PHONY: all bootstrap python configure build install wheel deb release demo relief test ctest test-long bench sweep zoo format lint types notebooks docs docs-browser test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
+.PHONY: all bootstrap python configure build bindings install wheel deb release demo relief test ctest test-long bench sweep zoo format lint types notebooks docs docs-browser test-2.11 test-mpich test-stubs test-gpu test-device test-slurm soak hostile test-pytorch tsan asan fuzz clean help
 all: build
 
 help:
@@ -96,7 +96,11 @@ bench: configure
 	@$(RUN) cmake --build --preset $(PRESET) --target all benchmarks
 	@$(RUN) scripts/bench $(BUILD) $(NAME) $(ARGS)
 
-sweep: python build
+# What Python loads and starts ranks with, without the tests.
+bindings: python configure
+	@$(RUN) cmake --build --preset $(PRESET) --target tessera_python tessera_cli
+
+sweep: bindings
 	@$(RUN) scripts/sweep $(BUILD)
 
 # mypy's half is a part of `make test` too (python.types).
@@ -108,7 +112,7 @@ notebooks: python build
 	@PYTHONPATH=$(BUILD)/python .env/bin/python scripts/notebooks.py build/notebooks --run
 
 # Not a part of `make test`: what it fetches is not needed by anything else.
-zoo: python build
+zoo: bindings
 	@scripts/bootstrap --zoo
 	@$(RUN) scripts/zoo $(BUILD) $(ARGS)
 
@@ -181,7 +185,7 @@ hostile: configure
 	@$(RUN) scripts/hostile $(BUILD) $(HOURS)
 
 # Takes minutes, and follows torch's version more closely than `make test` can.
-test-pytorch: python build
+test-pytorch: bindings
 	@$(RUN) scripts/test_pytorch $(BUILD) $(ARGS)
 
 tsan asan:
