@@ -37,14 +37,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* C may hand over any int as an enumeration; C++ may read it only if its type is said. */
 #ifdef __cplusplus
+#define TESSERA_ENUM : int
 extern "C" {
+#else
+#define TESSERA_ENUM
 #endif
 
 /* Most dims that an array has. */
 enum { TESSERA_MAX_DIMS = 8 };
 
-typedef enum tessera_result {
+typedef enum tessera_result TESSERA_ENUM {
   TESSERA_OK = 0,
   /* An argument that the caller can correct: NULL, a size, a name, a dtype, an overlap. */
   TESSERA_ERROR_ARGUMENT = 1,
@@ -80,7 +84,7 @@ typedef enum tessera_result {
   TESSERA_ERROR_OTHER = 17
 } tessera_result;
 
-typedef enum tessera_dtype {
+typedef enum tessera_dtype TESSERA_ENUM {
   /* Only where a call says so: the dtypes that a file has. */
   TESSERA_AS_SAVED = 0,
   TESSERA_FLOAT32 = 1,
@@ -91,9 +95,12 @@ typedef enum tessera_dtype {
 
 /* Which dim is contiguous in memory where no strides are given: the last one, as in C, or the
  * first one, as in Fortran. */
-typedef enum tessera_order { TESSERA_ROW_MAJOR = 0, TESSERA_COLUMN_MAJOR = 1 } tessera_order;
+typedef enum tessera_order TESSERA_ENUM {
+  TESSERA_ROW_MAJOR = 0,
+  TESSERA_COLUMN_MAJOR = 1
+} tessera_order;
 
-typedef enum tessera_op {
+typedef enum tessera_op TESSERA_ENUM {
   TESSERA_SUM = 0,
   TESSERA_MIN = 1,
   TESSERA_MAX = 2,
@@ -101,7 +108,7 @@ typedef enum tessera_op {
 } tessera_op;
 
 /* Values beyond the edges of the whole array. */
-typedef enum tessera_edge {
+typedef enum tessera_edge TESSERA_ENUM {
   TESSERA_EDGE_ZERO = 0,
   TESSERA_EDGE_CIRCULAR = 1,
   TESSERA_EDGE_REFLECT = 2,
