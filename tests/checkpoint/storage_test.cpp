@@ -113,8 +113,9 @@ TEST(WritePlan, PlainTensorsThatDifferAreWrittenByTheirFirstHolder) {
   EXPECT_GT(writers(other)[2], 1) << "its layout says that it is replicated";
   EXPECT_GT(writers(hand)[0], 1);
   EXPECT_EQ(writers(hand)[1], 3) << "rank 0 writes all of its box";
+  const WritePlan plan = plan_writes(held, 1, other);
   for (const int r : {1, 2, 3})
-    for (const AssignedBox& a : plan_writes(held, 1, other).ranks[r]) EXPECT_NE(a.entry, 0u);
+    for (const AssignedBox& a : plan.ranks[r]) EXPECT_NE(a.entry, 0u);
 }
 
 TEST(WritePlan, DisagreementIsRefusedWithTheNames) {

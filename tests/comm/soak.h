@@ -60,6 +60,12 @@ inline int entries(const char* folder) {
 /// them), and the name of every group in its flight recorder; 0.55 KiB a group, as its allocations
 /// were counted. Groups in shared memory leave nothing.
 constexpr long kept_by_libtorch_kib = 1;
+/// AddressSanitizer holds back as much of what was freed.
+#ifdef __SANITIZE_ADDRESS__
+constexpr long kept_by_sanitizer_kib = 256 * 1024;
+#else
+constexpr long kept_by_sanitizer_kib = 0;
+#endif
 
 struct Usage {
   int descriptors = 0, threads = 0;
@@ -185,7 +191,7 @@ inline std::string live(const SoakPlace& place, Launch launch, std::chrono::mill
       compared("threads", before.threads, after.threads, 0) +
       compared("keys", before.keys, after.keys, 4) +  // of the second counting itself
       compared("resident KiB", before.resident_kib, after.resident_kib,
-               16 * 1024 + n * kept_by_libtorch_kib);
+               16 * 1024 + n * kept_by_libtorch_kib + kept_by_sanitizer_kib);
   return concat(ok ? "ok" : "grown", " after ", n, " rounds: ", figures);
 }
 
