@@ -220,13 +220,14 @@ class Prober {
 
   /// Everything to rank 0.
   void collect() {
-    std::string bytes(job_.probe.samples.size() * sizeof(LinkSample), '\0');
-    std::memcpy(bytes.data(), job_.probe.samples.data(), bytes.size());
+    const std::string bytes(reinterpret_cast<const char*>(job_.probe.samples.data()),
+                            job_.probe.samples.size() * sizeof(LinkSample));
     const auto samples = world_.gather_bytes(bytes, 0);
     const auto kept = world_.gather_bytes(concat(kept_), 0);
     if (world_.rank() != 0) return;
     job_.probe.samples.clear();
     for (const auto& part : samples) {
+      if (part.empty()) continue;
       const auto have = job_.probe.samples.size();
       job_.probe.samples.resize(have + part.size() / sizeof(LinkSample));
       std::memcpy(job_.probe.samples.data() + have, part.data(), part.size());

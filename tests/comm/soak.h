@@ -13,6 +13,7 @@
 #include <fstream>
 #include <random>
 
+#include "../support/sanitized.h"
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
@@ -61,11 +62,7 @@ inline int entries(const char* folder) {
 /// were counted. Groups in shared memory leave nothing.
 constexpr long kept_by_libtorch_kib = 1;
 /// AddressSanitizer holds back as much of what was freed.
-#ifdef __SANITIZE_ADDRESS__
-constexpr long kept_by_sanitizer_kib = 256 * 1024;
-#else
-constexpr long kept_by_sanitizer_kib = 0;
-#endif
+constexpr long kept_by_sanitizer_kib = test::kSanitized ? 256 * 1024 : 0;
 
 struct Usage {
   int descriptors = 0, threads = 0;

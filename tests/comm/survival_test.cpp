@@ -9,6 +9,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "../support/sanitized.h"
 #include "fork_ranks.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
@@ -24,13 +25,8 @@ namespace {
 using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
+using test::kSanitized;
 using testing::fork_ranks;
-
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 ManagerOptions options_of(const Launch& launch, milliseconds timeout) {
   at::set_num_threads(1);
