@@ -17,7 +17,7 @@ faults += [f"{name} ({real}) is bound and never called" for name, real in bound.
 faults += [f"{real} is bound and not declared" for real in bound.values() if real not in declared and "descriptor" not in real and real not in ("strlen", "tessera_refuse", "tessera_point_at_local")]
 codes = dict(re.findall(r"^\s*(TESSERA_\w+) = (\d+)", header, re.MULTILINE))
 module = (room / "fortran/tessera.F90").read_text()
-for name in codes:
+for name in codes.keys() - {"TESSERA_ROW_MAJOR", "TESSERA_COLUMN_MAJOR"}:  # an array of Fortran's has its order
     if not re.search(rf"\b{name.lower()}\b", module):
         faults.append(f"Fortran has no {name.lower()}")
 print("\n".join(faults) or f"{len(declared)} functions and {len(codes)} constants are bound")
