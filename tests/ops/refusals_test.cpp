@@ -47,6 +47,9 @@ TEST(Refusals, OfIndexing) {
   refused("put at int32 indices", [&](auto placed) {
     placed(at::zeros({8})).put_(placed(two.to(at::kInt)), placed(at::ones({2})));
   });
+  refused("more indices than dims", [&](auto placed) {
+    placed(at::zeros({8})).index_put_({placed(two), placed(two)}, placed(at::ones({2})));
+  });
   const at::Tensor mask = at::ones({8}, at::kBool);
   refused("masked_scatter of doubles", [&](auto placed) {
     placed(at::zeros({8})).masked_scatter_(placed(mask), placed(at::ones({8}, at::kDouble)));

@@ -39,6 +39,9 @@ struct Advanced {
         if (s[i] != 1) n = s[i];
       }
     }
+    // A mask covers several dims from where it stands on.
+    TORCH_CHECK_INDEX(masks || dims.empty() || dims.back() < x.spec.dims(), call.name(), ": ",
+                      dims.back() + 1, " indices of a tensor of ", x.spec.dims(), " dims");
     bool adjacent = true;
     for (std::size_t i = 1; i < dims.size(); ++i) adjacent &= dims[i] == dims[i - 1] + 1;
     at = adjacent && !dims.empty() ? dims.front() : 0;
