@@ -1,8 +1,10 @@
 #include "tessera/pipeline/detail/step_run.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <memory>
@@ -18,32 +20,6 @@ namespace tessera::detail {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// Random numbers from other states, until its end.
-class RandomFrom : Pinned {
- public:
-  RandomFrom(c10::Device device, const at::Tensor& state, const DistributedManager& manager,
-             const RandomState& sharded)
-      : generator_(at::globalContext().defaultGenerator(device)),
-        manager_(manager),
-        sharded_before_(random_state(manager)) {
-    const std::lock_guard lock(generator_.mutex());
-    before_ = generator_.get_state();
-    generator_.set_state(state);
-    set_random_state(manager_, sharded);
-  }
-  ~RandomFrom() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(before_);
-    set_random_state(manager_, sharded_before_);
-  }
-
- private:
-  at::Generator generator_;
-  const DistributedManager& manager_;
-  at::Tensor before_;
-  const RandomState sharded_before_;
-};
 
 // Buffers that a second forward writes to are afterwards as they were. Not before the backward,
 // which may have saved them.
@@ -89,19 +65,11 @@ StepRun::StepRun(PipelinePlan& plan, const PipelineBatch& batch, const StepFacts
       if (plan.stages[s]) held_back_.emplace(s, NoSync(plan.stages[s]->parameters()));
     }
   }
-  if (plan.options.seed) {
-    generator_ = at::globalContext().defaultGenerator(device_);
-    const std::lock_guard lock(generator_->mutex());
-    generator_state_ = generator_->get_state();
-    sharded_random_ = random_state(plan.mesh.manager());
-  }
+  if (plan.options.seed) random_before_ = random_now();
 }
 
 StepRun::~StepRun() {
-  if (!generator_) return;
-  const std::lock_guard lock(generator_->mutex());
-  generator_->set_state(generator_state_);
-  set_random_state(plan_.mesh.manager(), sharded_random_);
+  if (random_before_) set_random(*random_before_);
 }
 
 void StepRun::run() {
@@ -277,6 +245,19 @@ StepRun::List StepRun::take_inputs(int s, int k, Flight& f) {
   return passing;
 }
 
+StepRun::Random StepRun::random_now() const {
+  at::Generator generator = at::globalContext().defaultGenerator(device_);
+  const std::lock_guard lock(generator.mutex());
+  return {generator.get_state(), random_state(plan_.mesh.manager())};
+}
+
+void StepRun::set_random(const Random& random) const {
+  at::Generator generator = at::globalContext().defaultGenerator(device_);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(random.plain);
+  set_random_state(plan_.mesh.manager(), random.sharded);
+}
+
 void StepRun::seed_forward(int s, int k) {
   Hash seed;
   seed.number(*plan_.options.seed).number(facts_.step);
@@ -284,8 +265,9 @@ void StepRun::seed_forward(int s, int k) {
   // Pipelines with other samples draw other numbers.
   const std::vector<int> here = plan_.mesh.coordinate();
   for (const int a : plan_.sample_axes()) seed.number(static_cast<std::uint64_t>(here[a]));
-  const std::lock_guard lock(generator_->mutex());
-  generator_->set_current_seed(seed.value());
+  at::Generator generator = at::globalContext().defaultGenerator(device_);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(seed.value());
   set_random_state(plan_.mesh.manager(), {seed.value(), 0});
 }
 
@@ -295,13 +277,10 @@ void StepRun::forward(int s, int k) {
   mark_ = Clock::now();
   const bool recomputes = facts_.training && plan_.stages[s]->recomputes();
   List passing = take_inputs(s, k, f);
-  if (generator_) seed_forward(s, k);
+  if (plan_.options.seed) seed_forward(s, k);
   bool gradient = false;
   if (recomputes) {
-    auto generator = at::globalContext().defaultGenerator(device_);
-    const std::lock_guard lock(generator.mutex());
-    f.random = generator.get_state();
-    f.sharded_random = random_state(plan_.mesh.manager());
+    f.random = random_now();
     gradient = !plan_.stages[s]->parameters().empty();
     for (const bool wants : f.wants) gradient = gradient || wants;
   }
@@ -363,7 +342,8 @@ void StepRun::backward(int s, int k, bool split) {
   std::optional<KeptBuffers> buffers;
   if (stage.recomputes()) {
     buffers.emplace(stage.buffers());
-    const RandomFrom random(device_, f.random, plan_.mesh.manager(), f.sharded_random);
+    const auto restored = c10::make_scope_exit([&, before = random_now()] { set_random(before); });
+    set_random(f.random);
     compute(s, k, f, true);
     f.inputs.clear();
     f.incoming.clear();

@@ -1,7 +1,7 @@
 #pragma once
 // One step of a pipeline on one rank: its row of the schedule, action by action.
 
-#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 
 #include <chrono>
 #include <deque>
@@ -38,6 +38,11 @@ class StepRun : Pinned {
  private:
   using List = std::vector<Carried>;
 
+  /// States of the generators of plain and of sharded tensors.
+  struct Random {
+    at::Tensor plain;
+    RandomState sharded;
+  };
   /// One micro-batch in one stage, from its forward to the end of its backward.
   struct Flight {
     Request arriving, arriving_gradient;
@@ -53,9 +58,8 @@ class StepRun : Pinned {
     std::vector<at::Tensor> inputs;
     std::vector<bool> wants;
     std::vector<ShardSpec> shards;
-    /// For a stage that recomputes: of plain and of sharded tensors.
-    at::Tensor random;
-    RandomState sharded_random;
+    /// For a stage that recomputes.
+    Random random;
   };
   /// A skip that stays on this rank.
   struct Home {
@@ -80,13 +84,14 @@ class StepRun : Pinned {
     std::vector<ShardSpec> shards;
   };
   List take_inputs(int s, int k, Flight& f);
+  Random random_now() const;
+  void set_random(const Random& random) const;
   void seed_forward(int s, int k);
   Made compute(int s, int k, Flight& flight, bool graph);
   void hand_on(int s, int k, Flight& f, const Made& made, List passing,
                const std::function<bool(const at::Tensor&)>& wants);
   at::Tensor scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count);
   void keep_sending(Request request);
-  Group group() const { return group_; }
   Flight& flight(int s, int k) { return flights_[{s, k}]; }
   int peer(int stage) const { return plan_.training.placement[stage]; }
   int skips_after(int stage) const;
@@ -107,9 +112,8 @@ class StepRun : Pinned {
   std::map<int, NoSync> held_back_;
   std::vector<std::vector<at::Tensor>> outputs_;
   at::Tensor loss_sum_;
-  std::optional<at::Generator> generator_;
-  at::Tensor generator_state_;
-  RandomState sharded_random_;
+  /// What the generators are set to at the end of a step that seeds them.
+  std::optional<Random> random_before_;
   std::vector<std::optional<ActionSpan>> spans_;
   /// When the present action had what it needs.
   std::chrono::steady_clock::time_point mark_;
