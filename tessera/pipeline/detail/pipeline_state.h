@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "tessera/pipeline/detail/plan.h"
@@ -34,7 +33,6 @@ class TiedParameters {
 
  private:
   struct Tie {
-    std::string name;
     std::vector<at::Tensor> mine;
     /// Global ranks.
     std::vector<int> ranks;

@@ -84,7 +84,7 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
   for (const auto& [name, tie] : found) {
     const auto given = plan.options.tied.find(name);
     if (given == plan.options.tied.end()) continue;
-    Tie one{name, given->second, {}, tie.second.front() == plan.rank};
+    Tie one{given->second, {}, tie.second.front() == plan.rank};
     for (const int position : tie.second) one.ranks.push_back(group.ranks()[position]);
     if (one.ranks.size() > 1)
       plan.mesh.manager().group(one.ranks).broadcast(local_of(one.mine[0]), 0,
@@ -97,11 +97,7 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
 }
 
 void TiedParameters::begin() const {
-  for (const Tie& tie : ties_) {
-    for (std::size_t i = tie.first ? 1 : 0; i < tie.mine.size(); ++i) {
-      if (!tie.mine[i].is_same(tie.mine[0]) || !tie.first) tie.mine[i].mutable_grad().reset();
-    }
-  }
+  for (const at::Tensor& t : repeated()) t.mutable_grad().reset();
 }
 
 void TiedParameters::sum(const PipelinePlan& plan) const {
