@@ -1,6 +1,7 @@
 // What a pipeline's actions cost, and when they ran.
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <array>
@@ -175,17 +176,12 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
     schedules.push_back(lower(plain, lower_options));
   if (!has_everywhere(schedules.front(), ActionKind::input_gradient))
     schedules.push_back(lower(split_backward(plain), lower_options));
-  // Afterwards, by an exception too.
-  struct NoGradients {
-    ~NoGradients() {
-      for (const auto& stage : stages) {
-        if (!stage) continue;
-        for (const at::Tensor& p : stage->parameters()) p.mutable_grad().reset();
-      }
+  const auto no_gradients = c10::make_scope_exit([&] {
+    for (const auto& stage : state.plan.stages) {
+      if (!stage) continue;
+      for (const at::Tensor& p : stage->parameters()) p.mutable_grad().reset();
     }
-    const std::vector<std::shared_ptr<PipelineStage>>& stages;
-  };
-  const NoGradients no_gradients{state.plan.stages};
+  });
   // By stage: forward, input gradient, weight gradient, backward; of each step the mean over its
   // micro-batches, since a step is as long as all of them together.
   std::vector<std::array<std::vector<double>, 4>> seen(static_cast<std::size_t>(stages));
