@@ -88,15 +88,6 @@ PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
 
 namespace {
 
-bool has_any(const PipelineSchedule& schedule, bool (*wanted)(ActionKind)) {
-  for (const auto& row : schedule.actions) {
-    for (const PipelineAction& a : row) {
-      if (wanted(a.kind)) return true;
-    }
-  }
-  return false;
-}
-
 std::string own_problem(const detail::PipelinePlan& plan,
                         const std::vector<std::shared_ptr<PipelineStage>>& stages) {
   const std::vector<int> mine = plan.training.stages_of(plan.rank);
@@ -241,15 +232,15 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   plan.known.resize(static_cast<std::size_t>(plan.count()));
 
   plan.sharded = sharded;
-  const bool lowered = has_any(schedule, [](ActionKind kind) { return !is_compute(kind); });
-  if (lowered) require_gathers(plan);
-  PipelineSchedule forwards = schedule;
-  for (auto& row : forwards.actions)
+  PipelineSchedule computed = schedule;
+  for (auto& row : computed.actions)
     std::erase_if(row, [](const PipelineAction& a) { return !is_compute(a.kind); });
+  const bool lowered = computed != schedule;
+  if (lowered) require_gathers(plan);
   LowerOptions lower_options;
   lower_options.sharded = sharded;
   lower_options.gathered_at_once = plan.options.gathered_at_once;
-  plan.evaluation = lower(forward_only(forwards), lower_options);
+  plan.evaluation = lower(forward_only(computed), lower_options);
   if (!lowered) {
     lower_options.reduced.assign(static_cast<std::size_t>(plan.count()), true);
     plan.training = lower(join_backward(schedule, recompute), lower_options);
