@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <array>
@@ -111,7 +112,8 @@ double Pipeline::State::time_message(int s, int repeats) const {
   for (const auto& [signature, list] : plan.known[s]) {
     std::int64_t sum = 0;
     for (const detail::TensorSpec& spec : list)
-      sum += spec.numel() * static_cast<std::int64_t>(c10::elementSize(spec.dtype));
+      sum += c10::multiply_integers(spec.sizes) *
+             static_cast<std::int64_t>(c10::elementSize(spec.dtype));
     bytes = std::max(bytes, sum);
   }
   const Group group = plan.group();

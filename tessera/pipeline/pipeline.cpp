@@ -304,9 +304,7 @@ at::Tensor joined(const std::vector<at::Tensor>& parts) {
   for (const at::Tensor& t : parts) {
     if (is_sharded(t)) return {};
     if (t.dim() != first.dim() || t.scalar_type() != first.scalar_type()) return {};
-    for (std::int64_t d = 1; d < t.dim(); ++d) {
-      if (t.size(d) != first.size(d)) return {};
-    }
+    if (t.dim() > 0 && t.sizes().slice(1) != first.sizes().slice(1)) return {};
   }
   return first.dim() > 0 ? at::cat(parts) : at::stack(parts);
 }

@@ -313,11 +313,9 @@ std::vector<int> PipelinePlan::sample_axes() const {
 
 bool PipelinePlan::counts() const {
   const std::vector<int> samples = sample_axes(), here = mesh.coordinate();
-  bool all_first = true;
-  for (const int a : other_axes()) {
-    if (std::ranges::find(samples, a) == samples.end()) all_first = all_first && here[a] == 0;
-  }
-  return all_first;
+  return std::ranges::all_of(other_axes(), [&](int a) {
+    return here[a] == 0 || std::ranges::find(samples, a) != samples.end();
+  });
 }
 
 void PipelinePlan::forget_shapes() {

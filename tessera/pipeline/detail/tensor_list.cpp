@@ -21,12 +21,6 @@ at::Tensor flat(const at::Tensor& dense) {
 
 }  // namespace
 
-std::int64_t TensorSpec::numel() const {
-  std::int64_t n = 1;
-  for (const std::int64_t size : sizes) n *= size;
-  return n;
-}
-
 TensorSpec spec_of(const at::Tensor& tensor, bool wants) {
   if (!tensor.defined()) throw InvalidArgument("a tensor that a stage passes on is undefined");
   if (tensor.layout() != at::kStrided || !tensor.has_storage())

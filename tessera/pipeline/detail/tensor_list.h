@@ -47,8 +47,6 @@ struct TensorSpec {
   bool wants = false;
   std::optional<ShardLayout> shards = {};
   bool operator==(const TensorSpec&) const = default;
-
-  std::int64_t numel() const;
 };
 
 using ListSpec = std::vector<TensorSpec>;
