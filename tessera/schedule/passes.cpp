@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "tessera/schedule/detail/positions.h"
 #include "tessera/schedule/simulate.h"
 #include "tessera/schedule/validate.h"
 
@@ -160,11 +161,13 @@ PipelineSchedule insert_messages(const PipelineSchedule& schedule, const Pipelin
   refuse_where(schedule, "messages", is_message);
   const Timeline timeline = simulate(schedule, costs);
   PipelineSchedule next = without_actions(schedule);
-  const auto send = [&](ActionKind out, ActionKind in, int from, int to, int micro_batch) {
-    if (to < 0 || to >= schedule.stages() || schedule.placement[from] == schedule.placement[to])
-      return;
-    next.actions[schedule.placement[from]].push_back({out, from, micro_batch});
-    next.actions[schedule.placement[to]].push_back({in, to, micro_batch});
+  const auto send = [&](const PipelineAction& message) {
+    const PipelineAction other = detail::other_end(message);
+    if (other.stage < 0 || other.stage >= schedule.stages()) return;
+    const int from = schedule.placement[message.stage], to = schedule.placement[other.stage];
+    if (from == to) return;
+    next.actions[from].push_back(message);
+    next.actions[to].push_back(other);
   };
   for (const Event& event : events_of(schedule, timeline)) {
     const PipelineAction& a = schedule.actions[event.rank][event.position];
@@ -172,13 +175,10 @@ PipelineSchedule insert_messages(const PipelineSchedule& schedule, const Pipelin
       next.actions[event.rank].push_back(a);
       continue;
     }
-    if (a.kind == ActionKind::forward) {
-      send(ActionKind::send_activation, ActionKind::receive_activation, a.stage, a.stage + 1,
-           a.micro_batch);
-    } else if (makes_input_gradient(a.kind)) {
-      send(ActionKind::send_gradient, ActionKind::receive_gradient, a.stage, a.stage - 1,
-           a.micro_batch);
-    }
+    if (a.kind == ActionKind::forward)
+      send({ActionKind::send_activation, a.stage, a.micro_batch});
+    else if (makes_input_gradient(a.kind))
+      send({ActionKind::send_gradient, a.stage, a.micro_batch});
   }
   return next;
 }

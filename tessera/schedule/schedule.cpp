@@ -70,21 +70,16 @@ int ranks_of(const std::vector<int>& placement) {
 
 PipelineMessage message_of(const PipelineSchedule& schedule, const PipelineAction& action) {
   const int stages = schedule.stages();
-  const bool activation =
-      action.kind == ActionKind::send_activation || action.kind == ActionKind::receive_activation;
-  // The stage that the message goes to, and the one at the other end.
-  const bool onwards =
-      action.kind == ActionKind::send_activation || action.kind == ActionKind::receive_gradient;
-  const int other = onwards ? action.stage + 1 : action.stage - 1;
-  const bool sends =
-      action.kind == ActionKind::send_activation || action.kind == ActionKind::send_gradient;
-  const int target = sends ? other : action.stage;
+  const int other = detail::other_end(action).stage;
   if (!is_message(action.kind) || action.stage < 0 || action.stage >= stages || other < 0 ||
       other >= stages || action.micro_batch < 0 || action.micro_batch >= schedule.micro_batches ||
       action.micro_batch >= detail::kMostCells / stages) {
     throw InvalidArgument(action, " is no message between two stages of ", stages, " for one of ",
                           schedule.micro_batches, " micro-batches");
   }
+  // An activation goes to the later stage, a gradient to the earlier one.
+  const bool activation = action.kind <= ActionKind::receive_activation;
+  const int target = activation ? std::max(action.stage, other) : std::min(action.stage, other);
   // Counted by micro-batch, receiving stage and direction; kMostCells keeps it an int.
   const int tag = (action.micro_batch * stages + target) * 2 + (activation ? 0 : 1);
   return {schedule.placement[other], tag};

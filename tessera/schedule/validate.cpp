@@ -65,10 +65,12 @@ class Trial {
     if (!detail::known(schedule_, a, rank)) return std::nullopt;
     if (is_compute(a.kind))
       return a.kind == ActionKind::weight_gradient ? std::nullopt : value(rank, a);
-    if (is_message(a.kind) && sends_ == SendMode::rendezvous &&
-        detail::no_edge(schedule_, a).empty())
-      return other_end(a);
-    return std::nullopt;
+    if (!is_message(a.kind) || sends_ == SendMode::buffered ||
+        !detail::no_edge(schedule_, a).empty())
+      return std::nullopt;
+    // Both ends of a message go on when both are there.
+    const PipelineAction other = detail::other_end(a);
+    return until({schedule_.placement[other.stage], at_.of(other)}, true);
   }
 
   // A value that comes from another rank.
@@ -86,25 +88,6 @@ class Trial {
                     a.micro_batch);
     }
     return until({schedule_.placement[other], from}, false);
-  }
-
-  // Both ends of a message go on when both are there.
-  std::optional<Wait> other_end(const PipelineAction& a) const {
-    PipelineAction other = a;
-    switch (a.kind) {
-      case ActionKind::send_activation:
-        other = {ActionKind::receive_activation, a.stage + 1, a.micro_batch};
-        break;
-      case ActionKind::receive_activation:
-        other = {ActionKind::send_activation, a.stage - 1, a.micro_batch};
-        break;
-      case ActionKind::send_gradient:
-        other = {ActionKind::receive_gradient, a.stage - 1, a.micro_batch};
-        break;
-      default:
-        other = {ActionKind::send_gradient, a.stage + 1, a.micro_batch};
-    }
-    return until({schedule_.placement[other.stage], at_.of(other)}, true);
   }
 
   // Nothing if the action is missing, done, or, where that is enough, next.
@@ -293,14 +276,14 @@ class Validator {
     if (s + 1 >= schedule_.stages() || schedule_.placement[s] == schedule_.placement[s + 1]) return;
     const int forward = at_->of(ActionKind::forward, s, k);
     const int used = at_->of(ActionKind::forward, s + 1, k);
-    pair({ActionKind::send_activation, s, k}, forward, {ActionKind::receive_activation, s + 1, k},
-         used);
+    pair({ActionKind::send_activation, s, k}, forward, used);
     if (!options_.backward) return;
     pair({ActionKind::send_gradient, s + 1, k}, at_->input_gradient(s + 1, k),
-         {ActionKind::receive_gradient, s, k}, at_->input_gradient(s, k));
+         at_->input_gradient(s, k));
   }
 
-  void pair(const PipelineAction& send, int made, const PipelineAction& receive, int used) {
+  void pair(const PipelineAction& send, int made, int used) {
+    const PipelineAction receive = detail::other_end(send);
     const int from = schedule_.placement[send.stage], to = schedule_.placement[receive.stage];
     const int sent = at_->of(send), received = at_->of(receive);
     if (sent < 0) {

@@ -24,10 +24,17 @@ bool known(const PipelineSchedule& schedule, const PipelineAction& action, int r
          schedule.placement[action.stage] == rank;
 }
 
+PipelineAction other_end(const PipelineAction& message) {
+  const bool activation = message.kind <= ActionKind::receive_activation;
+  const bool sends =
+      message.kind == ActionKind::send_activation || message.kind == ActionKind::send_gradient;
+  // Each receive comes behind its send among the kinds.
+  const auto kind = static_cast<ActionKind>(static_cast<int>(message.kind) + (sends ? 1 : -1));
+  return {kind, message.stage + (sends == activation ? 1 : -1), message.micro_batch};
+}
+
 std::string no_edge(const PipelineSchedule& schedule, const PipelineAction& action) {
-  const bool onwards =
-      action.kind == ActionKind::send_activation || action.kind == ActionKind::receive_gradient;
-  const int other = onwards ? action.stage + 1 : action.stage - 1;
+  const int other = other_end(action).stage;
   if (other < 0) return "there is no stage before the first";
   if (other >= schedule.stages()) return "there is no stage behind the last";
   if (schedule.placement[other] == schedule.placement[action.stage])

@@ -14,6 +14,8 @@ inline constexpr std::size_t kKinds = 11;
 std::string unknown_id(const PipelineSchedule& schedule, const PipelineAction& action);
 /// Whether the ids are the schedule's and the stage is on the rank.
 bool known(const PipelineSchedule& schedule, const PipelineAction& action, int rank);
+/// The receive of a send, and the send of a receive; its stage may be none of the schedule's.
+PipelineAction other_end(const PipelineAction& message);
 /// Why a message of the action's kind cannot be; empty if it can. The ids are known.
 std::string no_edge(const PipelineSchedule& schedule, const PipelineAction& action);
 
