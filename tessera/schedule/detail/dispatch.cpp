@@ -25,8 +25,14 @@ double largest_size(const PipelineCosts& costs) {
 
 class Pass {
  public:
-  Pass(const DispatchProblem& problem, const std::vector<double>& limits)
-      : problem_(problem), largest_(largest_size(problem.costs)) {
+  // Without priorities: by the rule.
+  Pass(const DispatchProblem& problem, const std::vector<double>& limits, const DispatchRule& rule,
+       const std::vector<double>* priorities, double eagerness)
+      : problem_(problem),
+        rule_(rule),
+        priorities_(priorities),
+        eagerness_(eagerness),
+        largest_(largest_size(problem.costs)) {
     const int ranks = ranks_of(problem.placement);
     ranks_.resize(ranks);
     stages_.resize(problem.placement.size());
@@ -47,22 +53,6 @@ class Pass {
       same_ += 1e-9 * largest_ * (c.forward + c.input_gradient + c.weight_gradient);
   }
 
-  Dispatched run(const DispatchRule& rule) {
-    rule_ = rule;
-    return run();
-  }
-  Dispatched run(const std::vector<double>& priorities, double eagerness) {
-    priorities_ = &priorities;
-    eagerness_ = eagerness;
-    return run();
-  }
-
- private:
-  struct Choice {
-    PipelineAction action;
-    double start = kNever;
-  };
-
   Dispatched run() {
     made_.starts.assign(problem_.placement.size() * problem_.micro_batches * 3, 0.0);
     std::vector<Choice> choices(ranks_.size());
@@ -79,6 +69,12 @@ class Pass {
     for (Rank& rank : ranks_) made_.actions.push_back(std::move(rank.actions));
     return std::move(made_);
   }
+
+ private:
+  struct Choice {
+    PipelineAction action;
+    double start = kNever;
+  };
 
   struct Rank {
     std::vector<int> stages;
@@ -259,9 +255,9 @@ class Pass {
   }
 
   const DispatchProblem& problem_;
-  DispatchRule rule_;
-  const std::vector<double>* priorities_ = nullptr;
-  double eagerness_ = 0;
+  const DispatchRule rule_;
+  const std::vector<double>* const priorities_;
+  const double eagerness_;
   /// Times that differ by less are the same.
   double same_ = 0;
   Dispatched made_;
@@ -274,12 +270,12 @@ class Pass {
 
 Dispatched dispatch(const DispatchProblem& problem, const std::vector<double>& limits,
                     const DispatchRule& rule) {
-  return Pass(problem, limits).run(rule);
+  return Pass(problem, limits, rule, nullptr, 0).run();
 }
 
 Dispatched dispatch(const DispatchProblem& problem, const std::vector<double>& limits,
                     const std::vector<double>& priorities, double eagerness) {
-  return Pass(problem, limits).run(priorities, eagerness);
+  return Pass(problem, limits, {}, &priorities, eagerness).run();
 }
 
 std::vector<double> least_memory(const std::vector<int>& placement, const PipelineCosts& costs) {
