@@ -142,18 +142,13 @@ class Lines {
     std::size_t begin = 0;
     while (true) {
       const std::size_t end = std::min(line.find(',', begin), line.size());
-      const int column = static_cast<int>(begin) + 1;
-      if (begin == end && !bubbles) {
-        throw ScheduleSyntaxError(number_, column,
-                                  concat("expected an action instead of ",
-                                         end == line.size() ? "the end after a comma" : "\",\""));
-      }
+      if (begin == end && !bubbles)
+        fail(begin, concat("expected an action instead of ",
+                           end == line.size() ? "the end after a comma" : "\",\""));
       if (begin != end) {
-        if (++read_ > limits_.actions) {
-          throw ScheduleSyntaxError(
-              number_, column,
-              concat("more than ", limits_.actions, " actions (CsvLimits::actions)"));
-        }
+        if (++read_ > limits_.actions)
+          fail(begin, concat("more than ", limits_.actions, " actions (CsvLimits::actions)"));
+        const int column = static_cast<int>(begin) + 1;
         actions.push_back(parse_action(line.substr(begin, end - begin), number_, column));
       }
       if (end == line.size()) return actions;
