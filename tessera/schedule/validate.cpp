@@ -21,6 +21,8 @@ struct Wait {
   int position;
 };
 
+// What is missing is taken to be there, so that a cycle is one of what the lists hold. `lowered`:
+// values cross ranks by sends and receives only.
 class Trial {
  public:
   Trial(const PipelineSchedule& schedule, const Positions& at, bool lowered, SendMode sends)
@@ -30,6 +32,7 @@ class Trial {
         sends_(sends),
         next_(schedule.ranks(), 0) {}
 
+  // A fault for each cycle of waiting ranks, at the one of the lowest rank.
   std::vector<ScheduleFault> run() {
     for (bool moved = true; moved;) {
       moved = false;
@@ -126,14 +129,6 @@ class Trial {
   std::vector<int> next_;
 };
 
-// A fault for each cycle of waiting ranks, at the one of the lowest rank. What is missing is taken
-// to be there, so that a cycle is one of what the lists hold. `lowered`: values cross ranks by
-// sends and receives only.
-std::vector<ScheduleFault> find_deadlocks(const PipelineSchedule& schedule, const Positions& at,
-                                          bool lowered, SendMode sends) {
-  return Trial(schedule, at, lowered, sends).run();
-}
-
 // ---- all faults ----
 
 class Validator {
@@ -155,7 +150,7 @@ class Validator {
     }
     for (int rank = 0; rank < schedule_.ranks(); ++rank) parameters(rank);
     reductions();
-    for (ScheduleFault& fault : find_deadlocks(schedule_, *at_, lowered_, options_.sends))
+    for (ScheduleFault& fault : Trial(schedule_, *at_, lowered_, options_.sends).run())
       faults_.push_back(std::move(fault));
     if (!options_.memory_limit.empty()) memory();
     if (faults_.size() > detail::kMostFaults) faults_.resize(detail::kMostFaults);
