@@ -36,12 +36,7 @@ void check_flags(const PipelineSchedule& schedule, const std::vector<bool>& flag
 
 // Also schedules of forwards alone.
 void check_either(const PipelineSchedule& schedule) {
-  ValidateOptions options;
-  options.backward = false;
-  for (const auto& row : schedule.actions)
-    for (const PipelineAction& a : row)
-      options.backward |= is_compute(a.kind) && a.kind != ActionKind::forward;
-  check(schedule, options);
+  check(schedule, {.backward = detail::trains(schedule)});
 }
 
 PipelineSchedule without_actions(const PipelineSchedule& schedule) {

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "tessera/base/text.h"
+#include "tessera/schedule/detail/positions.h"
 #include "tessera/schedule/validate.h"
 
 namespace tessera {
@@ -137,14 +138,8 @@ double Timeline::bubble() const {
 }
 
 Timeline simulate(const PipelineSchedule& schedule, const PipelineCosts& costs) {
-  ValidateOptions options;
   // Schedules for evaluation have times too.
-  options.backward = false;
-  for (const auto& row : schedule.actions)
-    for (const PipelineAction& a : row)
-      options.backward |= is_compute(a.kind) && a.kind != ActionKind::forward;
-  options.sends = SendMode::buffered;
-  check(schedule, options);
+  check(schedule, {.backward = detail::trains(schedule), .sends = SendMode::buffered});
   costs.check(schedule.stages(), schedule.micro_batches);
   return Simulation(schedule, costs).run();
 }

@@ -19,6 +19,14 @@ std::string unknown_id(const PipelineSchedule& schedule, const PipelineAction& a
   return "";
 }
 
+bool trains(const PipelineSchedule& schedule) {
+  return std::ranges::any_of(schedule.actions, [](const auto& row) {
+    return std::ranges::any_of(row, [](const PipelineAction& a) {
+      return is_compute(a.kind) && a.kind != ActionKind::forward;
+    });
+  });
+}
+
 bool known(const PipelineSchedule& schedule, const PipelineAction& action, int rank) {
   return static_cast<std::size_t>(action.kind) < kKinds && unknown_id(schedule, action).empty() &&
          schedule.placement[action.stage] == rank;

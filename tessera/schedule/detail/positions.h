@@ -12,6 +12,8 @@ inline constexpr std::size_t kKinds = 11;
 
 /// Why an action's stage or micro-batch is none of the schedule's; empty if they are.
 std::string unknown_id(const PipelineSchedule& schedule, const PipelineAction& action);
+/// Whether it has backward actions: one for evaluation has forwards alone.
+bool trains(const PipelineSchedule& schedule);
 /// Whether the ids are the schedule's and the stage is on the rank.
 bool known(const PipelineSchedule& schedule, const PipelineAction& action, int rank);
 /// The receive of a send, and the send of a receive; its stage may be none of the schedule's.
