@@ -22,11 +22,8 @@ void check_count(std::size_t count, int expected, bool may_be_empty, const char*
 
 PipelineCosts PipelineCosts::uniform(int stages, double forward, double input_gradient,
                                      double weight_gradient, double communication) {
+  const StageCosts stage{forward, input_gradient, weight_gradient};
   PipelineCosts costs;
-  StageCosts stage;
-  stage.forward = forward;
-  stage.input_gradient = input_gradient;
-  stage.weight_gradient = weight_gradient;
   costs.stages.assign(std::max(stages, 0), stage);
   if (communication != 0) costs.communication.assign(std::max(stages - 1, 0), communication);
   costs.check(stages, 0);

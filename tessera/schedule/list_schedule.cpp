@@ -125,11 +125,7 @@ std::vector<double> given_limits(const std::vector<double>& least,
 }
 
 PipelineSchedule as_schedule(const detail::DispatchProblem& problem, detail::Dispatched made) {
-  PipelineSchedule schedule;
-  schedule.placement = problem.placement;
-  schedule.micro_batches = problem.micro_batches;
-  schedule.actions = std::move(made.actions);
-  return schedule;
+  return {"", problem.placement, problem.micro_batches, std::move(made.actions)};
 }
 
 // When each action of a schedule starts, in the order of Dispatched::starts.

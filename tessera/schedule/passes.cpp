@@ -40,12 +40,8 @@ void check_either(const PipelineSchedule& schedule) {
 }
 
 PipelineSchedule without_actions(const PipelineSchedule& schedule) {
-  PipelineSchedule next;
-  next.name = schedule.name;
-  next.placement = schedule.placement;
-  next.micro_batches = schedule.micro_batches;
-  next.actions.resize(schedule.actions.size());
-  return next;
+  return {schedule.name, schedule.placement, schedule.micro_batches,
+          std::vector<std::vector<PipelineAction>>(schedule.actions.size())};
 }
 
 // The start of an action, or the end of a compute action.

@@ -238,9 +238,7 @@ PipelineSchedule schedule_from_csv(std::string_view text, const CsvLimits& limit
 PipelineSchedule schedule_from_table(std::string_view text, std::vector<int> placement,
                                      int micro_batches, const CsvLimits& limits) {
   Lines lines(text, limits);
-  PipelineSchedule schedule;
-  schedule.placement = std::move(placement);
-  schedule.micro_batches = micro_batches;
+  PipelineSchedule schedule{"", std::move(placement), micro_batches, {}};
   read_rows(lines, schedule, true);
   return schedule;
 }
