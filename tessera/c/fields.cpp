@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 
 #include "tessera/c/detail/arrays.h"
@@ -146,22 +147,15 @@ std::shared_ptr<TensorObject> make_field(const Call& call, const DeviceMesh& mes
 }
 
 Edge edge_of(tessera_edge edge, bool may_keep) {
-  switch (static_cast<int>(edge)) {
-    case TESSERA_EDGE_ZERO:
-      return Edge::zero;
-    case TESSERA_EDGE_CIRCULAR:
-      return Edge::circular;
-    case TESSERA_EDGE_REFLECT:
-      return Edge::reflect;
-    case TESSERA_EDGE_REPLICATE:
-      return Edge::replicate;
-    case TESSERA_EDGE_KEEP:
-      if (may_keep) return Edge::zero;
-      refuse("edges: TESSERA_EDGE_KEEP is for tessera_fill_ghosts() alone");
-    default:
-      break;
-  }
-  refuse("edges holds ", static_cast<int>(edge), ", which is no tessera_edge");
+  // In the order of tessera_edge; cells that stay as they are can have any.
+  static constexpr Edge kEdges[] = {Edge::zero, Edge::circular, Edge::reflect, Edge::replicate,
+                                    Edge::zero};
+  const auto number = static_cast<std::size_t>(edge);
+  if (number >= std::size(kEdges))
+    refuse("edges holds ", static_cast<int>(edge), ", which is no tessera_edge");
+  if (edge == TESSERA_EDGE_KEEP && !may_keep)
+    refuse("edges: TESSERA_EDGE_KEEP is for tessera_fill_ghosts() alone");
+  return kEdges[number];
 }
 
 HaloWidths widths_of(const Counts& before, const Counts& after, const tessera_edge* edges,

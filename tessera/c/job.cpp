@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
+#include <iterator>
 
 #include "tessera/base/deadline.h"
 #include "tessera/c/detail/arrays.h"
@@ -54,17 +55,12 @@ std::vector<int> ranks_of(int count, const int* ranks, int most) {
 }
 
 ReduceOp op_of(tessera_op op) {
-  switch (op) {
-    case TESSERA_SUM:
-      return ReduceOp::sum;
-    case TESSERA_MIN:
-      return ReduceOp::min;
-    case TESSERA_MAX:
-      return ReduceOp::max;
-    case TESSERA_MEAN:
-      return ReduceOp::avg;
-  }
-  refuse("op is ", static_cast<int>(op), ", which is no tessera_op");
+  using Reduce = ReduceOp::Kind;
+  // In the order of tessera_op.
+  static constexpr Reduce kOps[] = {Reduce::sum, Reduce::min, Reduce::max, Reduce::avg};
+  const auto number = static_cast<std::size_t>(op);
+  if (number >= std::size(kOps)) refuse("op is ", static_cast<int>(op), ", which is no tessera_op");
+  return {kOps[number]};
 }
 
 // A collective on arrays of the caller. What this rank's arguments alone make wrong is a Misuse, so
