@@ -223,14 +223,8 @@ void show_local(TensorObject& tensor, void** data, tessera_dtype* dtype, int64_t
   if (data) *data = local.data_ptr();
   if (shape) std::ranges::copy(local.sizes(), shape);
   if (strides) std::ranges::copy(local.strides(), strides);
-  if (offset) {
-    if (sharded) {
-      const Counts first = spec(tensor.value).local_offset();
-      std::ranges::copy(first, offset);
-    } else {
-      std::fill_n(offset, local.dim(), 0);
-    }
-  }
+  if (offset)
+    std::ranges::copy(sharded ? spec(tensor.value).local_offset() : Counts(local.dim(), 0), offset);
   tensor.local = local;
 }
 
