@@ -22,20 +22,11 @@ Segment restricted(const Segment& segment, Interval held) {
   const Interval sources = intersect(segment.sources(), held);
   if (sources.empty())
     return {{segment.target.begin, segment.target.begin}, segment.source, segment.step};
-  switch (segment.step) {
-    case 0:
-      return segment;
-    case 1:
-      return {{segment.target.begin + sources.begin - segment.source,
-               segment.target.begin + sources.end - segment.source},
-              sources.begin,
-              1};
-    default:
-      return {{segment.target.begin + segment.source - (sources.end - 1),
-               segment.target.begin + segment.source - sources.begin + 1},
-              sources.end - 1,
-              -1};
-  }
+  if (segment.step == 0) return segment;
+  // Of the first target that is left.
+  const std::int64_t source = segment.step > 0 ? sources.begin : sources.end - 1;
+  const std::int64_t begin = segment.target.begin + segment.step * (source - segment.source);
+  return {{begin, begin + sources.size()}, source, segment.step};
 }
 
 // Calls visit(product) for every combination of one segment per dim, in row-major order.
@@ -113,14 +104,8 @@ std::int64_t Window::outputs(std::int64_t extent, std::int64_t padding_after) co
 
 Interval Segment::sources() const {
   if (target.empty()) return {source, source};
-  switch (step) {
-    case 0:
-      return {source, source + 1};
-    case 1:
-      return {source, source + target.size()};
-    default:
-      return {source - target.size() + 1, source + 1};
-  }
+  const std::int64_t last = source + step * (target.size() - 1);
+  return {std::min(source, last), std::max(source, last) + 1};
 }
 
 std::vector<Segment> resolve(Interval needed, std::int64_t extent, Edge edge) {
