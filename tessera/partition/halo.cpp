@@ -208,28 +208,18 @@ std::string text_of(const HaloPiece& piece) {
 
 constexpr int kPanel = 220, kGap = 36, kTop = 34;
 
-// Draws index intervals of two dims into a square.
-class Canvas {
- public:
-  Canvas(detail::Svg& svg, Interval rows, Interval columns, double x, double y)
-      : svg_(svg), rows_(rows), columns_(columns), x_(x), y_(y) {
-    scale_ = static_cast<double>(kPanel) /
-             static_cast<double>(std::max<std::int64_t>({rows.size(), columns.size(), 1}));
+// The array, and everything that the first positions need beyond it.
+Box range_of(const Sharding& input, const std::function<Box(int)>& needed, int positions) {
+  Box range;
+  for (const std::int64_t extent : input.shape()) range.push_back({0, extent});
+  for (int p = 0; p < positions; ++p) {
+    const Box box = needed(p);
+    if (volume(box) == 0) continue;
+    for (std::size_t d = 0; d < range.size(); ++d)
+      range[d] = {std::min(range[d].begin, box[d].begin), std::max(range[d].end, box[d].end)};
   }
-  void rect(Interval rows, Interval columns, const std::string& style,
-            const std::string& title = "") {
-    if (rows.empty() || columns.empty()) return;
-    svg_.rect(x_ + scale_ * static_cast<double>(columns.begin - columns_.begin),
-              y_ + scale_ * static_cast<double>(rows.begin - rows_.begin),
-              scale_ * static_cast<double>(columns.size()),
-              scale_ * static_cast<double>(rows.size()), style, title);
-  }
-
- private:
-  detail::Svg& svg_;
-  Interval rows_, columns_;
-  double x_, y_, scale_;
-};
+  return range;
+}
 
 }  // namespace
 
@@ -255,17 +245,12 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
   const auto along = [&](const Box& box, int d) { return d < 0 ? Interval{0, 1} : box[d]; };
   const int shown = std::min(input.positions(), panels), wide = std::min(shown, 4),
             high = (shown + wide - 1) / std::max(wide, 1);
-  // All panels show the same range: the array and everything that any position needs beyond it.
-  Interval all_rows{0, input.shape()[rows]},
-      all_columns{0, columns < 0 ? 1 : input.shape()[columns]};
-  for (int p = 0; p < shown; ++p) {
-    const Box box = needed(p);
-    if (volume(box) == 0) continue;
-    all_rows = {std::min(all_rows.begin, box[rows].begin), std::max(all_rows.end, box[rows].end)};
-    if (columns >= 0)
-      all_columns = {std::min(all_columns.begin, box[columns].begin),
-                     std::max(all_columns.end, box[columns].end)};
-  }
+  // All panels show the same range.
+  const Box range = range_of(input, needed, shown);
+  const Interval all_rows = along(range, rows), all_columns = along(range, columns);
+  const double scale =
+      static_cast<double>(kPanel) /
+      static_cast<double>(std::max<std::int64_t>({all_rows.size(), all_columns.size(), 1}));
   detail::Svg svg(wide * (kPanel + kGap) + kGap, high * (kPanel + kGap + kTop) + kGap, 12);
   svg.element(
       "<defs><pattern id=\"own\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\">"
@@ -277,30 +262,31 @@ std::string visualize_halo(const Sharding& input, const std::vector<Edge>& edges
     svg.text(left, top - 8,
              concat("rank ", input.rank(p), ": ", plan.received(), " elements received, ",
                     plan.sent(), " sent"));
-    Canvas canvas(svg, all_rows, all_columns, left, top);
+    const auto draw = [&](const Box& box, const std::string& style, const std::string& title) {
+      const Interval down = along(box, rows), across = along(box, columns);
+      if (down.empty() || across.empty()) return;
+      svg.rect(left + scale * static_cast<double>(across.begin - all_columns.begin),
+               top + scale * static_cast<double>(down.begin - all_rows.begin),
+               scale * static_cast<double>(across.size()), scale * static_cast<double>(down.size()),
+               style, title);
+    };
     for (int q = 0; q < input.positions(); ++q) {
       const Box box = input.box(q);
       if (volume(box) == 0) continue;
-      canvas.rect(
-          along(box, rows), along(box, columns),
-          concat("fill=\"", numbered_colour(q, 55, q == p ? 60 : 90), "\" stroke=\"white\""),
-          concat("owned by rank ", input.rank(q), ": ", text_of(box)));
+      draw(box, concat("fill=\"", numbered_colour(q, 55, q == p ? 60 : 90), "\" stroke=\"white\""),
+           concat("owned by rank ", input.rank(q), ": ", text_of(box)));
     }
-    for (const HaloPiece& piece : plan.receives) {
-      canvas.rect(along(piece.target, rows), along(piece.target, columns),
-                  concat("fill=\"", numbered_colour(input.position(piece.rank), 55, 45),
-                         "\" stroke=\"#222\" stroke-width=\"0.5\""),
-                  concat("from rank ", piece.rank, ": ", text_of(piece)));
-    }
-    for (const HaloPiece& piece : plan.copies) {
+    for (const HaloPiece& piece : plan.receives)
+      draw(piece.target,
+           concat("fill=\"", numbered_colour(input.position(piece.rank), 55, 45),
+                  "\" stroke=\"#222\" stroke-width=\"0.5\""),
+           concat("from rank ", piece.rank, ": ", text_of(piece)));
+    for (const HaloPiece& piece : plan.copies)
       if (piece.target != piece.source)
-        canvas.rect(along(piece.target, rows), along(piece.target, columns), "fill=\"url(#own)\"",
-                    concat("own: ", text_of(piece)));
-    }
+        draw(piece.target, "fill=\"url(#own)\"", concat("own: ", text_of(piece)));
     if (volume(plan.needed) > 0)
-      canvas.rect(along(plan.needed, rows), along(plan.needed, columns),
-                  "fill=\"none\" stroke=\"black\" stroke-width=\"1.5\"",
-                  concat("needs ", text_of(plan.needed)));
+      draw(plan.needed, "fill=\"none\" stroke=\"black\" stroke-width=\"1.5\"",
+           concat("needs ", text_of(plan.needed)));
   }
   return svg.finish();
 }
