@@ -128,10 +128,20 @@ void StepRun::act(const PipelineAction& action) {
   }
 }
 
-int StepRun::skips_after(int stage) const {
-  int n = 0;
-  for (const PipelineSkip& skip : plan_.options.skips) n += plan_.travels(skip, stage) ? 1 : 0;
-  return n;
+std::vector<int> StepRun::skips(const std::function<bool(const PipelineSkip&)>& which) const {
+  std::vector<int> numbers;
+  for (int i = 0; i < static_cast<int>(plan_.options.skips.size()); ++i)
+    if (which(plan_.options.skips[i])) numbers.push_back(i);
+  return numbers;
+}
+std::vector<int> StepRun::skips_from(int stage) const {
+  return skips([&](const PipelineSkip& skip) { return skip.from == stage; });
+}
+std::vector<int> StepRun::skips_to(int stage) const {
+  return skips([&](const PipelineSkip& skip) { return skip.to == stage; });
+}
+std::vector<int> StepRun::skips_after(int stage) const {
+  return skips([&](const PipelineSkip& skip) { return plan_.travels(skip, stage); });
 }
 
 // ---- computing ----
@@ -211,38 +221,22 @@ at::Tensor StepRun::scaled_loss(int k, const std::vector<at::Tensor>& outputs, b
 
 double StepRun::loss_sum() const { return loss_sum_.defined() ? loss_sum_.item<double>() : 0.0; }
 
-// Moves the stage's own part of what came, and the skips that end here, into its inputs. Returns
-// the skips that pass.
-StepRun::List StepRun::take_inputs(int s, int k, Flight& f) {
-  const auto take = [&](const Carried& carried) {
-    f.inputs.push_back(carried.value);
-    f.wants.push_back(carried.wants);
-    f.shards.push_back(carried.shards);
-  };
-  std::size_t travelling = 0;
-  if (s == 0) {
-    f.inputs = batch_.inputs[static_cast<std::size_t>(k)];
-    f.wants.assign(f.inputs.size(), false);
-    f.shards.resize(f.inputs.size());
-  } else {
-    const std::size_t own = f.incoming.size() - static_cast<std::size_t>(skips_after(s - 1));
-    while (travelling < own) take(f.incoming[travelling++]);
+// Moves the stage's own part of what came, and the skips that end here, into its inputs.
+void StepRun::take_inputs(int s, int k, Flight& f) {
+  List given = std::exchange(f.incoming, {});
+  if (s == 0)
+    for (const at::Tensor& input : batch_.inputs[static_cast<std::size_t>(k)])
+      given.push_back({input});
+  const std::vector<int> came = skips_after(s - 1);
+  const std::size_t own = given.size() - came.size();
+  for (std::size_t i = 0; i < came.size(); ++i) skipped_[{came[i], k}].value = given[own + i];
+  given.resize(own);
+  for (const int i : skips_to(s)) given.push_back(std::exchange(skipped_.at({i, k}).value, {}));
+  for (const Carried& one : given) {
+    f.inputs.push_back(one.value);
+    f.wants.push_back(one.wants && facts_.training);
+    f.shards.push_back(one.shards);
   }
-  List passing;
-  for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
-    const PipelineSkip& skip = plan_.options.skips[i];
-    const bool comes = s > 0 && plan_.travels(skip, s - 1);
-    if (skip.to == s) {
-      Carried& carried =
-          comes ? f.incoming[travelling++] : homes_.at({static_cast<int>(i), k}).value;
-      take(carried);
-      if (!comes) carried.value.reset();
-    } else if (comes) {
-      passing.push_back(f.incoming[travelling++]);
-    }
-  }
-  if (!facts_.training) f.wants.assign(f.wants.size(), false);
-  return passing;
 }
 
 StepRun::Random StepRun::random_now() const {
@@ -276,7 +270,7 @@ void StepRun::forward(int s, int k) {
   f.arriving.wait();
   mark_ = Clock::now();
   const bool recomputes = facts_.training && plan_.stages[s]->recomputes();
-  List passing = take_inputs(s, k, f);
+  take_inputs(s, k, f);
   if (plan_.options.seed) seed_forward(s, k);
   bool gradient = false;
   if (recomputes) {
@@ -285,12 +279,9 @@ void StepRun::forward(int s, int k) {
     for (const bool wants : f.wants) gradient = gradient || wants;
   }
   const Made made = compute(s, k, f, facts_.training && !recomputes);
-  if (!recomputes) {
-    f.inputs.clear();
-    f.incoming.clear();
-  }
+  if (!recomputes) f.inputs.clear();
   if (s + 1 == plan_.count()) return;
-  hand_on(s, k, f, made, std::move(passing), [&](const at::Tensor& t) {
+  hand_on(s, k, f, made, [&](const at::Tensor& t) {
     return facts_.training &&
            (recomputes ? gradient && (t.is_floating_point() || t.is_complex()) : t.requires_grad());
   });
@@ -298,32 +289,24 @@ void StepRun::forward(int s, int k) {
 
 // What the stage made and what passes it, for the next stage; `wants` says whether a gradient is to
 // come back.
-void StepRun::hand_on(int s, int k, Flight& f, const Made& made, List passing,
+void StepRun::hand_on(int s, int k, Flight& f, const Made& made,
                       const std::function<bool(const at::Tensor&)>& wants) {
   const std::vector<at::Tensor>& outputs = made.values;
-  std::size_t leaving = 0;
-  for (const PipelineSkip& skip : plan_.options.skips) leaving += skip.from == s ? 1 : 0;
-  if (outputs.size() < leaving)
-    throw InvalidArgument("the stage gave ", outputs.size(), " tensors, and ", leaving,
+  const std::vector<int> begin = skips_from(s);
+  if (outputs.size() < begin.size())
+    throw InvalidArgument("the stage gave ", outputs.size(), " tensors, and ", begin.size(),
                           " skip connections begin here, for each of which the last ones "
                           "are");
-  const auto carry = [&](std::size_t i) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& t = outputs[i];
     if (!t.defined()) throw InvalidArgument("the stage gave an undefined tensor");
-    return Carried{t.detach(), wants(t), made.shards[i]};
-  };
-  const std::size_t own = outputs.size() - leaving;
-  for (std::size_t i = 0; i < own; ++i) f.outgoing.push_back(carry(i));
-  std::size_t begins = own, passes = 0;
-  for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
-    const PipelineSkip& skip = plan_.options.skips[i];
-    if (skip.from == s && plan_.stays(skip))
-      homes_[{static_cast<int>(i), k}].value = carry(begins++);
-    else if (skip.from == s)
-      f.outgoing.push_back(carry(begins++));
-    else if (plan_.travels(skip, s))
-      f.outgoing.push_back(std::move(passing[passes++]));
+    f.outgoing.push_back({t.detach(), wants(t), made.shards[i]});
   }
+  const std::size_t own = outputs.size() - begin.size();
+  for (std::size_t i = 0; i < begin.size(); ++i)
+    skipped_[{begin[i], k}].value = f.outgoing[own + i];
+  f.outgoing.resize(own);
+  for (const int i : skips_after(s)) f.outgoing.push_back(std::move(skipped_.at({i, k}).value));
   f.outgoing_spec = spec_of(f.outgoing, plan_.mesh, plan_.axis);
   if (plan_.holds(s + 1)) {
     Flight& next = flight(s + 1, k);
@@ -346,49 +329,30 @@ void StepRun::backward(int s, int k, bool split) {
     set_random(f.random);
     compute(s, k, f, true);
     f.inputs.clear();
-    f.incoming.clear();
   }
 
   // Of the stage's own outputs: those for the next one, and the skips that begin here.
-  std::vector<at::Tensor> given, passing;
-  if (s + 1 == plan_.count()) given = f.gradients;
+  std::vector<at::Tensor> given = std::exchange(f.gradients, {});
   if (s + 1 < plan_.count()) {
-    const std::size_t own = f.outgoing_spec.size() - static_cast<std::size_t>(skips_after(s));
-    f.gradients.resize(f.outgoing_spec.size());
-    given.assign(f.gradients.begin(), f.gradients.begin() + static_cast<std::ptrdiff_t>(own));
-    std::size_t travelling = own;
-    for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
-      const PipelineSkip& skip = plan_.options.skips[i];
-      if (skip.from == s && plan_.stays(skip)) {
-        given.push_back(homes_.at({static_cast<int>(i), k}).gradient);
-        homes_.erase({static_cast<int>(i), k});
-      } else if (skip.from == s) {
-        given.push_back(f.gradients[travelling++]);
-      } else if (plan_.travels(skip, s)) {
-        passing.push_back(f.gradients[travelling++]);
-      }
+    const std::vector<int> back = skips_after(s);
+    given.resize(f.outgoing_spec.size());
+    const std::size_t own = given.size() - back.size();
+    for (std::size_t i = 0; i < back.size(); ++i) skipped_[{back[i], k}].gradient = given[own + i];
+    given.resize(own);
+    for (const int i : skips_from(s)) {
+      given.push_back(skipped_.at({i, k}).gradient);
+      skipped_.erase({i, k});
     }
   }
-  f.gradients.clear();
   std::vector<at::Tensor> got =
       split && !stage.recomputes() ? f.graph.input_gradients(given) : f.graph.backward(given);
   if (s == 0) return;
 
-  std::size_t ends = f.incoming_spec.size() - static_cast<std::size_t>(skips_after(s - 1));
+  const std::vector<int> came = skips_after(s - 1);
+  std::size_t ends = f.incoming_spec.size() - came.size();
   std::vector<at::Tensor> back(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(ends));
-  std::size_t passes = 0;
-  for (std::size_t i = 0; i < plan_.options.skips.size(); ++i) {
-    const PipelineSkip& skip = plan_.options.skips[i];
-    if (skip.to == s) {
-      if (plan_.travels(skip, s - 1))
-        back.push_back(got[ends]);
-      else
-        homes_.at({static_cast<int>(i), k}).gradient = got[ends];
-      ++ends;
-    } else if (plan_.travels(skip, s - 1)) {
-      back.push_back(passing[passes++]);
-    }
-  }
+  for (const int i : skips_to(s)) skipped_.at({i, k}).gradient = got[ends++];
+  for (const int i : came) back.push_back(std::move(skipped_.at({i, k}).gradient));
   if (plan_.holds(s - 1))
     flight(s - 1, k).gradients = std::move(back);
   else

@@ -61,8 +61,8 @@ class StepRun : Pinned {
     /// For a stage that recomputes.
     Random random;
   };
-  /// A skip that stays on this rank.
-  struct Home {
+  /// A skip in a stage of this rank, or on its way to another one of this rank.
+  struct Skipped {
     Carried value;
     at::Tensor gradient;
   };
@@ -83,18 +83,23 @@ class StepRun : Pinned {
     std::vector<at::Tensor> values;
     std::vector<ShardSpec> shards;
   };
-  List take_inputs(int s, int k, Flight& f);
+  void take_inputs(int s, int k, Flight& f);
   Random random_now() const;
   void set_random(const Random& random) const;
   void seed_forward(int s, int k);
   Made compute(int s, int k, Flight& flight, bool graph);
-  void hand_on(int s, int k, Flight& f, const Made& made, List passing,
+  void hand_on(int s, int k, Flight& f, const Made& made,
                const std::function<bool(const at::Tensor&)>& wants);
   at::Tensor scaled_loss(int k, const std::vector<at::Tensor>& outputs, bool count);
   void keep_sending(Request request);
   Flight& flight(int s, int k) { return flights_[{s, k}]; }
   int peer(int stage) const { return plan_.training.placement[stage]; }
-  int skips_after(int stage) const;
+  /// Numbers of skips, ascending: those that begin and end at the stage, and those that travel from
+  /// it to the next one, behind its own tensors.
+  std::vector<int> skips(const std::function<bool(const PipelineSkip&)>& which) const;
+  std::vector<int> skips_from(int stage) const;
+  std::vector<int> skips_to(int stage) const;
+  std::vector<int> skips_after(int stage) const;
   [[noreturn]] void fail(const PipelineAction& action);
 
   PipelinePlan& plan_;
@@ -105,7 +110,7 @@ class StepRun : Pinned {
   const c10::Device device_;
   std::map<std::pair<int, int>, Flight> flights_;
   /// By skip and micro-batch.
-  std::map<std::pair<int, int>, Home> homes_;
+  std::map<std::pair<int, int>, Skipped> skipped_;
   /// Gradients in progress, the oldest first.
   std::deque<Request> sending_;
   /// By stage, until its gradients are reduced.
