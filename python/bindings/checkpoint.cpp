@@ -27,10 +27,6 @@ namespace tessera::python {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
-using Names = std::vector<std::string>;
-using Tensors = std::vector<at::Tensor>;
-
 std::string bytes_of(const at::Tensor& t) {
   if (t.scalar_type() != at::kByte || !t.device().is_cpu() || !t.is_contiguous())
     throw InvalidArgument("bytes are a contiguous uint8 tensor in memory of the host");

@@ -30,10 +30,6 @@ namespace tessera::python {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
-using Names = std::vector<std::string>;
-using Numbers = std::vector<std::int64_t>;
-
 class PythonDataset final : public Dataset {
  public:
   PythonDataset(std::uint64_t size, PythonFunction batch) : size_(size), batch_(batch) {}

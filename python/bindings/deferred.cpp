@@ -43,7 +43,6 @@ struct PyDeferral : torch::CustomClassHolder {
   detail::Deferral deferral;
 };
 using DeferralPtr = c10::intrusive_ptr<PyDeferral>;
-using Tensors = std::vector<at::Tensor>;
 
 }  // namespace
 
@@ -64,7 +63,7 @@ void register_deferred(Library& library) {
     materialize(tensors, c10::Device(device));
   });
   library.def("materialize_on", [](const std::vector<std::string>& names, const Tensors& tensors,
-                                   const c10::intrusive_ptr<PyMesh>& mesh) {
+                                   const MeshPtr& mesh) {
     materialize(named(names, tensors), mesh->mesh);
   });
 }

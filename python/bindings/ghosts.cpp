@@ -28,8 +28,6 @@ namespace tessera::python {
 
 namespace {
 
-using Numbers = std::vector<std::int64_t>;
-
 /// Whole numbers on the host, of any dtype and strides, as ids.
 class GivenIds {
  public:
@@ -81,7 +79,7 @@ struct PyGhostTransport : torch::CustomClassHolder {
 using GhostTransportPtr = c10::intrusive_ptr<PyGhostTransport>;
 
 struct PyGhostPlan : torch::CustomClassHolder {
-  PyGhostPlan(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
+  PyGhostPlan(const MeshPtr& over, const std::vector<std::string>& axes,
               const at::Tensor& owned, const at::Tensor& needed,
               const std::optional<GhostTransportPtr>& transport) {
     const DeviceMesh& mesh = over->mesh;
@@ -98,7 +96,7 @@ struct PyGhostPlan : torch::CustomClassHolder {
 using GhostPlanPtr = c10::intrusive_ptr<PyGhostPlan>;
 
 struct PyGhostLayers : torch::CustomClassHolder {
-  PyGhostLayers(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
+  PyGhostLayers(const MeshPtr& over, const std::vector<std::string>& axes,
                 const at::Tensor& owned, const at::Tensor& source, const at::Tensor& target,
                 std::int64_t depth) {
     const DeviceMesh& mesh = over->mesh;
@@ -121,7 +119,7 @@ std::tuple<std::string, std::int64_t> costs_of(const GhostLayersPtr& self, std::
 }
 
 struct PyOwnedRows : torch::CustomClassHolder {
-  PyOwnedRows(const c10::intrusive_ptr<PyMesh>& over, const std::vector<std::string>& axes,
+  PyOwnedRows(const MeshPtr& over, const std::vector<std::string>& axes,
               const at::Tensor& owned)
       : rows(made(over->mesh, over->mesh.mesh().indices(axes), owned)) {}
   static OwnedRows made(const DeviceMesh& mesh, const std::vector<int>& axes,
@@ -158,7 +156,7 @@ struct PyShardedGraph : torch::CustomClassHolder {
 };
 using ShardedGraphPtr = c10::intrusive_ptr<PyShardedGraph>;
 
-ShardedGraphPtr graph_of(const c10::intrusive_ptr<PyMesh>& over,
+ShardedGraphPtr graph_of(const MeshPtr& over,
                          const std::vector<std::string>& axes, const at::Tensor& owner,
                          const at::Tensor& index, bool ordered) {
   const DeviceMesh& mesh = over->mesh;
@@ -242,7 +240,7 @@ void register_ghosts(Library& library) {
       .def(torch::init<std::int64_t, std::int64_t, const std::vector<at::Tensor>&>())
       .def("used", [](const GhostTransportPtr& self) { return self->used(); });
   library.class_<PyGhostPlan>("GhostPlan")
-      .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
+      .def(torch::init<const MeshPtr&, const std::vector<std::string>&,
                        const at::Tensor&, const at::Tensor&,
                        const std::optional<GhostTransportPtr>&>())
       .def("owned", [](const GhostPlanPtr& self) { return self->plan.rows().owned; })
@@ -255,7 +253,7 @@ void register_ghosts(Library& library) {
           [](const GhostPlanPtr& self) { return c10::make_intrusive<PyGroup>(self->plan.group()); })
       .def("summary", [](const GhostPlanPtr& self) { return self->plan.summary(); });
   library.class_<PyGhostLayers>("GhostLayers")
-      .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
+      .def(torch::init<const MeshPtr&, const std::vector<std::string>&,
                        const at::Tensor&, const at::Tensor&, const at::Tensor&, std::int64_t>())
       .def("nodes",
            [](const GhostLayersPtr& self) {
@@ -276,7 +274,7 @@ void register_ghosts(Library& library) {
            })
       .def("costs", costs_of);
   library.class_<PyOwnedRows>("OwnedRows")
-      .def(torch::init<const c10::intrusive_ptr<PyMesh>&, const std::vector<std::string>&,
+      .def(torch::init<const MeshPtr&, const std::vector<std::string>&,
                        const at::Tensor&>())
       .def("size", [](const OwnedRowsPtr& self) { return self->rows.size(); })
       .def("begin", [](const OwnedRowsPtr& self) { return self->rows.begin(); })

@@ -88,9 +88,6 @@ void DroppedElsewhere::close() {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
-using Numbers = std::vector<std::int64_t>;
-
 /// The arguments of any collective, in the order of Python's.
 struct CollectiveCall {
   std::string name;

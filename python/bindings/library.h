@@ -1,15 +1,23 @@
 #pragma once
 // What the files here add to the library `tessera` of operators and classes.
 
+#include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "errors.h"
 
 namespace tessera::python {
+
+/// Lists of Python's.
+using Names = std::vector<std::string>;
+using Numbers = std::vector<std::int64_t>;
+using Tensors = std::vector<at::Tensor>;
 
 /// torch::class_, of which every function raises errors by their class.
 template <class T>

@@ -116,7 +116,6 @@ Policy policy(const std::string& name) {
   throw InvalidArgument("a policy is 'allow', 'warn' or 'error', not '", name, "'");
 }
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
 using TracePtr = c10::intrusive_ptr<PyTrace>;
 
 }  // namespace

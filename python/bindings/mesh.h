@@ -19,6 +19,7 @@ struct PyMesh : torch::CustomClassHolder {
   explicit PyMesh(DeviceMesh m) : mesh(std::move(m)) {}
   DeviceMesh mesh;
 };
+using MeshPtr = c10::intrusive_ptr<PyMesh>;
 
 /// Outermost first. Throws InvalidArgument where names and sizes differ in number.
 std::vector<Axis> mesh_axes(const std::vector<std::string>& names,

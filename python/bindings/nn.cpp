@@ -30,10 +30,6 @@ namespace tessera::python {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
-using Names = std::vector<std::string>;
-using Numbers = std::vector<std::int64_t>;
-
 /// The engine of DistributedDataParallel around a module of Python's.
 struct PyDataParallel : torch::CustomClassHolder {
   PyDataParallel(const ModuleTreePtr& tree, const GroupPtr& group, const std::string& reduction,

@@ -27,7 +27,6 @@ namespace tessera::python {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
 using Lists = std::vector<std::vector<at::Tensor>>;
 
 struct PyPipelineOptions : torch::CustomClassHolder {

@@ -22,7 +22,6 @@ namespace tessera::python {
 
 namespace {
 
-using Numbers = std::vector<std::int64_t>;
 using Texts = std::vector<std::string>;
 /// Placements of a tensor and sizes of its shards; without placements: as it is.
 using SpecOf = std::tuple<Texts, SizesDict>;

@@ -28,7 +28,6 @@ namespace tessera::python {
 
 namespace {
 
-using Numbers = std::vector<std::int64_t>;
 using Texts = std::vector<std::string>;
 
 int counted(std::int64_t number, const char* what) {

@@ -27,9 +27,6 @@ namespace tessera::python {
 
 namespace {
 
-using Names = std::vector<std::string>;
-using Tensors = std::vector<at::Tensor>;
-
 NamedModules named(const Names& names, const std::vector<ModuleTreePtr>& trees) {
   NamedModules all;
   for (std::size_t i = 0; i < names.size(); ++i) all.push_back({names[i], trees.at(i)->module});

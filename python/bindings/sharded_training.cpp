@@ -22,10 +22,6 @@ namespace tessera::python {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
-using Names = std::vector<std::string>;
-using Numbers = std::vector<std::int64_t>;
-using Tensors = std::vector<at::Tensor>;
 using Dtype = std::optional<at::ScalarType>;
 
 /// What does not fit stays out of range.

@@ -15,7 +15,6 @@ namespace tessera::python {
 
 namespace {
 
-using MeshPtr = c10::intrusive_ptr<PyMesh>;
 using Texts = std::vector<std::string>;
 
 struct PySpec : torch::CustomClassHolder {

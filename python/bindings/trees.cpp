@@ -26,9 +26,6 @@ namespace tessera::python {
 
 namespace {
 
-using Names = std::vector<std::string>;
-using Numbers = std::vector<std::int64_t>;
-
 struct PyGroupConfig : torch::CustomClassHolder {
   explicit PyGroupConfig(ProcessGroupConfig c) : config(std::move(c)) {}
   ProcessGroupConfig config;
@@ -174,7 +171,7 @@ void write_step(const Names& names, const Numbers& sizes, const TrafficTexts& tr
 
 /// The mapping; seconds and bytes between hosts, now and mapped; the ranks; all as text.
 using GainValues = std::tuple<MappingValues, std::vector<double>, Numbers, std::string>;
-GainValues gain_values(const c10::intrusive_ptr<PyMesh>& mesh, const TopologyPtr& topology,
+GainValues gain_values(const MeshPtr& mesh, const TopologyPtr& topology,
                        const Numbers& slot_of, const TrafficTexts& traffic) {
   const MappingGain gain =
       mapping_gain(mesh->mesh.mesh(), found_topology(topology, slot_of), traffic_of(traffic));
