@@ -70,7 +70,7 @@ class PythonIO final : public CheckpointIO {
   std::string where(const std::string& name) const override {
     return name.empty() ? root_ : concat(root_, '/', name);
   }
-  std::vector<std::string> list(const std::string& folder) override {
+  Names list(const std::string& folder) override {
     const std::string text = bytes_of(need(Call::list, folder));
     Names names;
     for (std::size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
@@ -313,7 +313,7 @@ void register_reader(Library& library) {
            })
       .def("values_of_ranks",
            [](const ReaderPtr& self, const std::string& name) {
-             std::tuple<std::vector<std::int64_t>, Tensors> all;
+             std::tuple<Numbers, Tensors> all;
              for (const auto& [rank, bytes] : self->reader->values_of_ranks(name)) {
                std::get<0>(all).push_back(rank);
                std::get<1>(all).push_back(tensor_of(bytes));

@@ -44,8 +44,8 @@ class PythonDataset final : public Dataset {
     }
     return one;
   }
-  std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override {
-    return ask(batch_, indices).value_or(std::vector<at::Tensor>{});
+  Tensors get_batch(std::span<const std::uint64_t> indices) const override {
+    return ask(batch_, indices).value_or(Tensors{});
   }
 
  private:
@@ -154,8 +154,8 @@ std::optional<at::Tensor> if_defined(const at::Tensor& t) {
 
 /// step, epoch, rows, real, global rows, global real; tensors; mask; (dataset, index) of the
 /// samples, flat; (coordinate, begin, end, slot) of the slices, flat; names of the tensors.
-using BatchValues = std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Numbers,
-                               Numbers, Names>;
+using BatchValues =
+    std::tuple<Numbers, Tensors, std::optional<at::Tensor>, Numbers, Numbers, Names>;
 BatchValues batch_values(const LoadedBatch& b) {
   Numbers samples, slices;
   for (const SampleRef& s : b.samples) {
@@ -177,7 +177,7 @@ BatchValues batch_values(const LoadedBatch& b) {
 }
 
 /// Of a loader's batch all six numbers and slices; of rows that no loader has dealt rows and real.
-LoadedBatch batch_from(const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+LoadedBatch batch_from(const Numbers& numbers, const Tensors& tensors,
                        const std::optional<at::Tensor>& mask, const Numbers& slices,
                        const Names& names) {
   LoadedBatch b;
@@ -217,8 +217,7 @@ std::vector<FieldSharding> field_shardings(const FieldShardings& fields) {
 }
 
 /// step, epoch, rows, real; tensors; mask; names of the tensors.
-using ShardedValues =
-    std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>, Names>;
+using ShardedValues = std::tuple<Numbers, Tensors, std::optional<at::Tensor>, Names>;
 ShardedValues sharded_values(const ShardedBatch& b) {
   return {{static_cast<std::int64_t>(b.step), static_cast<std::int64_t>(b.epoch), b.rows, b.real},
           b.tensors,
@@ -274,9 +273,8 @@ using LoaderPtr = c10::intrusive_ptr<PyLoader>;
 
 struct PyStreamLoader : torch::CustomClassHolder {
   PyStreamLoader(std::int64_t stream, std::int64_t rows, const GroupPtr& group,
-                 const std::string& uneven, const std::vector<at::Tensor>& example,
-                 std::int64_t workers, std::int64_t prefetch, double stall_limit,
-                 const Numbers& sharding) {
+                 const std::string& uneven, const Tensors& example, std::int64_t workers,
+                 std::int64_t prefetch, double stall_limit, const Numbers& sharding) {
     StreamOptions options;
     options.uneven = uneven_data(uneven);
     options.example = example;
@@ -339,7 +337,7 @@ void register_datasets(Library& library) {
         return self->dataset->get(natural(index, "the index of a sample"));
       });
   library.def("source", &open_source);
-  library.def("tensor_dataset", [](const std::vector<at::Tensor>& tensors) {
+  library.def("tensor_dataset", [](const Tensors& tensors) {
     return c10::make_intrusive<PyDataset>(std::make_shared<TensorDataset>(tensors));
   });
   library.def("token_file_dataset", [](const std::string& path, at::ScalarType dtype,
@@ -435,7 +433,7 @@ void register_data(Library& library) {
            })
       .def("close", [](const LoaderPtr& self) { self->loader.reset(); });
   library.def("shard_batch",
-              [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+              [](const Numbers& numbers, const Tensors& tensors,
                  const std::optional<at::Tensor>& mask, const Numbers& slices, const Names& names,
                  const MeshPtr& mesh, const Names& axes, const FieldShardings& fields) {
                 const LoadedBatch batch = batch_from(numbers, tensors, mask, slices, names);
@@ -444,7 +442,7 @@ void register_data(Library& library) {
                                                          : shard_rows(batch, mesh->mesh, axes, on));
               });
   // Without numbers: this rank gives none.
-  library.def("scatter_batch", [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
+  library.def("scatter_batch", [](const Numbers& numbers, const Tensors& tensors,
                                   const std::optional<at::Tensor>& mask, const Numbers& slices,
                                   const Names& names, const MeshPtr& mesh, const Names& axes,
                                   const FieldShardings& fields) {
@@ -455,8 +453,8 @@ void register_data(Library& library) {
                                               : scatter_batch(batch, mesh->mesh, axes, on));
   });
   library.def(
-      "augment_batch", [](const Numbers& numbers, const std::vector<at::Tensor>& tensors,
-                          const Numbers& samples, std::int64_t function, std::int64_t seed) {
+      "augment_batch", [](const Numbers& numbers, const Tensors& tensors, const Numbers& samples,
+                          std::int64_t function, std::int64_t seed) {
         const ShardedBatch batch{.step = natural(numbers.at(0), "step"),
                                  .epoch = natural(numbers.at(1), "epoch"),
                                  .tensors = tensors,
@@ -469,12 +467,11 @@ void register_data(Library& library) {
   });
   library.class_<PyStreamLoader>("StreamLoader")
       .def(torch::init<std::int64_t, std::int64_t, const GroupPtr&, const std::string&,
-                       const std::vector<at::Tensor>&, std::int64_t, std::int64_t, double,
-                       const Numbers&>())
+                       const Tensors&, std::int64_t, std::int64_t, double, const Numbers&>())
       .def("next",
            [](const StreamPtr& self) {
              // step, rows, real, global real; none of them at the end
-             std::tuple<Numbers, std::vector<at::Tensor>, std::optional<at::Tensor>> values;
+             std::tuple<Numbers, Tensors, std::optional<at::Tensor>> values;
              if (auto b = self->open().next())
                values = {{static_cast<std::int64_t>(b->step), b->rows, b->real, b->global_real},
                          b->tensors,

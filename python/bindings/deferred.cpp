@@ -29,8 +29,7 @@ struct PyDeferred : torch::CustomClassHolder {
   std::unique_ptr<HostScope> scope;
 };
 
-std::vector<NamedTensor> named(const std::vector<std::string>& names,
-                               const std::vector<at::Tensor>& tensors) {
+std::vector<NamedTensor> named(const Names& names, const Tensors& tensors) {
   std::vector<NamedTensor> all;
   for (std::size_t i = 0; i < names.size(); ++i) all.push_back({names[i], tensors.at(i), true});
   return all;
@@ -38,7 +37,7 @@ std::vector<NamedTensor> named(const std::vector<std::string>& names,
 
 /// What was on the meta device, and is recorded module by module.
 struct PyDeferral : torch::CustomClassHolder {
-  PyDeferral(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors)
+  PyDeferral(const Names& names, const Tensors& tensors)
       : deferral(named(names, tensors), /*host_too=*/true) {}
   detail::Deferral deferral;
 };
@@ -52,20 +51,20 @@ void register_deferred(Library& library) {
       .def("begin", &PyDeferred::begin)
       .def("end", &PyDeferred::end);
   library.class_<PyDeferral>("Deferral")
-      .def(torch::init<const std::vector<std::string>&, const Tensors&>())
+      .def(torch::init<const Names&, const Tensors&>())
       .def("begin",
            [](const DeferralPtr& self, const Tensors& parameters, const Tensors& buffers,
               const Tensors& own) { return self->deferral.begin(parameters, buffers, own); })
       .def("end", [](const DeferralPtr& self) { self->deferral.end(); })
       .def("undo", [](const DeferralPtr& self) { self->deferral.undo(); });
   library.def("is_deferred", [](const at::Tensor& tensor) { return is_deferred(tensor); });
-  library.def("materialize", [](const std::vector<at::Tensor>& tensors, const std::string& device) {
+  library.def("materialize", [](const Tensors& tensors, const std::string& device) {
     materialize(tensors, c10::Device(device));
   });
-  library.def("materialize_on", [](const std::vector<std::string>& names, const Tensors& tensors,
-                                   const MeshPtr& mesh) {
-    materialize(named(names, tensors), mesh->mesh);
-  });
+  library.def("materialize_on",
+              [](const Names& names, const Tensors& tensors, const MeshPtr& mesh) {
+                materialize(named(names, tensors), mesh->mesh);
+              });
 }
 
 }  // namespace tessera::python

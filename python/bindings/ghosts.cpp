@@ -61,7 +61,7 @@ at::Tensor as_tensor(const Numbers& numbers) { return at::tensor(numbers, at::kL
 
 /// Two functions of Python's, called with the rows alone. Who holds it keeps them.
 struct PyGhostTransport : torch::CustomClassHolder {
-  PyGhostTransport(std::int64_t forward, std::int64_t reverse, const std::vector<at::Tensor>& of) {
+  PyGhostTransport(std::int64_t forward, std::int64_t reverse, const Tensors& of) {
     std::vector<at::ScalarType> dtypes;
     for (const at::Tensor& t : of) dtypes.push_back(t.scalar_type());
     const auto calling = [this](std::int64_t address) {
@@ -79,9 +79,8 @@ struct PyGhostTransport : torch::CustomClassHolder {
 using GhostTransportPtr = c10::intrusive_ptr<PyGhostTransport>;
 
 struct PyGhostPlan : torch::CustomClassHolder {
-  PyGhostPlan(const MeshPtr& over, const std::vector<std::string>& axes,
-              const at::Tensor& owned, const at::Tensor& needed,
-              const std::optional<GhostTransportPtr>& transport) {
+  PyGhostPlan(const MeshPtr& over, const Names& axes, const at::Tensor& owned,
+              const at::Tensor& needed, const std::optional<GhostTransportPtr>& transport) {
     const DeviceMesh& mesh = over->mesh;
     const std::vector<int> indices = mesh.mesh().indices(axes);
     const auto ids =
@@ -96,9 +95,8 @@ struct PyGhostPlan : torch::CustomClassHolder {
 using GhostPlanPtr = c10::intrusive_ptr<PyGhostPlan>;
 
 struct PyGhostLayers : torch::CustomClassHolder {
-  PyGhostLayers(const MeshPtr& over, const std::vector<std::string>& axes,
-                const at::Tensor& owned, const at::Tensor& source, const at::Tensor& target,
-                std::int64_t depth) {
+  PyGhostLayers(const MeshPtr& over, const Names& axes, const at::Tensor& owned,
+                const at::Tensor& source, const at::Tensor& target, std::int64_t depth) {
     const DeviceMesh& mesh = over->mesh;
     const std::vector<int> indices = mesh.mesh().indices(axes);
     const auto ids = given_ids(mesh.group(indices), "GhostLayers",
@@ -119,8 +117,7 @@ std::tuple<std::string, std::int64_t> costs_of(const GhostLayersPtr& self, std::
 }
 
 struct PyOwnedRows : torch::CustomClassHolder {
-  PyOwnedRows(const MeshPtr& over, const std::vector<std::string>& axes,
-              const at::Tensor& owned)
+  PyOwnedRows(const MeshPtr& over, const Names& axes, const at::Tensor& owned)
       : rows(made(over->mesh, over->mesh.mesh().indices(axes), owned)) {}
   static OwnedRows made(const DeviceMesh& mesh, const std::vector<int>& axes,
                         const at::Tensor& owned) {
@@ -156,8 +153,7 @@ struct PyShardedGraph : torch::CustomClassHolder {
 };
 using ShardedGraphPtr = c10::intrusive_ptr<PyShardedGraph>;
 
-ShardedGraphPtr graph_of(const MeshPtr& over,
-                         const std::vector<std::string>& axes, const at::Tensor& owner,
+ShardedGraphPtr graph_of(const MeshPtr& over, const Names& axes, const at::Tensor& owner,
                          const at::Tensor& index, bool ordered) {
   const DeviceMesh& mesh = over->mesh;
   return c10::make_intrusive<PyShardedGraph>(
@@ -171,9 +167,8 @@ struct PyRebalanced : torch::CustomClassHolder {
 using RebalancedPtr = c10::intrusive_ptr<PyRebalanced>;
 
 RebalancedPtr rebalanced_rows(const OwnedRowsPtr& rows, const at::Tensor& places,
-                              const at::Tensor& costs, const std::vector<at::Tensor>& tensors,
-                              bool along_curve, double tolerance,
-                              const std::optional<at::Tensor>& edges) {
+                              const at::Tensor& costs, const Tensors& tensors, bool along_curve,
+                              double tolerance, const std::optional<at::Tensor>& edges) {
   using By = RebalanceOptions::By;
   return c10::make_intrusive<PyRebalanced>(rebalance(
       rows->rows, places, costs, tensors,
@@ -237,11 +232,10 @@ std::vector<std::tuple<std::int64_t, std::int64_t>> peers_of(
 
 void register_ghosts(Library& library) {
   library.class_<PyGhostTransport>("GhostTransport")
-      .def(torch::init<std::int64_t, std::int64_t, const std::vector<at::Tensor>&>())
+      .def(torch::init<std::int64_t, std::int64_t, const Tensors&>())
       .def("used", [](const GhostTransportPtr& self) { return self->used(); });
   library.class_<PyGhostPlan>("GhostPlan")
-      .def(torch::init<const MeshPtr&, const std::vector<std::string>&,
-                       const at::Tensor&, const at::Tensor&,
+      .def(torch::init<const MeshPtr&, const Names&, const at::Tensor&, const at::Tensor&,
                        const std::optional<GhostTransportPtr>&>())
       .def("owned", [](const GhostPlanPtr& self) { return self->plan.rows().owned; })
       .def("ghosts", [](const GhostPlanPtr& self) { return self->plan.rows().ghosts; })
@@ -253,8 +247,8 @@ void register_ghosts(Library& library) {
           [](const GhostPlanPtr& self) { return c10::make_intrusive<PyGroup>(self->plan.group()); })
       .def("summary", [](const GhostPlanPtr& self) { return self->plan.summary(); });
   library.class_<PyGhostLayers>("GhostLayers")
-      .def(torch::init<const MeshPtr&, const std::vector<std::string>&,
-                       const at::Tensor&, const at::Tensor&, const at::Tensor&, std::int64_t>())
+      .def(torch::init<const MeshPtr&, const Names&, const at::Tensor&, const at::Tensor&,
+                       const at::Tensor&, std::int64_t>())
       .def("nodes",
            [](const GhostLayersPtr& self) {
              return c10::make_intrusive<PyGhostPlan>(self->layers.nodes);
@@ -274,8 +268,7 @@ void register_ghosts(Library& library) {
            })
       .def("costs", costs_of);
   library.class_<PyOwnedRows>("OwnedRows")
-      .def(torch::init<const MeshPtr&, const std::vector<std::string>&,
-                       const at::Tensor&>())
+      .def(torch::init<const MeshPtr&, const Names&, const at::Tensor&>())
       .def("size", [](const OwnedRowsPtr& self) { return self->rows.size(); })
       .def("begin", [](const OwnedRowsPtr& self) { return self->rows.begin(); })
       .def("sizes", [](const OwnedRowsPtr& self) { return self->rows.sizes(); })

@@ -42,12 +42,8 @@ GroupOptions group_options(const std::string& backend, double seconds) {
   return options;
 }
 
-std::vector<int> to_ints(const std::vector<std::int64_t>& numbers) {
-  return {numbers.begin(), numbers.end()};
-}
-std::vector<std::int64_t> from_ints(const std::vector<int>& numbers) {
-  return {numbers.begin(), numbers.end()};
-}
+std::vector<int> to_ints(const Numbers& numbers) { return {numbers.begin(), numbers.end()}; }
+Numbers from_ints(const std::vector<int>& numbers) { return {numbers.begin(), numbers.end()}; }
 
 std::shared_ptr<DroppedElsewhere> DroppedElsewhere::here() {
   struct OfThread {
@@ -169,11 +165,10 @@ struct PyGroupInfo : torch::CustomClassHolder {
 using GroupInfoPtr = c10::intrusive_ptr<PyGroupInfo>;
 
 struct PyParallelGroups : torch::CustomClassHolder {
-  PyParallelGroups(std::int64_t model, std::int64_t pipeline,
-                   const std::vector<std::string>& backends, const std::vector<double>& limits)
+  PyParallelGroups(std::int64_t model, std::int64_t pipeline, const Names& backends,
+                   const std::vector<double>& limits)
       : groups(here(), options(model, pipeline, backends, limits)) {}
-  static ParallelOptions options(std::int64_t model, std::int64_t pipeline,
-                                 const std::vector<std::string>& backends,
+  static ParallelOptions options(std::int64_t model, std::int64_t pipeline, const Names& backends,
                                  const std::vector<double>& limits) {
     return {static_cast<int>(model), static_cast<int>(pipeline),
             group_options(backends.at(0), limits.at(0)),
@@ -282,8 +277,7 @@ void register_parallel_groups(Library& library) {
             self->info.start_gather_to(static_cast<int>(root), tensor, dim));
       });
   library.class_<PyParallelGroups>("ParallelGroups")
-      .def(torch::init<std::int64_t, std::int64_t, const std::vector<std::string>&,
-                       const std::vector<double>&>())
+      .def(torch::init<std::int64_t, std::int64_t, const Names&, const std::vector<double>&>())
       .def("mesh",
            [](const ParallelPtr& self) { return c10::make_intrusive<PyMesh>(self->groups.mesh); })
       .def("info",
@@ -299,8 +293,7 @@ MeshPtr derived(const MeshPtr& self, const Mesh& mesh) {
 }
 
 void register_mesh_groups(Library& library) {
-  library.def("mesh_over", [](const std::vector<std::string>& names, const Numbers& sizes,
-                              const Numbers& ranks) {
+  library.def("mesh_over", [](const Names& names, const Numbers& sizes, const Numbers& ranks) {
     return c10::make_intrusive<PyMesh>(here().mesh(Mesh(mesh_axes(names, sizes), to_ints(ranks))));
   });
   library.def("mesh_named", [](const std::string& name) {
@@ -309,14 +302,14 @@ void register_mesh_groups(Library& library) {
   library.def("add_mesh", [](const std::string& name, const MeshPtr& mesh) {
     here().add_mesh(name, mesh->mesh.mesh());
   });
-  library.def("mesh_group", [](const MeshPtr& self, const std::vector<std::string>& axes) {
+  library.def("mesh_group", [](const MeshPtr& self, const Names& axes) {
     return c10::make_intrusive<PyGroup>(self->mesh.group(self->mesh.mesh().indices(axes)));
   });
   library.def("mesh_ranks",
               [](const MeshPtr& self) { return from_ints(self->mesh.mesh().ranks()); });
   library.def("mesh_contains_me", [](const MeshPtr& self) { return self->mesh.contains_me(); });
   library.def("mesh_text", [](const MeshPtr& self) { return self->mesh.mesh().to_string(); });
-  library.def("mesh_groups", [](const MeshPtr& self, const std::vector<std::string>& axes) {
+  library.def("mesh_groups", [](const MeshPtr& self, const Names& axes) {
     std::vector<Numbers> all;
     for (const auto& ranks : self->mesh.mesh().groups(axes).lists())
       all.push_back(from_ints(ranks));
@@ -332,17 +325,15 @@ void register_mesh_groups(Library& library) {
     return derived(self,
                    end ? all.slice(axis, from, static_cast<int>(*end)) : all.slice(axis, from));
   });
-  library.def("mesh_submesh", [](const MeshPtr& self, const std::vector<std::string>& axes) {
+  library.def("mesh_submesh", [](const MeshPtr& self, const Names& axes) {
     return derived(self, self->mesh.mesh().submesh(axes, self->mesh.manager().rank()));
   });
-  library.def("mesh_flatten", [](const MeshPtr& self, const std::vector<std::string>& axes,
-                                 const std::string& name) {
+  library.def("mesh_flatten", [](const MeshPtr& self, const Names& axes, const std::string& name) {
     return derived(self, self->mesh.mesh().flatten(axes, name));
   });
-  library.def("mesh_view",
-              [](const MeshPtr& self, const std::vector<std::string>& names, const Numbers& sizes) {
-                return derived(self, self->mesh.mesh().view(mesh_axes(names, sizes)));
-              });
+  library.def("mesh_view", [](const MeshPtr& self, const Names& names, const Numbers& sizes) {
+    return derived(self, self->mesh.mesh().view(mesh_axes(names, sizes)));
+  });
 }
 
 }  // namespace

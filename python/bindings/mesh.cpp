@@ -120,8 +120,7 @@ using TracePtr = c10::intrusive_ptr<PyTrace>;
 
 }  // namespace
 
-std::vector<Axis> mesh_axes(const std::vector<std::string>& names,
-                            const std::vector<std::int64_t>& sizes) {
+std::vector<Axis> mesh_axes(const Names& names, const Numbers& sizes) {
   if (names.size() != sizes.size())
     throw InvalidArgument("a mesh with ", names.size(), " names and ", sizes.size(), " sizes");
   std::vector<Axis> all;
@@ -130,13 +129,13 @@ std::vector<Axis> mesh_axes(const std::vector<std::string>& names,
   return all;
 }
 
-std::string joined_axes(const std::vector<std::string>& axes) {
+std::string joined_axes(const Names& axes) {
   std::string text;
   for (const std::string& axis : axes) text += (text.empty() ? "" : "-") + axis;
   return text;
 }
 
-PyMesh::PyMesh(const std::vector<std::string>& names, const std::vector<std::int64_t>& sizes)
+PyMesh::PyMesh(const Names& names, const Numbers& sizes)
     : mesh(here().mesh(mesh_axes(names, sizes))) {}
 
 DistributedManager here() {
@@ -150,21 +149,21 @@ DistributedManager here() {
 
 void register_mesh(Library& library) {
   library.class_<PyMesh>("Mesh")
-      .def(torch::init<const std::vector<std::string>&, const std::vector<std::int64_t>&>())
+      .def(torch::init<const Names&, const Numbers&>())
       .def("coordinate",
            [](const MeshPtr& self) {
              const auto c = self->mesh.coordinate();
-             return std::vector<std::int64_t>(c.begin(), c.end());
+             return Numbers(c.begin(), c.end());
            })
       .def("names",
            [](const MeshPtr& self) {
-             std::vector<std::string> names;
+             Names names;
              for (const Axis& axis : self->mesh.mesh().axes()) names.push_back(axis.name);
              return names;
            })
       .def("sizes",
            [](const MeshPtr& self) {
-             std::vector<std::int64_t> sizes;
+             Numbers sizes;
              for (const Axis& axis : self->mesh.mesh().axes()) sizes.push_back(axis.size);
              return sizes;
            })
@@ -230,7 +229,7 @@ void register_mesh(Library& library) {
     tessera::manual_seed(here(), static_cast<std::uint64_t>(seed));
   });
   // The seed and the stream of the next draw; nothing where this thread is no rank.
-  library.def("random_state", []() -> std::vector<std::int64_t> {
+  library.def("random_state", []() -> Numbers {
     if (!current().has_value()) return {};
     const RandomState state = tessera::random_state(here());
     return {static_cast<std::int64_t>(state.seed), static_cast<std::int64_t>(state.stream)};
@@ -239,7 +238,7 @@ void register_mesh(Library& library) {
     tessera::set_random_state(
         here(), {static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(stream)});
   });
-  library.def("policies", []() -> std::vector<std::string> {
+  library.def("policies", []() -> Names {
     const Policies now = tessera::policies(here());
     return {text(now.redistribution), text(now.promotion), text(now.plain_values)};
   });

@@ -118,10 +118,9 @@ at::Tensor made(const std::string& how, const Numbers& shape, const MeshPtr& mes
   throw InvalidArgument("no tensor is made by '", how, "'");
 }
 
-double clip(const std::vector<at::Tensor>& parameters, const GroupPtr& group, double max_norm,
-            double norm_type, const std::optional<GroupPtr>& disjoint,
-            const std::vector<at::Tensor>& by_hand, const std::vector<GroupPtr>& owners,
-            const std::vector<at::Tensor>& elsewhere) {
+double clip(const Tensors& parameters, const GroupPtr& group, double max_norm, double norm_type,
+            const std::optional<GroupPtr>& disjoint, const Tensors& by_hand,
+            const std::vector<GroupPtr>& owners, const Tensors& elsewhere) {
   ClipOptions options{.max_norm = max_norm, .norm_type = norm_type, .elsewhere = elsewhere};
   if (disjoint) options.disjoint = (*disjoint)->group;
   std::vector<OwnedShard> shards;
@@ -188,10 +187,8 @@ void register_nn(Library& library) {
                        double weight) { return self->weight.weigh(loss, weight); })
       .def("weigh_global", [](const StepWeightPtr& self, const at::Tensor& loss,
                               double weight) { return self->weight.weigh_global(loss, weight); })
-      .def("finish",
-           [](const StepWeightPtr& self, const std::vector<at::Tensor>& parameters) {
-             return self->weight.finish(parameters);
-           })
+      .def("finish", [](const StepWeightPtr& self,
+                        const Tensors& parameters) { return self->weight.finish(parameters); })
       .def("reset", [](const StepWeightPtr& self) { self->weight.reset(); });
   library.class_<PyRedistribution>("Redistribution")
       .def("done", [](const RedistributionPtr& self) { return self->pending.done(); })
@@ -234,7 +231,7 @@ void register_nn(Library& library) {
   });
   // Names, tensors, and what did not fit, a sentence each.
   library.def("load_as_saved", [](const MeshPtr& mesh, const std::string& path, bool misfits) {
-    std::tuple<Names, std::vector<at::Tensor>, Names> loaded;
+    std::tuple<Names, Tensors, Names> loaded;
     auto& [names, tensors, words] = loaded;
     for (auto& [name, tensor] : load_as_saved(mesh->mesh, path, misfits ? &words : nullptr)) {
       names.push_back(name);

@@ -27,13 +27,13 @@ namespace tessera::python {
 
 namespace {
 
-using Lists = std::vector<std::vector<at::Tensor>>;
+using Lists = std::vector<Tensors>;
 
 struct PyPipelineOptions : torch::CustomClassHolder {
   PyPipelineOptions(const std::vector<std::tuple<std::int64_t, std::int64_t>>& skips,
-                    const std::optional<std::vector<std::string>>& sample_axes,
-                    std::int64_t gathered_at_once, bool keep_outputs, bool loss_everywhere,
-                    std::optional<std::int64_t> seed, bool dynamic_shapes) {
+                    const std::optional<Names>& sample_axes, std::int64_t gathered_at_once,
+                    bool keep_outputs, bool loss_everywhere, std::optional<std::int64_t> seed,
+                    bool dynamic_shapes) {
     for (const auto& [from, to] : skips)
       options.skips.push_back({static_cast<int>(from), static_cast<int>(to)});
     options.sample_axes = sample_axes;
@@ -53,11 +53,10 @@ using Stages = std::vector<std::tuple<std::int64_t, ModuleTreePtr, bool, bool>>;
 // What the function is asked for: a stage's outputs, by the stage's number, or the loss.
 enum class Asked : std::uint64_t { stage, loss };
 
-std::vector<at::Tensor> answered(PythonFunction function, Asked what, std::int64_t stage,
-                                 const std::vector<at::Tensor>& given) {
+Tensors answered(PythonFunction function, Asked what, std::int64_t stage, const Tensors& given) {
   const std::array<std::uint64_t, 2> numbers = {static_cast<std::uint64_t>(what),
                                                 static_cast<std::uint64_t>(stage)};
-  return ask(function, numbers, given).value_or(std::vector<at::Tensor>());
+  return ask(function, numbers, given).value_or(Tensors());
 }
 
 std::shared_ptr<PipelineStage> stage_of(PythonFunction function, std::int64_t number,
@@ -69,7 +68,7 @@ std::shared_ptr<PipelineStage> stage_of(PythonFunction function, std::int64_t nu
   }
   return make_stage(
       tree->module,
-      [function, number](const std::vector<at::Tensor>& inputs) {
+      [function, number](const Tensors& inputs) {
         return answered(function, Asked::stage, number, inputs);
       },
       options);
@@ -96,7 +95,7 @@ struct PyPipeline : torch::CustomClassHolder {
       mine.push_back(stage_of(call, number, tree, recompute, gathers));
     PipelineLoss loss;
     if (has_loss) {
-      loss = [call](const std::vector<at::Tensor>&, const std::vector<at::Tensor>& targets) {
+      loss = [call](const Tensors&, const Tensors& targets) {
         const auto made = answered(call, Asked::loss, 0, targets);
         return made.size() == 1 ? made[0] : at::Tensor();
       };
@@ -107,7 +106,7 @@ struct PyPipeline : torch::CustomClassHolder {
   /// `where`: placements on the stage's mesh; empty: the tensors are as they are to be. What only
   /// the ranks of this stage see is told to the others with the step.
   PipelineBatch batch(const Lists& inputs, const Lists& targets, const std::vector<double>& weights,
-                      const std::vector<std::string>& where, const std::string& problem) const {
+                      const Names& where, const std::string& problem) const {
     PipelineBatch all{inputs, targets, weights, problem};
     if (where.empty()) return all;
     const std::vector<int>& placement = pipeline->schedule().placement;
@@ -137,38 +136,35 @@ using PipelinePtr = c10::intrusive_ptr<PyPipeline>;
 void register_pipeline(Library& library) {
   library.class_<PyPipelineOptions>("PipelineOptions")
       .def(torch::init<const std::vector<std::tuple<std::int64_t, std::int64_t>>&,
-                       const std::optional<std::vector<std::string>>&, std::int64_t, bool, bool,
+                       const std::optional<Names>&, std::int64_t, bool, bool,
                        std::optional<std::int64_t>, bool>())
-      .def("tie",
-           [](const PipelineOptionsPtr& self, const std::string& name,
-              const std::vector<at::Tensor>& tensors) { self->options.tied[name] = tensors; });
+      .def("tie", [](const PipelineOptionsPtr& self, const std::string& name,
+                     const Tensors& tensors) { self->options.tied[name] = tensors; });
   library.class_<PyPipeline>("Pipeline")
       .def(torch::init<const MeshPtr&, const std::string&, const SchedulePtr&, const Stages&,
                        std::int64_t, bool, const PipelineOptionsPtr&>())
       .def("step",
            [](const PipelinePtr& self, const Lists& inputs, const Lists& targets,
-              const std::vector<double>& weights, const std::vector<std::string>& where,
-              const std::string& problem, std::optional<double> divisor) {
+              const std::vector<double>& weights, const Names& where, const std::string& problem,
+              std::optional<double> divisor) {
              return result_of(self->pipeline->step(
                  self->batch(inputs, targets, weights, where, problem), {.divisor = divisor}));
            })
       .def("evaluate",
            [](const PipelinePtr& self, const Lists& inputs, const Lists& targets,
-              const std::vector<double>& weights, const std::vector<std::string>& where,
-              const std::string& problem) {
+              const std::vector<double>& weights, const Names& where, const std::string& problem) {
              return result_of(
                  self->pipeline->evaluate(self->batch(inputs, targets, weights, where, problem)));
            })
       .def("measure",
            [](const PipelinePtr& self, const Lists& inputs, const Lists& targets,
-              const std::vector<double>& weights, const std::vector<std::string>& where,
-              const std::string& problem, std::int64_t repeats) {
+              const std::vector<double>& weights, const Names& where, const std::string& problem,
+              std::int64_t repeats) {
              return c10::make_intrusive<PyCosts>(self->pipeline->measure(
                  self->batch(inputs, targets, weights, where, problem), static_cast<int>(repeats)));
            })
       .def("split",
-           [](const PipelinePtr& self, const std::vector<at::Tensor>& inputs,
-              const std::vector<at::Tensor>& targets) {
+           [](const PipelinePtr& self, const Tensors& inputs, const Tensors& targets) {
              PipelineBatch parts =
                  split_batch(inputs, targets, self->pipeline->schedule().micro_batches);
              return std::tuple(std::move(parts.inputs), std::move(parts.targets));

@@ -147,8 +147,8 @@ void register_progress(Library& library) {
       });
   library.class_<PyLogger>("Logger")
       .def(torch::init<const std::string&, const std::string&, std::int64_t>())
-      .def("log", [](const LoggerPtr& self, const std::vector<std::string>& names,
-                     const std::vector<double>& values, std::int64_t step) {
+      .def("log", [](const LoggerPtr& self, const Names& names, const std::vector<double>& values,
+                     std::int64_t step) {
         std::map<std::string, double> numbers;
         for (std::size_t i = 0; i < names.size(); ++i) numbers[names[i]] = values.at(i);
         self->logger->log(numbers, step, 0);

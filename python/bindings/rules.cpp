@@ -22,7 +22,7 @@ namespace tessera::python {
 
 namespace {
 
-using Texts = std::vector<std::string>;
+using Texts = Names;
 /// Placements of a tensor and sizes of its shards; without placements: as it is.
 using SpecOf = std::tuple<Texts, SizesDict>;
 

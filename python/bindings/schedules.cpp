@@ -28,7 +28,7 @@ namespace tessera::python {
 
 namespace {
 
-using Texts = std::vector<std::string>;
+using Texts = Names;
 
 int counted(std::int64_t number, const char* what) {
   if (number < std::numeric_limits<int>::min() || number > std::numeric_limits<int>::max())

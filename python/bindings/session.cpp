@@ -257,7 +257,7 @@ struct PySession : torch::CustomClassHolder {
   static Result result(const StepResult& r) {
     return {r.loss, r.weight, r.norm, r.stepped, text_of(r.stop), r.save};
   }
-  Result step(const std::vector<std::int64_t>& which) {
+  Result step(const Numbers& which) {
     fresh = true;
     return result(open().step({which.begin(), which.end()}));
   }
@@ -305,8 +305,7 @@ void register_session(Library& library) {
       .def("leave", [](const SessionPtr& self) { self->scopes.pop_back(); })
       .def("backward", [](const SessionPtr& self, const at::Tensor& loss, double weight,
                           bool last) { self->backward(loss, weight, last); })
-      .def("step", [](const SessionPtr& self,
-                      const std::vector<std::int64_t>& which) { return self->step(which); })
+      .def("step", [](const SessionPtr& self, const Numbers& which) { return self->step(which); })
       .def("step_again",
            [](const SessionPtr& self, std::int64_t micro_batches, std::int64_t number) {
              return self->step_again(micro_batches, number);

@@ -15,7 +15,7 @@ namespace tessera::python {
 
 namespace {
 
-using Texts = std::vector<std::string>;
+using Texts = Names;
 
 struct PySpec : torch::CustomClassHolder {
   explicit PySpec(ShardSpec s) : spec(std::move(s)) {}
@@ -25,16 +25,16 @@ using SpecPtr = c10::intrusive_ptr<PySpec>;
 
 // Scopes nest: one is opened by each begin() and closed by each end().
 struct PyNoSync : torch::CustomClassHolder {
-  explicit PyNoSync(const std::vector<at::Tensor>& p) : parameters(p) {}
+  explicit PyNoSync(const Tensors& p) : parameters(p) {}
   void begin() { scopes.emplace_back(parameters); }
   void end() {
     if (!scopes.empty()) scopes.pop_back();
   }
-  std::vector<at::Tensor> parameters;
+  Tensors parameters;
   std::vector<NoSync> scopes;
 };
 
-NamedTensors named(const Texts& names, const std::vector<at::Tensor>& tensors) {
+NamedTensors named(const Texts& names, const Tensors& tensors) {
   if (names.size() != tensors.size()) throw InvalidArgument("names and tensors differ in number");
   NamedTensors all;
   for (std::size_t i = 0; i < names.size(); ++i) all.emplace_back(names[i], tensors[i]);
@@ -43,14 +43,13 @@ NamedTensors named(const Texts& names, const std::vector<at::Tensor>& tensors) {
 
 // All tensors of a file. Those named are placed as `where` and `sizes_of` say, the others
 // replicated.
-std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const std::string& path,
-                                                    const Texts& names,
-                                                    const std::vector<Texts>& where,
-                                                    const std::vector<SizesDict>& sizes_of) {
+std::tuple<Texts, Tensors> load_all(const MeshPtr& mesh, const std::string& path,
+                                    const Texts& names, const std::vector<Texts>& where,
+                                    const std::vector<SizesDict>& sizes_of) {
   std::map<std::string, ParameterPlacement> rules;
   for (std::size_t i = 0; i < names.size(); ++i)
     rules[names[i]] = {placements(where.at(i)), sizes(sizes_of.at(i))};
-  std::tuple<Texts, std::vector<at::Tensor>> loaded;
+  std::tuple<Texts, Tensors> loaded;
   for (auto& [name, tensor] :
        load(mesh->mesh, path, [&](const std::string& name) -> std::optional<ParameterPlacement> {
          const auto it = rules.find(name);
@@ -73,9 +72,8 @@ std::tuple<Texts, std::vector<at::Tensor>> load_all(const MeshPtr& mesh, const s
 using Placed = std::tuple<Texts, SizesDict, std::tuple<std::int64_t, std::int64_t, bool>>;
 
 // One entry of `where` a tensor. The first `parameters` of them are parameters, the others buffers.
-void distribute_parameters(const Texts& names, const std::vector<at::Tensor>& tensors,
-                           std::int64_t parameters, const MeshPtr& mesh,
-                           const std::vector<Placed>& where) {
+void distribute_parameters(const Texts& names, const Tensors& tensors, std::int64_t parameters,
+                           const MeshPtr& mesh, const std::vector<Placed>& where) {
   if (names.size() != tensors.size() || names.size() != where.size())
     throw InvalidArgument("distribute_parameters: names, tensors and placements differ in number");
   std::map<std::string, ParameterPlacement> rules;
@@ -112,21 +110,19 @@ void register_tensor(Library& library) {
            [](const SpecPtr& self, const SpecPtr& other) { return self->spec == other->spec; });
 
   library.class_<PyNoSync>("NoSync")
-      .def(torch::init<std::vector<at::Tensor>>())
+      .def(torch::init<Tensors>())
       .def("begin", [](const c10::intrusive_ptr<PyNoSync>& self) { self->begin(); })
       .def("end", [](const c10::intrusive_ptr<PyNoSync>& self) { self->end(); });
-  library.def("reduce_gradients",
-              [](const std::vector<at::Tensor>& parameters) { reduce_gradients(parameters); });
+  library.def("reduce_gradients", [](const Tensors& parameters) { reduce_gradients(parameters); });
   library.def("save",
-              [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
+              [](const Texts& names, const Tensors& tensors, const MeshPtr& mesh,
                  const std::string& path) { save(named(names, tensors), mesh->mesh, path); });
-  library.def("save_folder", [](const Texts& names, const std::vector<at::Tensor>& tensors,
-                                const MeshPtr& mesh, const std::string& folder,
-                                std::int64_t max_bytes) {
+  library.def("save_folder", [](const Texts& names, const Tensors& tensors, const MeshPtr& mesh,
+                                const std::string& folder, std::int64_t max_bytes) {
     save_folder(named(names, tensors), mesh->mesh, folder, static_cast<std::uint64_t>(max_bytes));
   });
   library.def("load_into",
-              [](const Texts& names, const std::vector<at::Tensor>& tensors, const MeshPtr& mesh,
+              [](const Texts& names, const Tensors& tensors, const MeshPtr& mesh,
                  const std::string& path) { load_into(named(names, tensors), mesh->mesh, path); });
   library.def("load", &load_all);
 
@@ -138,11 +134,11 @@ void register_tensor(Library& library) {
     return from_local(local, mesh->mesh, placements(where), sizes(parts));
   });
   // The whole spec is known, and nothing is compared.
-  library.def("from_local_of_spec", [](const at::Tensor& local, const MeshPtr& mesh,
-                                       const std::vector<std::int64_t>& shape, const Texts& where,
-                                       const SizesDict& parts) {
-    return from_local(local, ShardSpec(mesh->mesh, shape, placements(where), sizes(parts)));
-  });
+  library.def(
+      "from_local_of_spec", [](const at::Tensor& local, const MeshPtr& mesh, const Numbers& shape,
+                               const Texts& where, const SizesDict& parts) {
+        return from_local(local, ShardSpec(mesh->mesh, shape, placements(where), sizes(parts)));
+      });
   library.def("distribute_tensor", [](const at::Tensor& full, const MeshPtr& mesh,
                                       const Texts& where, const SizesDict& parts) {
     return distribute_tensor(full, mesh->mesh, placements(where), sizes(parts));
@@ -163,7 +159,7 @@ void register_tensor(Library& library) {
   library.def("is_reduced",
               [](const at::Tensor& t) { return is_sharded(t) && !gradient_syncs({t}).empty(); });
   library.def("copy_parameter", &copy_parameter);
-  library.def("reduce_copies", [](const Texts& names, const std::vector<at::Tensor>& parameters) {
+  library.def("reduce_copies", [](const Texts& names, const Tensors& parameters) {
     reduce_copies(named(names, parameters));
   });
 }

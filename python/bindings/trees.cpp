@@ -171,8 +171,8 @@ void write_step(const Names& names, const Numbers& sizes, const TrafficTexts& tr
 
 /// The mapping; seconds and bytes between hosts, now and mapped; the ranks; all as text.
 using GainValues = std::tuple<MappingValues, std::vector<double>, Numbers, std::string>;
-GainValues gain_values(const MeshPtr& mesh, const TopologyPtr& topology,
-                       const Numbers& slot_of, const TrafficTexts& traffic) {
+GainValues gain_values(const MeshPtr& mesh, const TopologyPtr& topology, const Numbers& slot_of,
+                       const TrafficTexts& traffic) {
   const MappingGain gain =
       mapping_gain(mesh->mesh.mesh(), found_topology(topology, slot_of), traffic_of(traffic));
   return {values(gain.mapping),
