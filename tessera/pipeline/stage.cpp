@@ -13,17 +13,13 @@
 namespace tessera {
 
 PipelineStage::~PipelineStage() = default;
-std::vector<at::Tensor> PipelineStage::buffers() const { return {}; }
+
 std::vector<NamedTensor> PipelineStage::tensors() const {
   std::vector<NamedTensor> all;
   for (const auto& p : parameters()) all.push_back({concat("parameter ", all.size()), p, true});
   for (const auto& b : buffers()) all.push_back({concat("buffer ", all.size()), b, false});
   return all;
 }
-bool PipelineStage::recomputes() const { return false; }
-bool PipelineStage::sharded() const { return false; }
-void PipelineStage::gather() {}
-void PipelineStage::release() {}
 
 void PipelineStage::reduce() {
   for (const auto& sync : gradient_syncs(parameters())) {
@@ -103,16 +99,13 @@ std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential&
 
 std::vector<torch::nn::Sequential> split_sequential(const torch::nn::Sequential& net,
                                                     const std::vector<std::string>& names) {
-  const auto children = net->named_children();
+  const std::vector<std::string> children = net->named_children().keys();
   std::vector<int> cuts;
   for (const std::string& name : names) {
-    int at = -1;
-    for (std::size_t i = 0; i < children.size(); ++i)
-      at = children[i].key() == name ? static_cast<int>(i) : at;
-    if (at < 0)
-      throw InvalidArgument("the Sequential has no child '", name, "'; there are ",
-                            list(children.keys()));
-    cuts.push_back(at);
+    const auto at = std::ranges::find(children, name);
+    if (at == children.end())
+      throw InvalidArgument("the Sequential has no child '", name, "'; there are ", list(children));
+    cuts.push_back(static_cast<int>(at - children.begin()));
   }
   return split_sequential(net, cuts);
 }

@@ -41,20 +41,20 @@ class PipelineStage : Pinned {
   /// The leaves that the stage trains.
   virtual std::vector<at::Tensor> parameters() const = 0;
   /// What a second forward of the same micro-batch must leave as it is (running statistics).
-  virtual std::vector<at::Tensor> buffers() const;
+  virtual std::vector<at::Tensor> buffers() const { return {}; }
   /// What a deferred stage (tessera/nn/deferred.h) is to be filled with: parameters that are not
   /// trained, too. The default: parameters() and buffers(), under their numbers.
   virtual std::vector<NamedTensor> tensors() const;
   /// True: nothing but the inputs is kept between forward and backward, which runs the forward
   /// again, with the same random numbers. Such a stage's backward is never split.
-  virtual bool recomputes() const;
+  virtual bool recomputes() const { return false; }
 
   /// True: the stage's parameters are fully sharded. The pipeline then calls gather() before the
   /// first computation of a step, release() after the last one (or more often, where
   /// PipelineOptions::gathered_at_once says so), and nothing else is to gather meanwhile.
-  virtual bool sharded() const;
-  virtual void gather();
-  virtual void release();
+  virtual bool sharded() const { return false; }
+  virtual void gather() {}
+  virtual void release() {}
   /// Reduces the step's gradients over the ranks that share the parameters, once a step, after the
   /// stage's last backward. The default: all that is known to reduce one of parameters()
   /// (DistributedDataParallel, distribute_module, any GradientSync) and is not held back by a
