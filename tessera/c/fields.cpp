@@ -19,12 +19,6 @@ namespace {
 
 using Counts = std::vector<std::int64_t>;
 
-// What a rank says of its block; all but `owned` is the same on every rank.
-struct Said {
-  Counts same;
-  Counts owned;
-};
-
 // Below it sums of a dim's cells stay within 64 bits.
 constexpr std::int64_t kMostCells = std::int64_t{1} << 58;
 
@@ -50,38 +44,36 @@ std::vector<int> axes_of(const int* given, int dims, const DeviceMesh& mesh) {
   return axes;
 }
 
-// Every rank's numbers, by position in the mesh. Throws MismatchError, on every rank, where what
+// What every rank owns, by position in the mesh. Throws MismatchError, on every rank, where what
 // must be the same is not.
-std::vector<Said> gather_said(const DeviceMesh& mesh, const Said& mine) {
-  Counts numbers = mine.same;
-  numbers.insert(numbers.end(), mine.owned.begin(), mine.owned.end());
+std::vector<Counts> gather_owned(const DeviceMesh& mesh, const Counts& same, const Counts& mine) {
+  Counts numbers = same;
+  numbers.insert(numbers.end(), mine.begin(), mine.end());
   const std::string bytes(reinterpret_cast<const char*>(numbers.data()),
                           numbers.size() * sizeof(std::int64_t));
   const auto all = mesh.all().all_gather_bytes(bytes, {.name = "field"});
-  std::vector<Said> said;
+  std::vector<Counts> owned;
   for (std::size_t p = 0; p < all.size(); ++p) {
     Counts other(all[p].size() / sizeof(std::int64_t));
     std::copy_n(all[p].data(), all[p].size(), reinterpret_cast<char*>(other.data()));
-    const auto same = static_cast<std::ptrdiff_t>(mine.same.size());
-    if (other.size() != numbers.size() ||
-        !std::equal(other.begin(), other.begin() + same, mine.same.begin()))
+    if (other.size() != numbers.size() || !std::equal(same.begin(), same.end(), other.begin()))
       throw MismatchError(
           "rank ", mesh.mesh().ranks()[p],
           " gives other dims, dtype, order, axes or ghost cells than this one: they are the same "
           "on all ranks, the sizes alone differ");
-    said.push_back({{}, Counts(other.begin() + same, other.end())});
+    owned.emplace_back(other.begin() + static_cast<std::ptrdiff_t>(same.size()), other.end());
   }
-  return said;
+  return owned;
 }
 
 // The sizes of the shards of one dim, by coordinate on its axis (-1: one shard).
-Sizes sizes_of(const DeviceMesh& mesh, const std::vector<Said>& said, int dim, int axis) {
+Sizes sizes_of(const DeviceMesh& mesh, const std::vector<Counts>& owned, int dim, int axis) {
   const Mesh& ranks = mesh.mesh();
   Sizes sizes(static_cast<std::size_t>(axis < 0 ? 1 : ranks.size(axis)), -1);
-  for (std::size_t p = 0; p < said.size(); ++p) {
+  for (std::size_t p = 0; p < owned.size(); ++p) {
     const int rank = ranks.ranks()[p];
     const auto at = static_cast<std::size_t>(axis < 0 ? 0 : ranks.coordinate(rank)[axis]);
-    const std::int64_t size = said[p].owned[dim];
+    const std::int64_t size = owned[p][dim];
     if (sizes[at] >= 0 && sizes[at] != size)
       throw MismatchError("dim ", dim, ": rank ", rank, " owns ", size,
                           " cells, a rank of the same place on the axis that divides it ",
@@ -91,13 +83,13 @@ Sizes sizes_of(const DeviceMesh& mesh, const std::vector<Said>& said, int dim, i
   return sizes;
 }
 
-ShardSpec spec_of(const DeviceMesh& mesh, const std::vector<Said>& said,
+ShardSpec spec_of(const DeviceMesh& mesh, const std::vector<Counts>& owned,
                   const std::vector<int>& axes) {
   std::vector<Placement> placements(static_cast<std::size_t>(mesh.mesh().dims()), Replicate());
   ShardSizes shards;
   Counts shape;
   for (int d = 0; d < static_cast<int>(axes.size()); ++d) {
-    const Sizes sizes = sizes_of(mesh, said, d, axes[d]);
+    const Sizes sizes = sizes_of(mesh, owned, d, axes[d]);
     shape.push_back(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}));
     if (axes[d] < 0) continue;
     placements[axes[d]] = Shard(d);
@@ -110,24 +102,22 @@ std::shared_ptr<TensorObject> make_field(const Call& call, const DeviceMesh& mes
                                          const tessera_array& array, const Counts& before,
                                          const Counts& after, const std::vector<int>& axes) {
   const at::Tensor block = tensor_over(&array, "block");
-  Said mine;
+  Counts mine;
   for (int d = 0; d < array.dims; ++d) {
-    mine.owned.push_back(array.shape[d] - before[d] - after[d]);
-    if (mine.owned.back() < 0)
+    mine.push_back(array.shape[d] - before[d] - after[d]);
+    if (mine.back() < 0)
       refuse("the block is ", block.sizes(), " with ", list(before), " ghost cells before and ",
              list(after), " after: dim ", d, " has fewer cells than that");
   }
-  mine.same = {array.dims, array.dtype, array.order};
-  for (const auto* more : {&before, &after})
-    mine.same.insert(mine.same.end(), more->begin(), more->end());
-  mine.same.insert(mine.same.end(), axes.begin(), axes.end());
+  Counts same{array.dims, array.dtype, array.order};
+  for (const auto* more : {&before, &after}) same.insert(same.end(), more->begin(), more->end());
+  same.insert(same.end(), axes.begin(), axes.end());
   // Whether memory has gaps decides what strides the tensor shows, on all ranks alike.
-  mine.owned.push_back(array.strides ? 1 : 0);
-  const auto said = gather_said(mesh, mine);
+  mine.push_back(array.strides ? 1 : 0);
+  const auto owned = gather_owned(mesh, same, mine);
   const auto sum = [](const Counts& n) { return std::accumulate(n.begin(), n.end(), 0LL); };
-  const bool gaps = sum(before) + sum(after) > 0 || std::ranges::any_of(said, [](const Said& one) {
-                      return one.owned.back() != 0;
-                    });
+  const bool gaps = sum(before) + sum(after) > 0 ||
+                    std::ranges::any_of(owned, [](const Counts& one) { return one.back() != 0; });
   BlobMemory memory;
   memory.order =
       array.order == TESSERA_COLUMN_MAJOR ? MemoryOrder::column_major : MemoryOrder::row_major;
@@ -138,7 +128,7 @@ std::shared_ptr<TensorObject> make_field(const Call& call, const DeviceMesh& mes
     for (auto& s : memory.strides) s = std::max<std::int64_t>(s, 1);
   }
   auto field = std::make_shared<TensorObject>(
-      call.job(), from_blob(array.data, spec_of(mesh, said, axes), memory,
+      call.job(), from_blob(array.data, spec_of(mesh, owned, axes), memory,
                             at::TensorOptions(block.scalar_type())));
   field->block = block;
   field->before = before;
