@@ -178,9 +178,8 @@ HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
                          plan.sends.push_back(piece_of(input.rank(receiver), part));
                      });
   }
-  auto by_rank = [](const HaloPiece& a, const HaloPiece& b) { return a.rank < b.rank; };
-  std::ranges::stable_sort(plan.sends, by_rank);
-  std::ranges::stable_sort(plan.receives, by_rank);
+  std::ranges::stable_sort(plan.sends, {}, &HaloPiece::rank);
+  std::ranges::stable_sort(plan.receives, {}, &HaloPiece::rank);
   return plan;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -75,8 +76,7 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
   }
   std::vector<std::size_t> order(weights.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(
-      order, [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
+  std::ranges::stable_sort(order, std::greater(), [&](std::size_t i) { return remainder[i]; });
   // The rest is below the number of positive shards, except for extents above 2^53: then the
   // largest shard takes what is left.
   for (std::size_t i = 0; i < order.size() && given < extent; ++i)

@@ -153,9 +153,8 @@ std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int d
   const auto position = detail::curve_positions(coordinates, dims, low, extent);
   std::vector<std::int64_t> order(position.size());
   std::iota(order.begin(), order.end(), std::int64_t{0});
-  std::ranges::stable_sort(order, [&](std::int64_t a, std::int64_t b) {
-    return position[static_cast<std::size_t>(a)] < position[static_cast<std::size_t>(b)];
-  });
+  std::ranges::stable_sort(
+      order, {}, [&](std::int64_t i) { return position[static_cast<std::size_t>(i)]; });
   return order;
 }
 

@@ -8,6 +8,12 @@
 namespace tessera {
 namespace {
 
+std::int64_t elements_of(const std::vector<Piece>& pieces) {
+  std::int64_t n = 0;
+  for (const Piece& piece : pieces) n += volume(piece.box);
+  return n;
+}
+
 // Among the positions that hold the same box as `any` in `from`, the one that serves position
 // `receiver` of `to`.
 int source_for(const Sharding& from, const Sharding& to, int any, int receiver) {
@@ -29,17 +35,8 @@ int source_for(const Sharding& from, const Sharding& to, int any, int receiver) 
 
 }  // namespace
 
-std::int64_t TransferPlan::sent() const {
-  std::int64_t n = 0;
-  for (const Piece& piece : sends) n += volume(piece.box);
-  return n;
-}
-
-std::int64_t TransferPlan::received() const {
-  std::int64_t n = 0;
-  for (const Piece& piece : receives) n += volume(piece.box);
-  return n;
-}
+std::int64_t TransferPlan::sent() const { return elements_of(sends); }
+std::int64_t TransferPlan::received() const { return elements_of(receives); }
 
 TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
   if (from.shape() != to.shape())
@@ -74,11 +71,9 @@ TransferPlan transfer_plan(const Sharding& from, const Sharding& to, int rank) {
       if (receiver == rank || held_by(from.position(receiver), box)) return;
       if (source_for(from, to, source, position) == source) plan.sends.push_back({receiver, box});
     });
-    std::ranges::stable_sort(plan.sends,
-                             [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+    std::ranges::stable_sort(plan.sends, {}, &Piece::rank);
   }
-  std::ranges::stable_sort(plan.receives,
-                           [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+  std::ranges::stable_sort(plan.receives, {}, &Piece::rank);
   return plan;
 }
 
