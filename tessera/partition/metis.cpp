@@ -61,7 +61,7 @@ MetisGraph metis_graph(std::int64_t nodes, std::span<const std::int64_t> source,
     }
     graph.neighbor.push_back(edges[e].second);
     graph.directions.push_back(1);
-    ++graph.begin[static_cast<std::size_t>(edges[e].first) + 1];
+    ++graph.begin[edges[e].first + 1];
   }
   std::partial_sum(graph.begin.begin(), graph.begin.end(), graph.begin.begin());
   return graph;

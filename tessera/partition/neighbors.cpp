@@ -37,7 +37,7 @@ class CellGrid {
         std::max(1.0, std::floor(std::pow(static_cast<double>(count_), 1.0 / dims)));
     std::int64_t cells = 1;
     for (int d = 0; d < dims; ++d) {
-      period_[d] = box.empty() ? 0 : box[static_cast<std::size_t>(d)];
+      period_[d] = box.empty() ? 0 : box[d];
       double high = period_[d];
       low_[d] = 0;
       if (period_[d] == 0) {
@@ -98,9 +98,7 @@ class CellGrid {
   std::int64_t count() const { return count_; }
 
  private:
-  double at(std::int64_t point, int d) const {
-    return points_[static_cast<std::size_t>(point * dims_ + d)];
-  }
+  double at(std::int64_t point, int d) const { return points_[point * dims_ + d]; }
   // A coordinate in [0, period), and how many periods it was away.
   double wrapped(double x, int d, double& periods) const {
     periods = 0;
@@ -119,18 +117,16 @@ class CellGrid {
     return index;
   }
   void fill(std::int64_t cells) {
-    begin_.assign(static_cast<std::size_t>(cells) + 1, 0);
+    begin_.assign(cells + 1, 0);
     std::vector<std::int64_t> of(static_cast<std::size_t>(count_));
     for (std::int64_t i = 0; i < count_; ++i) {
-      of[static_cast<std::size_t>(i)] = cell_of(i);
-      ++begin_[static_cast<std::size_t>(of[static_cast<std::size_t>(i)]) + 1];
+      of[i] = cell_of(i);
+      ++begin_[of[i] + 1];
     }
     std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
-    order_.resize(static_cast<std::size_t>(count_));
+    order_.resize(count_);
     auto next = begin_;
-    for (std::int64_t i = 0; i < count_; ++i)
-      order_[static_cast<std::size_t>(
-          next[static_cast<std::size_t>(of[static_cast<std::size_t>(i)])]++)] = i;
+    for (std::int64_t i = 0; i < count_; ++i) order_[next[of[i]]++] = i;
   }
   // `cell` may lie in an image of the grid; `moved`: the periods that the query was away.
   template <class Visit>
@@ -144,9 +140,8 @@ class CellGrid {
       image[d] = cell[d] >= 0 ? cell[d] / n : -((n - 1 - cell[d]) / n);
       index = index * n + cell[d] - image[d] * n;
     }
-    for (std::int64_t k = begin_[static_cast<std::size_t>(index)];
-         k < begin_[static_cast<std::size_t>(index) + 1]; ++k) {
-      Pair pair{0, order_[static_cast<std::size_t>(k)], {}};
+    for (std::int64_t k = begin_[index]; k < begin_[index + 1]; ++k) {
+      Pair pair{0, order_[k], {}};
       for (int d = 0; d < dims_; ++d) {
         const double x = at(pair.point, d);
         double periods = 0;

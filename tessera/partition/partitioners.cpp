@@ -56,23 +56,23 @@ PartitionQuality quality_of(std::span<const int> owner, int parts,
   for (std::size_t i = 0; i < owner.size(); ++i) {
     if (owner[i] < 0 || owner[i] >= parts)
       throw InvalidArgument("node ", i, " has the owner ", owner[i], " of ", parts);
-    ++quality.sizes[static_cast<std::size_t>(owner[i])];
+    ++quality.sizes[owner[i]];
   }
   // The sources that each part needs of others, part by part.
   std::vector<std::vector<std::int64_t>> needed(n);
   for (std::size_t e = 0; e < source.size(); ++e) {
-    const auto from = owner[static_cast<std::size_t>(source[e])];
-    const auto to = owner[static_cast<std::size_t>(target[e])];
+    const auto from = owner[source[e]];
+    const auto to = owner[target[e]];
     if (from == to) continue;
     ++quality.cut;
-    needed[static_cast<std::size_t>(to)].push_back(source[e]);
+    needed[to].push_back(source[e]);
   }
   for (std::size_t r = 0; r < n; ++r) {
     std::ranges::sort(needed[r]);
     needed[r].erase(std::unique(needed[r].begin(), needed[r].end()), needed[r].end());
     quality.ghosts[r] = static_cast<std::int64_t>(needed[r].size());
     std::set<int> from;
-    for (const std::int64_t node : needed[r]) from.insert(owner[static_cast<std::size_t>(node)]);
+    for (const std::int64_t node : needed[r]) from.insert(owner[node]);
     quality.peers[r] = static_cast<std::int64_t>(from.size());
   }
   return quality;
@@ -153,8 +153,7 @@ std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int d
   const auto position = detail::curve_positions(coordinates, dims, low, extent);
   std::vector<std::int64_t> order(position.size());
   std::iota(order.begin(), order.end(), std::int64_t{0});
-  std::ranges::stable_sort(
-      order, {}, [&](std::int64_t i) { return position[static_cast<std::size_t>(i)]; });
+  std::ranges::stable_sort(order, {}, [&](std::int64_t i) { return position[i]; });
   return order;
 }
 

@@ -41,7 +41,7 @@ bool has_everywhere(const PipelineSchedule& schedule, ActionKind kind) {
   std::vector<bool> has(static_cast<std::size_t>(schedule.stages()), false);
   for (const auto& row : schedule.actions) {
     for (const PipelineAction& a : row)
-      if (a.kind == kind) has[static_cast<std::size_t>(a.stage)] = true;
+      if (a.kind == kind) has[a.stage] = true;
   }
   return std::ranges::find(has, false) == has.end();
 }
@@ -142,7 +142,7 @@ namespace {
 PipelineCosts costs_of(const std::vector<double>& sum, int stages) {
   PipelineCosts costs;
   for (int s = 0; s < stages; ++s) {
-    const double* row = &sum[static_cast<std::size_t>(s) * 7];
+    const double* row = &sum[7 * s];
     const double count = row[4];
     StageCosts one;
     one.forward = row[0] / count;
@@ -202,7 +202,7 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   }
   std::vector<double> mine(static_cast<std::size_t>(stages) * 7, 0.0);
   for (int s = 0; s < stages; ++s) {
-    double* row = &mine[static_cast<std::size_t>(s) * 7];
+    double* row = &mine[7 * s];
     if (state.plan.stages[s]) {
       for (std::size_t i = 0; i < 4; ++i) row[i] = middle(seen[s][i]);
       row[4] = 1;

@@ -73,8 +73,8 @@ PipelineBatch split_batch(const std::vector<at::Tensor>& inputs,
     }
   }
   PipelineBatch batch;
-  batch.inputs.resize(static_cast<std::size_t>(micro_batches));
-  if (!targets.empty()) batch.targets.resize(static_cast<std::size_t>(micro_batches));
+  batch.inputs.resize(micro_batches);
+  if (!targets.empty()) batch.targets.resize(micro_batches);
   std::int64_t begin = 0;
   for (int k = 0; k < micro_batches; ++k) {
     const std::int64_t size =
@@ -227,9 +227,9 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
       sharded[s] = flags[1] == 's';
     }
   }
-  plan.stages.resize(static_cast<std::size_t>(plan.count()));
+  plan.stages.resize(plan.count());
   for (std::size_t i = 0; i < mine.size(); ++i) plan.stages[mine[i]] = std::move(stages[i]);
-  plan.known.resize(static_cast<std::size_t>(plan.count()));
+  plan.known.resize(plan.count());
 
   plan.sharded = sharded;
   PipelineSchedule computed = schedule;
@@ -242,7 +242,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
   lower_options.gathered_at_once = plan.options.gathered_at_once;
   plan.evaluation = lower(forward_only(computed), lower_options);
   if (!lowered) {
-    lower_options.reduced.assign(static_cast<std::size_t>(plan.count()), true);
+    lower_options.reduced.assign(plan.count(), true);
     plan.training = lower(join_backward(schedule, recompute), lower_options);
   }
   state_->ties = detail::TiedParameters(plan);

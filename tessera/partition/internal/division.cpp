@@ -106,7 +106,7 @@ class Division {
     const auto until_place = [&](std::size_t group, std::uint64_t key, std::int64_t number) {
       const auto at =
           std::ranges::lower_bound(rows_, std::tuple(group, key, number), {}, &Row::place);
-      return until[static_cast<std::size_t>(at - rows_.begin())];
+      return until[at - rows_.begin()];
     };
     for (int bit = 63 + number_bits_; bit >= 0; --bit) {
       const auto further = [&](Cut cut) {
@@ -170,8 +170,7 @@ void halve(Division& all, std::vector<Parts>& groups) {
     groups.push_back({first + count / 2, count - count / 2});
   }
   for (Row& row : all.rows())
-    if (const auto c = cut_of[row.group];
-        c >= 0 && cuts[static_cast<std::size_t>(c)].is_before(row))
+    if (const auto c = cut_of[row.group]; c >= 0 && cuts[c].is_before(row))
       row.group = second[row.group];
 }
 

@@ -108,8 +108,7 @@ IdsByRank GhostDirectory::answers(const IdsByRank& claimed, const IdsByRank& ask
     for (std::int64_t k = 0; k < claimed.counts[r]; ++k, ++at) {
       const auto first = owner.insert(claimed.values[at], static_cast<std::int64_t>(r));
       if (first != static_cast<std::int64_t>(r))
-        twice.add(claimed.values[at], " (ranks ", names_[static_cast<std::size_t>(first)], " and ",
-                  names_[r], ")");
+        twice.add(claimed.values[at], " (ranks ", names_[first], " and ", names_[r], ")");
     }
   }
   IdsByRank owners{asked.counts, {}};
@@ -129,7 +128,7 @@ IdsByRank GhostDirectory::answers(const IdsByRank& claimed, const IdsByRank& ask
 IdsByRank GhostDirectory::requests(const IdsByRank& answered) {
   std::vector<int> owner_of(needed_.size());
   for (std::size_t i = 0; i < asked_.size(); ++i)
-    owner_of[static_cast<std::size_t>(asked_[i])] = static_cast<int>(answered.values[i]);
+    owner_of[asked_[i]] = static_cast<int>(answered.values[i]);
   IdsByRank wanted = lists_by_rank(
       rows_.ranks, needed_.size(), [&](std::size_t g) { return owner_of[g]; },
       [&](std::size_t g) { return needed_[g]; }, &rows_.received);

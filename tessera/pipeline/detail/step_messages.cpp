@@ -15,7 +15,7 @@ constexpr std::size_t kSending = 4;
 
 void StepRun::send_activation(int s, int k) {
   Flight& f = flight(s, k);
-  const std::uint64_t signature = facts_.signatures[static_cast<std::size_t>(k)];
+  const std::uint64_t signature = facts_.signatures[k];
   auto& known = plan_.known[s];
   const auto at = known.find(signature);
   const bool told = at != known.end() && !plan_.options.dynamic_shapes;
@@ -48,7 +48,7 @@ void StepRun::send_activation(int s, int k) {
 
 void StepRun::receive_activation(int s, int k) {
   Flight& f = flight(s, k);
-  const std::uint64_t signature = facts_.signatures[static_cast<std::size_t>(k)];
+  const std::uint64_t signature = facts_.signatures[k];
   auto& known = plan_.known[s - 1];
   const int from = peer(s - 1);
   if (!known.contains(signature) || plan_.options.dynamic_shapes) {

@@ -59,7 +59,7 @@ StepRun::StepRun(PipelinePlan& plan, const PipelineBatch& batch, const StepFacts
       schedule_(facts.training ? plan.training : plan.evaluation),
       group_(plan.group()),
       device_(plan.device()) {
-  if (kept(plan, facts)) outputs_.resize(static_cast<std::size_t>(facts.micro_batches));
+  if (kept(plan, facts)) outputs_.resize(facts.micro_batches);
   if (facts.training) {
     for (int s = 0; s < plan.count(); ++s) {
       if (plan.stages[s]) held_back_.emplace(s, NoSync(plan.stages[s]->parameters()));
@@ -73,7 +73,7 @@ StepRun::~StepRun() {
 }
 
 void StepRun::run() {
-  const auto& row = schedule_.actions[static_cast<std::size_t>(plan_.rank)];
+  const auto& row = schedule_.actions[plan_.rank];
   spans_.assign(row.size(), std::nullopt);
   const auto began = Clock::now();
   const auto since = [&](Clock::time_point t) {
@@ -173,12 +173,11 @@ StepRun::Made StepRun::compute(int s, int k, Flight& flight, bool graph) {
     return made;
   }
   if (kept(plan_, facts_) && !again) {
-    for (const at::Tensor& output : outputs)
-      outputs_[static_cast<std::size_t>(k)].push_back(output.detach());
+    for (const at::Tensor& output : outputs) outputs_[k].push_back(output.detach());
   }
   if (!facts_.targets) return made;
   const at::Tensor loss = scaled_loss(k, outputs, !again);
-  if (graph && facts_.weights[static_cast<std::size_t>(k)] == 0) {
+  if (graph && facts_.weights[k] == 0) {
     // Zeros go back from the outputs: a loss over nothing may have no derivative at all, while
     // what a stage does in backward together with other ranks is to be done all the same.
     flight.graph.leave(outputs);
@@ -225,8 +224,7 @@ double StepRun::loss_sum() const { return loss_sum_.defined() ? loss_sum_.item<d
 void StepRun::take_inputs(int s, int k, Flight& f) {
   List given = std::exchange(f.incoming, {});
   if (s == 0)
-    for (const at::Tensor& input : batch_.inputs[static_cast<std::size_t>(k)])
-      given.push_back({input});
+    for (const at::Tensor& input : batch_.inputs[k]) given.push_back({input});
   const std::vector<int> came = skips_after(s - 1);
   const std::size_t own = given.size() - came.size();
   for (std::size_t i = 0; i < came.size(); ++i) skipped_[{came[i], k}].value = given[own + i];

@@ -121,7 +121,7 @@ ListSpec decode(const std::vector<std::int64_t>& numbers) {
     spec.dtype = static_cast<c10::ScalarType>(
         next(static_cast<std::int64_t>(c10::ScalarType::NumOptions) - 1));
     spec.wants = next(1) != 0;
-    spec.sizes.resize(static_cast<std::size_t>(next(kMostDims)));
+    spec.sizes.resize(next(kMostDims));
     spec.strides.resize(spec.sizes.size());
     constexpr std::int64_t any = std::numeric_limits<std::int64_t>::max();
     for (auto* values : {&spec.sizes, &spec.strides}) {
@@ -129,7 +129,7 @@ ListSpec decode(const std::vector<std::int64_t>& numbers) {
     }
     if (next(1) == 0) continue;
     ShardLayout& shards = spec.shards.emplace();
-    shards.axes.resize(static_cast<std::size_t>(next(kMostDims)));
+    shards.axes.resize(next(kMostDims));
     for (int& axis : shards.axes) axis = static_cast<int>(next(kMostDims));
     for (std::size_t i = 0; i < shards.axes.size(); ++i) {
       const auto kind = static_cast<Placement::Kind>(next(2));
@@ -141,11 +141,11 @@ ListSpec decode(const std::vector<std::int64_t>& numbers) {
       else
         shards.placements.push_back(Replicate());
     }
-    shards.shape.resize(static_cast<std::size_t>(next(kMostDims)));
+    shards.shape.resize(next(kMostDims));
     for (std::int64_t& size : shards.shape) size = next(any);
     for (std::int64_t left = next(kMostDims); left > 0; --left) {
       Sizes& sizes = shards.sizes[static_cast<int>(next(kMostDims))];
-      sizes.resize(static_cast<std::size_t>(next(kMostNumbers)));
+      sizes.resize(next(kMostNumbers));
       for (std::int64_t& size : sizes) size = next(any);
     }
   }
