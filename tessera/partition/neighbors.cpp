@@ -20,13 +20,6 @@ struct Pair {
   std::array<int, kMostDims> image;
 };
 
-bool nearer(const Pair& a, const Pair& b) {
-  return std::tie(a.distance, a.point, a.image) < std::tie(b.distance, b.point, b.image);
-}
-bool lower(const Pair& a, const Pair& b) {
-  return std::tie(a.point, a.image) < std::tie(b.point, b.image);
-}
-
 // Points by the cell that they lie in. Periodic dims have the period's extent.
 class CellGrid {
  public:
@@ -193,12 +186,10 @@ void append(Neighbors& all, std::int64_t query, const std::vector<Pair>& pairs, 
 
 // Of each point the nearest image.
 void keep_nearest_images(std::vector<Pair>& pairs) {
-  std::ranges::sort(pairs, [](const Pair& a, const Pair& b) {
-    return std::tie(a.point, a.distance, a.image) < std::tie(b.point, b.distance, b.image);
-  });
-  pairs.erase(std::unique(pairs.begin(), pairs.end(),
-                          [](const Pair& a, const Pair& b) { return a.point == b.point; }),
-              pairs.end());
+  std::ranges::sort(pairs, {},
+                    [](const Pair& p) { return std::tie(p.point, p.distance, p.image); });
+  const auto again = std::ranges::unique(pairs, {}, &Pair::point);
+  pairs.erase(again.begin(), again.end());
 }
 
 }  // namespace
@@ -215,7 +206,7 @@ Neighbors points_within(std::span<const double> points, std::span<const double> 
   for (std::int64_t q = 0; q < count; ++q) {
     pairs.clear();
     grid.within(queries.data() + q * dims, radius, [&](const Pair& p) { pairs.push_back(p); });
-    std::ranges::sort(pairs, lower);
+    std::ranges::sort(pairs, {}, [](const Pair& p) { return std::tie(p.point, p.image); });
     append(all, q, pairs, dims);
   }
   return all;
@@ -240,7 +231,8 @@ Neighbors nearest_points(std::span<const double> points, std::span<const double>
       keep_nearest_images(pairs);
       if (pairs.size() >= wanted || radius >= most) break;
     }
-    std::ranges::sort(pairs, nearer);
+    std::ranges::sort(pairs, {},
+                      [](const Pair& p) { return std::tie(p.distance, p.point, p.image); });
     pairs.resize(std::min(pairs.size(), wanted));
     append(all, q, pairs, dims);
   }
