@@ -134,10 +134,9 @@ tessera_result get_value(const char* call_name, tessera_state state, const char*
 extern "C" {
 
 tessera_result tessera_state_create(tessera_job job, tessera_state* state) {
-  return run("tessera_state_create", Reach::own, [&](Call& call) {
-    clear(state, "state");
+  return make("tessera_state_create", Reach::own, state, "state", [&](Call& call) {
     call.use<JobObject>(job, "job");
-    call.give(state, std::make_shared<StateObject>(call.job()));
+    return std::make_shared<StateObject>(call.job());
   });
 }
 

@@ -224,8 +224,7 @@ extern "C" {
 
 tessera_result tessera_field(tessera_mesh mesh, const tessera_array* block, const int64_t* before,
                              const int64_t* after, const int* axes, tessera_tensor* field) {
-  return run("tessera_field", Reach::all, [&](Call& call) {
-    clear(field, "field");
+  return make("tessera_field", Reach::all, field, "field", [&](Call& call) {
     const DeviceMesh& on = call.use<MeshObject>(mesh, "mesh").mesh;
     need(block, "block");
     if (block->dims < 1 || block->dims > TESSERA_MAX_DIMS)
@@ -233,7 +232,7 @@ tessera_result tessera_field(tessera_mesh mesh, const tessera_array* block, cons
              static_cast<int>(TESSERA_MAX_DIMS));
     const auto first = counts_of(before, block->dims, "before");
     const auto last = counts_of(after, block->dims, "after");
-    call.give(field, make_field(call, on, *block, first, last, axes_of(axes, block->dims, on)));
+    return make_field(call, on, *block, first, last, axes_of(axes, block->dims, on));
   });
 }
 
@@ -244,31 +243,28 @@ tessera_result tessera_fill_ghosts(tessera_tensor field, const tessera_edge* edg
 
 tessera_result tessera_halo(tessera_tensor field, const int64_t* before, const int64_t* after,
                             const tessera_edge* edges, tessera_tensor* wide) {
-  return run("tessera_halo", Reach::all, [&](Call& call) {
-    clear(wide, "wide");
+  return make("tessera_halo", Reach::all, wide, "wide", [&](Call& call) {
     const at::Tensor& value = call.use<TensorObject>(field, "field").value;
     const int dims = static_cast<int>(value.dim());
     const auto widths =
         widths_of(counts_of(before, dims, "before"), counts_of(after, dims, "after"), edges, false);
     if (!is_sharded(value)) refuse("field is a plain tensor: it has no neighbours");
-    call.give(wide, std::make_shared<TensorObject>(call.job(), halo_exchange(value, widths)));
+    return std::make_shared<TensorObject>(call.job(), halo_exchange(value, widths));
   });
 }
 
 tessera_result tessera_clone(tessera_tensor tensor, tessera_tensor* copy) {
-  return run("tessera_clone", Reach::own, [&](Call& call) {
-    clear(copy, "copy");
+  return make("tessera_clone", Reach::own, copy, "copy", [&](Call& call) {
     const at::Tensor& value = call.use<TensorObject>(tensor, "tensor").value;
-    call.give(copy, std::make_shared<TensorObject>(call.job(), value.detach().clone()));
+    return std::make_shared<TensorObject>(call.job(), value.detach().clone());
   });
 }
 
 tessera_result tessera_arrange(tessera_tensor tensor, int dims, const int* from,
                                tessera_tensor* result) {
-  return run("tessera_arrange", Reach::own, [&](Call& call) {
-    clear(result, "arranged");
+  return make("tessera_arrange", Reach::own, result, "arranged", [&](Call& call) {
     const at::Tensor& value = call.use<TensorObject>(tensor, "tensor").value;
-    call.give(result, std::make_shared<TensorObject>(call.job(), arranged(value, dims, from)));
+    return std::make_shared<TensorObject>(call.job(), arranged(value, dims, from));
   });
 }
 
@@ -319,14 +315,13 @@ tessera_result tessera_require_gradient(tessera_tensor tensor) {
 }
 
 tessera_result tessera_gradient(tessera_tensor tensor, tessera_tensor* gradient) {
-  return run("tessera_gradient", Reach::own, [&](Call& call) {
-    clear(gradient, "gradient");
+  return make("tessera_gradient", Reach::own, gradient, "gradient", [&](Call& call) {
     const at::Tensor& its = call.use<TensorObject>(tensor, "tensor").value;
     if (!its.is_leaf() || !its.grad().defined())
       refuse(
           "no gradient has come: tessera_require_gradient() before, tessera_backward() after "
           "what was computed of it");
-    call.give(gradient, std::make_shared<TensorObject>(call.job(), its.grad()));
+    return std::make_shared<TensorObject>(call.job(), its.grad());
   });
 }
 }

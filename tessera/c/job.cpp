@@ -30,13 +30,13 @@ std::chrono::milliseconds limit_of(double seconds) {
   return std::chrono::milliseconds(std::max<std::int64_t>(1, std::llround(seconds * 1e3)));
 }
 
-void begin(Call& call, const ManagerOptions& options, tessera_job* handle) {
+std::shared_ptr<JobObject> begin(Call& call, const ManagerOptions& options) {
   auto job = std::make_shared<Job>();
   job->manager = DistributedManager::initialize(options);
   job->rank = job->manager->rank();
   job->size = job->manager->world_size();
   call.enter(job);
-  call.give(handle, std::make_shared<JobObject>(job));
+  return std::make_shared<JobObject>(job);
 }
 
 ManagerOptions options_of(const char* backend, double timeout) {
@@ -82,21 +82,18 @@ tessera_result on_group(const char* name, tessera_group handle,
 extern "C" {
 
 tessera_result tessera_start(const char* backend, double timeout, tessera_job* job) {
-  return run("tessera_start", Reach::own, [&](Call& call) {
-    clear(job, "job");
-    begin(call, options_of(backend, timeout), job);
-  });
+  return make("tessera_start", Reach::own, job, "job",
+              [&](Call& call) { return begin(call, options_of(backend, timeout)); });
 }
 
 tessera_result tessera_start_fortran(int communicator, const char* backend, double timeout,
                                      tessera_job* job) {
-  return run("tessera_start_mpi", Reach::own, [&](Call& call) {
-    clear(job, "job");
+  return make("tessera_start_mpi", Reach::own, job, "job", [&](Call& call) {
     ManagerOptions options = options_of(backend, timeout);
     options.mpi = MpiWorld::of_communicator(communicator, options.timeout);
     if (options.backend.empty()) options.backend = "mpi";
     options.launch = options.mpi->launch_with_store(options.timeout);
-    begin(call, options, job);
+    return begin(call, options);
   });
 }
 
@@ -125,17 +122,13 @@ tessera_result tessera_seed(uint64_t seed) {
 
 tessera_result tessera_mesh_create(tessera_job job, int axes, const char* const* names,
                                    const int* sizes, const int* ranks, tessera_mesh* mesh) {
-  return run("tessera_mesh_create", Reach::own, [&](Call& call) {
-    clear(mesh, "mesh");
+  return make("tessera_mesh_create", Reach::own, mesh, "mesh", [&](Call& call) {
     const auto& its = *call.use<JobObject>(job, "job").job;
     if (axes < 1 || axes > 16) refuse("axes is ", axes, ": a mesh has 1 to 16");
     std::vector<Axis> named;
     for (int a = 0; a < axes; ++a)
       named.push_back({need_text(need(names, "names")[a], "a name"), need(sizes, "sizes")[a]});
-    if (!ranks) {
-      call.give(mesh, std::make_shared<MeshObject>(call.job(), call.manager().mesh(named)));
-      return;
-    }
+    if (!ranks) return std::make_shared<MeshObject>(call.job(), call.manager().mesh(named));
     std::int64_t count = 1;
     for (const auto& axis : named) {
       if (axis.size < 1)
@@ -146,7 +139,7 @@ tessera_result tessera_mesh_create(tessera_job job, int axes, const char* const*
       if (count > its.size) refuse("the mesh has at least ", count, " ranks, the job ", its.size);
     }
     const Mesh of(named, {ranks, ranks + count});
-    call.give(mesh, std::make_shared<MeshObject>(call.job(), call.manager().mesh(of)));
+    return std::make_shared<MeshObject>(call.job(), call.manager().mesh(of));
   });
 }
 
@@ -158,25 +151,22 @@ tessera_result tessera_mesh_coordinate(tessera_mesh mesh, int* coordinate) {
 }
 
 tessera_result tessera_mesh_group(tessera_mesh mesh, int axis, tessera_group* group) {
-  return run("tessera_mesh_group", Reach::own, [&](Call& call) {
-    clear(group, "group");
+  return make("tessera_mesh_group", Reach::own, group, "group", [&](Call& call) {
     const auto& of = call.use<MeshObject>(mesh, "mesh").mesh.mesh();
     if (axis < 0 || axis >= of.dims())
       refuse("axis is ", axis, ", the mesh has ", of.dims(), ": counted from 0");
     const std::vector<int> along{axis};
-    call.give(group,
-              std::make_shared<GroupObject>(call.job(), of.group(along, call.manager().rank())));
+    return std::make_shared<GroupObject>(call.job(), of.group(along, call.manager().rank()));
   });
 }
 
 tessera_result tessera_group_create(tessera_job job, int count, const int* ranks,
                                     tessera_group* group) {
-  return run("tessera_group_create", Reach::own, [&](Call& call) {
-    clear(group, "group");
+  return make("tessera_group_create", Reach::own, group, "group", [&](Call& call) {
     const int most = call.use<JobObject>(job, "job").job->size;
     auto object = std::make_shared<GroupObject>(call.job(), ranks_of(count, ranks, most));
     object->group();  // says now what is wrong with the list
-    call.give(group, std::move(object));
+    return object;
   });
 }
 

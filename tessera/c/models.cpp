@@ -138,22 +138,22 @@ void convert(torch::nn::Module& module, at::ScalarType dtype) {
 }
 
 // An error of making it on one rank is thrown on all of the mesh.
-void make_model(Call& call, tessera_mesh mesh, tessera_dtype dtype, tessera_model* handle,
-                const std::function<Made()>& make) {
+std::shared_ptr<ModelObject> make_model(Call& call, tessera_mesh mesh, tessera_dtype dtype,
+                                        const std::function<Made()>& make_it) {
   const DeviceMesh& on = call.use<MeshObject>(mesh, "mesh").mesh;
   const bool as_saved = static_cast<int>(dtype) == TESSERA_AS_SAVED;
   const at::ScalarType to = as_saved ? at::kDouble : dtype_of(dtype);
   if (!at::isFloatingType(to)) refuse("dtype: a network's is TESSERA_FLOAT32 or TESSERA_FLOAT64");
   Made made;
   agree::all_same(on.all(), "the model", [&] {
-    made = make();
+    made = make_it();
     if (!as_saved) convert(*made.model.module, to);
     return made.identity;
   });
   distribute_module(*made.model.module, on);
   if (made.identity.empty()) made.train(true);
-  call.give(handle, std::make_shared<ModelObject>(call.job(), on, std::move(made.model),
-                                                  std::move(made.train)));
+  return std::make_shared<ModelObject>(call.job(), on, std::move(made.model),
+                                       std::move(made.train));
 }
 
 void forward(Call& call, tessera_model handle, int inputs, const tessera_tensor* input, int outputs,
@@ -179,20 +179,18 @@ extern "C" {
 
 tessera_result tessera_model_load(tessera_mesh mesh, const char* file, tessera_dtype dtype,
                                   tessera_model* model) {
-  return run("tessera_model_load", Reach::all, [&](Call& call) {
-    clear(model, "model");
+  return make("tessera_model_load", Reach::all, model, "model", [&](Call& call) {
     const std::string path = need_text(file, "file");
     const bool as_saved = static_cast<int>(dtype) == TESSERA_AS_SAVED;
-    make_model(call, mesh, dtype, model, [&] { return load_file(path, as_saved); });
+    return make_model(call, mesh, dtype, [&] { return load_file(path, as_saved); });
   });
 }
 
 tessera_result tessera_model_create(tessera_mesh mesh, const char* name, const char* options,
                                     tessera_dtype dtype, tessera_model* model) {
-  return run("tessera_model_create", Reach::all, [&](Call& call) {
-    clear(model, "model");
+  return make("tessera_model_create", Reach::all, model, "model", [&](Call& call) {
     const std::string its = need_text(name, "name"), how = options ? options : "";
-    make_model(call, mesh, dtype, model, [&] { return make_registered(its, how); });
+    return make_model(call, mesh, dtype, [&] { return make_registered(its, how); });
   });
 }
 

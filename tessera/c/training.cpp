@@ -120,12 +120,11 @@ extern "C" {
 
 tessera_result tessera_loss(const char* kind, tessera_tensor output, tessera_tensor target,
                             tessera_tensor* loss) {
-  return run("tessera_loss", Reach::all, [&](Call& call) {
-    clear(loss, "loss");
+  return make("tessera_loss", Reach::all, loss, "loss", [&](Call& call) {
     const at::Tensor& given = call.use<TensorObject>(output, "output").value;
     const at::Tensor& wanted = call.use<TensorObject>(target, "target").value;
-    call.give(loss, std::make_shared<TensorObject>(
-                        call.job(), loss_of(need_text(kind, "kind"), given, wanted)));
+    return std::make_shared<TensorObject>(call.job(),
+                                          loss_of(need_text(kind, "kind"), given, wanted));
   });
 }
 
@@ -138,15 +137,13 @@ tessera_result tessera_backward(tessera_tensor tensor, tessera_tensor gradient) 
 
 tessera_result tessera_optimizer_create(tessera_model model, const char* kind, const char* options,
                                         tessera_optimizer* optimizer) {
-  return run("tessera_optimizer_create", Reach::own, [&](Call& call) {
-    clear(optimizer, "optimizer");
+  return make("tessera_optimizer_create", Reach::own, optimizer, "optimizer", [&](Call& call) {
     const auto& of = call.use<ModelObject>(model, "model");
     const auto parameters = of.model.module->parameters();
     if (parameters.empty())
       refuse("the model has no parameters: a compiled package, for one, cannot be trained");
     auto made = make_optimizer(need_text(kind, "kind"), parameters, Options(options));
-    call.give(optimizer, std::make_shared<OptimizerObject>(call.job(), of.model.module, of.mesh,
-                                                           std::move(made)));
+    return std::make_shared<OptimizerObject>(call.job(), of.model.module, of.mesh, std::move(made));
   });
 }
 
@@ -164,8 +161,7 @@ tessera_result tessera_optimizer_step(tessera_optimizer optimizer) {
 
 tessera_result tessera_session_create(tessera_optimizer optimizer, const char* options,
                                       tessera_session* session) {
-  return run("tessera_session_create", Reach::all, [&](Call& call) {
-    clear(session, "session");
+  return make("tessera_session_create", Reach::all, session, "session", [&](Call& call) {
     const auto& of = call.use<OptimizerObject>(optimizer, "optimizer");
     if (of.mesh.mesh().size() != call.job()->size)
       refuse("the model's mesh has ", of.mesh.mesh().size(), " ranks, the job ", call.job()->size,
@@ -176,7 +172,7 @@ tessera_result tessera_session_create(tessera_optimizer optimizer, const char* o
     object->session = std::make_unique<Session>(strategy, NamedModules{{"net", of.module}},
                                                 session_options(Options(options)));
     object->session->add(of.optimizer);
-    call.give(session, std::move(object));
+    return object;
   });
 }
 

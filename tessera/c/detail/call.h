@@ -140,6 +140,17 @@ enum class Reach : std::uint8_t { own, all };
 /// Runs `body`, and makes a code and the thread's message of what it throws.
 tessera_result run(const char* name, Reach reach, const std::function<void(Call&)>& body) noexcept;
 
+/// Runs `body` likewise, and puts a handle of the object that it makes, a shared_ptr, into `handle`.
+/// NULL is there where it fails, and nothing may be written to a handle that is NULL itself.
+template <class Handle, class Body>
+tessera_result make(const char* name, Reach reach, Handle* handle, const char* handle_name,
+                    const Body& body) {
+  return run(name, reach, [&](Call& call) {
+    *need(handle, handle_name) = nullptr;
+    call.give(handle, body(call));
+  });
+}
+
 /// Tells the other ranks of the job (DistributedManager::fail_groups_within).
 void tell(const JobPtr& job, const std::string& reason);
 
@@ -147,11 +158,5 @@ void tell(const JobPtr& job, const std::string& reason);
 void release(const void* handle);
 /// Frees everything of the job, newest first, and the job's own handle.
 void release_job(const void* handle);
-
-/// Fails where nothing may be written to `handle`, and puts NULL there.
-template <class Handle>
-void clear(Handle* handle, const char* name) {
-  *need(handle, name) = nullptr;
-}
 
 }  // namespace tessera::c
