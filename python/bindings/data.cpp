@@ -89,22 +89,13 @@ class PythonShards final : public StreamShards {
   mutable std::uint64_t opened_ = 0;  // by one thread at a time
 };
 
-struct PySource : torch::CustomClassHolder {
-  explicit PySource(std::shared_ptr<const Source> s) : source(std::move(s)) {}
-  std::shared_ptr<const Source> source;
-};
+using PySource = Held<std::shared_ptr<const Source>>;
 using SourcePtr = c10::intrusive_ptr<PySource>;
 
-struct PyDataset : torch::CustomClassHolder {
-  explicit PyDataset(std::shared_ptr<const Dataset> d) : dataset(std::move(d)) {}
-  std::shared_ptr<const Dataset> dataset;
-};
+using PyDataset = Held<std::shared_ptr<const Dataset>>;
 using DatasetPtr = c10::intrusive_ptr<PyDataset>;
 
-struct PyOrder : torch::CustomClassHolder {
-  explicit PyOrder(std::shared_ptr<const Order> o) : order(std::move(o)) {}
-  std::shared_ptr<const Order> order;
-};
+using PyOrder = Held<std::shared_ptr<const Order>>;
 using OrderPtr = c10::intrusive_ptr<PyOrder>;
 
 /// (from step, batch size) each.
@@ -249,7 +240,7 @@ struct PyLoader : torch::CustomClassHolder {
            bool pin_memory, const std::string& device, bool graphs, const Names& names,
            std::int64_t augment, std::int64_t seed, bool reads) {
     std::vector<std::shared_ptr<const Dataset>> all;
-    for (const auto& d : datasets) all.push_back(d->dataset);
+    for (const auto& d : datasets) all.push_back(d->value);
     LoaderOptions options;
     options.workers = static_cast<int>(workers);
     options.prefetch = static_cast<int>(prefetch);
@@ -260,7 +251,7 @@ struct PyLoader : torch::CustomClassHolder {
     options.names = names;
     options.augment = augmentation(augment, seed);
     options.reads = reads;
-    loader.emplace(std::move(all), order->order, batch_mapping(on->mesh.mesh(), batch_axes),
+    loader.emplace(std::move(all), order->value, batch_mapping(on->mesh.mesh(), batch_axes),
                    on->mesh.manager().rank(), std::move(options));
   }
   Loader& open() {
@@ -318,23 +309,23 @@ using FieldTexts = std::vector<std::tuple<std::string, Numbers, Numbers, Numbers
 
 void register_datasets(Library& library) {
   library.class_<PySource>("Source")
-      .def("name", [](const SourcePtr& self) { return self->source->name(); })
-      .def("variables", [](const SourcePtr& self) { return self->source->variables(); })
+      .def("name", [](const SourcePtr& self) { return self->value->name(); })
+      .def("variables", [](const SourcePtr& self) { return self->value->variables(); })
       .def("dims",
-           [](const SourcePtr& self, const std::string& v) { return self->source->info(v).dims; })
+           [](const SourcePtr& self, const std::string& v) { return self->value->info(v).dims; })
       .def("shape",
-           [](const SourcePtr& self, const std::string& v) { return self->source->info(v).shape; })
+           [](const SourcePtr& self, const std::string& v) { return self->value->info(v).shape; })
       .def("read", [](const SourcePtr& self, const std::string& variable, const Numbers& start,
                       const Numbers& count, const Numbers& stride, at::ScalarType dtype,
                       bool decode, double missing) {
-        return self->source->read(variable, {start, count, stride}, {dtype, decode, missing});
+        return self->value->read(variable, {start, count, stride}, {dtype, decode, missing});
       });
   library.class_<PyDataset>("Dataset")
       .def("size",
-           [](const DatasetPtr& self) { return static_cast<std::int64_t>(self->dataset->size()); })
-      .def("field_names", [](const DatasetPtr& self) { return self->dataset->field_names(); })
+           [](const DatasetPtr& self) { return static_cast<std::int64_t>(self->value->size()); })
+      .def("field_names", [](const DatasetPtr& self) { return self->value->field_names(); })
       .def("get", [](const DatasetPtr& self, std::int64_t index) {
-        return self->dataset->get(natural(index, "the index of a sample"));
+        return self->value->get(natural(index, "the index of a sample"));
       });
   library.def("source", &open_source);
   library.def("tensor_dataset", [](const Tensors& tensors) {
@@ -353,7 +344,7 @@ void register_datasets(Library& library) {
       all.push_back(std::move(field));
     }
     return c10::make_intrusive<PyDataset>(
-        std::make_shared<SourceDataset>(source->source, std::move(all)));
+        std::make_shared<SourceDataset>(source->value, std::move(all)));
   });
   library.def("python_dataset", [](std::int64_t size, std::int64_t reader) {
     const auto function =
@@ -365,7 +356,7 @@ void register_datasets(Library& library) {
 
 void register_orders(Library& library) {
   library.class_<PyOrder>("Order").def(
-      "describe", [](const OrderPtr& self) { return self->order->describe(); });
+      "describe", [](const OrderPtr& self) { return self->value->describe(); });
   library.def("fixed_order", [](std::int64_t samples, std::int64_t seed, bool shuffle,
                                 const std::string& last, const ScheduleEntries& schedule) {
     const SampleOrderOptions options{natural(samples, "samples"), static_cast<std::uint64_t>(seed),

@@ -147,10 +147,7 @@ at::Tensor edges_of(const OwnedRowsPtr& self, const at::Tensor& source, const at
   return self->rows.edges(ids[0], ids[1], anywhere, numbers);
 }
 
-struct PyShardedGraph : torch::CustomClassHolder {
-  explicit PyShardedGraph(ShardedGraph made) : graph(std::move(made)) {}
-  ShardedGraph graph;
-};
+using PyShardedGraph = Held<ShardedGraph>;
 using ShardedGraphPtr = c10::intrusive_ptr<PyShardedGraph>;
 
 ShardedGraphPtr graph_of(const MeshPtr& over, const Names& axes, const at::Tensor& owner,
@@ -160,10 +157,7 @@ ShardedGraphPtr graph_of(const MeshPtr& over, const Names& axes, const at::Tenso
       shard_graph(mesh, mesh.mesh().indices(axes), owner, index, ordered));
 }
 
-struct PyRebalanced : torch::CustomClassHolder {
-  explicit PyRebalanced(Rebalanced made) : rebalanced(std::move(made)) {}
-  Rebalanced rebalanced;
-};
+using PyRebalanced = Held<Rebalanced>;
 using RebalancedPtr = c10::intrusive_ptr<PyRebalanced>;
 
 RebalancedPtr rebalanced_rows(const OwnedRowsPtr& rows, const at::Tensor& places,
@@ -286,30 +280,29 @@ void register_ghosts(Library& library) {
   library.class_<PyShardedGraph>("ShardedGraph")
       .def("nodes",
            [](const ShardedGraphPtr& self) {
-             return c10::make_intrusive<PyOwnedRows>(self->graph.nodes);
+             return c10::make_intrusive<PyOwnedRows>(self->value.nodes);
            })
-      .def("edges", [](const ShardedGraphPtr& self) { return self->graph.edges; })
+      .def("edges", [](const ShardedGraphPtr& self) { return self->value.edges; })
       .def("of_nodes", [](const ShardedGraphPtr& self,
-                          const at::Tensor& whole) { return self->graph.of_nodes(whole); })
+                          const at::Tensor& whole) { return self->value.of_nodes(whole); })
       .def("of_edges", [](const ShardedGraphPtr& self, const at::Tensor& whole) {
-        return self->graph.of_edges(whole);
+        return self->value.of_edges(whole);
       });
   library.def("shard_graph", graph_of);
   library.class_<PyRebalanced>("Rebalanced")
       .def("rows",
            [](const RebalancedPtr& self) {
-             return c10::make_intrusive<PyOwnedRows>(self->rebalanced.rows);
+             return c10::make_intrusive<PyOwnedRows>(self->value.rows);
            })
-      .def("moved", [](const RebalancedPtr& self) { return self->rebalanced.moved; })
+      .def("moved", [](const RebalancedPtr& self) { return self->value.moved; })
       .def("move",
-           [](const RebalancedPtr& self, const at::Tensor& t) { return self->rebalanced.move(t); })
+           [](const RebalancedPtr& self, const at::Tensor& t) { return self->value.move(t); })
       .def("imbalance",
            [](const RebalancedPtr& self) {
-             return std::vector<double>{self->rebalanced.imbalance_before,
-                                        self->rebalanced.imbalance_after};
+             return std::vector<double>{self->value.imbalance_before, self->value.imbalance_after};
            })
-      .def("rows_moved", [](const RebalancedPtr& self) { return self->rebalanced.rows_moved; })
-      .def("summary", [](const RebalancedPtr& self) { return self->rebalanced.summary(); });
+      .def("rows_moved", [](const RebalancedPtr& self) { return self->value.rows_moved; })
+      .def("summary", [](const RebalancedPtr& self) { return self->value.summary(); });
   library.def("rebalance", rebalanced_rows);
   library.def("ghost_exchange", [](const GhostPlanPtr& plan, const at::Tensor& owned) {
     return ghost_exchange(plan->plan, owned);

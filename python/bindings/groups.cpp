@@ -158,10 +158,7 @@ at::Tensor differentiable(const std::string& name, const GroupPtr& on, const at:
   throw InvalidArgument("there is no functional.", name);
 }
 
-struct PyGroupInfo : torch::CustomClassHolder {
-  explicit PyGroupInfo(GroupInfo i) : info(std::move(i)) {}
-  GroupInfo info;
-};
+using PyGroupInfo = Held<GroupInfo>;
 using GroupInfoPtr = c10::intrusive_ptr<PyGroupInfo>;
 
 struct PyParallelGroups : torch::CustomClassHolder {
@@ -185,18 +182,15 @@ struct PyParallelGroups : torch::CustomClassHolder {
 };
 using ParallelPtr = c10::intrusive_ptr<PyParallelGroups>;
 
-struct PySharedMemory : torch::CustomClassHolder {
-  explicit PySharedMemory(SharedMemory m) : memory(std::move(m)) {}
-  SharedMemory memory;
-};
+using PySharedMemory = Held<SharedMemory>;
 using SharedMemoryPtr = c10::intrusive_ptr<PySharedMemory>;
 
 void register_shared_memory(Library& library) {
   library.class_<PySharedMemory>("SharedMemory")
-      .def("bytes", [](const SharedMemoryPtr& self) { return self->memory.bytes(); })
-      .def("used", [](const SharedMemoryPtr& self) { return self->memory.used(); })
+      .def("bytes", [](const SharedMemoryPtr& self) { return self->value.bytes(); })
+      .def("used", [](const SharedMemoryPtr& self) { return self->value.used(); })
       .def("empty", [](const SharedMemoryPtr& self, const Numbers& shape, const at::Tensor& like) {
-        return self->memory.empty(shape, like.options());
+        return self->value.empty(shape, like.options());
       });
 }
 
@@ -247,34 +241,34 @@ void register_group_class(Library& library) {
 void register_parallel_groups(Library& library) {
   library.class_<PyGroupInfo>("GroupInfo")
       .def("group",
-           [](const GroupInfoPtr& self) { return c10::make_intrusive<PyGroup>(self->info.group); })
+           [](const GroupInfoPtr& self) { return c10::make_intrusive<PyGroup>(self->value.group); })
       .def("all_reduce",
            [](const GroupInfoPtr& self, const at::Tensor& tensor, const std::string& op,
-              double factor) { self->info.all_reduce(tensor, reduce_op(op, factor)); })
+              double factor) { self->value.all_reduce(tensor, reduce_op(op, factor)); })
       .def("start_all_reduce",
            [](const GroupInfoPtr& self, const at::Tensor& tensor, const std::string& op,
               double factor) {
              return c10::make_intrusive<PyRequest>(
-                 self->info.start_all_reduce(tensor, reduce_op(op, factor)));
+                 self->value.start_all_reduce(tensor, reduce_op(op, factor)));
            })
       .def("split", [](const GroupInfoPtr& self, const at::Tensor& tensor,
-                       std::int64_t dim) { return self->info.split(tensor, dim); })
+                       std::int64_t dim) { return self->value.split(tensor, dim); })
       .def("all_gather", [](const GroupInfoPtr& self, const at::Tensor& tensor,
-                            std::int64_t dim) { return self->info.all_gather(tensor, dim); })
+                            std::int64_t dim) { return self->value.all_gather(tensor, dim); })
       .def("start_all_gather",
            [](const GroupInfoPtr& self, const at::Tensor& tensor, std::int64_t dim) {
-             return c10::make_intrusive<PyRequest>(self->info.start_all_gather(tensor, dim));
+             return c10::make_intrusive<PyRequest>(self->value.start_all_gather(tensor, dim));
            })
       .def("gather_to",
            [](const GroupInfoPtr& self, std::int64_t root, const at::Tensor& tensor,
               std::int64_t dim) -> MaybeTensor {
-             const at::Tensor all = self->info.gather_to(static_cast<int>(root), tensor, dim);
+             const at::Tensor all = self->value.gather_to(static_cast<int>(root), tensor, dim);
              return all.defined() ? MaybeTensor(all) : std::nullopt;
            })
       .def("start_gather_to", [](const GroupInfoPtr& self, std::int64_t root,
                                  const at::Tensor& tensor, std::int64_t dim) {
         return c10::make_intrusive<PyRequest>(
-            self->info.start_gather_to(static_cast<int>(root), tensor, dim));
+            self->value.start_gather_to(static_cast<int>(root), tensor, dim));
       });
   library.class_<PyParallelGroups>("ParallelGroups")
       .def(torch::init<std::int64_t, std::int64_t, const Names&, const std::vector<double>&>())

@@ -19,6 +19,13 @@ using Names = std::vector<std::string>;
 using Numbers = std::vector<std::int64_t>;
 using Tensors = std::vector<at::Tensor>;
 
+/// A value of the library that Python holds.
+template <class T>
+struct Held : torch::CustomClassHolder {
+  explicit Held(T v) : value(std::move(v)) {}
+  T value;
+};
+
 /// torch::class_, of which every function raises errors by their class.
 template <class T>
 class Class {

@@ -83,10 +83,7 @@ LayerSharding layer_sharding(const Layer& layer) {
       "', which is no kind of layer: column, row, vocabulary, replicated or sharded");
 }
 
-struct PyTensorParallelPlan : torch::CustomClassHolder {
-  explicit PyTensorParallelPlan(TensorParallelPlan p) : plan(std::move(p)) {}
-  TensorParallelPlan plan;
-};
+using PyTensorParallelPlan = Held<TensorParallelPlan>;
 using PlanPtr = c10::intrusive_ptr<PyTensorParallelPlan>;
 
 /// Name, how, shape, placements, sizes, axis and dim of the sequence, elements on each rank.
@@ -142,8 +139,8 @@ void register_modules(Library& library) {
       .def("precision", &PyFullyShardOptions::precision)
       .def("offload", &PyFullyShardOptions::offload);
   library.class_<PyTensorParallelPlan>("TensorParallelPlan")
-      .def("text", [](const PlanPtr& self) { return self->plan.to_string(); })
-      .def("parameters", [](const PlanPtr& self) { return planned(self->plan); });
+      .def("text", [](const PlanPtr& self) { return self->value.to_string(); })
+      .def("parameters", [](const PlanPtr& self) { return planned(self->value); });
   library.class_<PyOptimizerShards>("OptimizerShards")
       .def(torch::init<const MeshPtr&>())
       .def("plan", [](const ShardsPtr& self, const Tensors& all) { return self->shards.plan(all); })

@@ -17,10 +17,7 @@ namespace {
 
 using Texts = Names;
 
-struct PySpec : torch::CustomClassHolder {
-  explicit PySpec(ShardSpec s) : spec(std::move(s)) {}
-  ShardSpec spec;
-};
+using PySpec = Held<ShardSpec>;
 using SpecPtr = c10::intrusive_ptr<PySpec>;
 
 // Scopes nest: one is opened by each begin() and closed by each end().
@@ -98,16 +95,16 @@ void distribute_parameters(const Texts& names, const Tensors& tensors, std::int6
 // what is differentiable says so itself.
 void register_tensor(Library& library) {
   library.class_<PySpec>("Spec")
-      .def("shape", [](const SpecPtr& self) { return self->spec.shape(); })
-      .def("placements", [](const SpecPtr& self) { return texts(self->spec.placements()); })
-      .def("sizes", [](const SpecPtr& self) { return sizes(self->spec.sizes()); })
-      .def("local_shape", [](const SpecPtr& self) { return self->spec.local_shape(); })
-      .def("local_offset", [](const SpecPtr& self) { return self->spec.local_offset(); })
+      .def("shape", [](const SpecPtr& self) { return self->value.shape(); })
+      .def("placements", [](const SpecPtr& self) { return texts(self->value.placements()); })
+      .def("sizes", [](const SpecPtr& self) { return sizes(self->value.sizes()); })
+      .def("local_shape", [](const SpecPtr& self) { return self->value.local_shape(); })
+      .def("local_offset", [](const SpecPtr& self) { return self->value.local_offset(); })
       .def("mesh",
-           [](const SpecPtr& self) { return c10::make_intrusive<PyMesh>(self->spec.mesh()); })
-      .def("text", [](const SpecPtr& self) { return self->spec.to_string(); })
+           [](const SpecPtr& self) { return c10::make_intrusive<PyMesh>(self->value.mesh()); })
+      .def("text", [](const SpecPtr& self) { return self->value.to_string(); })
       .def("same",
-           [](const SpecPtr& self, const SpecPtr& other) { return self->spec == other->spec; });
+           [](const SpecPtr& self, const SpecPtr& other) { return self->value == other->value; });
 
   library.class_<PyNoSync>("NoSync")
       .def(torch::init<Tensors>())

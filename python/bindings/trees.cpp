@@ -26,16 +26,10 @@ namespace tessera::python {
 
 namespace {
 
-struct PyGroupConfig : torch::CustomClassHolder {
-  explicit PyGroupConfig(ProcessGroupConfig c) : config(std::move(c)) {}
-  ProcessGroupConfig config;
-};
+using PyGroupConfig = Held<ProcessGroupConfig>;
 using ConfigPtr = c10::intrusive_ptr<PyGroupConfig>;
 
-struct PyTopology : torch::CustomClassHolder {
-  explicit PyTopology(Topology t) : topology(std::move(t)) {}
-  Topology topology;
-};
+using PyTopology = Held<Topology>;
 using TopologyPtr = c10::intrusive_ptr<PyTopology>;
 
 std::optional<int> maybe(std::optional<std::int64_t> number) {
@@ -71,7 +65,7 @@ MappingValues values(const RankMapping& m) {
 MappingValues map_ranks(const TopologyPtr& topology, const Names& names, const Numbers& sizes,
                         const TrafficTexts& traffic, std::int64_t exact_limit, double effort,
                         std::int64_t seed, const std::optional<Numbers>& given) {
-  const CostModel model(topology->topology, mesh_axes(names, sizes), traffic_of(traffic));
+  const CostModel model(topology->value, mesh_axes(names, sizes), traffic_of(traffic));
   if (given) return values(given_mapping(model, to_ints(*given)));
   MappingOptions options;
   options.exact_limit = exact_limit;
@@ -106,7 +100,7 @@ ConfigPtr config_from(const std::string& text, const std::string& format, bool f
 
 std::string config_text(const ConfigPtr& config, const std::string& format) {
 #ifdef TESSERA_PYTHON_HAS_CONFIG
-  return format_group_config(config->config, format_of(format));
+  return format_group_config(config->value, format_of(format));
 #else
   static_cast<void>(config), static_cast<void>(format);
   without_config("writing a group configuration");
@@ -126,7 +120,7 @@ TopologyPtr topology_from(const std::string& text, const std::string& format) {
 }
 
 FoundTopology found_topology(const TopologyPtr& topology, const Numbers& slot_of) {
-  return {topology->topology, to_ints(slot_of), {}};
+  return {topology->value, to_ints(slot_of), {}};
 }
 
 /// The topology, the slot of each rank, and what is unknown.
@@ -184,8 +178,8 @@ GainValues gain_values(const MeshPtr& mesh, const TopologyPtr& topology, const N
 std::string launcher_file(const std::string& kind, const TopologyPtr& topology,
                           const Numbers& slot_of) {
 #ifdef TESSERA_PYTHON_HAS_CONFIG
-  return kind == "open_mpi" ? open_mpi_rank_file(topology->topology, to_ints(slot_of))
-                            : slurm_host_file(topology->topology, to_ints(slot_of));
+  return kind == "open_mpi" ? open_mpi_rank_file(topology->value, to_ints(slot_of))
+                            : slurm_host_file(topology->value, to_ints(slot_of));
 #else
   static_cast<void>(kind), static_cast<void>(topology), static_cast<void>(slot_of);
   without_config("a launcher's rank file");
@@ -202,56 +196,56 @@ void register_config(Library& library) {
               std::optional<std::int64_t> size, const std::string& orthogonal_group,
               const std::string& scope, const std::string& order, const std::string& backend,
               double timeout) {
-             self->config.add_node({name, maybe(size), orthogonal_group, scope, order,
-                                    group_options(backend, timeout)},
-                                   parent);
+             self->value.add_node({name, maybe(size), orthogonal_group, scope, order,
+                                   group_options(backend, timeout)},
+                                  parent);
            })
       .def("add_orthogonal",
            [](const ConfigPtr& self, const std::string& name, const Names& of,
               const std::string& scope, const std::string& backend, double timeout) {
-             self->config.add_orthogonal({name, of, scope, group_options(backend, timeout)});
+             self->value.add_orthogonal({name, of, scope, group_options(backend, timeout)});
            })
       .def("set_leaf_group_sizes",
            [](const ConfigPtr& self, const Names& names, const Numbers& sizes, bool parents) {
              std::map<std::string, int> all;
              for (const Axis& leaf : mesh_axes(names, sizes)) all[leaf.name] = leaf.size;
-             self->config.set_leaf_group_sizes(all, parents);
+             self->value.set_leaf_group_sizes(all, parents);
            })
       .def("set_order", [](const ConfigPtr& self, const std::string& name,
-                           const std::string& order) { self->config.set_order(name, order); })
+                           const std::string& order) { self->value.set_order(name, order); })
       .def("set_orthogonal",
            [](const ConfigPtr& self, const std::string& name, const std::string& orthogonal_group,
               const std::string& scope) {
-             self->config.set_orthogonal(name, orthogonal_group, scope);
+             self->value.set_orthogonal(name, orthogonal_group, scope);
            })
       .def("copy",
-           [](const ConfigPtr& self) { return c10::make_intrusive<PyGroupConfig>(self->config); })
+           [](const ConfigPtr& self) { return c10::make_intrusive<PyGroupConfig>(self->value); })
       .def("inside_world",
            [](const ConfigPtr& self, const std::string& replicas) {
-             return c10::make_intrusive<PyGroupConfig>(self->config.inside_world(replicas));
+             return c10::make_intrusive<PyGroupConfig>(self->value.inside_world(replicas));
            })
-      .def("node_names", [](const ConfigPtr& self) { return self->config.node_names(); })
+      .def("node_names", [](const ConfigPtr& self) { return self->value.node_names(); })
       .def("leaf_groups",
            [](const ConfigPtr& self, const std::string& below) {
-             return below.empty() ? self->config.leaf_groups() : self->config.leaf_groups(below);
+             return below.empty() ? self->value.leaf_groups() : self->value.leaf_groups(below);
            })
       .def("parent",
-           [](const ConfigPtr& self, const std::string& name) { return self->config.parent(name); })
+           [](const ConfigPtr& self, const std::string& name) { return self->value.parent(name); })
       .def("children", [](const ConfigPtr& self,
-                          const std::string& name) { return self->config.children(name); })
-      .def("closeness", [](const ConfigPtr& self) { return self->config.closeness(); })
+                          const std::string& name) { return self->value.children(name); })
+      .def("closeness", [](const ConfigPtr& self) { return self->value.closeness(); })
       .def("size", [](const ConfigPtr& self,
-                      const std::string& name) { return maybe(self->config.size(name)); })
-      .def("resolve",
-           [](const ConfigPtr& self, std::int64_t world) {
-             return c10::make_intrusive<PyGroupConfig>(
-                 self->config.resolve(static_cast<int>(world)));
-           })
+                      const std::string& name) { return maybe(self->value.size(name)); })
+      .def(
+          "resolve",
+          [](const ConfigPtr& self, std::int64_t world) {
+            return c10::make_intrusive<PyGroupConfig>(self->value.resolve(static_cast<int>(world)));
+          })
       .def("table", [](const ConfigPtr& self,
-                       const Numbers& ranks) { return table(self->config.mesh(to_ints(ranks))); })
-      .def("text", [](const ConfigPtr& self) { return self->config.to_string(); })
+                       const Numbers& ranks) { return table(self->value.mesh(to_ints(ranks))); })
+      .def("text", [](const ConfigPtr& self) { return self->value.to_string(); })
       .def("same", [](const ConfigPtr& self, const ConfigPtr& other) {
-        return self->config == other->config;
+        return self->value == other->value;
       });
   library.def("group_config", &config_from);
   library.def("format_group_config", &config_text);
@@ -264,10 +258,10 @@ void register_trees(Library& library) {
       .def(torch::init([](const Numbers& devices) {
         return c10::make_intrusive<PyTopology>(Topology::of_counts(to_ints(devices)));
       }))
-      .def("slots", [](const TopologyPtr& self) -> std::int64_t { return self->topology.slots(); })
+      .def("slots", [](const TopologyPtr& self) -> std::int64_t { return self->value.slots(); })
       .def("hosts", [](const TopologyPtr& self) {
         std::vector<std::tuple<std::string, std::int64_t>> all;
-        for (const Host& host : self->topology.hosts) all.emplace_back(host.name, host.devices);
+        for (const Host& host : self->value.hosts) all.emplace_back(host.name, host.devices);
         return all;
       });
   register_config(library);
@@ -287,18 +281,18 @@ void register_trees(Library& library) {
   library.def("create_groups",
               [](const ConfigPtr& config, const std::optional<Numbers>& ranks, bool eager) {
                 if (ranks) {
-                  here().create_process_groups(config->config, to_ints(*ranks), eager);
+                  here().create_process_groups(config->value, to_ints(*ranks), eager);
                 } else {
-                  here().create_process_groups(config->config, eager);
+                  here().create_process_groups(config->value, eager);
                 }
               });
   library.def("create_groups_on", [](const ConfigPtr& config, const TopologyPtr& topology,
                                      const std::optional<Numbers>& slot_of,
                                      const TrafficTexts& traffic, bool eager) {
     if (!slot_of)
-      return values(here().create_process_groups(config->config, topology->topology,
-                                                 traffic_of(traffic), eager));
-    return values(create_process_groups(here(), config->config, found_topology(topology, *slot_of),
+      return values(
+          here().create_process_groups(config->value, topology->value, traffic_of(traffic), eager));
+    return values(create_process_groups(here(), config->value, found_topology(topology, *slot_of),
                                         traffic_of(traffic), eager));
   });
 }
