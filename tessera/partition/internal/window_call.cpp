@@ -31,8 +31,7 @@ Partition shard_like(const Partition& inputs, std::int64_t outputs, Before befor
 // Number of outputs that a call on n inputs computes.
 std::int64_t count(const Window& w, std::int64_t n, std::int64_t padding, bool transposed) {
   if (transposed) return n < 1 ? 0 : (n - 1) * w.stride - 2 * padding + reach_of(w) + 1;
-  const std::int64_t room = n + 2 * padding - reach_of(w) - 1;
-  return room < 0 ? 0 : room / w.stride + 1;
+  return Window{w.kernel, w.stride, padding, w.dilation}.outputs(n, padding);
 }
 
 }  // namespace
