@@ -70,15 +70,16 @@ class Simulation {
     return known ? std::max(values.sent[at], values.posted[at]) : kUnknown;
   }
 
-  void deliver(Values& values, int from, int to, int micro_batch, double time) const {
+  // What the action makes or sends goes to the stage that uses it, between ranks by sends alone
+  // where there are any.
+  void deliver(const PipelineAction& a, double time) {
+    const bool onwards = a.kind == ActionKind::forward || a.kind == ActionKind::send_activation;
+    const int to = onwards ? a.stage + 1 : a.stage - 1;
     if (to < 0 || to >= schedule_.stages()) return;
-    values.sent[cell(to, micro_batch)] = time + costs_.travel(from, to, schedule_.placement);
-  }
-
-  // Whether the value goes on by itself, without a send.
-  bool by_itself(int stage, int other) const {
-    return !lowered_ || other < 0 || other >= schedule_.stages() ||
-           schedule_.placement[other] == schedule_.placement[stage];
+    const bool here = schedule_.placement[to] == schedule_.placement[a.stage];
+    if (lowered_ && is_compute(a.kind) && !here) return;
+    Values& values = onwards ? activations_ : gradients_;
+    values.sent[cell(to, a.micro_batch)] = time + costs_.travel(a.stage, to, schedule_.placement);
   }
 
   bool advance(int rank) {
@@ -93,14 +94,9 @@ class Simulation {
       end = start + costs_.time(a);
       free_[rank] = end;
       timeline_.busy[rank] += end - start;
-      if (a.kind == ActionKind::forward && by_itself(a.stage, a.stage + 1))
-        deliver(activations_, a.stage, a.stage + 1, a.micro_batch, end);
-      if (makes_input_gradient(a.kind) && by_itself(a.stage, a.stage - 1))
-        deliver(gradients_, a.stage, a.stage - 1, a.micro_batch, end);
-    } else if (a.kind == ActionKind::send_activation) {
-      deliver(activations_, a.stage, a.stage + 1, a.micro_batch, end);
-    } else if (a.kind == ActionKind::send_gradient) {
-      deliver(gradients_, a.stage, a.stage - 1, a.micro_batch, end);
+      if (a.kind != ActionKind::weight_gradient) deliver(a, end);
+    } else if (a.kind == ActionKind::send_activation || a.kind == ActionKind::send_gradient) {
+      deliver(a, end);
     } else if (is_message(a.kind)) {
       Values& values = a.kind == ActionKind::receive_activation ? activations_ : gradients_;
       values.posted[cell(a.stage, a.micro_batch)] = start;
