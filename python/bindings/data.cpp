@@ -120,10 +120,6 @@ std::vector<std::uint64_t> naturals(const Numbers& numbers, const char* what) {
   return all;
 }
 
-OrderPtr order_of_kind(std::shared_ptr<const Order> order) {
-  return c10::make_intrusive<PyOrder>(std::move(order));
-}
-
 LastBatch last_batch(const std::string& name) {
   if (name == "keep") return LastBatch::keep;
   if (name == "pad") return LastBatch::pad;
@@ -361,13 +357,14 @@ void register_orders(Library& library) {
                                 const std::string& last, const ScheduleEntries& schedule) {
     const SampleOrderOptions options{natural(samples, "samples"), static_cast<std::uint64_t>(seed),
                                      shuffle, last_batch(last)};
-    return order_of_kind(std::make_shared<FixedOrder>(options, schedule_of(schedule)));
+    return c10::make_intrusive<PyOrder>(
+        std::make_shared<FixedOrder>(options, schedule_of(schedule)));
   });
   library.def("weighted_order", [](const std::vector<double>& weights, std::int64_t seed,
                                    const ScheduleEntries& schedule, std::int64_t per_epoch) {
-    return order_of_kind(std::make_shared<WeightedOrder>(weights, static_cast<std::uint64_t>(seed),
-                                                         schedule_of(schedule),
-                                                         natural(per_epoch, "samples_per_epoch")));
+    return c10::make_intrusive<PyOrder>(std::make_shared<WeightedOrder>(
+        weights, static_cast<std::uint64_t>(seed), schedule_of(schedule),
+        natural(per_epoch, "samples_per_epoch")));
   });
   library.def(
       "mixture_order", [](const Names& names, const Numbers& samples,
@@ -379,7 +376,7 @@ void register_orders(Library& library) {
         std::vector<Mixture::Stage> all;
         for (const auto& [from, weights] : stages)
           all.push_back({natural(from, "the first draw of a stage"), weights});
-        return order_of_kind(std::make_shared<MixtureOrder>(
+        return c10::make_intrusive<PyOrder>(std::make_shared<MixtureOrder>(
             Mixture(std::move(datasets), std::move(all), static_cast<std::uint64_t>(seed), shuffle),
             schedule_of(schedule)));
       });
@@ -388,12 +385,12 @@ void register_orders(Library& library) {
                                        bool shuffle) {
     const TokenBudget budget{natural(tokens, "tokens"), natural(max_samples, "max_samples"),
                              padded};
-    return order_of_kind(std::make_shared<TokenBudgetOrder>(
+    return c10::make_intrusive<PyOrder>(std::make_shared<TokenBudgetOrder>(
         naturals(lengths, "a length"), budget, static_cast<std::uint64_t>(seed), shuffle));
   });
   library.def("packed_order", [](const Numbers& lengths, std::int64_t rows, std::int64_t capacity,
                                  std::int64_t seed, bool shuffle) {
-    return order_of_kind(std::make_shared<PackedOrder>(
+    return c10::make_intrusive<PyOrder>(std::make_shared<PackedOrder>(
         naturals(lengths, "a length"), natural(rows, "rows"), natural(capacity, "capacity"),
         static_cast<std::uint64_t>(seed), shuffle));
   });

@@ -150,17 +150,8 @@ DistributedManager here() {
 void register_mesh(Library& library) {
   library.class_<PyMesh>("Mesh")
       .def(torch::init<const Names&, const Numbers&>())
-      .def("coordinate",
-           [](const MeshPtr& self) {
-             const auto c = self->mesh.coordinate();
-             return Numbers(c.begin(), c.end());
-           })
-      .def("names",
-           [](const MeshPtr& self) {
-             Names names;
-             for (const Axis& axis : self->mesh.mesh().axes()) names.push_back(axis.name);
-             return names;
-           })
+      .def("coordinate", [](const MeshPtr& self) { return from_ints(self->mesh.coordinate()); })
+      .def("names", [](const MeshPtr& self) { return self->mesh.mesh().names(); })
       .def("sizes",
            [](const MeshPtr& self) {
              Numbers sizes;

@@ -129,10 +129,6 @@ double clip(const Tensors& parameters, const GroupPtr& group, double max_norm, d
   return clip_gradients(parameters, group->group, options, shards);
 }
 
-}  // namespace
-
-namespace {
-
 void register_experts(Library& library) {
   library.class_<PyRouting>("Routing")
       .def(torch::init<const at::Tensor&, std::int64_t, double, bool, const std::string&,
