@@ -51,14 +51,14 @@ class Sharding {
   /// intersection. Positions that hold the same box are all visited.
   template <class Visit>
   void for_each_overlapping(const Box& region, Visit visit) const {
-    visit_dims(region, 0, 0, Box(shape_.size()), visit);
+    Box box(shape_.size());
+    visit_from(region, 0, 0, box, visit);
   }
 
  private:
+  // `at`: first the dims, then the free axes.
   template <class Visit>
-  void visit_dims(const Box& region, std::size_t dim, int position, Box box, Visit& visit) const;
-  template <class Visit>
-  void visit_free(std::size_t i, int position, const Box& box, Visit& visit) const;
+  void visit_from(const Box& region, std::size_t at, int position, Box& box, Visit& visit) const;
   int position_of_part(const DimSharding& dim, int part) const;
 
   std::vector<std::int64_t> shape_;
@@ -70,33 +70,23 @@ class Sharding {
 };
 
 template <class Visit>
-void Sharding::visit_free(std::size_t i, int position, const Box& box, Visit& visit) const {
-  if (i == free_axes_.size()) {
-    visit(position, box);
-    return;
-  }
-  const int axis = free_axes_[i];
-  for (int c = 0; c < mesh_[axis]; ++c) visit_free(i + 1, position + c * stride_[axis], box, visit);
-}
-
-template <class Visit>
-void Sharding::visit_dims(const Box& region, std::size_t dim, int position, Box box,
+void Sharding::visit_from(const Box& region, std::size_t at, int position, Box& box,
                           Visit& visit) const {
-  if (dim == shape_.size()) {
-    visit_free(0, position, box, visit);
-    return;
-  }
-  if (dims_[dim].axes.empty()) {
-    box[dim] = intersect(region[dim], {0, shape_[dim]});
-    if (!box[dim].empty()) visit_dims(region, dim + 1, position, std::move(box), visit);
-    return;
-  }
-  const Partition& partition = dims_[dim].partition;
-  const Interval parts = partition.overlapping(region[dim]);
-  for (auto part = static_cast<int>(parts.begin); part < parts.end; ++part) {
-    box[dim] = intersect(region[dim], partition.interval(part));
-    if (!box[dim].empty())
-      visit_dims(region, dim + 1, position + position_of_part(dims_[dim], part), box, visit);
+  if (at < shape_.size()) {
+    const auto& [axes, partition] = dims_[at];
+    const Interval parts = axes.empty() ? Interval{0, 1} : partition.overlapping(region[at]);
+    for (auto part = static_cast<int>(parts.begin); part < parts.end; ++part) {
+      const Interval held = axes.empty() ? Interval{0, shape_[at]} : partition.interval(part);
+      box[at] = intersect(region[at], held);
+      if (!box[at].empty())
+        visit_from(region, at + 1, position + position_of_part(dims_[at], part), box, visit);
+    }
+  } else if (at < shape_.size() + free_axes_.size()) {
+    const int axis = free_axes_[at - shape_.size()];
+    for (int c = 0; c < mesh_[axis]; ++c)
+      visit_from(region, at + 1, position + c * stride_[axis], box, visit);
+  } else {
+    visit(position, box);
   }
 }
 
