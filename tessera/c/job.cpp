@@ -98,7 +98,7 @@ tessera_result tessera_start_fortran(int communicator, const char* backend, doub
 }
 
 tessera_result tessera_end(tessera_job job) {
-  return run("tessera_end", Reach::own, [&](Call&) { release_job(job); });
+  return run("tessera_end", Reach::own, [&](Call& call) { release_job(call, job); });
 }
 
 tessera_result tessera_rank(tessera_job job, int* rank, int* size) {

@@ -170,6 +170,14 @@ tessera_result code_of(const Error& error) {
   return TESSERA_ERROR_OTHER;
 }
 
+// Tells the other ranks of the job.
+void tell(const JobPtr& job, const std::string& reason) {
+  if (!job || !job->manager || job->size == 1) return;
+  std::vector<int> ranks(static_cast<std::size_t>(job->size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  job->manager->fail_groups_within(Mesh({{"job", job->size}}, ranks), reason);
+}
+
 // Inside a handler. The text may lack memory, the code does not.
 tessera_result caught(const char* name) noexcept {
   tessera_result code = TESSERA_ERROR_OTHER;
@@ -255,13 +263,6 @@ void* Call::keep(std::shared_ptr<Object> object, Kind kind) {
   return reinterpret_cast<void*>(number);  // NOLINT(performance-no-int-to-ptr): never an address
 }
 
-void tell(const JobPtr& job, const std::string& reason) {
-  if (!job || !job->manager || job->size == 1) return;
-  std::vector<int> ranks(static_cast<std::size_t>(job->size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  job->manager->fail_groups_within(Mesh({{"job", job->size}}, ranks), reason);
-}
-
 tessera_result run(const char* name, Reach reach, const std::function<void(Call&)>& body) noexcept {
   tessera_result code = TESSERA_OK;
   try {
@@ -288,18 +289,9 @@ tessera_result run(const char* name, Reach reach, const std::function<void(Call&
   }
 }
 
-void release(const void* handle) {
-  Table& table = Table::of_process();
-  const auto object = table.find(handle, "the handle", std::nullopt);
-  Call call;
-  call.enter(object->job);
-  table.remove(handle, std::nullopt);
-}
-
-void release_job(const void* handle) {
+void release_job(Call& call, const void* handle) {
   Table& table = Table::of_process();
   const JobPtr job = table.find(handle, "job", Kind::job)->job;
-  Call call;
   call.enter(job);
   auto objects = table.remove_all(job.get());
   for (auto& object : objects) object.reset();
@@ -339,7 +331,11 @@ tessera_result tessera_refuse(const char* name, const char* text) {
 
 tessera_result tessera_free(void* handle) {
   if (!handle) return TESSERA_OK;
-  return run("tessera_free", Reach::own, [&](Call&) { release(handle); });
+  return run("tessera_free", Reach::own, [&](Call& call) {
+    Table& table = Table::of_process();
+    call.enter(table.find(handle, "the handle", std::nullopt)->job);
+    table.remove(handle, std::nullopt);
+  });
 }
 }
 

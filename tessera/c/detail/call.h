@@ -151,12 +151,7 @@ tessera_result make(const char* name, Reach reach, Handle* handle, const char* h
   });
 }
 
-/// Tells the other ranks of the job (DistributedManager::fail_groups_within).
-void tell(const JobPtr& job, const std::string& reason);
-
-/// Frees one handle. Throws Misuse for what is none, or is a job's.
-void release(const void* handle);
 /// Frees everything of the job, newest first, and the job's own handle.
-void release_job(const void* handle);
+void release_job(Call& call, const void* handle);
 
 }  // namespace tessera::c
