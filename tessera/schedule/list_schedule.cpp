@@ -147,38 +147,29 @@ std::vector<double> starts_of(const PipelineSchedule& schedule, const Timeline& 
   return starts;
 }
 
-// Raw output of the engine alone: the same numbers everywhere.
-class Noise {
- public:
-  /// Uniform in [0, 1).
-  double uniform() { return static_cast<double>(engine_() >> 11) * 0x1p-53; }
-  bool coin() { return engine_() % 2 == 0; }
-  std::size_t number(std::size_t below) { return engine_() % below; }
-
- private:
-  std::mt19937_64 engine_{1};
-};
-
 // Passes whose priorities are when the best schedule so far does things, disturbed: all of it or a
 // part of the time, by less or more than the time of an action. What is not longer is gone on with.
 void improve(Best& best, const detail::DispatchProblem& problem, const std::vector<double>& limits,
              int improvements) {
   constexpr std::array<double, 5> kScales = {0.3, 0.8, 2.0, 5.0, 12.0};
-  Noise noise;
+  // Raw output of the engine alone: the same numbers everywhere, uniform in [0, 1).
+  std::mt19937_64 engine(1);
+  const auto uniform = [&] { return static_cast<double>(engine() >> 11) * 0x1p-53; };
+  const auto coin = [&] { return engine() % 2 == 0; };
   std::vector<double> order = starts_of(best.schedule(), simulate(best.schedule(), problem.costs));
   double length = best.makespan();
   const double action = length / (3.0 * problem.micro_batches);
   for (int n = 0; n < improvements && !best.enough(); ++n) {
     std::vector<double> disturbed = order;
-    const double scale = action * kScales[noise.number(kScales.size())];
-    const double share = noise.coin() ? 1.0 : 0.1;
-    const double from = noise.coin() ? noise.uniform() * length : 0.0;
-    const double to = from > 0 ? from + noise.uniform() * length : length;
+    const double scale = action * kScales[engine() % kScales.size()];
+    const double share = coin() ? 1.0 : 0.1;
+    const double from = coin() ? uniform() * length : 0.0;
+    const double to = from > 0 ? from + uniform() * length : length;
     for (double& time : disturbed) {
-      if (time < from || time > to || noise.uniform() >= share) continue;
-      time += scale * (2 * noise.uniform() - 1);
+      if (time < from || time > to || uniform() >= share) continue;
+      time += scale * (2 * uniform() - 1);
     }
-    const double eagerness = noise.coin() ? 0.0 : noise.coin() ? 1.0 : noise.uniform();
+    const double eagerness = coin() ? 0.0 : coin() ? 1.0 : uniform();
     detail::Dispatched made = detail::dispatch(problem, limits, disturbed, eagerness);
     if (made.makespan > length * (1 + 1e-9)) continue;
     order = made.starts;
