@@ -23,36 +23,28 @@ using detail::DispatchRule;
 constexpr double kMostPlaced = 3e6;
 
 // Keeps the best of what it is shown.
-class Best {
- public:
-  Best(const PipelineCosts& costs, std::vector<double> limits, double enough)
-      : costs_(costs), limits_(std::move(limits)), enough_(enough) {}
+struct Best {
+  const PipelineCosts& costs;
+  std::vector<double> limits;
+  // A makespan that need not be shortened.
+  double wanted;
+  double makespan = std::numeric_limits<double>::infinity(), memory = makespan;
+  PipelineSchedule schedule = {};
 
-  void show(PipelineSchedule schedule) {
-    const Timeline timeline = simulate(schedule, costs_);
-    for (std::size_t r = 0; r < limits_.size(); ++r)
-      if (timeline.peak[r] > limits_[r] * (1 + 1e-9)) return;
-    const double memory = *std::ranges::max_element(timeline.peak);
+  void show(PipelineSchedule shown) {
+    const Timeline timeline = simulate(shown, costs);
+    for (std::size_t r = 0; r < limits.size(); ++r)
+      if (timeline.peak[r] > limits[r] * (1 + 1e-9)) return;
+    const double holds = *std::ranges::max_element(timeline.peak);
     const double nothing = 1e-9 * timeline.makespan;
-    const bool shorter = timeline.makespan < makespan_ - nothing;
-    if (shorter || (timeline.makespan < makespan_ + nothing && memory < memory_)) {
-      makespan_ = timeline.makespan;
-      memory_ = memory;
-      schedule_ = std::move(schedule);
+    const bool shorter = timeline.makespan < makespan - nothing;
+    if (shorter || (timeline.makespan < makespan + nothing && holds < memory)) {
+      makespan = timeline.makespan;
+      memory = holds;
+      schedule = std::move(shown);
     }
   }
-
-  bool enough() const { return makespan_ <= enough_; }
-  double makespan() const { return makespan_; }
-  const PipelineSchedule& schedule() const { return schedule_; }
-  PipelineSchedule take() { return std::move(schedule_); }
-
- private:
-  const PipelineCosts& costs_;
-  std::vector<double> limits_;
-  double enough_;
-  double makespan_ = std::numeric_limits<double>::infinity(), memory_ = makespan_;
-  PipelineSchedule schedule_;
+  bool enough() const { return makespan <= wanted; }
 };
 
 std::vector<PipelineSchedule> known_schedules(const std::vector<int>& placement, int micro_batches,
@@ -156,8 +148,8 @@ void improve(Best& best, const detail::DispatchProblem& problem, const std::vect
   std::mt19937_64 engine(1);
   const auto uniform = [&] { return static_cast<double>(engine() >> 11) * 0x1p-53; };
   const auto coin = [&] { return engine() % 2 == 0; };
-  std::vector<double> order = starts_of(best.schedule(), simulate(best.schedule(), problem.costs));
-  double length = best.makespan();
+  std::vector<double> order = starts_of(best.schedule, simulate(best.schedule, problem.costs));
+  double length = best.makespan;
   const double action = length / (3.0 * problem.micro_batches);
   for (int n = 0; n < improvements && !best.enough(); ++n) {
     std::vector<double> disturbed = order;
@@ -195,7 +187,7 @@ PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batc
     problem.whole.push_back(stage.recompute || !options.split_backward);
   const std::vector<double> least = detail::least_memory(placement, costs);
   const std::vector<double> given = given_limits(least, options);
-  Best best(costs, given, bound.makespan * options.target * (1 + 1e-9));
+  Best best{costs, given, bound.makespan * options.target * (1 + 1e-9)};
   // What places many actions is done less often.
   const double placed = 3.0 * stages * micro_batches;
   const int affordable = static_cast<int>(std::max(1.0, kMostPlaced / placed));
@@ -211,9 +203,8 @@ PipelineSchedule list_schedule(const std::vector<int>& placement, int micro_batc
     }
   }
   improve(best, problem, given, std::min(options.improvements, affordable));
-  PipelineSchedule schedule = best.take();
-  schedule.name = concat("list schedule of ", stages, " stages");
-  return merge_backward(schedule, costs);
+  best.schedule.name = concat("list schedule of ", stages, " stages");
+  return merge_backward(best.schedule, costs);
 }
 
 }  // namespace tessera
