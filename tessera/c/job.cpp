@@ -47,13 +47,6 @@ ManagerOptions options_of(const char* backend, double timeout) {
   return options;
 }
 
-// Of a job of `most`: what is wrong is found before memory is read that nobody gave.
-std::vector<int> ranks_of(int count, const int* ranks, int most) {
-  if (count < 1 || count > most)
-    refuse("count is ", count, ": a group has 1 to ", most, " ranks, those of the job");
-  return {need(ranks, "ranks"), ranks + count};
-}
-
 ReduceOp op_of(tessera_op op) {
   using Reduce = ReduceOp::Kind;
   // In the order of tessera_op.
@@ -164,7 +157,11 @@ tessera_result tessera_group_create(tessera_job job, int count, const int* ranks
                                     tessera_group* group) {
   return make("tessera_group_create", Reach::own, group, "group", [&](Call& call) {
     const int most = call.use<JobObject>(job, "job").job->size;
-    auto object = std::make_shared<GroupObject>(call.job(), ranks_of(count, ranks, most));
+    // What is wrong is found before memory is read that nobody gave.
+    if (count < 1 || count > most)
+      refuse("count is ", count, ": a group has 1 to ", most, " ranks, those of the job");
+    const std::vector<int> all(need(ranks, "ranks"), ranks + count);
+    auto object = std::make_shared<GroupObject>(call.job(), all);
     object->group();  // says now what is wrong with the list
     return object;
   });

@@ -26,20 +26,6 @@ std::string colour(ActionKind kind, int chunk) {
                 std::min(68 + 12 * chunk, 92), "%)");
 }
 
-void check_spans(const PipelineSchedule& schedule, const Timeline& timeline) {
-  bool same = timeline.spans.size() == schedule.actions.size() &&
-              timeline.peak.size() == schedule.actions.size();
-  std::size_t actions = 0;
-  for (std::size_t r = 0; same && r < schedule.actions.size(); ++r) {
-    same = timeline.spans[r].size() == schedule.actions[r].size();
-    actions += schedule.actions[r].size();
-  }
-  if (!same)
-    throw InvalidArgument("a timeline of another schedule: ranks or actions differ in number");
-  if (actions > kMostDrawn)
-    throw InvalidArgument("a picture of ", actions, " actions; at most ", kMostDrawn, " are drawn");
-}
-
 class Picture {
  public:
   Picture(const PipelineSchedule& schedule, const Timeline& timeline)
@@ -118,7 +104,17 @@ class Picture {
 }  // namespace
 
 std::string visualize_schedule(const PipelineSchedule& schedule, const Timeline& timeline) {
-  check_spans(schedule, timeline);
+  bool same = timeline.spans.size() == schedule.actions.size() &&
+              timeline.peak.size() == schedule.actions.size();
+  std::size_t actions = 0;
+  for (std::size_t r = 0; same && r < schedule.actions.size(); ++r) {
+    same = timeline.spans[r].size() == schedule.actions[r].size();
+    actions += schedule.actions[r].size();
+  }
+  if (!same)
+    throw InvalidArgument("a timeline of another schedule: ranks or actions differ in number");
+  if (actions > kMostDrawn)
+    throw InvalidArgument("a picture of ", actions, " actions; at most ", kMostDrawn, " are drawn");
   return Picture(schedule, timeline).draw();
 }
 

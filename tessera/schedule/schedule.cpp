@@ -7,16 +7,6 @@
 #include "tessera/schedule/detail/text.h"
 
 namespace tessera {
-namespace {
-
-void check_shape(int ranks, int chunks) {
-  if (ranks < 1 || chunks < 1 || ranks > detail::kMostStages / chunks) {
-    throw InvalidArgument(ranks, " ranks with ", chunks, " stages each: both must be at ",
-                          "least 1, and all stages at most ", detail::kMostStages);
-  }
-}
-
-}  // namespace
 
 std::vector<int> PipelineSchedule::stages_of(int rank) const {
   std::vector<int> mine;
@@ -26,7 +16,10 @@ std::vector<int> PipelineSchedule::stages_of(int rank) const {
 }
 
 std::vector<int> loop_placement(int ranks, int chunks) {
-  check_shape(ranks, chunks);
+  if (ranks < 1 || chunks < 1 || ranks > detail::kMostStages / chunks) {
+    throw InvalidArgument(ranks, " ranks with ", chunks, " stages each: both must be at ",
+                          "least 1, and all stages at most ", detail::kMostStages);
+  }
   std::vector<int> placement(static_cast<std::size_t>(ranks) * chunks);
   for (std::size_t s = 0; s < placement.size(); ++s) placement[s] = static_cast<int>(s) % ranks;
   return placement;
