@@ -48,56 +48,6 @@ struct StateObject : Object {
   }
 };
 
-void add_item(StateObject& state, const std::string& name, std::shared_ptr<Object> object,
-              Kind kind) {
-  state.require_new(name);
-  if (kind != Kind::tensor && kind != Kind::model && kind != Kind::optimizer &&
-      kind != Kind::session)
-    refuse("a ", to_string(kind), " cannot be saved: a tensor, a model, an optimizer or a session");
-  if (kind == Kind::session && state.session()) refuse("the state has a session already");
-  state.items.push_back({name, std::move(object), kind});
-}
-
-void save(const Call& call, const StateObject& state, const std::string& folder,
-          const std::string& name, int keep_last) {
-  if (keep_last < 0) refuse("keep_last is ", keep_last, ": 0 keeps all");
-  CheckpointState all = state.session() ? state.session()->state() : CheckpointState();
-  state.add_tensors(all);
-  for (const auto& item : state.items) {
-    if (item.kind != Kind::optimizer) continue;
-    const auto& of = static_cast<OptimizerObject&>(*item.object);
-    add_optimizer(all, item.name + ".", *of.optimizer, *of.module);
-  }
-  for (const auto& [key, value] : state.integers) all.set_integer(key, value);
-  for (const auto& [key, value] : state.reals) all.set_real(key, value);
-  Checkpointer(call.manager(), folder, {.keep_last = keep_last}).save(name, all);
-}
-
-void load(const Call& call, StateObject& state, const std::string& folder,
-          const std::string& name) {
-  const CheckpointReader saved(call.manager().world(), folder, name);
-  CheckpointState values;
-  for (const auto& key : saved.value_names()) values.set(key, saved.value(key));
-  std::vector<std::function<void()>> apply;
-  for (const auto& item : state.items) {
-    if (item.kind != Kind::optimizer) continue;
-    const auto& of = static_cast<OptimizerObject&>(*item.object);
-    apply.push_back(read_optimizer(saved, item.name + ".", *of.optimizer, *of.module));
-  }
-  CheckpointState rest;
-  state.add_tensors(rest);
-  if (state.session())
-    state.session()->load(saved, &rest);
-  else
-    saved.load(rest, {.allow_extra = true});
-  for (const auto& one : apply) one();
-  for (const auto& key : saved.value_names()) {
-    state.integers.erase(key);
-    state.reals.erase(key);
-  }
-  state.loaded = std::move(values);
-}
-
 template <class Value>
 using Values = std::map<std::string, Value> StateObject::*;
 
@@ -146,7 +96,13 @@ tessera_result tessera_state_add(tessera_state state, const char* name, void* ha
     const std::string under = need_text(name, "name");
     Kind kind = Kind::tensor;
     auto object = call.share_any(handle, "handle", kind);
-    add_item(its, under, std::move(object), kind);
+    its.require_new(under);
+    if (kind != Kind::tensor && kind != Kind::model && kind != Kind::optimizer &&
+        kind != Kind::session)
+      refuse("a ", to_string(kind),
+             " cannot be saved: a tensor, a model, an optimizer or a session");
+    if (kind == Kind::session && its.session()) refuse("the state has a session already");
+    its.items.push_back({under, std::move(object), kind});
   });
 }
 
@@ -172,14 +128,46 @@ tessera_result tessera_save(tessera_state state, const char* folder, const char*
                             int keep_last) {
   return run("tessera_save", Reach::all, [&](Call& call) {
     const auto& its = call.use<StateObject>(state, "state");
-    save(call, its, need_text(folder, "folder"), need_text(name, "name"), keep_last);
+    const std::string at = need_text(folder, "folder"), under = need_text(name, "name");
+    if (keep_last < 0) refuse("keep_last is ", keep_last, ": 0 keeps all");
+    CheckpointState all = its.session() ? its.session()->state() : CheckpointState();
+    its.add_tensors(all);
+    for (const auto& item : its.items) {
+      if (item.kind != Kind::optimizer) continue;
+      const auto& of = static_cast<OptimizerObject&>(*item.object);
+      add_optimizer(all, item.name + ".", *of.optimizer, *of.module);
+    }
+    for (const auto& [key, value] : its.integers) all.set_integer(key, value);
+    for (const auto& [key, value] : its.reals) all.set_real(key, value);
+    Checkpointer(call.manager(), at, {.keep_last = keep_last}).save(under, all);
   });
 }
 
 tessera_result tessera_load(tessera_state state, const char* folder, const char* name) {
   return run("tessera_load", Reach::all, [&](Call& call) {
     auto& its = call.use<StateObject>(state, "state");
-    load(call, its, need_text(folder, "folder"), need_text(name, "name"));
+    const std::string at = need_text(folder, "folder"), under = need_text(name, "name");
+    const CheckpointReader saved(call.manager().world(), at, under);
+    CheckpointState values;
+    for (const auto& key : saved.value_names()) values.set(key, saved.value(key));
+    std::vector<std::function<void()>> apply;
+    for (const auto& item : its.items) {
+      if (item.kind != Kind::optimizer) continue;
+      const auto& of = static_cast<OptimizerObject&>(*item.object);
+      apply.push_back(read_optimizer(saved, item.name + ".", *of.optimizer, *of.module));
+    }
+    CheckpointState rest;
+    its.add_tensors(rest);
+    if (its.session())
+      its.session()->load(saved, &rest);
+    else
+      saved.load(rest, {.allow_extra = true});
+    for (const auto& one : apply) one();
+    for (const auto& key : saved.value_names()) {
+      its.integers.erase(key);
+      its.reals.erase(key);
+    }
+    its.loaded = std::move(values);
   });
 }
 

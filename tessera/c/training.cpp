@@ -103,17 +103,6 @@ at::Tensor loss_of(const std::string& kind, const at::Tensor& output, const at::
   refuse("kind is '", kind, "': give mse, l1, huber or smooth_l1");
 }
 
-void backward(const at::Tensor& tensor, const at::Tensor& gradient) {
-  if (!tensor.requires_grad())
-    refuse("nothing that needs a gradient leads to the tensor: it comes of tessera_forward()");
-  if (!gradient.defined() && tensor.numel() != 1)
-    refuse("the tensor has the shape ", tensor.sizes(),
-           ": without a gradient it is of one element");
-  if (gradient.defined() && gradient.sizes() != tensor.sizes())
-    refuse("the gradient has the shape ", gradient.sizes(), ", the tensor ", tensor.sizes());
-  tensor.backward(gradient);
-}
-
 }  // namespace
 
 extern "C" {
@@ -131,7 +120,15 @@ tessera_result tessera_loss(const char* kind, tessera_tensor output, tessera_ten
 tessera_result tessera_backward(tessera_tensor tensor, tessera_tensor gradient) {
   return run("tessera_backward", Reach::all, [&](Call& call) {
     const at::Tensor& its = call.use<TensorObject>(tensor, "tensor").value;
-    backward(its, gradient ? call.use<TensorObject>(gradient, "gradient").value : at::Tensor());
+    const at::Tensor given =
+        gradient ? call.use<TensorObject>(gradient, "gradient").value : at::Tensor();
+    if (!its.requires_grad())
+      refuse("nothing that needs a gradient leads to the tensor: it comes of tessera_forward()");
+    if (!given.defined() && its.numel() != 1)
+      refuse("the tensor has the shape ", its.sizes(), ": without a gradient it is of one element");
+    if (given.defined() && given.sizes() != its.sizes())
+      refuse("the gradient has the shape ", given.sizes(), ", the tensor ", its.sizes());
+    its.backward(given);
   });
 }
 
