@@ -158,66 +158,6 @@ HaloWidths widths_of(const Counts& before, const Counts& after, const tessera_ed
   return widths;
 }
 
-void fill_ghosts(const TensorObject& field, const tessera_edge* edges) {
-  if (!field.block.defined())
-    refuse("the tensor is no field with memory of the solver: it has no ghost cells");
-  const at::NoGradGuard no_grad;
-  const auto widths = widths_of(field.before, field.after, edges, true);
-  if (widths.empty()) return;
-  at::Tensor filled = halo_exchange(field.value.detach(), widths), block = field.block;
-  const ShardSpec where = spec(field.value);
-  for (const auto& [d, width] : widths) {
-    if (edges[d] != TESSERA_EDGE_KEEP) continue;
-    // The block's cells that are inside the whole array.
-    const auto at = static_cast<std::size_t>(d);
-    const std::int64_t first = where.local_offset()[at] - width.before;
-    const std::int64_t begin = std::max<std::int64_t>(0, -first);
-    const std::int64_t end = std::min(filled.size(d), where.shape()[at] - first);
-    filled = filled.narrow(d, begin, std::max<std::int64_t>(0, end - begin));
-    block = block.narrow(d, begin, std::max<std::int64_t>(0, end - begin));
-  }
-  block.copy_(filled);
-}
-
-at::Tensor arranged(const at::Tensor& tensor, int dims, const int* from) {
-  if (dims < tensor.dim() || dims > TESSERA_MAX_DIMS)
-    refuse("dims is ", dims, ", the tensor has ", tensor.dim(), ": at least these, at most ",
-           static_cast<int>(TESSERA_MAX_DIMS));
-  const std::vector<int> wanted(need(from, "from"), from + dims);
-  Counts old;
-  for (const int d : wanted) {
-    if (d == -1) continue;
-    if (d < 0 || d >= tensor.dim() || std::ranges::count(wanted, d) != 1)
-      refuse("from is ", list(wanted), ", the tensor has ", tensor.dim(),
-             " dims: each of them once, counted from 0, and -1 for new ones");
-    old.push_back(d);
-  }
-  if (static_cast<std::int64_t>(old.size()) != tensor.dim())
-    refuse("from is ", list(wanted), ", the tensor has ", tensor.dim(), " dims: each of them once");
-  at::Tensor result = tensor.permute(old);
-  for (int i = 0; i < dims; ++i)
-    if (wanted[i] == -1) result = result.unsqueeze(i);
-  return result;
-}
-
-void show_local(TensorObject& tensor, void** data, tessera_dtype* dtype, int64_t* shape,
-                int64_t* strides, int64_t* offset) {
-  const at::NoGradGuard no_grad;
-  const bool sharded = is_sharded(tensor.value);
-  const at::Tensor local = sharded ? to_local(tensor.value.detach()) : tensor.value.detach();
-  if (local.dim() > TESSERA_MAX_DIMS)
-    refuse("the tensor has ", local.dim(), " dims: C reads at most ",
-           static_cast<int>(TESSERA_MAX_DIMS));
-  const tessera_dtype its = dtype_of(local.scalar_type());
-  if (dtype) *dtype = its;
-  if (data) *data = local.data_ptr();
-  if (shape) std::ranges::copy(local.sizes(), shape);
-  if (strides) std::ranges::copy(local.strides(), strides);
-  if (offset)
-    std::ranges::copy(sharded ? spec(tensor.value).local_offset() : Counts(local.dim(), 0), offset);
-  tensor.local = local;
-}
-
 }  // namespace
 
 extern "C" {
@@ -237,8 +177,26 @@ tessera_result tessera_field(tessera_mesh mesh, const tessera_array* block, cons
 }
 
 tessera_result tessera_fill_ghosts(tessera_tensor field, const tessera_edge* edges) {
-  return run("tessera_fill_ghosts", Reach::all,
-             [&](Call& call) { fill_ghosts(call.use<TensorObject>(field, "field"), edges); });
+  return run("tessera_fill_ghosts", Reach::all, [&](Call& call) {
+    const auto& of = call.use<TensorObject>(field, "field");
+    if (!of.block.defined())
+      refuse("the tensor is no field with memory of the solver: it has no ghost cells");
+    const at::NoGradGuard no_grad;
+    const auto widths = widths_of(of.before, of.after, edges, true);
+    if (widths.empty()) return;
+    at::Tensor filled = halo_exchange(of.value.detach(), widths), block = of.block;
+    const ShardSpec where = spec(of.value);
+    for (const auto& [d, width] : widths) {
+      if (edges[d] != TESSERA_EDGE_KEEP) continue;
+      // The block's cells that are inside the whole array.
+      const std::int64_t first = where.local_offset()[d] - width.before;
+      const std::int64_t begin = std::max<std::int64_t>(0, -first);
+      const std::int64_t end = std::min(filled.size(d), where.shape()[d] - first);
+      filled = filled.narrow(d, begin, std::max<std::int64_t>(0, end - begin));
+      block = block.narrow(d, begin, std::max<std::int64_t>(0, end - begin));
+    }
+    block.copy_(filled);
+  });
 }
 
 tessera_result tessera_halo(tessera_tensor field, const int64_t* before, const int64_t* after,
@@ -264,7 +222,25 @@ tessera_result tessera_arrange(tessera_tensor tensor, int dims, const int* from,
                                tessera_tensor* result) {
   return make("tessera_arrange", Reach::own, result, "arranged", [&](Call& call) {
     const at::Tensor& value = call.use<TensorObject>(tensor, "tensor").value;
-    return std::make_shared<TensorObject>(call.job(), arranged(value, dims, from));
+    if (dims < value.dim() || dims > TESSERA_MAX_DIMS)
+      refuse("dims is ", dims, ", the tensor has ", value.dim(), ": at least these, at most ",
+             static_cast<int>(TESSERA_MAX_DIMS));
+    const std::vector<int> wanted(need(from, "from"), from + dims);
+    Counts old;
+    for (const int d : wanted) {
+      if (d == -1) continue;
+      if (d < 0 || d >= value.dim() || std::ranges::count(wanted, d) != 1)
+        refuse("from is ", list(wanted), ", the tensor has ", value.dim(),
+               " dims: each of them once, counted from 0, and -1 for new ones");
+      old.push_back(d);
+    }
+    if (static_cast<std::int64_t>(old.size()) != value.dim())
+      refuse("from is ", list(wanted), ", the tensor has ", value.dim(),
+             " dims: each of them once");
+    at::Tensor its = value.permute(old);
+    for (int i = 0; i < dims; ++i)
+      if (wanted[i] == -1) its = its.unsqueeze(i);
+    return std::make_shared<TensorObject>(call.job(), its);
   });
 }
 
@@ -301,7 +277,21 @@ tessera_result tessera_shape(tessera_tensor tensor, int* dims, int64_t* shape) {
 tessera_result tessera_local(tessera_tensor tensor, void** data, tessera_dtype* dtype,
                              int64_t* shape, int64_t* strides, int64_t* offset) {
   return run("tessera_local", Reach::own, [&](Call& call) {
-    show_local(call.use<TensorObject>(tensor, "tensor"), data, dtype, shape, strides, offset);
+    auto& its = call.use<TensorObject>(tensor, "tensor");
+    const at::NoGradGuard no_grad;
+    const bool sharded = is_sharded(its.value);
+    const at::Tensor local = sharded ? to_local(its.value.detach()) : its.value.detach();
+    if (local.dim() > TESSERA_MAX_DIMS)
+      refuse("the tensor has ", local.dim(), " dims: C reads at most ",
+             static_cast<int>(TESSERA_MAX_DIMS));
+    const tessera_dtype of = dtype_of(local.scalar_type());
+    if (dtype) *dtype = of;
+    if (data) *data = local.data_ptr();
+    if (shape) std::ranges::copy(local.sizes(), shape);
+    if (strides) std::ranges::copy(local.strides(), strides);
+    if (offset)
+      std::ranges::copy(sharded ? spec(its.value).local_offset() : Counts(local.dim(), 0), offset);
+    its.local = local;
   });
 }
 
