@@ -12,7 +12,6 @@
 #include <string>
 
 #include "tessera/base/hash.h"
-#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -21,30 +20,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Buffers that a second forward writes to are afterwards as they were. Not before the backward,
-// which may have saved them.
-class KeptBuffers : Pinned {
- public:
-  explicit KeptBuffers(const std::vector<at::Tensor>& buffers) {
-    for (const at::Tensor& b : buffers) {
-      if (b.defined()) kept_.emplace_back(b.detach(), b.detach().clone());
-    }
-  }
-  ~KeptBuffers() {
-    const at::NoGradGuard no_grad;
-    for (const auto& [now, before] : kept_) {
-      try {
-        // Writing ends what other graphs have saved of it.
-        if (!now.equal(before)) now.copy_(before);
-      } catch (const std::exception& e) {
-        TORCH_WARN("a buffer of a stage that recomputes could not be restored: ", e.what());
-      }
-    }
-  }
+// Buffers, and what was in them.
+using KeptBuffers = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
-};
+void restore(const KeptBuffers& kept) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [now, before] : kept) {
+    try {
+      // Writing ends what other graphs have saved of it.
+      if (!now.equal(before)) now.copy_(before);
+    } catch (const std::exception& e) {
+      TORCH_WARN("a buffer of a stage that recomputes could not be restored: ", e.what());
+    }
+  }
+}
 
 bool kept(const PipelinePlan& plan, const StepFacts& facts) {
   return plan.last() && (!facts.training || plan.options.keep_outputs);
@@ -320,9 +309,12 @@ void StepRun::backward(int s, int k, bool split) {
   f.sent.wait();  // long ago: the gradient is the answer
   mark_ = Clock::now();
   const PipelineStage& stage = *plan_.stages[s];
-  std::optional<KeptBuffers> buffers;
+  // What a second forward writes to. Not restored before the backward, which may have saved them.
+  KeptBuffers buffers;
+  const auto as_before = c10::make_scope_exit([&] { restore(buffers); });
   if (stage.recomputes()) {
-    buffers.emplace(stage.buffers());
+    for (const at::Tensor& b : stage.buffers())
+      if (b.defined()) buffers.emplace_back(b.detach(), b.detach().clone());
     const auto restored = c10::make_scope_exit([&, before = random_now()] { set_random(before); });
     set_random(f.random);
     compute(s, k, f, true);
