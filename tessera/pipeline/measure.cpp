@@ -38,11 +38,10 @@ double mean(const std::vector<double>& values) {
 
 // Whether each stage has an action of this kind.
 bool has_everywhere(const PipelineSchedule& schedule, ActionKind kind) {
-  std::vector<bool> has(static_cast<std::size_t>(schedule.stages()), false);
-  for (const auto& row : schedule.actions) {
+  std::vector<bool> has(schedule.stages(), false);
+  for (const auto& row : schedule.actions)
     for (const PipelineAction& a : row)
       if (a.kind == kind) has[a.stage] = true;
-  }
   return std::ranges::find(has, false) == has.end();
 }
 
@@ -51,12 +50,10 @@ PipelineSchedule split_backward(PipelineSchedule schedule) {
   for (auto& row : schedule.actions) {
     std::vector<PipelineAction> split;
     for (const PipelineAction& a : row) {
-      if (a.kind == ActionKind::backward) {
-        split.push_back({ActionKind::input_gradient, a.stage, a.micro_batch});
-        split.push_back({ActionKind::weight_gradient, a.stage, a.micro_batch});
-      } else {
-        split.push_back(a);
-      }
+      split.push_back(a);
+      if (a.kind != ActionKind::backward) continue;
+      split.back().kind = ActionKind::input_gradient;
+      split.push_back({ActionKind::weight_gradient, a.stage, a.micro_batch});
     }
     row = std::move(split);
   }
@@ -144,16 +141,10 @@ PipelineCosts costs_of(const std::vector<double>& sum, int stages) {
   for (int s = 0; s < stages; ++s) {
     const double* row = &sum[7 * s];
     const double count = row[4];
-    StageCosts one;
-    one.forward = row[0] / count;
-    one.recompute = row[5] > 0;
-    one.backward = row[3] / count;
-    one.input_gradient = row[1] / count;
-    one.weight_gradient = row[2] / count;
-    if (one.recompute) {
-      // Not split: the halves are a guess that no schedule uses.
+    StageCosts one{row[0] / count, row[1] / count, row[2] / count, row[3] / count, row[5] > 0};
+    // Not split: the halves are a guess that no schedule uses.
+    if (one.recompute)
       one.input_gradient = one.weight_gradient = std::max(0.0, *one.backward - one.forward) / 2;
-    }
     costs.stages.push_back(one);
     if (s + 1 < stages) costs.communication.push_back(row[6] / count);
   }
@@ -168,9 +159,8 @@ PipelineCosts Pipeline::measure(const PipelineBatch& batch, int repeats) {
   const int stages = state.plan.count();
   const PipelineSchedule plain =
       schedule_gpipe(state.plan.training.placement, state.plan.training.micro_batches);
-  LowerOptions lower_options;
-  lower_options.sharded = state.plan.sharded;
-  lower_options.gathered_at_once = state.plan.options.gathered_at_once;
+  const LowerOptions lower_options{.sharded = state.plan.sharded,
+                                   .gathered_at_once = state.plan.options.gathered_at_once};
   // The pipeline's own schedule, since how long an action takes depends on what was done before
   // it; and for the kinds of actions that it does not have, another one.
   std::vector<PipelineSchedule> schedules{state.plan.training};

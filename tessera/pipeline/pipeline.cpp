@@ -237,9 +237,7 @@ Pipeline::Pipeline(const DeviceMesh& mesh, std::string axis, PipelineSchedule sc
     std::erase_if(row, [](const PipelineAction& a) { return !is_compute(a.kind); });
   const bool lowered = computed != schedule;
   if (lowered) require_gathers(plan);
-  LowerOptions lower_options;
-  lower_options.sharded = sharded;
-  lower_options.gathered_at_once = plan.options.gathered_at_once;
+  LowerOptions lower_options{.sharded = sharded, .gathered_at_once = plan.options.gathered_at_once};
   plan.evaluation = lower(forward_only(computed), lower_options);
   if (!lowered) {
     lower_options.reduced.assign(plan.count(), true);
