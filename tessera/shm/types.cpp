@@ -1,39 +1,29 @@
 #include "tessera/shm/types.h"
 
 namespace tessera::shm {
+namespace {
+
+struct ElementFacts {
+  const char* name;
+  std::size_t bytes;
+};
+/// In the order of Element.
+constexpr ElementFacts kElements[] = {
+    {"bool", 1},     {"int8", 1},    {"uint8", 1},   {"int16", 2},     {"uint16", 2},
+    {"int32", 4},    {"uint32", 4},  {"int64", 8},   {"uint64", 8},    {"half", 2},
+    {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"complex64", 8}, {"complex128", 16}};
+
+}  // namespace
 
 std::size_t size_of(Element element) {
-  switch (element) {
-    case Element::boolean:
-    case Element::int8:
-    case Element::uint8:
-      return 1;
-    case Element::int16:
-    case Element::uint16:
-    case Element::half:
-    case Element::bfloat16:
-      return 2;
-    case Element::int32:
-    case Element::uint32:
-    case Element::float32:
-      return 4;
-    case Element::int64:
-    case Element::uint64:
-    case Element::float64:
-    case Element::complex64:
-      return 8;
-    case Element::complex128:
-      return 16;
-  }
-  throw InvalidArgument("shm: no such element type");
+  const auto i = static_cast<std::size_t>(element);
+  if (i >= std::size(kElements)) throw InvalidArgument("shm: no such element type");
+  return kElements[i].bytes;
 }
 
 const char* to_string(Element element) {
-  static constexpr const char* kNames[] = {
-      "bool",   "int8", "uint8",    "int16",   "uint16",  "int32",     "uint32",    "int64",
-      "uint64", "half", "bfloat16", "float32", "float64", "complex64", "complex128"};
   const auto i = static_cast<std::size_t>(element);
-  return i < std::size(kNames) ? kNames[i] : "?";
+  return i < std::size(kElements) ? kElements[i].name : "?";
 }
 
 const char* to_string(Reduction::Kind kind) {
