@@ -154,22 +154,8 @@ TESSERA_SHM_INLINE void plain_block(std::byte* out, const std::byte* const* sour
 
 // ---- values that are reduced in another type, or with factors ----
 
-template <class A, class T>
-TESSERA_SHM_INLINE void load(A* to, const T* from, std::size_t count) {
-  if constexpr (std::is_same_v<A, T>)
-    std::memcpy(to, from, count * sizeof(T));
-  else
-    for (std::size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
-}
 TESSERA_SHM_INLINE void narrow(Bfloat16& to, float from) { to = narrow_bfloat16(from); }
 TESSERA_SHM_INLINE void narrow(Half& to, float from) { to = narrow_half(from); }
-template <class A, class T>
-TESSERA_SHM_INLINE void store(T* to, const A* from, std::size_t count) {
-  if constexpr (std::is_same_v<A, T>)
-    std::memcpy(to, from, count * sizeof(T));
-  else
-    for (std::size_t i = 0; i < count; ++i) narrow(to[i], from[i]);
-}
 
 #if defined(__x86_64__)
 // Not inlined into their callers: only functions of the same target may contain these.
@@ -192,24 +178,24 @@ TESSERA_SHM_AVX2 __attribute__((noinline)) void store_avx2(Half* to, const float
 #endif
 
 template <bool avx2, class A, class T>
-TESSERA_SHM_INLINE void load_any(A* to, const T* from, std::size_t count) {
+TESSERA_SHM_INLINE void load(A* to, const T* from, std::size_t count) {
+  if constexpr (std::is_same_v<A, T>) std::memcpy(to, from, count * sizeof(T));
 #if defined(__x86_64__)
-  if constexpr (avx2 && std::is_same_v<T, Half>) {
+  else if constexpr (avx2 && std::is_same_v<T, Half>)
     load_avx2(to, from, count);
-    return;
-  } else
 #endif
-    load(to, from, count);
+  else
+    for (std::size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
 }
 template <bool avx2, class A, class T>
-TESSERA_SHM_INLINE void store_any(T* to, const A* from, std::size_t count) {
+TESSERA_SHM_INLINE void store(T* to, const A* from, std::size_t count) {
+  if constexpr (std::is_same_v<A, T>) std::memcpy(to, from, count * sizeof(T));
 #if defined(__x86_64__)
-  if constexpr (avx2 && std::is_same_v<T, Half>) {
+  else if constexpr (avx2 && std::is_same_v<T, Half>)
     store_avx2(to, from, count);
-    return;
-  } else
 #endif
-    store(to, from, count);
+  else
+    for (std::size_t i = 0; i < count; ++i) narrow(to[i], from[i]);
 }
 
 /// T: in memory; A: what is computed in.
@@ -219,13 +205,13 @@ TESSERA_SHM_INLINE void staged_block(std::byte* out, const std::byte* const* sou
   constexpr Kind inner = kind == Kind::average || kind == Kind::premultiplied ? Kind::sum : kind;
   alignas(64) std::array<A, kBlockBytes / sizeof(T)> sum;
   alignas(64) std::array<A, kBlockBytes / sizeof(T)> next;
-  load_any<avx2>(sum.data(), typed<T>(sources[0]), count);
+  load<avx2>(sum.data(), typed<T>(sources[0]), count);
   if constexpr (kind == Kind::premultiplied) {
     const A factor = static_cast<A>(factors[0]);
     for (std::size_t i = 0; i < count; ++i) sum[i] = sum[i] * factor;
   }
   for (int r = 1; r < ranks; ++r) {
-    load_any<avx2>(next.data(), typed<T>(sources[r]), count);
+    load<avx2>(next.data(), typed<T>(sources[r]), count);
     if constexpr (kind == Kind::premultiplied) {
       const A factor = static_cast<A>(factors[r]);
       for (std::size_t i = 0; i < count; ++i) next[i] = next[i] * factor;
@@ -236,7 +222,7 @@ TESSERA_SHM_INLINE void staged_block(std::byte* out, const std::byte* const* sou
     const A divisor = static_cast<A>(ranks);
     for (std::size_t i = 0; i < count; ++i) sum[i] = sum[i] / divisor;
   }
-  store_any<avx2>(typed<T>(out), sum.data(), count);
+  store<avx2>(typed<T>(out), sum.data(), count);
 }
 
 template <bool avx2, class T, Kind kind>
