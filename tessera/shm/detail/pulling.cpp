@@ -38,12 +38,13 @@ void Places::copy(Core& core, int rank, std::size_t at, std::byte* to, std::size
 
 // ---- what all calls share ----
 
-Pull::Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t call_signature)
+Pull::Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t call_signature,
+           double factor)
     : Op(name),
       rank_(core.rank()),
       ranks_(core.size()),
       places_(ranks_),
-      factors_(static_cast<std::size_t>(ranks_), 1.0) {
+      factors_(static_cast<std::size_t>(ranks_), factor) {
   steps = in_lines = step_count;
   signature = call_signature;
 }
@@ -54,24 +55,18 @@ bool Pull::announce(Core& core) {
     if (!core.writable(*this, first, Core::Place::line)) return false;
     const auto [address, bytes] = data();
     Places::say(core, first, address, bytes);
-    const double own = factor();
-    std::memcpy(core.line(rank_, first).payload + kFactorAt, &own, sizeof own);
+    std::memcpy(core.line(rank_, first).payload + kFactorAt, &factors_[rank_], sizeof(double));
     core.publish(*this, first);
   }
   return announced_ = true;
 }
 
-bool Pull::noted(Core& core) {
+bool Pull::noted(Core& core, std::size_t bytes) {
   for (; noted_ < ranks_; ++noted_) {
-    auto& factor_of = factors_[noted_];
-    if (noted_ == rank_) {
-      factor_of = factor();
-      continue;
-    }
-    if (!wants(noted_)) continue;
+    if (noted_ == rank_ || !reads(noted_)) continue;
     if (!core.ready(*this, noted_, first)) return false;
-    places_.note(core, noted_, first, given(noted_));
-    std::memcpy(&factor_of, core.line(noted_, first).payload + kFactorAt, sizeof factor_of);
+    places_.note(core, noted_, first, bytes);
+    std::memcpy(&factors_[noted_], core.line(noted_, first).payload + kFactorAt, sizeof(double));
   }
   return true;
 }
@@ -147,10 +142,16 @@ bool PullSpread::advance(Core& core) {
 
 // ---- all-reduce, scatter, reduce-scatter ----
 
-void PulledReduction::operator()(Core& core, const Places& places, const std::byte* own,
-                                 std::size_t at, std::byte* output, std::size_t bytes,
-                                 const std::vector<double>& factors) {
+namespace {
+
+/// Reduces some bytes of all ranks, in blocks that stay in the cache. `own`: this rank's data.
+/// `at`: offset of the bytes in every rank's data.
+void reduce_pulled(Core& core, const Reducer& reducer, const Places& places, const std::byte* own,
+                   std::size_t at, std::byte* output, std::size_t bytes,
+                   const std::vector<double>& factors) {
   const int ranks = core.size();
+  std::vector<const std::byte*> sources(static_cast<std::size_t>(ranks));
+  std::vector<std::byte> fetched;
   std::vector<std::shared_ptr<const std::byte>> mapped;
   for (int r = 0; r < ranks; ++r)
     mapped.push_back(r == core.rank() ? nullptr : places.here(core, r));
@@ -159,23 +160,21 @@ void PulledReduction::operator()(Core& core, const Places& places, const std::by
     for (int r = 0; r < ranks; ++r) {
       const auto i = static_cast<std::size_t>(r);
       if (r == core.rank()) {
-        sources_[i] = own + at + done;
+        sources[i] = own + at + done;
       } else if (mapped[i]) {
-        sources_[i] = mapped[i].get() + at + done;
+        sources[i] = mapped[i].get() + at + done;
       } else {
-        fetched_.resize(sources_.size() * kPulledBlock);
-        places.copy(core, r, at + done, fetched_.data() + i * kPulledBlock, part);
-        sources_[i] = fetched_.data() + i * kPulledBlock;
+        fetched.resize(sources.size() * kPulledBlock);
+        places.copy(core, r, at + done, fetched.data() + i * kPulledBlock, part);
+        sources[i] = fetched.data() + i * kPulledBlock;
       }
     }
-    reducer_(output + done, nullptr, sources_.data(), ranks, part / size_of(reducer_.element()),
-             factors.data());
+    reducer(output + done, nullptr, sources.data(), ranks, part / size_of(reducer.element()),
+            factors.data());
   }
   for (int r = 0; r < ranks; ++r)
     if (r != core.rank()) core.require_held(r);
 }
-
-namespace {
 
 /// Equal shares of `count` elements that end where cache lines do, but for the last.
 Blocks shares_of(std::size_t count, std::size_t element_bytes, int ranks) {
@@ -196,7 +195,8 @@ PullReduce::PullReduce(Core& core, const char* name, const ReduceArguments& argu
     : Pull(core, name, 2,
            signature_of(7, arguments.count,
                         256U * static_cast<unsigned>(arguments.element) +
-                            static_cast<unsigned>(arguments.reduction.kind))),
+                            static_cast<unsigned>(arguments.reduction.kind)),
+           arguments.reduction.factor),
       arguments_(arguments),
       reducer_(arguments.element, arguments.reduction.kind),
       shares_(shares_of(arguments.count, size_of(arguments.element), ranks_)),
@@ -205,12 +205,11 @@ PullReduce::PullReduce(Core& core, const char* name, const ReduceArguments& argu
 bool PullReduce::advance(Core& core) {
   const std::uint64_t result = first + 1;
   if (!reduced_) {
-    if (!announce(core) || !noted(core)) return false;
+    if (!announce(core) || !noted(core, shares_.total())) return false;
     if (!core.writable(*this, result, Core::Place::line)) return false;
     const std::size_t at = shares_.start(rank_);
-    PulledReduction reduce(reducer_, ranks_);
-    reduce(core, places_, arguments_.input, at, arguments_.output + at, shares_.size(rank_),
-           factors_);
+    reduce_pulled(core, reducer_, places_, arguments_.input, at, arguments_.output + at,
+                  shares_.size(rank_), factors_);
     Places::say(core, result, arguments_.output, shares_.total());
     core.publish(*this, result);
     reduced_ = true;
@@ -232,26 +231,24 @@ PullDeal::PullDeal(Core& core, const char* name, Blocks blocks, const std::byte*
            signature_of(6, blocks.digest(), static_cast<std::uint64_t>(source + 1),
                         reducer ? 256U * static_cast<unsigned>(reducer->element()) +
                                       static_cast<unsigned>(reduction.kind) + 1U
-                                : 0U)),
+                                : 0U),
+           reduction.factor),
       blocks_(std::move(blocks)),
       input_(input),
       output_(output),
       source_(source),
-      reducer_(reducer),
-      reduction_(reduction) {}
+      reducer_(reducer) {}
 
 bool PullDeal::advance(Core& core) {
   if (!taken_) {
-    if (!announce(core) || !noted(core)) return false;
+    if (!announce(core) || !noted(core, blocks_.total())) return false;
     const std::size_t at = blocks_.start(rank_), bytes = blocks_.size(rank_);
-    if (reducer_) {
-      PulledReduction reduce(*reducer_, ranks_);
-      reduce(core, places_, input_, at, output_, bytes, factors_);
-    } else if (source_ == rank_) {
+    if (reducer_)
+      reduce_pulled(core, *reducer_, places_, input_, at, output_, bytes, factors_);
+    else if (source_ == rank_)
       copy_bytes(output_, input_ + at, bytes);
-    } else {
+    else
       places_.copy(core, source_, at, output_, bytes);
-    }
   }
   return others_are_done(core);
 }

@@ -65,26 +65,22 @@ class Places {
 /// Base of the calls below: publish, take, report done, wait for the others.
 class Pull : public Op {
  public:
-  Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t signature);
+  /// `factor`: this rank's, of a reduction.
+  Pull(Core& core, const char* name, std::uint64_t step_count, std::uint64_t signature,
+       double factor = 1);
   void early(Core& core) override { announce(core); }
-  bool reads(int rank) const override { return wants(rank); }
   std::vector<int> missing(const Core& core) const override;
 
  protected:
   /// True if this rank has data for others.
   virtual bool gives() const = 0;
-  virtual bool wants(int rank) const = 0;
   virtual std::pair<const std::byte*, std::size_t> data() const = 0;
-  /// Number of bytes that `rank` gives.
-  virtual std::size_t given(int rank) const = 0;
-  virtual double factor() const { return 1; }
-
   /// The ranks that take data from this one.
   virtual bool serves(int) const { return gives(); }
 
   bool announce(Core& core);
-  /// True once the lines of all ranks that this one wants data from have been recorded.
-  bool noted(Core& core);
+  /// True once the lines of all ranks that this one reads, each of `bytes` bytes, are recorded.
+  bool noted(Core& core, std::size_t bytes);
   bool others_are_done(Core& core);
 
   const int rank_, ranks_;
@@ -105,20 +101,17 @@ class PullSpread final : public Pull {
   void early(Core& core) override {
     if (!tree_ || place_in_tree(rank_) == 0) announce(core);
   }
+  bool reads(int rank) const override {
+    return tree_ ? rank == parent_ : reading_ && blocks_.size(rank) > 0;
+  }
 
  private:
   bool gives() const override { return tree_ ? children_ : blocks_.size(rank_) > 0; }
-  bool wants(int rank) const override {
-    return tree_ ? rank == parent_ : reading_ && blocks_.size(rank) > 0;
-  }
   bool serves(int rank) const override {
     return tree_ ? rank != rank_ && parent_of(rank) == rank_ : gives();
   }
   std::pair<const std::byte*, std::size_t> data() const override {
-    return {parent_ >= 0 ? output_ : input_, given(rank_)};
-  }
-  std::size_t given(int rank) const override {
-    return tree_ ? blocks_.total() : blocks_.size(rank);
+    return {parent_ >= 0 ? output_ : input_, tree_ ? blocks_.total() : blocks_.size(rank_)};
   }
   /// 0 for the root.
   int place_in_tree(int rank) const { return (rank - blocks_.only() + ranks_) % ranks_; }
@@ -139,21 +132,6 @@ class PullSpread final : public Pull {
   int from_ = 0;
 };
 
-/// Reduces some bytes of all ranks, in blocks that stay in the cache.
-class PulledReduction {
- public:
-  PulledReduction(const Reducer& reducer, int ranks)
-      : reducer_(reducer), sources_(static_cast<std::size_t>(ranks)) {}
-  /// `own`: this rank's data. `at`: offset of the bytes in every rank's data.
-  void operator()(Core& core, const Places& places, const std::byte* own, std::size_t at,
-                  std::byte* output, std::size_t bytes, const std::vector<double>& factors);
-
- private:
-  const Reducer reducer_;
-  std::vector<const std::byte*> sources_;
-  std::vector<std::byte> fetched_;
-};
-
 /// All-reduce: a rank reduces its share out of the memory of all, and then takes the other shares
 /// from the ranks that have reduced them.
 class PullReduce final : public Pull {
@@ -163,12 +141,9 @@ class PullReduce final : public Pull {
 
  private:
   bool gives() const override { return true; }
-  bool wants(int) const override { return true; }
   std::pair<const std::byte*, std::size_t> data() const override {
     return {arguments_.input, shares_.total()};
   }
-  std::size_t given(int) const override { return shares_.total(); }
-  double factor() const override { return arguments_.reduction.factor; }
 
   const ReduceArguments arguments_;
   const Reducer reducer_;
@@ -184,24 +159,21 @@ class PullDeal final : public Pull {
   PullDeal(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
            int source, std::optional<Reducer> reducer, const Reduction& reduction);
   bool advance(Core& core) override;
+  bool reads(int rank) const override {
+    return (source_ < 0 || rank == source_) && blocks_.size(rank_) > 0;
+  }
 
  private:
   bool gives() const override { return source_ < 0 || source_ == rank_; }
-  bool wants(int rank) const override {
-    return (source_ < 0 || rank == source_) && blocks_.size(rank_) > 0;
-  }
   std::pair<const std::byte*, std::size_t> data() const override {
     return {input_, blocks_.total()};
   }
-  std::size_t given(int) const override { return blocks_.total(); }
-  double factor() const override { return reduction_.factor; }
 
   const Blocks blocks_;
   const std::byte* const input_;
   std::byte* const output_;
   const int source_;
   const std::optional<Reducer> reducer_;
-  const Reduction reduction_;
 };
 
 }  // namespace tessera::shm::detail
