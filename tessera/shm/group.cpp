@@ -16,6 +16,7 @@ using detail::Batch;
 using detail::Blocks;
 using detail::Core;
 using detail::Deal;
+using detail::DealArguments;
 using detail::Op;
 using detail::PullDeal;
 using detail::PullReduce;
@@ -195,17 +196,13 @@ Result spread_any(const How<Result>& how, const char* name, Blocks blocks, const
 }
 
 template <class Result>
-Result deal_any(const How<Result>& how, const char* name, Blocks blocks, const void* input,
-                void* output, int source, std::optional<Reducer> reducer,
-                const Reduction& reduction) {
+Result deal_any(const How<Result>& how, const char* name, DealArguments a) {
   const Core& core = *how.core;
-  if (source < 0 || source == core.rank()) require_data(input, blocks.total(), "the input");
-  require_data(output, blocks.size(core.rank()), "the output");
-  if (blocks.largest() >= detail::pull_bytes(core, reducer.has_value()))
-    return how.template make<PullDeal>(name, std::move(blocks), bytes(input), bytes(output), source,
-                                       reducer, reduction);
-  return how.template make<Deal>(name, std::move(blocks), bytes(input), bytes(output), source,
-                                 reducer, reduction);
+  if (a.source < 0 || a.source == core.rank()) require_data(a.input, a.blocks.total(), "the input");
+  require_data(a.output, a.blocks.size(core.rank()), "the output");
+  if (a.blocks.largest() >= detail::pull_bytes(core, a.reducer.has_value()))
+    return how.template make<PullDeal>(name, std::move(a));
+  return how.template make<Deal>(name, std::move(a));
 }
 
 std::vector<std::size_t> in_bytes(std::vector<std::size_t> counts, Element element) {
@@ -287,8 +284,8 @@ Result Calls<Result>::scatter(const void* input, void* output,
                               const std::vector<std::size_t>& sizes, int root, Call call) const {
   state_->require_rank(root, "root");
   state_->require_sizes(sizes);
-  return deal_any(how_to<Result>(*state_, call), "scatter", Blocks::of(sizes), input, output, root,
-                  std::nullopt, {});
+  return deal_any(how_to<Result>(*state_, call), "scatter",
+                  {Blocks::of(sizes), bytes(input), bytes(output), root});
 }
 
 template <class Result>
@@ -297,8 +294,8 @@ Result Calls<Result>::reduce_scatter(const void* input, void* output,
                                      Reduction reduction, Call call) const {
   state_->require_sizes(counts);
   return deal_any(how_to<Result>(*state_, call), "reduce_scatter",
-                  Blocks::of(in_bytes(counts, element)), input, output, -1,
-                  Reducer(element, reduction.kind), reduction);
+                  {Blocks::of(in_bytes(counts, element)), bytes(input), bytes(output), -1,
+                   Reducer(element, reduction.kind), reduction});
 }
 
 template <class Result>
@@ -306,8 +303,8 @@ Result Calls<Result>::reduce_scatter(const void* input, void* output, std::size_
                                      Element element, Reduction reduction, Call call) const {
   if (count_each == 0 && reduces(element, reduction.kind) && state_->core->whole()) return Result();
   return deal_any(how_to<Result>(*state_, call), "reduce_scatter",
-                  Blocks::equal(size(), count_each * size_of(element)), input, output, -1,
-                  Reducer(element, reduction.kind), reduction);
+                  {Blocks::equal(size(), count_each * size_of(element)), bytes(input),
+                   bytes(output), -1, Reducer(element, reduction.kind), reduction});
 }
 
 // ---- messages ----

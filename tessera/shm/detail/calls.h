@@ -123,36 +123,50 @@ class Spread final : public Op {
   int from_ = 1;
 };
 
+/// The arguments of a reduce-scatter or scatter.
+struct DealArguments {
+  Blocks blocks;
+  /// All blocks; unused where this rank is no source.
+  const std::byte* input = nullptr;
+  /// size(rank) bytes.
+  std::byte* output = nullptr;
+  /// The only rank that has data, or -1 for all; then `reducer` combines them.
+  int source = -1;
+  std::optional<Reducer> reducer = {};
+  Reduction reduction = {};
+};
+
+inline std::uint64_t signature_of(std::uint64_t call, const DealArguments& a) {
+  return signature_of(call, a.blocks.digest(), static_cast<std::uint64_t>(a.source + 1),
+                      a.reducer ? 256U * static_cast<unsigned>(a.reducer->element()) +
+                                      static_cast<unsigned>(a.reduction.kind) + 1U
+                                : 0U);
+}
+
 /// Reduce-scatter and scatter: a source publishes the blocks of the other ranks, in rounds of one
 /// piece for each; a rank reduces, or copies, the pieces of its own block.
 class Deal final : public Op {
  public:
-  /// `input`: all blocks, unused where this rank is no source; `output`: size(rank) bytes.
-  /// `source`: the only rank that has data, or -1 for all; then `reducer` combines them.
-  Deal(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
-       int source, std::optional<Reducer> reducer, const Reduction& reduction);
+  Deal(Core& core, const char* name, DealArguments arguments);
   bool advance(Core& core) override;
   void early(Core& core) override { publish_pieces(core); }
-  bool reads(int rank) const override { return source_ < 0 || rank == source_; }
+  bool reads(int rank) const override { return has_data(rank); }
 
  private:
+  bool has_data(int rank) const { return deal_.source < 0 || rank == deal_.source; }
   std::size_t piece_of(int rank, std::uint64_t round) const;
   bool publish_pieces(Core& core);
   void consume(Core& core, std::uint64_t round);
-  bool sends() const { return source_ < 0 || source_ == rank_; }
 
-  const Blocks blocks_;
-  const std::byte* const input_;
-  std::byte* const output_;
-  const int source_, rank_, ranks_;
-  const std::optional<Reducer> reducer_;
-  const Reduction reduction_;
+  const DealArguments deal_;
+  const int rank_, ranks_;
   std::size_t piece_;
   bool inline_ = false;
   std::uint64_t published_ = 0, consumed_ = 0;
   std::vector<double> factors_;
 };
 
+/// The arguments of an all-reduce or reduce.
 struct ReduceArguments {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
@@ -162,6 +176,13 @@ struct ReduceArguments {
   /// The rank that gets the result, or -1 for all.
   int root = -1;
 };
+
+inline std::uint64_t signature_of(std::uint64_t call, const ReduceArguments& a) {
+  return signature_of(
+      call, a.count,
+      256U * static_cast<unsigned>(a.element) + static_cast<unsigned>(a.reduction.kind),
+      static_cast<std::uint64_t>(a.root + 1));
+}
 
 /// All-reduce and reduce of little data: every rank publishes all of it, and each rank that gets
 /// the result reduces everything.

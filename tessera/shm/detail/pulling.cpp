@@ -192,11 +192,7 @@ Blocks shares_of(std::size_t count, std::size_t element_bytes, int ranks) {
 }  // namespace
 
 PullReduce::PullReduce(Core& core, const char* name, const ReduceArguments& arguments)
-    : Pull(core, name, 2,
-           signature_of(7, arguments.count,
-                        256U * static_cast<unsigned>(arguments.element) +
-                            static_cast<unsigned>(arguments.reduction.kind)),
-           arguments.reduction.factor),
+    : Pull(core, name, 2, signature_of(7, arguments), arguments.reduction.factor),
       arguments_(arguments),
       reducer_(arguments.element, arguments.reduction.kind),
       shares_(shares_of(arguments.count, size_of(arguments.element), ranks_)),
@@ -224,31 +220,21 @@ bool PullReduce::advance(Core& core) {
   return others_are_done(core);
 }
 
-PullDeal::PullDeal(Core& core, const char* name, Blocks blocks, const std::byte* input,
-                   std::byte* output, int source, std::optional<Reducer> reducer,
-                   const Reduction& reduction)
-    : Pull(core, name, 1,
-           signature_of(6, blocks.digest(), static_cast<std::uint64_t>(source + 1),
-                        reducer ? 256U * static_cast<unsigned>(reducer->element()) +
-                                      static_cast<unsigned>(reduction.kind) + 1U
-                                : 0U),
-           reduction.factor),
-      blocks_(std::move(blocks)),
-      input_(input),
-      output_(output),
-      source_(source),
-      reducer_(reducer) {}
+PullDeal::PullDeal(Core& core, const char* name, DealArguments arguments)
+    : Pull(core, name, 1, signature_of(6, arguments), arguments.reduction.factor),
+      deal_(std::move(arguments)) {}
 
 bool PullDeal::advance(Core& core) {
   if (!taken_) {
-    if (!announce(core) || !noted(core, blocks_.total())) return false;
-    const std::size_t at = blocks_.start(rank_), bytes = blocks_.size(rank_);
-    if (reducer_)
-      reduce_pulled(core, *reducer_, places_, input_, at, output_, bytes, factors_);
-    else if (source_ == rank_)
-      copy_bytes(output_, input_ + at, bytes);
+    const auto& [blocks, input, output, source, reducer, reduction] = deal_;
+    if (!announce(core) || !noted(core, blocks.total())) return false;
+    const std::size_t at = blocks.start(rank_), bytes = blocks.size(rank_);
+    if (reducer)
+      reduce_pulled(core, *reducer, places_, input, at, output, bytes, factors_);
+    else if (source == rank_)
+      copy_bytes(output, input + at, bytes);
     else
-      places_.copy(core, source_, at, output_, bytes);
+      places_.copy(core, source, at, output, bytes);
   }
   return others_are_done(core);
 }

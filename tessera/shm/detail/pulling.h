@@ -156,24 +156,19 @@ class PullReduce final : public Pull {
 /// Scatter and reduce-scatter.
 class PullDeal final : public Pull {
  public:
-  PullDeal(Core& core, const char* name, Blocks blocks, const std::byte* input, std::byte* output,
-           int source, std::optional<Reducer> reducer, const Reduction& reduction);
+  PullDeal(Core& core, const char* name, DealArguments arguments);
   bool advance(Core& core) override;
   bool reads(int rank) const override {
-    return (source_ < 0 || rank == source_) && blocks_.size(rank_) > 0;
+    return (deal_.source < 0 || rank == deal_.source) && deal_.blocks.size(rank_) > 0;
   }
 
  private:
-  bool gives() const override { return source_ < 0 || source_ == rank_; }
+  bool gives() const override { return deal_.source < 0 || deal_.source == rank_; }
   std::pair<const std::byte*, std::size_t> data() const override {
-    return {input_, blocks_.total()};
+    return {deal_.input, deal_.blocks.total()};
   }
 
-  const Blocks blocks_;
-  const std::byte* const input_;
-  std::byte* const output_;
-  const int source_;
-  const std::optional<Reducer> reducer_;
+  const DealArguments deal_;
 };
 
 }  // namespace tessera::shm::detail

@@ -16,13 +16,6 @@ constexpr std::size_t kInPlaceBytes = 65536;
 constexpr std::size_t kPastCacheBytes = std::size_t{16} << 20;
 /// In arenas, one block is written to all ranks while it is still in the cache.
 constexpr std::size_t kInPlaceBlock = 32768;
-
-std::uint64_t signature_of(std::uint64_t call, const ReduceArguments& a) {
-  return detail::signature_of(
-      call, a.count,
-      256U * static_cast<unsigned>(a.element) + static_cast<unsigned>(a.reduction.kind),
-      static_cast<std::uint64_t>(a.root + 1));
-}
 }  // namespace
 
 // ---- little data ----
