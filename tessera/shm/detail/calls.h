@@ -3,6 +3,7 @@
 // offsets follow from sizes that all ranks share, so that no length is ever read from the shared
 // memory.
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -35,6 +36,18 @@ inline std::size_t blocks_of(std::size_t bytes, std::size_t block) {
   return (bytes + block - 1) / block;
 }
 
+/// The elements [at, at + count) of `of` that a rank works on: equal shares that end where cache
+/// lines do, but for the last.
+struct Share {
+  std::size_t at, count;
+};
+inline Share share_of(std::size_t of, std::size_t element_bytes, int rank, int ranks) {
+  const std::size_t line = kLineBytes / element_bytes;
+  const std::size_t each = blocks_of(blocks_of(of, static_cast<std::size_t>(ranks)), line) * line;
+  const std::size_t at = std::min(of, each * static_cast<std::size_t>(rank));
+  return {at, std::min(each, of - at)};
+}
+
 /// memcpy that takes no addresses where there is nothing to copy.
 inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
@@ -61,6 +74,10 @@ class Blocks {
   std::size_t start(int rank) const {
     if (only_ >= 0) return 0;
     return sizes_.empty() ? each_ * static_cast<std::size_t>(rank) : starts_[rank];
+  }
+  /// Bytes of a rank's block from `at` on, at most `most`.
+  std::size_t part(int rank, std::size_t at, std::size_t most) const {
+    return size(rank) > at ? std::min(most, size(rank) - at) : 0;
   }
   std::size_t largest() const { return largest_; }
   /// The only rank that has a block, or -1.
@@ -154,7 +171,9 @@ class Deal final : public Op {
 
  private:
   bool has_data(int rank) const { return deal_.source < 0 || rank == deal_.source; }
-  std::size_t piece_of(int rank, std::uint64_t round) const;
+  std::size_t piece_of(int rank, std::uint64_t round) const {
+    return deal_.blocks.part(rank, round * piece_, piece_);
+  }
   bool publish_pieces(Core& core);
   void consume(Core& core, std::uint64_t round);
 
@@ -217,11 +236,8 @@ class ReducePieces final : public Op {
   void early(Core& core) override;
 
  private:
-  struct Piece {
-    std::size_t at, count;
-  };
   /// The elements that rank `rank` reduces in round `round`.
-  Piece piece(std::uint64_t round, int rank) const;
+  Share piece(std::uint64_t round, int rank) const;
   std::uint64_t deal_step(std::uint64_t round) const {
     return base_ + (round == 0 ? 0 : 2 * round - 1);
   }

@@ -18,11 +18,6 @@ Deal::Deal(Core& core, const char* name, DealArguments arguments)
   signature = signature_of(2, deal_);
 }
 
-std::size_t Deal::piece_of(int rank, std::uint64_t round) const {
-  const std::size_t at = round * piece_;
-  return deal_.blocks.size(rank) > at ? std::min(piece_, deal_.blocks.size(rank) - at) : 0;
-}
-
 bool Deal::publish_pieces(Core& core) {
   bool moved = false;
   while (published_ < steps && published_ < consumed_ + kAhead) {

@@ -176,16 +176,10 @@ void reduce_pulled(Core& core, const Reducer& reducer, const Places& places, con
     if (r != core.rank()) core.require_held(r);
 }
 
-/// Equal shares of `count` elements that end where cache lines do, but for the last.
 Blocks shares_of(std::size_t count, std::size_t element_bytes, int ranks) {
-  const auto n = static_cast<std::size_t>(ranks);
-  const std::size_t line = kLineBytes / element_bytes;
-  const std::size_t each = blocks_of(blocks_of(count, n), line) * line;
   std::vector<std::size_t> sizes;
-  for (std::size_t r = 0, left = count; r < n; ++r) {
-    sizes.push_back(std::min(each, left) * element_bytes);
-    left -= std::min(each, left);
-  }
+  for (int r = 0; r < ranks; ++r)
+    sizes.push_back(share_of(count, element_bytes, r, ranks).count * element_bytes);
   return Blocks::of(std::move(sizes));
 }
 

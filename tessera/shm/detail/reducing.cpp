@@ -112,15 +112,14 @@ ReducePieces::ReducePieces(Core& core, const char* name, const ReduceArguments& 
   sources_.resize(n);
 }
 
-ReducePieces::Piece ReducePieces::piece(std::uint64_t round, int rank) const {
-  const auto n = static_cast<std::size_t>(ranks_);
-  const std::size_t begin = round * n * piece_count_;
-  const std::size_t count = std::min(n * piece_count_, arguments_.count - begin);
-  // The last round is divided anew; pieces end where cache lines do.
-  const std::size_t line = kLineBytes / element_bytes_;
-  const std::size_t each = blocks_of(blocks_of(count, n), line) * line;
-  const std::size_t from = std::min(count, each * static_cast<std::size_t>(rank));
-  return {begin + from, std::min(each, count - from)};
+Share ReducePieces::piece(std::uint64_t round, int rank) const {
+  const std::size_t of_round = static_cast<std::size_t>(ranks_) * piece_count_;
+  const std::size_t begin = round * of_round;
+  // The last round is divided anew.
+  Share share =
+      share_of(std::min(of_round, arguments_.count - begin), element_bytes_, rank, ranks_);
+  share.at += begin;
+  return share;
 }
 
 bool ReducePieces::announce(Core& core) {
@@ -171,14 +170,11 @@ bool ReducePieces::reduce_in_place(Core& core) {
   const std::uint64_t last = first + 1;
   if (!reduced_) {
     if (!core.writable(*this, last, Core::Place::line)) return false;
-    const auto n = static_cast<std::size_t>(ranks_);
-    const std::size_t line = kLineBytes / element_bytes_;
-    const std::size_t each = blocks_of(blocks_of(arguments_.count, n), line) * line;
-    const std::size_t begin = std::min(arguments_.count, each * static_cast<std::size_t>(rank_));
-    const std::size_t end = std::min(arguments_.count, begin + each);
+    const Share own = share_of(arguments_.count, element_bytes_, rank_, ranks_);
+    const std::size_t end = own.at + own.count;
     const std::size_t block = kInPlaceBlock / element_bytes_;
     const bool large = arguments_.count * element_bytes_ >= kPastCacheBytes;
-    for (std::size_t at = begin; at < end; at += block) {
+    for (std::size_t at = own.at; at < end; at += block) {
       const std::size_t count = std::min(block, end - at);
       const auto data = [&](int r) { return data_[r].get() + at * element_bytes_; };
       for (int r = 0; r < ranks_; ++r) {
@@ -207,7 +203,7 @@ bool ReducePieces::deal(Core& core) {
   if (!core.writable(*this, step, Core::Place::slot)) return false;
   for (int other = 1; other < ranks_; ++other) {
     const int to = (rank_ + other) % ranks_;
-    const Piece p = piece(dealt_, to);
+    const Share p = piece(dealt_, to);
     core.put(core.slot(*this, rank_, step) + place(to, rank_),
              arguments_.input + p.at * element_bytes_, p.count * element_bytes_, core.readers());
   }
@@ -223,7 +219,7 @@ bool ReducePieces::reduce_own(Core& core) {
   for (; from_ < ranks_; ++from_)
     if (!core.ready(*this, (rank_ + from_) % ranks_, step)) return false;
   if (!core.writable(*this, result, Core::Place::slot)) return false;
-  const Piece p = piece(reduced_rounds_, rank_);
+  const Share p = piece(reduced_rounds_, rank_);
   for (int r = 0; r < ranks_; ++r) {
     const auto i = static_cast<std::size_t>(r);
     sources_[i] = r == rank_ ? arguments_.input + p.at * element_bytes_
@@ -249,7 +245,7 @@ bool ReducePieces::collect(Core& core) {
     for (; from_ < ranks_; ++from_) {
       const int r = (rank_ + from_) % ranks_;
       if (!core.ready(*this, r, step)) return false;
-      const Piece p = piece(collected_, r);
+      const Share p = piece(collected_, r);
       copy_bytes(arguments_.output + p.at * element_bytes_, core.slot(*this, r, step),
                  p.count * element_bytes_);
     }

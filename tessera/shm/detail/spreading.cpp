@@ -32,8 +32,7 @@ bool Spread::publish_pieces(Core& core) {
     const std::uint64_t step = first + published_;
     if (has(rank_, published_)) {
       const std::size_t at = published_ * piece_;
-      const std::size_t bytes =
-          blocks_.size(rank_) > at ? std::min(piece_, blocks_.size(rank_) - at) : 0;
+      const std::size_t bytes = blocks_.part(rank_, at, piece_);
       const bool in_line = bytes <= Line::kPayload;
       if (!core.writable(*this, step, in_line ? Core::Place::line : Core::Place::slot))
         return moved;
@@ -61,8 +60,7 @@ bool Spread::advance(Core& core) {
           if (!has(r, consumed_)) continue;
           if (!core.ready(*this, r, step)) return false;
           const std::size_t at = consumed_ * piece_;
-          const std::size_t bytes =
-              blocks_.size(r) > at ? std::min(piece_, blocks_.size(r) - at) : 0;
+          const std::size_t bytes = blocks_.part(r, at, piece_);
           std::byte* to = output_ + blocks_.start(r) + at;
           if (bytes <= Line::kPayload)
             copy_bytes(to, core.line(r, step).payload, bytes);
