@@ -13,8 +13,6 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;
 
 }  // namespace
 
-Batch::~Batch() = default;
-
 std::vector<int> Batch::missing(const Core& core) const {
   std::vector<int> ranks;
   for (const auto& send : sends)
@@ -31,23 +29,13 @@ std::vector<int> Batch::missing(const Core& core) const {
   return ranks;
 }
 
-Messages::Messages(Core& core)
-    : core_(core),
-      outgoing_(static_cast<std::size_t>(core.size())),
-      untaken_(static_cast<std::size_t>(core.size())),
-      next_frame_(static_cast<std::size_t>(core.size()), 0),
-      taken_(static_cast<std::size_t>(core.size()), 0),
-      streams_(static_cast<std::size_t>(core.size())) {}
-
-Messages::~Messages() = default;
-
 void Messages::post(Batch& batch) {
   batches_.push_back(&batch);
   for (auto& receive : batch.receives)
     if (!take_kept(receive)) posted_.push_back(&receive);
   for (auto& send : batch.sends) {
     send.buffered = batch.buffered;
-    outgoing_[send.to].push_back(&send);
+    peers_[send.to].outgoing.push_back(&send);
   }
 }
 
@@ -56,8 +44,10 @@ void Messages::fail(const std::exception_ptr& error) {
     if (!batch->error) batch->error = error;
   batches_.clear();
   posted_.clear();
-  for (auto* queues : {&outgoing_, &untaken_})
-    for (auto& queue : *queues) queue.clear();
+  for (Peer& peer : peers_) {
+    peer.outgoing.clear();
+    peer.untaken.clear();
+  }
 }
 
 bool Messages::advance() {
@@ -66,8 +56,8 @@ bool Messages::advance() {
   for (bool moved = true; moved;) {
     moved = false;
     for (int r = 0; r < core_.size(); ++r) {
-      const auto to = static_cast<std::size_t>(r);
-      if (!outgoing_[to].empty() || !untaken_[to].empty()) moved = send(r) || moved;
+      const Peer& peer = peers_[r];
+      if (!peer.outgoing.empty() || !peer.untaken.empty()) moved = send(r) || moved;
       if (awaited(r)) moved = receive(r) || moved;
     }
     any = any || moved;
@@ -89,10 +79,10 @@ bool Messages::advance() {
 // ---- sending ----
 
 bool Messages::send(int to) {
-  auto& queue = outgoing_[to];
-  std::uint64_t& next = next_frame_[to];
+  auto& queue = peers_[to].outgoing;
+  std::uint64_t& next = peers_[to].next_frame;
   // Read only when it matters: each read takes the line away from the receiver.
-  std::uint64_t& taken = taken_[to];
+  std::uint64_t& taken = peers_[to].taken;
   Channel& channel = core_.channel(core_.rank(), to);
   bool moved = false;
   while (!queue.empty()) {
@@ -120,15 +110,15 @@ bool Messages::send(int to) {
     if (message.sent < message.bytes) continue;
     message.frame = next;
     message.complete = message.buffered && frame.address == 0;
-    if (!message.complete) untaken_[to].push_back(&message);
+    if (!message.complete) peers_[to].untaken.push_back(&message);
     queue.pop_front();
   }
   return acknowledge(to) || moved;
 }
 
 bool Messages::acknowledge(int to) {
-  auto& queue = untaken_[to];
-  std::uint64_t& taken = taken_[to];
+  auto& queue = peers_[to].untaken;
+  std::uint64_t& taken = peers_[to].taken;
   bool moved = false;
   while (!queue.empty()) {
     if (taken < queue.front()->frame)
@@ -144,7 +134,7 @@ bool Messages::acknowledge(int to) {
 // ---- receiving ----
 
 bool Messages::awaited(int from) const {
-  if (streams_[from].target != nullptr) return true;
+  if (peers_[from].stream.target != nullptr) return true;
   return std::ranges::any_of(
       posted_, [&](const Incoming* r) { return r->from == from || r->from == kAnySource; });
 }
@@ -164,7 +154,6 @@ Incoming* Messages::match(int from, std::uint64_t tag) {
       continue;
     posted_.erase(at);
     receive->from = from;
-    receive->matched = true;
     return receive;
   }
   return nullptr;
@@ -177,12 +166,11 @@ bool Messages::take_kept(Incoming& receive) {
     check_fit(receive, at->from, at->tag, at->bytes);
     if (!at->data.empty()) std::memcpy(receive.data, at->data.data(), at->data.size());
     receive.from = at->from;
-    receive.matched = true;
     receive.complete = at->whole;
     // One that is still arriving is the next of its channel: it is received into its own memory,
     // and waited for.
     if (!at->whole) {
-      Stream& stream = streams_[at->from];
+      Stream& stream = peers_[at->from].stream;
       stream.target = &receive;
       stream.keeping = false;
     }
@@ -244,7 +232,7 @@ bool Messages::take(int from, Stream& stream, const Frame& frame) {
 }
 
 bool Messages::receive(int from) {
-  Stream& stream = streams_[from];
+  Stream& stream = peers_[from].stream;
   Channel& channel = core_.channel(from, core_.rank());
   bool moved = false;
   while (awaited(from)) {

@@ -54,7 +54,7 @@ class Messages;
 
 /// What a call is waiting for.
 struct Need {
-  enum class Kind : unsigned char { nothing, line, done, message };
+  enum class Kind : unsigned char { nothing, line, done };
   Kind kind = Kind::nothing;
   /// The first rank that has not got there.
   int rank = -1;
@@ -135,7 +135,6 @@ class Core : Pinned {
   const CoreOptions& options() const { return options_; }
   const Layout& layout() const { return options_.layout; }
   const Liveness& liveness() const { return liveness_; }
-  Messages& messages() { return *messages_; }
 
   // ---- calls ----
   /// Runs a call to its end. Throws what ended it before.

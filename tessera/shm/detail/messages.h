@@ -52,7 +52,7 @@ struct Incoming {
   /// A rank, or kAnySource; in the end the rank it came from.
   int from = 0;
   std::uint64_t tag = 0;
-  bool matched = false, complete = false;
+  bool complete = false;
 };
 
 /// Several sends and receives as one call, in any order without deadlock.
@@ -63,7 +63,6 @@ class Batch final : public Op {
 
  public:
   explicit Batch(const char* name) : Op(name) { collective = false; }
-  ~Batch() override;
   bool advance(Core&) override { return complete; }
   std::vector<int> missing(const Core& core) const override;
 
@@ -77,8 +76,7 @@ class Batch final : public Op {
 
 class Messages {
  public:
-  explicit Messages(Core& core);
-  ~Messages();
+  explicit Messages(Core& core) : core_(core), peers_(static_cast<std::size_t>(core.size())) {}
 
   /// Begins a batch, which must live until it is complete or has failed.
   void post(Batch& batch);
@@ -97,6 +95,15 @@ class Messages {
     bool keeping = false;
     std::uint64_t bytes = 0, got = 0;
   };
+  /// What goes to one rank, and comes from it.
+  struct Peer {
+    /// Messages not yet sent, and sent but not yet taken.
+    std::deque<Outgoing*> outgoing, untaken;
+    std::uint64_t next_frame = 0;
+    /// Number of frames that it has taken, as far as is known here.
+    std::uint64_t taken = 0;
+    Stream stream;
+  };
 
   bool send(int to);
   bool acknowledge(int to);
@@ -111,14 +118,10 @@ class Messages {
 
   Core& core_;
   std::vector<Batch*> batches_;
-  /// For each rank: messages not yet sent, and sent but not yet taken.
-  std::vector<std::deque<Outgoing*>> outgoing_, untaken_;
-  std::vector<std::uint64_t> next_frame_;
+  /// One per rank.
+  std::vector<Peer> peers_;
   /// Receives in the order in which they were posted.
   std::vector<Incoming*> posted_;
-  /// Number of frames that each receiver has taken, as far as is known here.
-  std::vector<std::uint64_t> taken_;
-  std::vector<Stream> streams_;
   std::list<Kept> kept_;
   /// Sum of their sizes.
   std::uint64_t kept_bytes_ = 0;

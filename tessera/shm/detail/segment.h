@@ -40,7 +40,6 @@ class Mapping : Pinned {
   Mapping(const Descriptor& file, std::size_t bytes);
   ~Mapping();
   std::byte* data() const { return data_; }
-  std::size_t size() const { return bytes_; }
 
  private:
   std::byte* data_ = nullptr;
