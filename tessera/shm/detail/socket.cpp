@@ -124,15 +124,26 @@ void read_all(const Descriptor& socket, void* data, std::size_t bytes, std::vect
   }
 }
 
+/// The process that made the other end, as reported by the kernel.
+ucred peer_of(const Descriptor& socket) {
+  ucred who{};
+  socklen_t length = sizeof who;
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
+    refuse_socket(Cause::not_permitted, "SO_PEERCRED");
+  return who;
+}
+
+Descriptor open_process(pid_t process) {
+  Descriptor pidfd(static_cast<int>(::syscall(SYS_pidfd_open, process, 0)));
+  if (!pidfd) refuse_socket(Cause::not_permitted, "pidfd_open (Linux 5.3 or newer is needed)");
+  return pidfd;
+}
+
 }  // namespace
 
 std::string random_bytes(std::size_t count) {
   std::string bytes(count, '\0');
-  for (std::size_t got = 0; got < count;) {
-    const ssize_t n = ::getrandom(bytes.data() + got, count - got, 0);
-    if (n < 0 && errno != EINTR) refuse_socket(Cause::not_permitted, "getrandom");
-    if (n > 0) got += static_cast<std::size_t>(n);
-  }
+  if (::getentropy(bytes.data(), count) != 0) refuse_socket(Cause::not_permitted, "getrandom");
   return bytes;
 }
 
@@ -174,34 +185,18 @@ Descriptor connect_to(const std::string& name, Deadline deadline) {
   return socket;
 }
 
-uid_t user_of(const Descriptor& socket) {
-  ucred who{};
-  socklen_t length = sizeof who;
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
-    refuse_socket(Cause::not_permitted, "SO_PEERCRED");
-  return who.uid;
-}
+uid_t user_of(const Descriptor& socket) { return peer_of(socket).uid; }
 
 Descriptor process_of(const Descriptor& socket) {
   int pidfd = -1;
   socklen_t length = sizeof pidfd;
   // Newer kernels return the process itself; older ones its number, which may have been reused.
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERPIDFD, &pidfd, &length) != 0) {
-    ucred who{};
-    length = sizeof who;
-    if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
-      refuse_socket(Cause::not_permitted, "SO_PEERCRED");
-    pidfd = static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0));
-  }
-  if (pidfd < 0) refuse_socket(Cause::not_permitted, "pidfd_open (Linux 5.3 or newer is needed)");
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERPIDFD, &pidfd, &length) != 0)
+    return open_process(peer_of(socket).pid);
   return Descriptor(pidfd);
 }
 
-Descriptor own_process() {
-  Descriptor process(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
-  if (!process) refuse_socket(Cause::not_permitted, "pidfd_open (Linux 5.3 or newer is needed)");
-  return process;
-}
+Descriptor own_process() { return open_process(::getpid()); }
 
 void send_text(const Descriptor& socket, const std::string& text,
                const std::vector<int>& descriptors, Deadline deadline) {

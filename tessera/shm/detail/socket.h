@@ -45,7 +45,7 @@ void send_text(const Descriptor& socket, const std::string& text,
 std::string receive_text(const Descriptor& socket, std::vector<Descriptor>* descriptors,
                          Deadline deadline);
 
-/// Random bytes from the kernel's generator.
+/// At most 256 random bytes from the kernel's generator.
 std::string random_bytes(std::size_t count);
 
 }  // namespace tessera::shm::detail
