@@ -9,49 +9,33 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
-#include "tessera/base/pinned.h"
 
 namespace tessera {
 namespace {
 
 constexpr int kPipeLimitMs = 60'000;
 
-class Descriptor : Pinned {
- public:
-  // Non-blocking, since opening a named pipe waits for its other end.
-  explicit Descriptor(const std::string& path)
-      : number(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)) {
-    if (number < 0) throw FileError("'", path, "' cannot be opened: ", std::strerror(errno));
-  }
-  ~Descriptor() {
-    if (number >= 0) close(number);
-  }
-  int release() {
-    const int released = number;
-    number = -1;
-    return released;
-  }
-
-  int number;
-};
+// Non-blocking, since opening a named pipe waits for its other end.
+Descriptor open_to_read(const std::string& path) {
+  Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  if (!file) throw FileError("'", path, "' cannot be opened: ", std::strerror(errno));
+  return file;
+}
 
 }  // namespace
 
-RandomAccessFile::RandomAccessFile(const std::string& path) : path_(path), file_(-1) {
-  Descriptor file(path);
+RandomAccessFile::RandomAccessFile(const std::string& path)
+    : path_(path), file_(open_to_read(path)) {
   struct stat status{};
-  if (fstat(file.number, &status) != 0 || !S_ISREG(status.st_mode))
+  if (fstat(file_.get(), &status) != 0 || !S_ISREG(status.st_mode))
     throw FileError("'", path, "' is no regular file");
   size_ = static_cast<std::uint64_t>(status.st_size);
-  file_ = file.release();
 }
-
-RandomAccessFile::~RandomAccessFile() { close(file_); }
 
 void RandomAccessFile::read(std::uint64_t offset, void* out, std::size_t bytes) const {
   auto* at = static_cast<char*>(out);
   while (bytes > 0) {
-    const ssize_t size = pread(file_, at, bytes, static_cast<off_t>(offset));
+    const ssize_t size = pread(file_.get(), at, bytes, static_cast<off_t>(offset));
     if (size < 0 && errno == EINTR) continue;
     if (size < 0)
       throw FileError("'", path_, "' cannot be read at byte ", offset, ": ", std::strerror(errno));
@@ -65,11 +49,11 @@ void RandomAccessFile::read(std::uint64_t offset, void* out, std::size_t bytes) 
 }
 
 std::string read_whole_file(const std::string& path, std::size_t most) {
-  const Descriptor file(path);
+  const Descriptor file = open_to_read(path);
   std::string text;
   char buffer[65536];
   for (;;) {
-    const ssize_t size = ::read(file.number, buffer, sizeof buffer);
+    const ssize_t size = ::read(file.get(), buffer, sizeof buffer);
     if (size == 0) return text;
     if (size > 0) {
       if (text.size() + static_cast<std::size_t>(size) > most)
@@ -79,7 +63,7 @@ std::string read_whole_file(const std::string& path, std::size_t most) {
     }
     if (errno == EINTR) continue;
     if (errno != EAGAIN) throw FileError("'", path, "' cannot be read: ", std::strerror(errno));
-    pollfd ready{file.number, POLLIN, 0};
+    pollfd ready{file.get(), POLLIN, 0};
     const int events = poll(&ready, 1, kPipeLimitMs);
     if (events == 0)
       throw FileError("'", path, "' has delivered nothing for ", kPipeLimitMs / 1000, " s");

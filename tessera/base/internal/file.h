@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "tessera/base/internal/descriptor.h"
 #include "tessera/base/pinned.h"
 
 namespace tessera {
@@ -15,7 +16,6 @@ class RandomAccessFile : Pinned {
  public:
   /// Throws FileError if it is absent, unreadable or no regular file.
   explicit RandomAccessFile(const std::string& path);
-  ~RandomAccessFile();
 
   const std::string& path() const { return path_; }
   /// Size in bytes when it was opened.
@@ -26,7 +26,7 @@ class RandomAccessFile : Pinned {
 
  private:
   std::string path_;
-  int file_;
+  Descriptor file_;
   std::uint64_t size_ = 0;
 };
 

@@ -31,7 +31,7 @@ std::string contents(const std::string& path) {
 }
 
 /// The number, in this process' namespace, of the process that a pidfd refers to; 0 if it has none.
-pid_t process_of(int pidfd) {
+pid_t number_of(int pidfd) {
   const std::string text = contents(concat("/proc/self/fdinfo/", pidfd));
   const auto at = text.find("\nPid:");
   if (at == std::string::npos) return 0;
@@ -57,7 +57,7 @@ Identity::~Identity() {
 
 Liveness::Liveness(std::vector<Descriptor> pidfds, std::vector<Probe> probes)
     : processes_(std::move(pidfds)), probes_(std::move(probes)), gone_(processes_.size(), false) {
-  for (const auto& process : processes_) numbers_.push_back(process_of(process.get()));
+  for (const auto& process : processes_) numbers_.push_back(number_of(process.get()));
 }
 
 bool Liveness::read(int rank, std::byte* to, std::uint64_t address,

@@ -88,10 +88,6 @@ void require_available(std::size_t bytes) {
 
 }  // namespace
 
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
 Descriptor make_memory(std::size_t bytes) {
   require_available(bytes);
   // If a file grows beyond this limit the kernel ends the process by a signal.

@@ -5,29 +5,11 @@
 // that maps it, however that one ends, and the size and the permissions of /dev/shm do not matter.
 
 #include <cstddef>
-#include <utility>
 
+#include "tessera/base/internal/descriptor.h"
 #include "tessera/base/pinned.h"
 
 namespace tessera::shm::detail {
-
-/// A file descriptor that is closed on destruction.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor();
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
 
 /// Makes a new anonymous file of this size, sealed against growing and shrinking, mode 0600, closed
 /// on exec. Throws SetupError: not_permitted if memfd is refused, no_memory if the size is.
