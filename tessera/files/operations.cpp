@@ -17,6 +17,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/descriptor.h"
 #include "tessera/base/text.h"
 #include "tessera/files/internal/checksum.h"
 
@@ -98,15 +99,12 @@ bool FileOperations::make_folder(const std::string& path) {
 }
 
 void FileOperations::sync_folder(const std::string& path) {
-  const int descriptor =
-      repeated([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
-  if (descriptor < 0) refuse_operation(path, "opened as a folder");
-  const int result = repeated([&] { return ::fsync(descriptor); });
-  const int reason = errno;
-  ::close(descriptor);
-  errno = reason;
+  const Descriptor folder(
+      repeated([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }));
+  if (!folder) refuse_operation(path, "opened as a folder");
   // Some file systems have no such call for folders, and say so.
-  if (result != 0 && errno != EINVAL && errno != ENOTSUP) refuse_operation(path, "synced");
+  if (repeated([&] { return ::fsync(folder.get()); }) != 0 && errno != EINVAL && errno != ENOTSUP)
+    refuse_operation(path, "synced");
 }
 
 std::shared_ptr<const void> FileOperations::lock(const std::string& path) {

@@ -31,15 +31,6 @@ RankOutputs::RankOutputs(const LocalRun& run)
   if (error) throw Error("cannot make the log folder '", run.log_folder, "': ", error.message());
 }
 
-RankOutputs::~RankOutputs() {
-  for (Rank& rank : ranks_) {
-    for (Stream& s : rank.streams) {
-      close_stream(s);
-      if (s.log >= 0) close(s.log);
-    }
-  }
-}
-
 void RankOutputs::add_rank() {
   const int r = static_cast<int>(ranks_.size());
   Rank& rank = ranks_.emplace_back();
@@ -55,24 +46,24 @@ void RankOutputs::add_rank() {
 }
 
 void RankOutputs::attach(int out, int err) {
-  ranks_.back().streams[0].fd = out;
-  ranks_.back().streams[1].fd = err;
+  ranks_.back().streams[0].fd = Descriptor(out);
+  ranks_.back().streams[1].fd = Descriptor(err);
 }
 
-int RankOutputs::open_log(int rank, const char* ending) const {
+Descriptor RankOutputs::open_log(int rank, const char* ending) const {
   const std::string path = concat(run_.log_folder, "/rank-", rank, ending);
   // Non-blocking: a named pipe of that name without a reader would block the launcher.
-  const int fd =
-      open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0666);
-  if (fd < 0) throw Error("cannot write the log file '", path, "': ", std::strerror(errno));
-  return fd;
+  Descriptor log(
+      open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0666));
+  if (!log) throw Error("cannot write the log file '", path, "': ", std::strerror(errno));
+  return log;
 }
 
 void RankOutputs::append_descriptors(std::vector<int>& fds) const {
   for (const Rank& rank : ranks_) {
     for (const Stream& s : rank.streams) {
-      if (s.fd >= 0) fds.push_back(s.fd);
-      if (s.log >= 0) fds.push_back(s.log);
+      if (s.fd) fds.push_back(s.fd.get());
+      if (s.log) fds.push_back(s.log.get());
     }
   }
 }
@@ -87,7 +78,7 @@ void RankOutputs::watch(std::vector<pollfd>& fds) const {
     // If the order was given up, a rank's kept lines come before its next ones.
     if (!ordered_ && !rank.spool.empty()) continue;
     for (const Stream& s : rank.streams)
-      if (s.fd >= 0 && reading) fds.push_back({s.fd, POLLIN, 0});
+      if (s.fd && reading) fds.push_back({s.fd.get(), POLLIN, 0});
   }
   for (const OutputStream* s : {&out_, &err_})
     if (s->pending()) fds.push_back({s->fd(), POLLOUT, 0});
@@ -97,30 +88,29 @@ void RankOutputs::read(int r, bool gone) {
   Rank& rank = ranks_[r];
   for (int channel = 0; channel < 2; ++channel) {
     Stream& s = rank.streams[channel];
-    if (s.fd < 0 || sink(channel).backlog() >= max_backlog) continue;
+    if (!s.fd || sink(channel).backlog() >= max_backlog) continue;
     if (!ordered_ && !rank.spool.empty()) continue;
     char buffer[65536];
-    const ssize_t size = ::read(s.fd, buffer, sizeof buffer);
+    const ssize_t size = ::read(s.fd.get(), buffer, sizeof buffer);
     if (size > 0) {
-      if (s.log >= 0) write_log(r, s, buffer, static_cast<std::size_t>(size));
+      if (s.log) write_log(r, s, buffer, static_cast<std::size_t>(size));
       emit(r, channel, s.splitter.add({buffer, static_cast<std::size_t>(size)}));
     } else if (size == 0 || (errno != EAGAIN && errno != EINTR) || gone) {
       // A process that still holds the pipe after the rank and its descendants are gone does not
       // belong to the run.
       emit(r, channel, s.splitter.finish());
-      close_stream(s);
+      s.fd = Descriptor();
     }
   }
 }
 
 void RankOutputs::write_log(int rank, Stream& s, const char* data, std::size_t size) {
   while (size > 0) {
-    const ssize_t written = write(s.log, data, size);
+    const ssize_t written = write(s.log.get(), data, size);
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
       say(concat("cannot write the log of rank ", rank, " any more: ", std::strerror(errno)));
-      close(s.log);
-      s.log = -1;
+      s.log = Descriptor();
       return;
     }
     data += written;
@@ -193,18 +183,13 @@ bool RankOutputs::pass_on() {
 
 bool RankOutputs::ready_to_pass_on() const { return spools_stopped_ && !pending(); }
 
-void RankOutputs::close_stream(Stream& s) {
-  if (s.fd >= 0) close(s.fd);
-  s.fd = -1;
-}
-
 void RankOutputs::close_rank(int rank) {
-  for (Stream& s : ranks_[rank].streams) close_stream(s);
+  for (Stream& s : ranks_[rank].streams) s.fd = Descriptor();
 }
 
 void RankOutputs::give_up() {
   for (Rank& rank : ranks_) {
-    for (Stream& s : rank.streams) close_stream(s);
+    for (Stream& s : rank.streams) s.fd = Descriptor();
     rank.spool = LineSpool();
   }
   out_.drop();
@@ -213,7 +198,7 @@ void RankOutputs::give_up() {
 
 bool RankOutputs::drained(int rank) const {
   const Rank& r = ranks_[rank];
-  return r.streams[0].fd < 0 && r.streams[1].fd < 0;
+  return !r.streams[0].fd && !r.streams[1].fd;
 }
 
 bool RankOutputs::all_read() const {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/internal/descriptor.h"
 #include "tessera/base/pinned.h"
 #include "tessera/launch/detail/output.h"
 #include "tessera/launch/local_run.h"
@@ -19,7 +20,6 @@ class RankOutputs : Pinned {
  public:
   /// `run` must outlive this object.
   explicit RankOutputs(const LocalRun& run);
-  ~RankOutputs();
 
   /// Adds the next rank, whose pipes follow by attach(). Opens its log files. Throws Error if that
   /// fails.
@@ -67,8 +67,7 @@ class RankOutputs : Pinned {
 
  private:
   struct Stream {
-    int fd = -1;
-    int log = -1;
+    Descriptor fd, log;
     LineSplitter splitter;
     std::deque<std::string> last;
   };
@@ -84,13 +83,12 @@ class RankOutputs : Pinned {
     return channel == 1 && !shared_sink_ ? err_ : out_;
   }
   bool full() const;
-  int open_log(int rank, const char* ending) const;
+  Descriptor open_log(int rank, const char* ending) const;
   void write_log(int rank, Stream& s, const char* data, std::size_t size);
   void emit(int rank, int channel, std::vector<LineSplitter::Line> lines);
   bool keep(Rank& rank, int channel, const std::string& text);
   void stop_ordering(const std::string& why);
   void release();
-  static void close_stream(Stream& s);
 
   const LocalRun& run_;
   OutputStream out_;

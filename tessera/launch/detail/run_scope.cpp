@@ -132,9 +132,10 @@ ReservedPort::ReservedPort() {
       size = sizeof(sockaddr_in6);
     }
     auto* const at = reinterpret_cast<sockaddr*>(&address);
-    fd_ = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd_ >= 0 && setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
-        bind(fd_, at, size) == 0 && getsockname(fd_, at, &size) == 0) {
+    fd_ = Descriptor(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const int fd = fd_.get();
+    if (fd_ && setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        bind(fd, at, size) == 0 && getsockname(fd, at, &size) == 0) {
       port_ = ntohs(family == AF_INET ? reinterpret_cast<sockaddr_in&>(address).sin_port
                                       : reinterpret_cast<sockaddr_in6&>(address).sin6_port);
       address_ = family == AF_INET ? "127.0.0.1" : "::1";
@@ -142,12 +143,9 @@ ReservedPort::ReservedPort() {
     }
     why += concat(why.empty() ? "" : ", ", family == AF_INET ? "127.0.0.1" : "::1", ": ",
                   std::strerror(errno));
-    if (fd_ >= 0) close(fd_);
   }
   throw Error("no free port on this host's loopback interface (", why, ")");
 }
-
-ReservedPort::~ReservedPort() { close(fd_); }
 
 SignalScope::SignalScope() {
   sigset_t watched;

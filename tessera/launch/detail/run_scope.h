@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/internal/descriptor.h"
 #include "tessera/base/pinned.h"
 #include "tessera/launch/local_run.h"
 
@@ -22,14 +23,13 @@ std::string loopback_address();
 class ReservedPort : Pinned {
  public:
   ReservedPort();
-  ~ReservedPort();
-  int fd() const { return fd_; }
+  int fd() const { return fd_.get(); }
   const std::string& address() const { return address_; }
   int port() const { return port_; }
 
  private:
   std::string address_;
-  int fd_ = -1;
+  Descriptor fd_;
   int port_ = 0;
 };
 
