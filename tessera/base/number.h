@@ -16,14 +16,9 @@ namespace tessera {
 /// A whole number of decimal digits only: no sign, no blanks, leading zeros allowed. Returns
 /// nullopt for other text and for numbers above 2^64 - 1.
 inline std::optional<std::uint64_t> parse_number(std::string_view text) {
-  if (text.empty()) return std::nullopt;
   std::uint64_t value = 0;
-  for (const char c : text) {
-    if (c < '0' || c > '9') return std::nullopt;
-    const auto digit = static_cast<std::uint64_t>(c - '0');
-    if (value > (UINT64_MAX - digit) / 10) return std::nullopt;
-    value = value * 10 + digit;
-  }
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
 }
 

@@ -18,21 +18,11 @@ constexpr std::array<const char*, 6> kKinds = {"null",     "true or false", "a n
 
 void append_utf8(std::string& out, std::uint32_t code) {
   const auto put = [&](std::uint32_t byte) { out += static_cast<char>(byte); };
-  if (code < 0x80) {
-    put(code);
-  } else if (code < 0x800) {
-    put(0xc0 | code >> 6);
-    put(0x80 | (code & 0x3f));
-  } else if (code < 0x10000) {
-    put(0xe0 | code >> 12);
-    put(0x80 | (code >> 6 & 0x3f));
-    put(0x80 | (code & 0x3f));
-  } else {
-    put(0xf0 | code >> 18);
-    put(0x80 | (code >> 12 & 0x3f));
-    put(0x80 | (code >> 6 & 0x3f));
-    put(0x80 | (code & 0x3f));
-  }
+  // The first byte says how many more follow, of six bits each.
+  static constexpr std::uint32_t first[] = {0, 0xc0, 0xe0, 0xf0};
+  const int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+  put(first[more] | code >> 6 * more);
+  for (int k = more; k-- > 0;) put(0x80 | (code >> 6 * k & 0x3f));
 }
 
 }  // namespace
@@ -236,15 +226,9 @@ bool Json::boolean() const {
 
 std::uint64_t Json::number() const {
   need(Kind::number);
-  std::uint64_t value = 0;
-  for (const char c : text_) {
-    constexpr auto most = std::numeric_limits<std::uint64_t>::max();
-    const auto digit = static_cast<std::uint64_t>(c - '0');
-    if (!is_digit(c) || value > (most - digit) / 10)
-      throw InvalidArgument("a whole number from 0 to 2^64 - 1 is expected, it is ", text_);
-    value = value * 10 + digit;
-  }
-  return value;
+  const auto value = parse_number(text_);
+  if (!value) throw InvalidArgument("a whole number from 0 to 2^64 - 1 is expected, it is ", text_);
+  return *value;
 }
 
 double Json::real() const {
