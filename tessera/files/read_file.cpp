@@ -34,16 +34,14 @@ class RunReader {
       : file_(file), out_(out), ratio_(std::max(max_over_read, 1.0)) {}
 
   void add(std::uint64_t offset, std::size_t bytes) {
-    if (count_ > 0 && offset == end_ && runs_.size() == 1) {
+    if (runs_.size() == 1 && offset == end_) {
       runs_[0].bytes += bytes;
     } else {
-      const std::uint64_t span = offset + bytes - begin_;
-      const bool near = count_ > 0 && span <= kWindow &&
-                        static_cast<double>(span) <= ratio_ * static_cast<double>(needed_ + bytes);
-      if (!near) flush();
-      if (count_ == 0) begin_ = offset;
+      const std::uint64_t span = runs_.empty() ? 0 : offset + bytes - runs_[0].offset;
+      if (span > kWindow ||
+          !(static_cast<double>(span) <= ratio_ * static_cast<double>(needed_ + bytes)))
+        flush();
       runs_.push_back({offset, bytes});
-      ++count_;
     }
     end_ = offset + bytes;
     needed_ += bytes;
@@ -54,15 +52,15 @@ class RunReader {
       file_.read(out_, runs_[0].bytes, runs_[0].offset);
       out_ += runs_[0].bytes;
     } else if (!runs_.empty()) {
-      window_.resize(end_ - begin_);
-      file_.read(window_.data(), window_.size(), begin_);
+      const std::uint64_t begin = runs_[0].offset;
+      window_.resize(end_ - begin);
+      file_.read(window_.data(), window_.size(), begin);
       for (const Run& run : runs_) {
-        std::memcpy(out_, window_.data() + (run.offset - begin_), run.bytes);
+        std::memcpy(out_, window_.data() + (run.offset - begin), run.bytes);
         out_ += run.bytes;
       }
     }
     runs_.clear();
-    count_ = 0;
     needed_ = 0;
   }
 
@@ -76,8 +74,8 @@ class RunReader {
   char* out_;
   double ratio_;
   std::vector<Run> runs_;
-  std::size_t count_ = 0, needed_ = 0;
-  std::uint64_t begin_ = 0, end_ = 0;
+  std::size_t needed_ = 0;
+  std::uint64_t end_ = 0;
   std::vector<char> window_;
 };
 
