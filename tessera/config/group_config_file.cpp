@@ -29,24 +29,11 @@ void read_attributes(Fields& fields, ProcessGroupNode& node) {
     fields.fail("scope", "is of an orthogonal group, but 'orthogonal_group' is not given");
 }
 
-const Json& array_of(Fields& fields, const std::string& field, const Json& value) {
-  if (!value.is_array())
-    fields.fail(field, concat("must be a list, but is ", detail::shown(value)));
-  return value;
-}
-
 void read_nested(Fields& fields, const std::string& parent, NodeList& nodes) {
   ProcessGroupNode node{.name = fields.required_text("name")};
   read_attributes(fields, node);
   nodes.emplace_back(node, parent);
-  const Json* children = fields.raw("children");
-  if (!children) return;
-  int i = 0;
-  for (const Json& child : array_of(fields, "children", *children)) {
-    Fields below(child, concat(fields.where("children"), "[", i++, "]"));
-    read_nested(below, node.name, nodes);
-    below.finish();
-  }
+  fields.each("children", [&](Fields& child) { read_nested(child, node.name, nodes); });
 }
 
 NodeList read_flat(Fields& fields, const Json& tree) {
@@ -123,20 +110,16 @@ ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format
   else
     read_nested(fields, "", nodes);
   auto config = ProcessGroupConfig::from_nodes(nodes);
-  if (const Json* orthogonal = fields.raw("orthogonal")) {
-    int i = 0;
-    for (const Json& entry : array_of(fields, "orthogonal", *orthogonal)) {
-      Fields group(entry, concat(fields.where("orthogonal"), "[", i++, "]"));
-      OrthogonalGroup read;
-      read.name = group.required_text("name");
-      read.of = group.texts("of").value_or(std::vector<std::string>{});
-      read.scope = group.text("scope").value_or("");
-      read.options.backend = group.text("backend").value_or("");
-      read.options.timeout = group.duration("timeout");
-      group.finish();
-      config.add_orthogonal(std::move(read));
-    }
-  }
+  fields.each("orthogonal", [&](Fields& group) {
+    OrthogonalGroup read;
+    read.name = group.required_text("name");
+    read.of = group.texts("of").value_or(std::vector<std::string>{});
+    read.scope = group.text("scope").value_or("");
+    read.options.backend = group.text("backend").value_or("");
+    read.options.timeout = group.duration("timeout");
+    group.finish();
+    config.add_orthogonal(std::move(read));
+  });
   fields.finish();
   return config;
 }

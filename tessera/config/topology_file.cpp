@@ -60,24 +60,9 @@ class Names {
   std::map<std::string, int> places_;
 };
 
-/// Calls read(Fields&) for each entry of a list, and checks that it read every field.
-template <class Read>
-void each(Fields& fields, const std::string& field, Read&& read) {
-  const Json* entries = fields.raw(field);
-  if (!entries) return;
-  if (!entries->is_array())
-    fields.fail(field, concat("must be a list, but is ", detail::shown(*entries)));
-  int i = 0;
-  for (const Json& entry : *entries) {
-    Fields one(entry, concat(fields.where(field), "[", i++, "]"));
-    read(one);
-    one.finish();
-  }
-}
-
 void read_switches(Fields& fields, Topology& topology) {
   std::vector<std::string> parents;
-  each(fields, "switches", [&](Fields& sw) {
+  fields.each("switches", [&](Fields& sw) {
     topology.switches.push_back({sw.required_text("name"), -1, quantity(sw, "latency", 0, false),
                                  quantity(sw, "uplink_bandwidth", 0, true)});
     parents.push_back(sw.text("parent").value_or(""));
@@ -94,7 +79,7 @@ void read_hosts(Fields& fields, Topology& topology) {
     return;
   }
   const Names link_classes(topology.device_links), switches(topology.switches);
-  each(fields, "hosts", [&](Fields& entry) {
+  fields.each("hosts", [&](Fields& entry) {
     Host host;
     host.name = entry.required_text("name");
     host.devices = static_cast<int>(entry.integer("devices", INT_MIN, INT_MAX).value_or(1));
@@ -102,7 +87,7 @@ void read_hosts(Fields& fields, Topology& topology) {
       host.link_class = link_classes.find(*link, entry, "link");
     host.rail = entry.integers("rails").value_or(std::vector<int>{});
     if (const auto sw = entry.text("switch")) host.network = switches.find(*sw, entry, "switch");
-    each(entry, "links", [&](Fields& link) {
+    entry.each("links", [&](Fields& link) {
       const auto between = link.integers("between").value_or(std::vector<int>{});
       if (between.size() != 2) link.fail("between", "must be two device numbers");
       host.links.push_back(
@@ -144,7 +129,7 @@ Topology parse_topology(const std::string& text, FileFormat format, const std::s
   Fields fields(document, source + ": ");
   Topology topology;
   std::vector<LinkClass> links;
-  each(fields, "device_links", [&](Fields& entry) {
+  fields.each("device_links", [&](Fields& entry) {
     LinkClass link = read_link(entry, {entry.required_text("name"), 1e-6, 50e9, false});
     link.shared = entry.boolean("shared").value_or(false);
     for (const LinkClass& known : links)

@@ -33,15 +33,11 @@ MeshTraffic read(const Json& document, const std::string& path) {
     if (!size) sizes.fail(name, "has no size");
     all.axes.push_back({name, static_cast<int>(*size)});
   }
-  int i = 0;
-  for (const Json& one : *traffic) {
-    Fields entry(one, concat(fields.where("traffic"), "[", i++, "]"));
-    Traffic t{entry.texts("axes").value_or(std::vector<std::string>{}),
-              collective_from(entry.required_text("collective")),
-              number(entry, "bytes", std::nullopt), number(entry, "calls", 1)};
-    entry.finish();
-    all.traffic.push_back(std::move(t));
-  }
+  fields.each("traffic", [&](Fields& entry) {
+    all.traffic.push_back({entry.texts("axes").value_or(std::vector<std::string>{}),
+                           collective_from(entry.required_text("collective")),
+                           number(entry, "bytes", std::nullopt), number(entry, "calls", 1)});
+  });
   check_traffic(Mesh(all.axes), all.traffic);
   return all;
 }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 
 namespace tessera::detail {
@@ -22,7 +23,6 @@ class Fields {
   std::string where(const std::string& field) const {
     return where_ + (where_.back() == ' ' ? "" : ".") + field;
   }
-  bool has(const std::string& field) const { return value_.contains(field); }
 
   /// This and the following return nullopt for a field that is absent or null. They throw
   /// ConfigFileError for one of another type, and integer() for one outside [low, high].
@@ -38,6 +38,19 @@ class Fields {
   /// The value itself, marked as read; nullptr if absent.
   const Json* raw(const std::string& field);
   std::string required_text(const std::string& field);
+  /// Calls read(Fields&) for each object of a list, and checks that it read every field.
+  template <class Read>
+  void each(const std::string& field, Read&& read) {
+    const Json* entries = raw(field);
+    if (!entries) return;
+    if (!entries->is_array()) fail(field, concat("must be a list, but is ", shown(*entries)));
+    int i = 0;
+    for (const Json& entry : *entries) {
+      Fields one(entry, concat(where(field), "[", i++, "]"));
+      read(one);
+      one.finish();
+    }
+  }
 
   /// Throws ConfigFileError for a field that was not read. Call it last.
   void finish() const;
