@@ -31,7 +31,7 @@ std::vector<int> axes_of_node(const ProcessGroupConfig& config, const Mesh& mesh
 GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh,
                               const OrthogonalGroup& group) {
   const int first = mesh.ranks().front();
-  GroupFamily family{group.name, GroupFamily::Kind::orthogonal, 0, {}, group.options, group.of, ""};
+  GroupFamily family{group.name, GroupFamily::Kind::orthogonal, 0, {}, group.options, group.of};
   std::vector<int> inside;
   for (std::size_t i = 0; i < group.of.size(); ++i) {
     const auto axes = axes_of_node(config, mesh, group.of[i]);
@@ -86,13 +86,7 @@ GroupPlan plan_of(const ProcessGroupConfig& config, Mesh mesh) {
   GroupPlan plan(std::move(mesh), config.root().name);
   for (const auto& name : config.node_names()) {
     const auto kind = config.is_leaf(name) ? GroupFamily::Kind::leaf : GroupFamily::Kind::node;
-    plan.add({name,
-              kind,
-              0,
-              axes_of_node(config, plan.mesh(), name),
-              config.node(name).options,
-              {},
-              ""});
+    plan.add({name, kind, 0, axes_of_node(config, plan.mesh(), name), config.node(name).options});
   }
   for (const auto& group : config.orthogonal_groups())
     plan.add(orthogonal_family(config, plan.mesh(), group));
@@ -118,17 +112,12 @@ GroupPlan::GroupPlan(const MeshViews& views) : views_(views.all()) {
       const auto& name = mesh.axes()[i].name;
       const bool known =
           std::ranges::any_of(families_, [&](const GroupFamily& f) { return f.name == name; });
-      if (!known) add({name, GroupFamily::Kind::axes, v, {i}, {}, {}, ""});
+      if (!known) add({name, GroupFamily::Kind::axes, v, {i}});
     }
   }
 }
 
-GroupPlan GroupPlan::of_mesh(Mesh mesh) {
-  GroupPlan plan(std::move(mesh));
-  for (int i = 0; i < plan.mesh().dims(); ++i)
-    plan.add({plan.mesh().axes()[i].name, GroupFamily::Kind::axes, 0, {i}, {}, {}, ""});
-  return plan;
-}
+GroupPlan GroupPlan::of_mesh(Mesh mesh) { return GroupPlan(MeshViews("mesh", std::move(mesh))); }
 
 GroupPlan GroupPlan::of_config(const ProcessGroupConfig& config, int world_size) {
   const auto resolved = config.resolve(world_size);
@@ -164,7 +153,7 @@ void GroupPlan::add_axes(const std::string& names) {
   const auto indices = mesh().indices(axes);
   for (const auto& known : families_)
     if (known.name == names && known.view == 0 && known.axes == indices) return;
-  add({names, GroupFamily::Kind::axes, 0, indices, {}, {}, ""});
+  add({names, GroupFamily::Kind::axes, 0, indices});
 }
 
 const GroupFamily& GroupPlan::family(const std::string& name) const {
