@@ -32,8 +32,8 @@ struct Machine {
   double least_latency, network_latency, best_bandwidth, network_bandwidth, host_bandwidth;
 };
 
-/// The least time of one entry if g of its groups of p ranks have ranks among the h of a host.
-double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m) {
+/// The least time of one call if g of its groups of p ranks have ranks among the h of a host.
+double call_bound(const Traffic& traffic, int p, int h, int g, const Machine& m) {
   if (p == 1) return 0;
   const double n = traffic.bytes, groups_off = g - static_cast<double>(h) / p;
   const bool crosses = static_cast<long long>(g) * p != h;
@@ -55,26 +55,22 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
   int logs = 0;  // rounds of the largest power of two within p
   while ((2 << logs) <= p) ++logs;
   const double halves = n * (1 - std::ldexp(1.0, -logs));
-  double seconds = 0;
   switch (traffic.collective) {
     case Collective::all_reduce: {
       const double f = power ? 2 : 1;
-      seconds =
-          std::min({algorithm(2 * (p - 1), 2 * part, 2, true), algorithm(logs, logs * n, f, false),
-                    algorithm(2 * logs, 2 * halves, f, false)});
-      break;
+      return std::min({algorithm(2 * (p - 1), 2 * part, 2, true),
+                       algorithm(logs, logs * n, f, false),
+                       algorithm(2 * logs, 2 * halves, f, false)});
     }
     case Collective::all_gather:
     case Collective::reduce_scatter:
-      seconds = std::min(algorithm(p - 1, part, 1, true),
-                         algorithm(logs, halves, power ? 1 : 0.5, false));
-      break;
+      return std::min(algorithm(p - 1, part, 1, true),
+                      algorithm(logs, halves, power ? 1 : 0.5, false));
     case Collective::broadcast:
     case Collective::reduce: {
       const int depth = power ? logs : logs + 1;
-      seconds = std::min(algorithm(depth, depth * n, 0.5, false),
-                         algorithm(p - 1 + depth, part, 0.5, false));
-      break;
+      return std::min(algorithm(depth, depth * n, 0.5, false),
+                      algorithm(p - 1 + depth, part, 0.5, false));
     }
     case Collective::all_to_all: {
       // Two bounds of Sum m (1 - m/p) over the groups: m >= 1, and no m above what g groups leave.
@@ -83,14 +79,12 @@ double entry_bound(const Traffic& traffic, int p, int h, int g, const Machine& m
       const int most = std::min(p, h - g + 1);
       const double f =
           crosses ? std::max(groups_off, h * (1 - static_cast<double>(most) / p)) / groups_off : 0;
-      seconds = algorithm(p - 1, part / 2, f, false);
-      break;
+      return algorithm(p - 1, part / 2, f, false);
     }
     case Collective::send:
-      seconds = algorithm(1, n, 0.5, false);
-      break;
+      return algorithm(1, n, 0.5, false);
   }
-  return seconds * traffic.calls;
+  return 0;
 }
 
 }  // namespace
@@ -115,7 +109,7 @@ double CostModel::host_bound(int ranks, double host_bandwidth) const {
       by_groups[g] = 0;
       for (const Traffic& t : traffic_)
         if (t.axes.size() == 1 && t.axes.front() == axis.name)
-          by_groups[g] += entry_bound(t, axis.size, ranks, g, m);
+          by_groups[g] += t.calls * call_bound(t, axis.size, ranks, g, m);
     }
     // More groups never cost less: what counts is the least cost with at least g of them.
     for (int g = ranks; g-- > 0;) by_groups[g] = std::min(by_groups[g], by_groups[g + 1]);
@@ -123,9 +117,8 @@ double CostModel::host_bound(int ranks, double host_bandwidth) const {
     tuples *= ranks;
   }
   for (std::size_t t = 0; t < traffic_.size(); ++t)
-    if (traffic_[t].axes.size() > 1)
-      total +=
-          entry_bound(traffic_[t], groups_[t].group_size, ranks, fewest(groups_[t].group_size), m);
+    if (const int p = groups_[t].group_size; traffic_[t].axes.size() > 1)
+      total += traffic_[t].calls * call_bound(traffic_[t], p, ranks, fewest(p), m);
   if (cost.empty()) return total;
   if (tuples / ranks > kMany) {
     for (const auto& by_groups : cost) total += by_groups[1];
