@@ -68,7 +68,7 @@ Json plain_scalar(const std::string& text) {
   return text;
 }
 
-Json from_yaml(const YAML::Node& node, Limits& limits, const std::string& source, int depth) {
+Json from_yaml(const YAML::Node& node, Limits& limits, int depth) {
   const int line = node.Mark().line + 1;
   limits.value(depth, line);
   switch (node.Type()) {
@@ -76,7 +76,7 @@ Json from_yaml(const YAML::Node& node, Limits& limits, const std::string& source
       return node.Tag() == "!" ? Json(node.Scalar()) : plain_scalar(node.Scalar());
     case YAML::NodeType::Sequence: {
       Json array = Json::array();
-      for (const auto& item : node) array.push_back(from_yaml(item, limits, source, depth + 1));
+      for (const auto& item : node) array.push_back(from_yaml(item, limits, depth + 1));
       return array;
     }
     case YAML::NodeType::Map: {
@@ -84,12 +84,11 @@ Json from_yaml(const YAML::Node& node, Limits& limits, const std::string& source
       limits.keys(node.size(), line);
       for (const auto& entry : node) {
         const YAML::Node& key = entry.first;
-        if (!key.IsScalar())
-          throw ConfigFileError(source, ":", line, ": a key is not a plain name");
+        if (!key.IsScalar()) limits.fail(line, "a key is not a plain name");
         if (object.contains(key.Scalar()))
-          throw ConfigFileError(source, ":", key.Mark().line + 1, ": the key '",
-                                printable(key.Scalar()), "' is duplicated");
-        object[key.Scalar()] = from_yaml(entry.second, limits, source, depth + 1);
+          limits.fail(key.Mark().line + 1,
+                      concat("the key '", printable(key.Scalar()), "' is duplicated"));
+        object[key.Scalar()] = from_yaml(entry.second, limits, depth + 1);
       }
       return object;
     }
@@ -137,7 +136,7 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
     try {
       // yaml-cpp takes any bytes, which could neither be written again nor compared.
       static_cast<void>(Json(text).dump());
-      return from_yaml(YAML::Load(text), limits, source, 0);
+      return from_yaml(YAML::Load(text), limits, 0);
     } catch (const YAML::Exception& error) {
       throw ConfigFileError(source, ":", error.mark.line + 1, ": ", error.msg);
     } catch (const Json::type_error& error) {
@@ -201,12 +200,8 @@ std::string write_document(const Json& value, FileFormat format) {
 }
 
 FileFormat format_of(const std::string& path) {
-  const auto ends = [&](const std::string& end) {
-    return path.size() >= end.size() &&
-           path.compare(path.size() - end.size(), end.size(), end) == 0;
-  };
-  if (ends(".json")) return FileFormat::json;
-  if (ends(".yaml") || ends(".yml")) return FileFormat::yaml;
+  if (path.ends_with(".json")) return FileFormat::json;
+  if (path.ends_with(".yaml") || path.ends_with(".yml")) return FileFormat::yaml;
   throw ConfigFileError(path,
                         ": the name must end in .json, .yaml or .yml, so that the format is known");
 }
