@@ -79,9 +79,6 @@ class RankOutputs : Pinned {
   };
 
   OutputStream& sink(int channel) { return channel == 1 && !shared_sink_ ? err_ : out_; }
-  const OutputStream& sink(int channel) const {
-    return channel == 1 && !shared_sink_ ? err_ : out_;
-  }
   bool full() const;
   Descriptor open_log(int rank, const char* ending) const;
   void write_log(int rank, Stream& s, const char* data, std::size_t size);

@@ -144,7 +144,6 @@ class ProcessGroupConfig {
     std::vector<int> children;
     // Level in the tree; the root has 1.
     int depth = 1;
-    bool operator==(const Item&) const = default;
   };
   int find(const std::string& name) const;
   // A node and all nodes below it, each before its children.

@@ -26,10 +26,6 @@ class Identity {
   /// `value` is not 0, and random where others read it. Throws SetupError (no_memory).
   explicit Identity(std::uint64_t value);
   Identity(Identity&& other) noexcept : page_(std::exchange(other.page_, nullptr)) {}
-  Identity& operator=(Identity&& other) noexcept {
-    std::swap(page_, other.page_);
-    return *this;
-  }
   ~Identity();
   /// True in a child that was forked afterwards, which is no rank.
   bool forked() const { return *page_ == 0; }
