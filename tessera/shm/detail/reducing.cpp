@@ -277,12 +277,8 @@ bool ReducePieces::advance(Core& core) {
   // In the order of the steps: deal 0, deal 1, result 0, deal 2, result 1, ...
   while (collected_ < rounds_) {
     if (dealt_ == 0 && !deal(core)) return false;
-    if (reduced_rounds_ < rounds_ && reduced_rounds_ <= collected_) {
-      if (dealt_ <= reduced_rounds_ + 1 && dealt_ < rounds_ && !deal(core)) return false;
-      if (!reduce_own(core)) return false;
-    }
-    // One round behind, so that the results have had time to arrive.
-    if (reduced_rounds_ < rounds_ && reduced_rounds_ < collected_ + 2) {
+    // Collected one round behind, so that the results have had time to arrive.
+    while (reduced_rounds_ < rounds_ && reduced_rounds_ < collected_ + 2) {
       if (dealt_ <= reduced_rounds_ + 1 && dealt_ < rounds_ && !deal(core)) return false;
       if (!reduce_own(core)) return false;
     }
