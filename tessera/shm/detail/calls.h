@@ -126,7 +126,7 @@ class Spread final : public Op {
   bool has(int rank, std::uint64_t round) const {
     return barrier_ || round * piece_ < blocks_.size(rank);
   }
-  bool publish_pieces(Core& core);
+  void publish_pieces(Core& core);
 
   const Blocks blocks_;
   const std::byte* const input_;
@@ -174,7 +174,7 @@ class Deal final : public Op {
   std::size_t piece_of(int rank, std::uint64_t round) const {
     return deal_.blocks.part(rank, round * piece_, piece_);
   }
-  bool publish_pieces(Core& core);
+  void publish_pieces(Core& core);
   void consume(Core& core, std::uint64_t round);
 
   const DealArguments deal_;

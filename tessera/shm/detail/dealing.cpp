@@ -18,31 +18,25 @@ Deal::Deal(Core& core, const char* name, DealArguments arguments)
   signature = signature_of(2, deal_);
 }
 
-bool Deal::publish_pieces(Core& core) {
-  bool moved = false;
-  while (published_ < steps && published_ < consumed_ + kAhead) {
-    if (has_data(rank_) && ranks_ > 1) {
-      const std::uint64_t step = first + published_;
-      if (!core.writable(*this, step, inline_ ? Core::Place::line : Core::Place::slot))
-        return moved;
-      Line& line = core.line(rank_, step);
-      if (inline_) {
-        copy_bytes(line.payload, deal_.input, deal_.blocks.total());
-      } else {
-        for (int other = 1; other < ranks_; ++other) {
-          const int to = (rank_ + other) % ranks_;
-          core.put(core.slot(*this, rank_, step) + static_cast<std::size_t>(other - 1) * piece_,
-                   deal_.input + deal_.blocks.start(to) + published_ * piece_,
-                   piece_of(to, published_), deal_.reducer ? core.readers() : Readers::one);
-        }
+void Deal::publish_pieces(Core& core) {
+  for (; published_ < steps && published_ < consumed_ + kAhead; ++published_) {
+    if (!has_data(rank_) || ranks_ == 1) continue;
+    const std::uint64_t step = first + published_;
+    if (!core.writable(*this, step, inline_ ? Core::Place::line : Core::Place::slot)) return;
+    Line& line = core.line(rank_, step);
+    if (inline_) {
+      copy_bytes(line.payload, deal_.input, deal_.blocks.total());
+    } else {
+      for (int other = 1; other < ranks_; ++other) {
+        const int to = (rank_ + other) % ranks_;
+        core.put(core.slot(*this, rank_, step) + static_cast<std::size_t>(other - 1) * piece_,
+                 deal_.input + deal_.blocks.start(to) + published_ * piece_,
+                 piece_of(to, published_), deal_.reducer ? core.readers() : Readers::one);
       }
-      std::memcpy(line.payload + kFactorAt, &deal_.reduction.factor, sizeof(double));
-      core.publish(*this, step);
     }
-    ++published_;
-    moved = true;
+    std::memcpy(line.payload + kFactorAt, &deal_.reduction.factor, sizeof(double));
+    core.publish(*this, step);
   }
-  return moved;
 }
 
 void Deal::consume(Core& core, std::uint64_t round) {
@@ -77,18 +71,15 @@ void Deal::consume(Core& core, std::uint64_t round) {
 
 bool Deal::advance(Core& core) {
   while (consumed_ < steps) {
-    bool moved = publish_pieces(core);
-    if (consumed_ < published_) {
-      if (piece_of(rank_, consumed_) > 0) {
-        for (int r = 0; r < ranks_; ++r)
-          if (r != rank_ && reads(r) && !core.ready(*this, r, first + consumed_)) return false;
-        consume(core, consumed_);
-      }
-      core.finish(first + consumed_);
-      ++consumed_;
-      moved = true;
+    publish_pieces(core);
+    if (consumed_ == published_) return false;
+    if (piece_of(rank_, consumed_) > 0) {
+      for (int r = 0; r < ranks_; ++r)
+        if (r != rank_ && reads(r) && !core.ready(*this, r, first + consumed_)) return false;
+      consume(core, consumed_);
     }
-    if (!moved) return false;
+    core.finish(first + consumed_);
+    ++consumed_;
   }
   return true;
 }
