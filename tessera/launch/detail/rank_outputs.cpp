@@ -159,20 +159,14 @@ void RankOutputs::stop_ordering(const std::string& why) {
 
 void RankOutputs::release() {
   LineSpool::Item item;
-  if (!ordered_) {
-    for (Rank& rank : ranks_)
-      while (!full() && rank.spool.get(&item)) sink(item.channel).put(rank.prefix, item.text);
-    spools_stopped_ = full();
-    return;
-  }
-  const int last = static_cast<int>(ranks_.size()) - 1;
-  for (;;) {
-    Rank& rank = ranks_[turn_];
+  for (int r = ordered_ ? turn_ : 0; r < static_cast<int>(ranks_.size()); ++r) {
+    Rank& rank = ranks_[r];
     while (!full() && rank.spool.get(&item)) sink(item.channel).put(rank.prefix, item.text);
-    spools_stopped_ = full();
-    if (spools_stopped_ || turn_ >= last || !drained(turn_)) return;
-    ++turn_;
+    if (!ordered_) continue;
+    turn_ = r;
+    if (full() || !drained(r)) break;
   }
+  spools_stopped_ = full();
 }
 
 bool RankOutputs::pass_on() {
