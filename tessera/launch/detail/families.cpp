@@ -1,6 +1,7 @@
 // One function per launcher family: which variables it sets, and what follows from them. Their
 // table, which says when a family is present, is at the end.
 
+#include <algorithm>
 #include <climits>
 #include <functional>
 #include <set>
@@ -22,9 +23,7 @@ namespace {
 
 std::function<bool(const Environment&)> any_of(std::vector<const char*> names) {
   return [names](const Environment& e) {
-    for (const char* name : names)
-      if (e.has(name)) return true;
-    return false;
+    return std::ranges::any_of(names, [&](const char* name) { return e.has(name); });
   };
 }
 
@@ -187,20 +186,15 @@ bool is_slurm_step(const Environment& environment) {
     const auto value = id ? parse_number(*id) : std::nullopt;
     if (value && *value > 0xfffffff0u) return false;
   }
-  for (const char* name :
-       {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
-        "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID", "SLURM_STEPID"}) {
-    if (environment.has(name)) return true;
-  }
-  return false;
+  return any_of({"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
+                 "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID", "SLURM_STEPID"})(environment);
 }
 
 // True if PMI_RANK and PMI_SIZE are only what srun --mpi=pmi2 adds to its own variables.
 bool pmi_belongs_to_slurm(const Environment& environment) {
-  for (const char* name :
-       {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}) {
-    if (environment.has(name)) return false;
-  }
+  if (any_of({"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"})(
+          environment))
+    return false;
   auto same = [&](const char* a, const char* b) {
     const auto x = environment.get(a), y = environment.get(b);
     return x && y && parse_number(*x) && parse_number(*x) == parse_number(*y);
