@@ -6,6 +6,7 @@
 #include <cmath>
 #include <fstream>
 #include <locale>
+#include <set>
 #include <string>
 #include <tuple>
 
@@ -85,18 +86,13 @@ int CpuBudget::usable() const {
 }
 
 CpuBudget cpu_budget() {
-  CpuBudget budget;
-  budget.cpus = affinity();
-  auto place = [](int cpu) {
+  std::set<std::tuple<int, int, int>> places;  // package, core, number
+  for (const int cpu : affinity()) {
     const std::string folder = concat("/sys/devices/system/cpu/cpu", cpu, "/topology/");
-    return std::make_tuple(number_in(folder + "physical_package_id"), number_in(folder + "core_id"),
-                           cpu);
-  };
-  std::vector<std::tuple<int, int, int>> places;
-  for (int cpu : budget.cpus) places.push_back(place(cpu));
-  std::ranges::sort(places);
-  budget.cpus.clear();
-  for (const auto& p : places) budget.cpus.push_back(std::get<2>(p));
+    places.emplace(number_in(folder + "physical_package_id"), number_in(folder + "core_id"), cpu);
+  }
+  CpuBudget budget;
+  for (const auto& [package, core, cpu] : places) budget.cpus.push_back(cpu);
   budget.quota = control_group_quota();
   return budget;
 }
