@@ -5,6 +5,7 @@
 #include <locale>
 #include <sstream>
 #include <string>
+#include <string_view>
 
 namespace tessera {
 
@@ -49,19 +50,14 @@ std::string list(const Range& range, std::size_t limit = 32) {
 /// The text with the markup of SVG and HTML escaped, "a < b" as "a &lt; b", for contents and
 /// attributes; control characters are dropped. UTF-8 in, UTF-8 out.
 inline std::string markup_text(const std::string& text) {
+  static constexpr std::string_view marks = "&<>\"";
+  static constexpr const char* names[] = {"&amp;", "&lt;", "&gt;", "&quot;"};
   std::string out;
   for (const char c : text) {
-    if (c == '&') {
-      out += "&amp;";
-    } else if (c == '<') {
-      out += "&lt;";
-    } else if (c == '>') {
-      out += "&gt;";
-    } else if (c == '"') {
-      out += "&quot;";
-    } else if (static_cast<unsigned char>(c) >= 32) {
+    if (const auto mark = marks.find(c); mark != marks.npos)
+      out += names[mark];
+    else if (static_cast<unsigned char>(c) >= 32)
       out += c;
-    }
   }
   return out;
 }
