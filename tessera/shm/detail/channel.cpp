@@ -62,18 +62,12 @@ bool Messages::advance() {
     }
     any = any || moved;
   }
-  bool done = false;
-  for (Batch*& batch : batches_) {
-    const auto complete = [](const auto& message) { return message.complete; };
-    if (std::ranges::all_of(batch->sends, complete) &&
-        std::ranges::all_of(batch->receives, complete)) {
-      batch->complete = true;
-      batch = nullptr;
-      done = true;
-    }
-  }
-  if (done) std::erase(batches_, nullptr);
-  return any || done;
+  const auto complete = [](const auto& message) { return message.complete; };
+  const auto done = std::erase_if(batches_, [&](Batch* batch) {
+    return batch->complete = std::ranges::all_of(batch->sends, complete) &&
+                             std::ranges::all_of(batch->receives, complete);
+  });
+  return any || done > 0;
 }
 
 // ---- sending ----
