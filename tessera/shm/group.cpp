@@ -311,25 +311,21 @@ Result Calls<Result>::reduce_scatter(const void* input, void* output, std::size_
 
 namespace {
 
-void add(Batch& batch, const Message& message, std::uint64_t tag) {
-  if (message.kind == Message::Kind::send) {
-    batch.sends.push_back(
-        {bytes(static_cast<const void*>(message.data)), message.bytes, message.peer, tag});
-  } else {
-    batch.receives.push_back({bytes(message.data), message.bytes, message.peer, tag});
-  }
-}
-
 void fill(Batch& batch, const Core& core, std::span<const Message> messages) {
   batch.sends.reserve(messages.size());
   batch.receives.reserve(messages.size());
   for (const auto& m : messages) {
-    const bool any = m.kind == Message::Kind::receive && m.peer == Message::kAnySource;
+    const bool sends = m.kind == Message::Kind::send;
+    const bool any = !sends && m.peer == Message::kAnySource;
     if (!any && (m.peer < 0 || m.peer >= core.size()))
-      throw InvalidArgument("shm: a message ", m.kind == Message::Kind::send ? "to" : "from",
-                            " rank ", m.peer, " in a group of ", core.size(), " ranks");
+      throw InvalidArgument("shm: a message ", sends ? "to" : "from", " rank ", m.peer,
+                            " in a group of ", core.size(), " ranks");
     require_data(m.data, m.bytes, "a message");
-    add(batch, m, m.tag | std::uint64_t{m.type} << detail::kTypeAt);
+    const std::uint64_t tag = m.tag | std::uint64_t{m.type} << detail::kTypeAt;
+    if (sends)
+      batch.sends.push_back({bytes(m.data), m.bytes, m.peer, tag});
+    else
+      batch.receives.push_back({bytes(m.data), m.bytes, m.peer, tag});
   }
 }
 
