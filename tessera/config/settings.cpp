@@ -57,10 +57,6 @@ struct Put {
     *target = value.is_string() ? value.get<std::string>() : value.dump();
   }
   void operator()(std::chrono::milliseconds* target) const {
-    if (value.is_number() && value.get<double>() == 0) {
-      *target = std::chrono::milliseconds(0);
-      return;
-    }
     if (!value.is_number() && !value.is_string())
       refuse(where, key, "a duration such as \"20min\"", value);
     const double ms = value.is_number() ? value.get<double>()
