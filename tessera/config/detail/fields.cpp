@@ -13,8 +13,9 @@
 namespace tessera::detail {
 namespace {
 
-/// A number and the text after it. The number must be finite and not negative.
-std::pair<double, std::string> split_unit(const std::string& text, const std::string& where) {
+/// A number that is finite and not negative, times what the unit after it stands for.
+double with_unit(const std::string& text, const std::map<std::string, double>& units,
+                 const std::string& where) {
   std::size_t begin = text.find_first_not_of(' ');
   if (begin == std::string::npos) begin = 0;
   if (begin < text.size() && text[begin] == '+') ++begin;
@@ -25,12 +26,7 @@ std::pair<double, std::string> split_unit(const std::string& text, const std::st
                           "' does not begin with a finite number of at least 0");
   auto used = static_cast<std::size_t>(read.ptr - text.data());
   while (used < text.size() && text[used] == ' ') ++used;
-  return {number, text.substr(used)};
-}
-
-double with_unit(const std::string& text, const std::map<std::string, double>& units,
-                 const std::string& where) {
-  const auto [number, unit] = split_unit(text, where);
+  const std::string unit = text.substr(used);
   const auto factor = units.find(unit);
   if (factor == units.end()) {
     std::vector<std::string> names;
