@@ -72,13 +72,6 @@ struct Mesh::Table {
   /// (rank, position), sorted.
   std::vector<std::pair<int, int>> sparse;
 
-  static std::shared_ptr<const Table> identity(int n) {
-    auto table = std::make_shared<Table>();
-    table->ranks.resize(n);
-    std::iota(table->ranks.begin(), table->ranks.end(), 0);
-    return table;
-  }
-
   explicit Table() = default;
   explicit Table(std::vector<int> given) : ranks(std::move(given)) {
     const auto n = static_cast<int>(ranks.size());
@@ -124,7 +117,9 @@ struct Mesh::Table {
 Mesh::Mesh() : table_(std::make_shared<Table>()) {}
 
 Mesh::Mesh(std::vector<Axis> axes) : axes_(std::move(axes)) {
-  table_ = Table::identity(static_cast<int>(product(axes_)));
+  std::vector<int> ranks(static_cast<std::size_t>(product(axes_)));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  table_ = std::make_shared<Table>(std::move(ranks));
   strides_ = row_major_strides(axes_);
 }
 
