@@ -102,9 +102,6 @@ class Runner {
   static std::int64_t nanoseconds(double seconds) {
     return static_cast<std::int64_t>(seconds * 1e9);
   }
-  std::string seconds_since_begin(std::int64_t now_ns) const {
-    return fixed(static_cast<double>(now_ns - begin_ns_) / 1e9, 2) + " s";
-  }
   void say(const std::string& text) { outputs_.say(text); }
 
   void prepare() {
@@ -190,10 +187,7 @@ class Runner {
     for (std::size_t r = 0; r < ranks_.size(); ++r)
       outputs_.read(static_cast<int>(r), ranks_[r].gone);
     pass_on();
-    if (outputs_.reader_gone() && !reader_gone_noted_) {
-      reader_gone_noted_ = true;
-      end_ranks(141);
-    }
+    if (outputs_.reader_gone()) end_ranks(141);
     check_time();
   }
 
@@ -392,7 +386,6 @@ class Runner {
   }
 
   void report() {
-    std::vector<int> others;
     if (start_error_) {
       say(concat("cannot start '", run_.command[0], "': ", std::strerror(start_error_)));
     } else if (result_.timed_out) {
@@ -404,7 +397,8 @@ class Runner {
     } else if (result_.first_failed >= 0) {
       const Rank& first = ranks_[result_.first_failed];
       say(concat(run_.ranks > 1 ? "first failure: rank " : "rank ", result_.first_failed, ": ",
-                 how(first), " after ", seconds_since_begin(first.ended_ns)));
+                 how(first), " after ",
+                 fixed(static_cast<double>(first.ended_ns - begin_ns_) / 1e9, 2), " s"));
       outputs_.say_last_lines(result_.first_failed, RankOutputs::last_lines_kept);
     }
     if (not_started_ > 0) {
@@ -412,7 +406,7 @@ class Runner {
       // Ranks that end well on the signal are no whole run.
       if (result_.exit_status == 0 && forwarded_) result_.exit_status = 128 + forwarded_;
     }
-    if (reader_gone_noted_) say("the reader of the output went away; the ranks were ended");
+    if (outputs_.reader_gone()) say("the reader of the output went away; the ranks were ended");
     // One may have ended by itself while the others were about to be killed.
     std::vector<int> killed;
     for (int r = 0; killed_ && !start_error_ && r < static_cast<int>(ranks_.size()); ++r)
@@ -467,7 +461,6 @@ class Runner {
   bool killed_ = false;
   // A second signal arrived.
   bool at_once_ = false;
-  bool reader_gone_noted_ = false;
   std::int64_t begin_ns_ = 0;
   std::int64_t terminate_ns_ = 0;
   std::int64_t kill_ns_ = 0;
