@@ -58,8 +58,6 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
         return values.contains(key) ? expand_node_list(values[key]) : std::vector<std::string>{};
       };
       found.push_back({values["switchname"], below("switches"), below("nodes"), began});
-    } catch (const ConfigFileError&) {
-      throw;
     } catch (const ConfigurationError& error) {
       throw fail(error.what());
     }
