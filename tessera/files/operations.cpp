@@ -1,6 +1,5 @@
 #include "tessera/files/operations.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -12,7 +11,9 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <random>
+#include <system_error>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -139,20 +140,14 @@ std::string folder_of(const std::string& path) {
 
 std::vector<std::string> names_in(const std::string& folder) {
   std::vector<std::string> names;
-  DIR* opened = ::opendir(folder.c_str());
-  if (!opened) {
-    if (errno == ENOENT) return names;
-    refuse_operation(folder, "read as a folder");
-  }
-  errno = 0;
-  for (const dirent* entry; (entry = ::readdir(opened)) != nullptr; errno = 0) {
-    const std::string name = entry->d_name;
-    if (name != "." && name != "..") names.push_back(name);
-  }
-  const int reason = errno;
-  ::closedir(opened);
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder, error);
+  if (error == std::errc::no_such_file_or_directory) return names;
+  if (error) refuse_operation(folder, "read as a folder", error.value());
+  for (; entry != std::filesystem::directory_iterator(); entry.increment(error))
+    names.push_back(entry->path().filename().string());
   // Half a listing would pass for a folder that holds no more.
-  if (reason != 0) refuse_operation(folder, "read to its end as a folder", reason);
+  if (error) refuse_operation(folder, "read to its end as a folder", error.value());
   std::ranges::sort(names);
   return names;
 }
