@@ -139,16 +139,17 @@ TESSERA_SHM_INLINE void pairwise(T* out, const T* a, const T* b, std::size_t cou
 
 /// At most kBlockBytes of elements that are reduced in their own type.
 template <class T, Kind kind>
-TESSERA_SHM_INLINE void plain_block(std::byte* out, const std::byte* const* sources, int ranks,
-                                    std::size_t count) {
+TESSERA_SHM_INLINE void plain_block(std::byte* out, const std::byte* const* sources, std::size_t at,
+                                    int ranks, std::size_t count) {
+  const T *first = typed<T>(sources[0] + at), *second = typed<T>(sources[1] + at);
   if (ranks == 2) {
-    pairwise<T, kind>(typed<T>(out), typed<T>(sources[0]), typed<T>(sources[1]), count);
+    pairwise<T, kind>(typed<T>(out), first, second, count);
     return;
   }
   alignas(64) std::array<T, kBlockBytes / sizeof(T)> sum;
-  pairwise<T, kind>(sum.data(), typed<T>(sources[0]), typed<T>(sources[1]), count);
+  pairwise<T, kind>(sum.data(), first, second, count);
   for (int r = 2; r < ranks; ++r)
-    pairwise<T, kind>(sum.data(), sum.data(), typed<T>(sources[r]), count);
+    pairwise<T, kind>(sum.data(), sum.data(), typed<T>(sources[r] + at), count);
   std::memcpy(out, sum.data(), count * sizeof(T));
 }
 
@@ -200,18 +201,19 @@ TESSERA_SHM_INLINE void store(T* to, const A* from, std::size_t count) {
 
 /// T: in memory; A: what is computed in.
 template <bool avx2, class T, class A, Kind kind>
-TESSERA_SHM_INLINE void staged_block(std::byte* out, const std::byte* const* sources, int ranks,
-                                     std::size_t count, const double* factors) {
+TESSERA_SHM_INLINE void staged_block(std::byte* out, const std::byte* const* sources,
+                                     std::size_t at, int ranks, std::size_t count,
+                                     const double* factors) {
   constexpr Kind inner = kind == Kind::average || kind == Kind::premultiplied ? Kind::sum : kind;
   alignas(64) std::array<A, kBlockBytes / sizeof(T)> sum;
   alignas(64) std::array<A, kBlockBytes / sizeof(T)> next;
-  load<avx2>(sum.data(), typed<T>(sources[0]), count);
+  load<avx2>(sum.data(), typed<T>(sources[0] + at), count);
   if constexpr (kind == Kind::premultiplied) {
     const A factor = static_cast<A>(factors[0]);
     for (std::size_t i = 0; i < count; ++i) sum[i] = sum[i] * factor;
   }
   for (int r = 1; r < ranks; ++r) {
-    load<avx2>(next.data(), typed<T>(sources[r]), count);
+    load<avx2>(next.data(), typed<T>(sources[r] + at), count);
     if constexpr (kind == Kind::premultiplied) {
       const A factor = static_cast<A>(factors[r]);
       for (std::size_t i = 0; i < count; ++i) next[i] = next[i] * factor;
@@ -226,27 +228,27 @@ TESSERA_SHM_INLINE void staged_block(std::byte* out, const std::byte* const* sou
 }
 
 template <bool avx2, class T, Kind kind>
-TESSERA_SHM_INLINE void block_body(std::byte* out, const std::byte* const* sources, int ranks,
-                                   std::size_t count, const double* factors) {
+TESSERA_SHM_INLINE void block_body(std::byte* out, const std::byte* const* sources, std::size_t at,
+                                   int ranks, std::size_t count, const double* factors) {
   if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, Bfloat16>)
-    staged_block<avx2, T, float, kind>(out, sources, ranks, count, factors);
+    staged_block<avx2, T, float, kind>(out, sources, at, ranks, count, factors);
   else if constexpr (kind == Kind::average || kind == Kind::premultiplied)
-    staged_block<avx2, T, T, kind>(out, sources, ranks, count, factors);
+    staged_block<avx2, T, T, kind>(out, sources, at, ranks, count, factors);
   else
-    plain_block<T, kind>(out, sources, ranks, count);
+    plain_block<T, kind>(out, sources, at, ranks, count);
 }
 
 template <class T, Kind kind>
-void block_baseline(std::byte* out, const std::byte* const* sources, int ranks, std::size_t count,
-                    const double* factors) {
-  block_body<false, T, kind>(out, sources, ranks, count, factors);
+void block_baseline(std::byte* out, const std::byte* const* sources, std::size_t at, int ranks,
+                    std::size_t count, const double* factors) {
+  block_body<false, T, kind>(out, sources, at, ranks, count, factors);
 }
 
 #if defined(__x86_64__)
 template <class T, Kind kind>
-TESSERA_SHM_AVX2 void block_avx2(std::byte* out, const std::byte* const* sources, int ranks,
-                                 std::size_t count, const double* factors) {
-  block_body<true, T, kind>(out, sources, ranks, count, factors);
+TESSERA_SHM_AVX2 void block_avx2(std::byte* out, const std::byte* const* sources, std::size_t at,
+                                 int ranks, std::size_t count, const double* factors) {
+  block_body<true, T, kind>(out, sources, at, ranks, count, factors);
 }
 bool has_avx2() {
   __builtin_cpu_init();
@@ -323,18 +325,15 @@ constexpr Reducer::Block (*kPicks[])(Kind kind, bool vectors) = {pick_boolean,
 Reducer::Reducer(Element element, Kind kind, bool vectors)
     : element_(element),
       factored_(kind == Kind::premultiplied),
-      item_bytes_(size_of(element)),
-      items_per_element_(1) {
+      element_bytes_(size_of(element)),
+      item_bytes_(element_bytes_) {
   if (!reduces(element, kind))
     throw InvalidArgument("shm: ", to_string(kind), " of ", to_string(element),
                           " has no meaning: complex numbers have no order, ",
                           "average and premultiplied are for floating-point and complex "
                           "numbers, and, or, xor for integers and bool");
   block_ = kPicks[static_cast<std::size_t>(element)](kind, vectors);
-  if (element >= Element::complex64 && kind != Kind::product) {
-    item_bytes_ /= 2;
-    items_per_element_ = 2;
-  }
+  if (element >= Element::complex64 && kind != Kind::product) item_bytes_ /= 2;
 }
 
 const char* Reducer::unit() { return has_avx2() ? "avx2" : "baseline"; }
@@ -342,25 +341,15 @@ const char* Reducer::unit() { return has_avx2() ? "avx2" : "baseline"; }
 void Reducer::operator()(std::byte* out, std::byte* copy, const std::byte* const* sources,
                          int ranks, std::size_t count, const double* factors,
                          bool past_cache) const {
-  const std::size_t bytes = count * items_per_element_ * item_bytes_;
-  const std::size_t block = kBlockBytes;
+  const std::size_t bytes = count * element_bytes_;
   if (ranks == 1 && !factored_) {
     if (bytes != 0 && out != sources[0]) std::memmove(out, sources[0], bytes);
     if (bytes != 0 && copy != nullptr && copy != sources[0]) std::memcpy(copy, sources[0], bytes);
     return;
   }
-  constexpr int kFew = 16;
-  const std::byte* few[kFew];
-  std::vector<const std::byte*> many;
-  const std::byte** at = few;
-  if (ranks > kFew) {
-    many.resize(static_cast<std::size_t>(ranks));
-    at = many.data();
-  }
-  for (std::size_t done = 0; done < bytes; done += block) {
-    const std::size_t part = std::min(block, bytes - done);
-    for (int r = 0; r < ranks; ++r) at[r] = sources[r] + done;
-    block_(out + done, at, ranks, part / item_bytes_, factors);
+  for (std::size_t done = 0; done < bytes; done += kBlockBytes) {
+    const std::size_t part = std::min(kBlockBytes, bytes - done);
+    block_(out + done, sources, done, ranks, part / item_bytes_, factors);
     if (copy == nullptr) continue;
     if (past_cache)
       detail::stream_bytes(copy + done, out + done, part);

@@ -27,15 +27,16 @@ class Reducer {
   /// The code that was chosen for this CPU: "avx2" or "baseline".
   static const char* unit();
 
-  using Block = void (*)(std::byte* out, const std::byte* const* sources, int ranks,
+  /// Reduces `count` items that begin `at` bytes into each source.
+  using Block = void (*)(std::byte* out, const std::byte* const* sources, std::size_t at, int ranks,
                          std::size_t count, const double* factors);
 
  private:
   Element element_;
   Block block_;
   bool factored_;
-  /// Of the items that the block counts: a complex sum is a sum of twice as many numbers.
-  std::size_t item_bytes_, items_per_element_;
+  /// The block counts items: a complex sum is a sum of twice as many numbers.
+  std::size_t element_bytes_, item_bytes_;
 };
 
 }  // namespace tessera::shm
