@@ -226,11 +226,6 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
 
 namespace {
 
-bool is_folder(const std::string& path) {
-  std::error_code error;
-  return std::filesystem::is_directory(path, error);
-}
-
 // A name that leads nowhere else.
 bool in_folder(const std::string& file) {
   return !file.empty() && file != "." && file != ".." && file.find('/') == std::string::npos &&
@@ -267,7 +262,8 @@ SafetensorsFile opened(const std::string& path) {
 }  // namespace
 
 std::vector<SafetensorsFile> open_safetensors(const std::string& path) {
-  if (!is_folder(path)) return {opened(path)};
+  std::error_code absent;
+  if (!std::filesystem::is_directory(path, absent)) return {opened(path)};
   std::vector<SafetensorsFile> all;
   for (auto& [file, names] : names_by_file(path)) {
     all.push_back(opened(file));

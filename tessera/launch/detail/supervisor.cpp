@@ -126,14 +126,12 @@ class Supervisor {
     return now - unseen_since_ns_ < unseen_limit_ns;
   }
 
-  // A stopped process receives a signal once it continues.
-  static bool ends(int signal) {
-    return signal == SIGTERM || signal == SIGINT || signal == SIGHUP || signal == SIGQUIT;
-  }
   void signal_rank(int signal) {
     if (!rank_) return;
     kill(-rank_, signal);
-    if (ends(signal)) kill(-rank_, SIGCONT);
+    // A stopped process receives a signal that ends it once it continues.
+    if (signal == SIGTERM || signal == SIGINT || signal == SIGHUP || signal == SIGQUIT)
+      kill(-rank_, SIGCONT);
   }
 
   int wait_ms() const {

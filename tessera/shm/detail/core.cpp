@@ -47,13 +47,9 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value, nanosecon
   ::syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
 }
 
-void futex_wake(std::atomic<std::uint32_t>& word) {
-  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
 void ring_bell(Bell& bell) {
   bell.rings.fetch_add(1);
-  futex_wake(bell.rings);
+  ::syscall(SYS_futex, &bell.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 }  // namespace
