@@ -40,44 +40,42 @@ std::vector<int> affinity() {
   return {0};
 }
 
-double quota_of(double quota, double period) {
-  return quota > 0 && period > 0 ? quota / period : 0;
-}
-
-// The smallest quota on the way from this process' control group to the root; a container often
-// sees its own group as the root.
+// The smallest quota on the way from this process' control group to the root, in CPUs.
 double control_group_quota() {
-  std::ifstream in("/proc/self/cgroup");
   double least = 0;
-  auto consider = [&](double value) {
-    if (value > 0 && (least == 0 || value < least)) least = value;
+  const auto consider = [&](double quota, double period) {
+    if (quota > 0 && period > 0 && (least == 0 || quota / period < least)) least = quota / period;
   };
-  for (std::string line; std::getline(in, line);) {
-    const auto first = line.find(':');
-    const auto second = line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = concat(",", line.substr(first + 1, second - first - 1), ",");
-    const bool unified = controllers == ",,";
-    if (!unified && controllers.find(",cpu,") == std::string::npos) continue;
-    for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
-      if (path == "/") path.clear();
-      if (unified) {
-        std::ifstream limit("/sys/fs/cgroup" + path + "/cpu.max");
-        std::string quota, period;
-        if (limit >> quota >> period && quota != "max")
-          consider(quota_of(parse_real(quota).value_or(0), parse_real(period).value_or(0)));
-      } else {
-        const std::string folder = "/sys/fs/cgroup/cpu" + path;
-        consider(quota_of(number_in(folder + "/cpu.cfs_quota_us"),
-                          number_in(folder + "/cpu.cfs_period_us")));
-      }
-      if (path.empty() || path.rfind('/') == std::string::npos) break;
-    }
+  for (const std::string& folder : control_group_folders("cpu")) {
+    std::ifstream limit(folder + "/cpu.max");
+    std::string quota, period;  // "max" is no number, and no limit
+    if (limit >> quota >> period)
+      consider(parse_real(quota).value_or(0), parse_real(period).value_or(0));
+    consider(number_in(folder + "/cpu.cfs_quota_us"), number_in(folder + "/cpu.cfs_period_us"));
   }
   return least;
 }
 
 }  // namespace
+
+std::vector<std::string> control_group_folders(const std::string& controller) {
+  std::vector<std::string> folders;
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const auto first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = concat(",", line.substr(first + 1, second - first - 1), ",");
+    const bool unified = controllers == ",,";
+    if (!unified && controllers.find(concat(",", controller, ",")) == std::string::npos) continue;
+    const std::string root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/" + controller;
+    for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
+      if (path == "/") path.clear();
+      folders.push_back(root + path);
+      if (path.find('/') == std::string::npos) break;
+    }
+  }
+  return folders;
+}
 
 int CpuBudget::usable() const {
   int count = std::max<int>(1, static_cast<int>(cpus.size()));

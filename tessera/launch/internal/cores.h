@@ -1,6 +1,7 @@
 #pragma once
 // Cores: how many this process may use, and how ranks on one host share them.
 
+#include <string>
 #include <vector>
 
 namespace tessera {
@@ -17,6 +18,10 @@ struct CpuBudget {
   /// rounded up if that is less; at least 1.
   int usable() const;
 };
+
+/// The folders with the limits of this process' control groups (version 2, or `controller` of version
+/// 1: "cpu", "memory"), each before the one above it. A container often sees its own as the root.
+std::vector<std::string> control_group_folders(const std::string& controller);
 
 /// Reads sched_getaffinity, /sys/devices/system/cpu and the control group (version 1 or 2).
 CpuBudget cpu_budget();

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "tessera/base/text.h"
+#include "tessera/launch/internal/cores.h"
 #include "tessera/shm/types.h"
 
 namespace tessera::shm::detail {
@@ -36,7 +37,8 @@ std::optional<std::uint64_t> number_in(const std::string& path, const std::strin
   return std::nullopt;
 }
 
-/// Lowers `available` to what a control group has left, its file cache counted as free.
+/// Lowers `available` to what a control group has left, if the folder has these files of one; its
+/// file cache is counted as free.
 void lower_to_group(std::uint64_t& available, const std::string& folder, const char* limit_file,
                     const char* usage_file, const char* cache) {
   const auto limit = number_in(folder + limit_file, ""), usage = number_in(folder + usage_file, "");
@@ -51,20 +53,9 @@ void lower_to_group(std::uint64_t& available, const std::string& folder, const c
 std::uint64_t available_memory() {
   const auto kilobytes = number_in("/proc/meminfo", "MemAvailable:");
   std::uint64_t available = kilobytes ? *kilobytes * 1024 : ~std::uint64_t{0};
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    const auto first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string kind = line.substr(first + 1, second - first - 1);
-    for (std::string path = line.substr(second + 1);; path.erase(path.rfind('/'))) {
-      if (kind.empty())
-        lower_to_group(available, "/sys/fs/cgroup" + path, "/memory.max", "/memory.current",
-                       "file ");
-      if (kind == "memory")
-        lower_to_group(available, "/sys/fs/cgroup/memory" + path, "/memory.limit_in_bytes",
-                       "/memory.usage_in_bytes", "cache ");
-      if (path.find('/') == std::string::npos) break;
-    }
+  for (const std::string& folder : control_group_folders("memory")) {
+    lower_to_group(available, folder, "/memory.max", "/memory.current", "file ");
+    lower_to_group(available, folder, "/memory.limit_in_bytes", "/memory.usage_in_bytes", "cache ");
   }
   return available;
 }
