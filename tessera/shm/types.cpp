@@ -50,24 +50,12 @@ const char* to_string(Stores stores) {
 }
 
 bool reduces(Element element, Reduction::Kind kind) {
-  const bool integer = element <= Element::uint64;
-  const bool complex = element >= Element::complex64;
-  switch (kind) {
-    case Reduction::Kind::sum:
-    case Reduction::Kind::product:
-      return true;
-    case Reduction::Kind::min:
-    case Reduction::Kind::max:
-      return !complex;
-    case Reduction::Kind::average:
-    case Reduction::Kind::premultiplied:
-      return !integer;
-    case Reduction::Kind::bit_and:
-    case Reduction::Kind::bit_or:
-    case Reduction::Kind::bit_xor:
-      return integer;
-  }
-  return false;
+  using Kind = Reduction::Kind;
+  const bool integer = element <= Element::uint64, complex = element >= Element::complex64;
+  if (kind == Kind::sum || kind == Kind::product) return true;
+  if (kind == Kind::min || kind == Kind::max) return !complex;
+  if (kind == Kind::average || kind == Kind::premultiplied) return !integer;
+  return integer && kind <= Kind::bit_xor;
 }
 
 }  // namespace tessera::shm
