@@ -350,13 +350,13 @@ Choice cheapest(Collective collective, double n, int p, const Round& round) {
 
 }  // namespace
 
-double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot_of,
-                                 Scratch& scratch, std::string* algorithm) const {
+std::pair<double, const char*> CostModel::family_cost(std::size_t entry,
+                                                      const std::vector<int>& slot_of,
+                                                      Scratch& scratch) const {
   const Traffic& traffic = traffic_[entry];
   const GroupTable& groups = groups_[entry];
   const int p = groups.group_size;
-  if (algorithm) *algorithm = "none";
-  if (p == 1 || traffic.calls == 0) return 0;
+  if (p == 1 || traffic.calls == 0) return {0.0, "none"};
   const double n = traffic.bytes;
   auto& flows = scratch.flows;
   scratch.members.resize(groups.count());
@@ -365,20 +365,16 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
     members.clear();
     for (int position : groups[g]) members.push_back(slot_of[position]);
   }
-  const auto named = [&](double seconds, const char* name) {
-    if (algorithm) *algorithm = name;
-    return seconds * traffic.calls;
-  };
   if (traffic.collective == Collective::send) {  // in group order: before the sort
     flows.clear();
     for (const auto& m : scratch.members)
       for (int i = 0; i + 1 < p; ++i) flows.emplace_back(m[i], m[i + 1]);
-    return named(round_seconds(flows, n, scratch), "to the next rank");
+    return {traffic.calls * round_seconds(flows, n, scratch), "to the next rank"};
   }
   for (auto& members : scratch.members)
     std::ranges::sort(members, [&](int a, int b) { return place_[a] < place_[b]; });
   if (traffic.collective == Collective::all_to_all)
-    return named(all_to_all_seconds(n, scratch), "pairwise exchange");
+    return {traffic.calls * all_to_all_seconds(n, scratch), "pairwise exchange"};
 
   const auto [seconds, name] =
       cheapest(traffic.collective, n, p, [&](const auto& partner, double bytes) {
@@ -388,7 +384,7 @@ double CostModel::family_seconds(std::size_t entry, const std::vector<int>& slot
             if (const int j = partner(i); j >= 0) flows.emplace_back(m[i], m[j]);
         return round_seconds(flows, bytes, scratch);
       });
-  return named(seconds, name);
+  return {traffic.calls * seconds, name};
 }
 
 MappingCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) const {
@@ -404,13 +400,12 @@ MappingCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) c
   scratch.down.of.assign(topology_.switches.size(), 0);
   MappingCost total;
   for (std::size_t t = 0; t < traffic_.size(); ++t) {
-    AxisCost one;
-    one.seconds = family_seconds(t, slot_of, scratch, explain ? &one.algorithm : nullptr);
-    total.seconds += one.seconds;
+    const auto [seconds, algorithm] = family_cost(t, slot_of, scratch);
+    total.seconds += seconds;
     if (!explain) continue;
-    for (const auto& axis : traffic_[t].axes) one.axes += concat(one.axes.empty() ? "" : "-", axis);
-    one.collective = traffic_[t].collective;
-    total.axes.push_back(std::move(one));
+    std::string axes;
+    for (const auto& axis : traffic_[t].axes) axes += concat(axes.empty() ? "" : "-", axis);
+    total.axes.push_back({axes, traffic_[t].collective, seconds, algorithm});
   }
   return total;
 }

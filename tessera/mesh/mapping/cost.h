@@ -98,8 +98,9 @@ class CostModel {
  private:
   struct Scratch;
   MappingCost evaluate(const std::vector<int>& slot_of, bool explain) const;
-  double family_seconds(std::size_t entry, const std::vector<int>& slot_of, Scratch& scratch,
-                        std::string* algorithm) const;
+  /// Seconds per step of one entry, and the algorithm that takes them.
+  std::pair<double, const char*> family_cost(std::size_t entry, const std::vector<int>& slot_of,
+                                             Scratch& scratch) const;
   double round_seconds(const std::vector<std::pair<int, int>>& flows, double bytes,
                        Scratch& scratch) const;
   double all_to_all_seconds(double bytes, Scratch& scratch) const;
