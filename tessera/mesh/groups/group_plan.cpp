@@ -93,12 +93,6 @@ GroupPlan plan_of(const ProcessGroupConfig& config, Mesh mesh) {
   return plan;
 }
 
-std::string hex(std::uint64_t value) {
-  TextStream out;
-  out << std::hex << value;
-  return std::move(out).str();
-}
-
 }  // namespace
 
 GroupPlan::GroupPlan(Mesh mesh, std::string view) {
@@ -204,7 +198,8 @@ std::string GroupPlan::canonical() const {
     } else {
       Hash hash;
       for (int rank : mesh.ranks()) hash.number(static_cast<std::uint64_t>(rank));
-      out << ", ranks " << list(mesh.ranks(), 16) << " #" << hex(hash.value()) << '\n';
+      out << ", ranks " << list(mesh.ranks(), 16) << " #" << std::hex << hash.value() << std::dec
+          << '\n';
     }
   }
   for (const auto& f : families_) {
