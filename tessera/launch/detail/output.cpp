@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -22,8 +23,7 @@ std::vector<LineSplitter::Line> LineSplitter::add(std::string_view bytes) {
     if (std::min(end, bytes.size()) > room) {
       partial_.append(bytes.substr(0, room));
       bytes.remove_prefix(room);
-      lines.push_back({std::move(partial_), '\n'});
-      partial_.clear();
+      lines.push_back({std::exchange(partial_, {}), '\n'});
       continue;
     }
     if (end == std::string_view::npos) {
@@ -35,8 +35,7 @@ std::vector<LineSplitter::Line> LineSplitter::add(std::string_view bytes) {
     bytes.remove_prefix(end + 1);
     // An empty line is the "\n" of "\r\n", or a progress bar that starts with "\r".
     if (carriage_returns_ && partial_.empty() && mark == '\r') continue;
-    lines.push_back({std::move(partial_), mark});
-    partial_.clear();
+    lines.push_back({std::exchange(partial_, {}), mark});
   }
   if (!carriage_returns_) {
     for (Line& line : lines)
@@ -47,9 +46,7 @@ std::vector<LineSplitter::Line> LineSplitter::add(std::string_view bytes) {
 
 std::vector<LineSplitter::Line> LineSplitter::finish() {
   if (partial_.empty()) return {};
-  std::vector<Line> lines{{std::move(partial_), '\n'}};
-  partial_.clear();
-  return lines;
+  return {{std::exchange(partial_, {}), '\n'}};
 }
 
 OutputStream::OutputStream(int fd) : fd_(fd), terminal_(isatty(fd) == 1) {}
