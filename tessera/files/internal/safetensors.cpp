@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <functional>
 #include <numeric>
 #include <set>
 #include <system_error>
@@ -86,10 +87,8 @@ std::uint64_t safetensors_bytes(const SafetensorsTensor& tensor) {
 std::vector<std::size_t> safetensors_data_order(const std::vector<SafetensorsTensor>& tensors) {
   std::vector<std::size_t> order(tensors.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::ranges::stable_sort(order, [&](std::size_t a, std::size_t b) {
-    return std::pair(tensors[a].begin, tensors[a].end) <
-           std::pair(tensors[b].begin, tensors[b].end);
-  });
+  std::ranges::stable_sort(
+      order, {}, [&](std::size_t i) { return std::pair(tensors[i].begin, tensors[i].end); });
   return order;
 }
 
@@ -188,9 +187,8 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
   }
   std::vector<std::size_t> order(tensors.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::ranges::stable_sort(order, [&](std::size_t a, std::size_t b) {
-    return find_safetensors_dtype(tensors[a].dtype)->bits >
-           find_safetensors_dtype(tensors[b].dtype)->bits;
+  std::ranges::stable_sort(order, std::ranges::greater(), [&](std::size_t i) {
+    return find_safetensors_dtype(tensors[i].dtype)->bits;
   });
   std::uint64_t at = 0;
   for (const std::size_t i : order) {
