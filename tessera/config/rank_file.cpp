@@ -2,7 +2,6 @@
 
 #include <map>
 #include <optional>
-#include <string_view>
 
 #include "tessera/base/internal/name.h"
 #include "tessera/base/number.h"
@@ -20,43 +19,21 @@ struct RankLine {
 };
 
 // "rank 3=host1 slot=2", with blanks around the words; nullopt for another line.
-std::optional<RankLine> parse_rank_line(std::string_view line) {
-  const auto skip_blanks = [&] {
-    const auto skipped = std::min(line.find_first_not_of(" \t"), line.size());
-    line.remove_prefix(skipped);
-    return skipped > 0;
-  };
-  const auto take = [&](std::string_view word) {
-    if (line.substr(0, word.size()) != word) return false;
-    line.remove_prefix(word.size());
-    return true;
-  };
+std::optional<RankLine> parse_rank_line(std::string line) {
+  if (line.find_first_of("\r\v\f") != line.npos) return std::nullopt;  // no blanks here
+  // The first and the last: a host may hold others.
+  for (const std::size_t equals : {line.rfind('='), line.find('=')})
+    if (equals != line.npos) line.replace(equals, 1, " = ");
+  TextReader in(line);
+  std::vector<std::string> words;
+  for (std::string word; words.size() < 8 && in >> word;) words.push_back(word);
+  if (words.size() != 7 || words[0] != "rank" || words[2] != "=" || words[4] != "slot" ||
+      words[5] != "=")
+    return std::nullopt;
+  const auto rank = parse_number(words[1]), slot = parse_number(words[6]);
   // At most nine digits, so that every number fits.
-  const auto number = [&]() -> std::optional<int> {
-    const auto digits = std::min(line.find_first_not_of("0123456789"), line.size());
-    if (digits == 0 || digits > 9) return std::nullopt;
-    const auto value = parse_number(line.substr(0, digits));
-    line.remove_prefix(digits);
-    return static_cast<int>(*value);
-  };
-  RankLine found;
-  if (!take("rank") || !skip_blanks()) return std::nullopt;
-  const auto rank = number();
-  skip_blanks();
-  if (!rank || !take("=")) return std::nullopt;
-  skip_blanks();
-  const auto host = std::min(line.find_first_of(" \t"), line.size());
-  found.host = line.substr(0, host);
-  line.remove_prefix(host);
-  if (found.host.empty() || !skip_blanks() || !take("slot")) return std::nullopt;
-  skip_blanks();
-  if (!take("=")) return std::nullopt;
-  skip_blanks();
-  const auto slot = number();
-  if (!slot || !line.empty()) return std::nullopt;
-  found.rank = *rank;
-  found.slot = *slot;
-  return found;
+  if (!rank || !slot || words[1].size() > 9 || words[6].size() > 9) return std::nullopt;
+  return RankLine{static_cast<int>(*rank), words[3], static_cast<int>(*slot)};
 }
 
 }  // namespace
