@@ -44,43 +44,36 @@ class Exhaustive {
 
   /// nullopt if there are more mappings than the limit.
   std::optional<std::pair<double, std::vector<int>>> run() {
-    counting_ = true;
-    place(0);
-    if (count_ > limit_) return std::nullopt;
-    counting_ = false;
-    place(0);
-    return std::pair{best_, best_slots_};
+    long long count = 0;
+    if (!place(0, [&] { return ++count <= limit_; })) return std::nullopt;
+    std::pair<double, std::vector<int>> best;
+    place(0, [&] {
+      const double seconds = model_.seconds(slot_of_);
+      if (best.second.empty() || seconds < best.first) best = {seconds, slot_of_};
+      return true;
+    });
+    return best;
   }
 
  private:
-  void place(int position) {
-    if (count_ > limit_) return;
-    if (position == model_.size()) {
-      if (counting_) {
-        ++count_;
-        return;
-      }
-      const double seconds = model_.seconds(slot_of_);
-      if (best_slots_.empty() || seconds < best_) {
-        best_ = seconds;
-        best_slots_ = slot_of_;
-      }
-      return;
-    }
-    for (std::size_t c = 0; c < classes_.size(); ++c) {
+  /// Calls `mapped` with each mapping in slot_of_, until it returns false; false if it did.
+  template <class Mapped>
+  bool place(int position, const Mapped& mapped) {
+    if (position == model_.size()) return mapped();
+    bool more = true;
+    for (std::size_t c = 0; more && c < classes_.size(); ++c) {
       if (used_[c] == static_cast<int>(classes_[c].size())) continue;
       slot_of_[position] = classes_[c][used_[c]++];
-      place(position + 1);
+      more = place(position + 1, mapped);
       --used_[c];
     }
+    return more;
   }
 
   const CostModel& model_;
-  long long limit_, count_ = 0;
-  bool counting_ = true;
+  long long limit_;
   std::vector<std::vector<int>> classes_;
-  std::vector<int> used_, slot_of_, best_slots_;
-  double best_ = 0;
+  std::vector<int> used_, slot_of_;
 };
 
 /// Orders the ranks of a host by their positions if its devices are alike to the model: easier to
