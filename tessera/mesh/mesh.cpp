@@ -224,8 +224,8 @@ std::vector<int> Mesh::sorted_axes(std::span<const int> axes) const {
   return sorted;
 }
 
-/// Positions of a group's members in mesh order, given that of its first. `axes` as from
-/// sorted_axes().
+/// Positions of a group's members, given that of its first, with the last of `axes` the fastest: in
+/// mesh order for axes as from sorted_axes().
 std::vector<int> Mesh::offsets(std::span<const int> axes, int first) const {
   std::size_t total = 1;
   for (int axis : axes) total *= axes_[axis].size;
@@ -410,18 +410,8 @@ Mesh Mesh::permute(const std::vector<std::string>& order) const {
   if (std::ranges::is_sorted(picked)) return *this;
   std::vector<Axis> axes;
   for (int i : picked) axes.push_back(axes_[i]);
-  std::vector<int> moved(ranks().size());
-  std::vector<int> counter(axes.size(), 0);
-  std::size_t from = 0;
-  for (std::size_t to = 0; to < moved.size(); ++to) {
-    moved[to] = ranks()[from];
-    for (std::size_t k = axes.size(); k-- > 0;) {
-      from += strides_[picked[k]];
-      if (++counter[k] < axes[k].size) break;
-      from -= static_cast<std::size_t>(axes[k].size) * strides_[picked[k]];
-      counter[k] = 0;
-    }
-  }
+  std::vector<int> moved = offsets(picked, 0);
+  for (int& at : moved) at = ranks()[at];
   return Mesh(std::move(axes), std::move(moved));
 }
 
