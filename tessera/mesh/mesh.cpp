@@ -245,15 +245,12 @@ std::vector<int> Mesh::offsets(std::span<const int> axes, int first) const {
   return offsets;
 }
 
-int Mesh::base(std::span<const int> axes, int position) const {
-  int base = position;
-  for (int axis : axes) base -= position / strides_[axis] % axes_[axis].size * strides_[axis];
-  return base;
-}
-
 std::vector<int> Mesh::group(std::span<const int> axes, int rank) const {
   const auto sorted = sorted_axes(axes);
-  auto members = offsets(sorted, base(sorted, position(rank)));
+  const int at = position(rank);
+  int first = at;
+  for (int axis : sorted) first -= at / strides_[axis] % axes_[axis].size * strides_[axis];
+  auto members = offsets(sorted, first);
   if (!table_->row_major)
     for (int& m : members) m = table_->ranks[m];
   return members;

@@ -151,7 +151,6 @@ class Mesh {
   static Mesh over(std::shared_ptr<const Table> table, std::vector<Axis> axes);
   std::vector<int> sorted_axes(std::span<const int> axes) const;
   std::vector<int> offsets(std::span<const int> axes, int first) const;
-  int base(std::span<const int> axes, int position) const;
 
   std::vector<Axis> axes_;
   std::vector<int> strides_;

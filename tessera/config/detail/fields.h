@@ -19,7 +19,6 @@ class Fields {
   /// `where`: the source and the path inside the document.
   Fields(const Json& value, std::string where);
 
-  const std::string& where() const { return where_; }
   std::string where(const std::string& field) const {
     return where_ + (where_.back() == ' ' ? "" : ".") + field;
   }

@@ -193,11 +193,10 @@ std::vector<std::string> ProcessGroupConfig::leaf_groups(const std::string& belo
   return names;
 }
 
-std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
-                                                         const std::string& inherited) const {
+std::vector<std::string> ProcessGroupConfig::closeness() const {
   std::vector<std::string> names;
   // Nodes still to be visited, the next one last, with the order for their children.
-  std::vector<std::pair<int, std::string>> open{{at, inherited}};
+  std::vector<std::pair<int, std::string>> open{{0, kFirst}};
   while (!open.empty()) {
     const auto [node, direction_above] = std::move(open.back());
     open.pop_back();
@@ -239,8 +238,6 @@ std::vector<std::string> ProcessGroupConfig::near_to_far(int at,
   }
   return names;
 }
-
-std::vector<std::string> ProcessGroupConfig::closeness() const { return near_to_far(0, kFirst); }
 
 std::vector<OrthogonalGroup> ProcessGroupConfig::orthogonal_groups() const {
   std::vector<OrthogonalGroup> groups;
