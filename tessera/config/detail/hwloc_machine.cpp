@@ -33,16 +33,13 @@ Machine load(const std::string* xml, const std::string& source) {
   return machine;
 }
 
-std::vector<hwloc_obj_t> os_devices(hwloc_topology_t machine, hwloc_obj_osdev_type_t kind,
-                                    bool one_a_card) {
+std::vector<hwloc_obj_t> os_devices(hwloc_topology_t machine, hwloc_obj_osdev_type_t kind) {
   std::vector<hwloc_obj_t> found;
   for (hwloc_obj_t at = nullptr; (at = hwloc_get_next_osdev(machine, at));) {
     if (at->attr->osdev.type != kind) continue;
     // A GPU may appear several times (as seen by CUDA, OpenCL, NVML): once per PCI device.
-    const bool known = one_a_card && std::ranges::any_of(found, [&](hwloc_obj_t other) {
-                         return other->parent == at->parent;
-                       });
-    if (!known) found.push_back(at);
+    if (std::ranges::find(found, at->parent, &hwloc_obj::parent) == found.end())
+      found.push_back(at);
   }
   return found;
 }
@@ -51,8 +48,8 @@ std::vector<hwloc_obj_t> devices_of(hwloc_topology_t machine, HostDevice device)
   std::vector<hwloc_obj_t> found;
   if (device == HostDevice::gpu) {
     // Devices that compute; a display adapter counts only if there is nothing else.
-    found = os_devices(machine, HWLOC_OBJ_OSDEV_COPROC, true);
-    if (found.empty()) found = os_devices(machine, HWLOC_OBJ_OSDEV_GPU, true);
+    found = os_devices(machine, HWLOC_OBJ_OSDEV_COPROC);
+    if (found.empty()) found = os_devices(machine, HWLOC_OBJ_OSDEV_GPU);
     return found;
   }
   const auto type = device == HostDevice::package ? HWLOC_OBJ_PACKAGE
@@ -114,8 +111,8 @@ Topology describe(hwloc_topology_t machine, HostDevice device, const std::string
     host.links.clear();
     host.link_class = 1;
   }
-  auto adapters = os_devices(machine, HWLOC_OBJ_OSDEV_OPENFABRICS, true);
-  if (adapters.empty()) adapters = os_devices(machine, HWLOC_OBJ_OSDEV_NETWORK, true);
+  auto adapters = os_devices(machine, HWLOC_OBJ_OSDEV_OPENFABRICS);
+  if (adapters.empty()) adapters = os_devices(machine, HWLOC_OBJ_OSDEV_NETWORK);
   if (adapters.size() > 1) {
     std::vector<int> uses(adapters.size(), 0);
     for (hwloc_obj_t d : devices) {
