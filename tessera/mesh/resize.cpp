@@ -45,18 +45,13 @@ std::vector<int> slice_targets(const std::vector<int>& alive, int new_size) {
   if (old_size > new_size) kept.resize(new_size);
   std::vector<int> target(old_size, -1);  // of a slice: its index in the new mesh
   std::vector<bool> taken(new_size, false);
-  for (int s : kept)
-    if (s < new_size) {
-      target[s] = s;
-      taken[s] = true;
-    }
+  // In order: those that stay at their index take it before the others look for a free one.
   std::ranges::sort(kept);
-  for (int s : kept)
-    if (s >= new_size) {
-      const auto free = static_cast<int>(std::ranges::find(taken, false) - taken.begin());
-      target[s] = free;
-      taken[free] = true;
-    }
+  for (int s : kept) {
+    target[s] =
+        s < new_size ? s : static_cast<int>(std::ranges::find(taken, false) - taken.begin());
+    taken[target[s]] = true;
+  }
   return target;
 }
 
