@@ -85,11 +85,9 @@ bool OutputStream::flush() {
   while (pending()) {
     pollfd ready{fd_, POLLOUT, 0};
     if (poll(&ready, 1, 0) <= 0) return progress;
-    const bool closed = ready.revents & POLLNVAL;
-    const ssize_t size =
-        closed ? -1 : write(fd_, queue_.data() + sent_, std::min(safe_size, backlog()));
-    if (size < 0 && !closed && (errno == EINTR || errno == EAGAIN)) return progress;
-    if (size < 0 && (closed || errno == EPIPE || errno == EBADF)) {
+    const ssize_t size = write(fd_, queue_.data() + sent_, std::min(safe_size, backlog()));
+    if (size < 0 && (errno == EINTR || errno == EAGAIN)) return progress;
+    if (size < 0 && (errno == EPIPE || errno == EBADF)) {
       broken_ = true;
       drop();
       return progress;
