@@ -26,37 +26,24 @@ constexpr std::pair<Collective, const char*> kNames[] = {
 /// Slots in the order of the switch tree, so that rings cross each boundary as seldom as possible:
 /// place[slot].
 std::vector<int> tree_order(const Topology& topology) {
-  std::vector<std::vector<int>> below(topology.switches.size());
-  int root = -1;
+  // Of each switch; without any, all hosts are on one that has no name.
+  const std::size_t switches = std::max<std::size_t>(1, topology.switches.size());
+  std::vector<std::vector<int>> below(switches), slots(switches);
+  int root = 0, slot = 0, at = 0;
   for (int s = 0; s < static_cast<int>(topology.switches.size()); ++s) {
     if (topology.switches[s].parent < 0)
       root = s;
     else
       below[topology.switches[s].parent].push_back(s);
   }
-  std::vector<int> switch_place(topology.switches.size(), 0);
-  int next = 0;
+  for (const Host& host : topology.hosts)
+    for (int d = 0; d < host.devices; ++d) slots[std::max(0, host.network)].push_back(slot++);
+  std::vector<int> place(slot);
   const std::function<void(int)> walk = [&](int s) {
-    switch_place[s] = next++;
+    for (int own : slots[s]) place[own] = at++;
     for (int child : below[s]) walk(child);
   };
-  if (root >= 0) walk(root);
-  std::vector<int> hosts(topology.hosts.size());
-  for (std::size_t h = 0; h < hosts.size(); ++h) hosts[h] = static_cast<int>(h);
-  const auto key = [&](int h) {
-    return topology.hosts[h].network < 0 ? 0 : switch_place[topology.hosts[h].network];
-  };
-  std::ranges::stable_sort(hosts, [&](int a, int b) { return key(a) < key(b); });
-  std::vector<int> first(hosts.size()), place;
-  int slots = 0;
-  for (std::size_t h = 0; h < hosts.size(); ++h) {
-    first[h] = slots;
-    slots += topology.hosts[h].devices;
-  }
-  place.resize(slots);
-  int at = 0;
-  for (int h : hosts)
-    for (int d = 0; d < topology.hosts[h].devices; ++d) place[first[h] + d] = at++;
+  walk(root);
   return place;
 }
 
