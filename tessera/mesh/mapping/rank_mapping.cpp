@@ -125,6 +125,8 @@ class Search {
     tries_ = static_cast<long long>(std::clamp(options.effort * 4e6 / work, 8.0, 3000.0));
     swaps_ = static_cast<long long>(std::clamp(options.effort * 1.5e6 / work, 0.0, 6000.0));
     axes_ = by_traffic();
+    for (int axis : axes_) sizes_.push_back(mesh_.size(axis));
+    in_turn_ = identity(static_cast<int>(axes_.size()));
   }
 
   RankMapping run() {
@@ -147,13 +149,26 @@ class Search {
     return axes;
   }
 
-  double consider(std::vector<int> slot_of, const std::string& method) {
+  /// Tries a mapping in the order of its digits: of each level a factor of each axis, then what is
+  /// left of the axes in `rest_order`.
+  double consider(const char* method, const std::vector<std::vector<int>>& levels,
+                  const std::vector<int>& rest_order) {
     --tries_;
+    std::vector<Digit> digits;
+    std::vector<int> done(sizes_.size(), 1);
+    const auto add = [&](std::size_t k, int factor) {
+      if (factor > 1) digits.push_back({axes_[k], factor, mesh_.stride(axes_[k]) * done[k]});
+      done[k] *= factor;
+    };
+    for (const auto& level : levels)
+      for (std::size_t k = 0; k < sizes_.size(); ++k) add(k, level[k]);
+    for (int k : rest_order) add(k, sizes_[k] / done[k]);
+    auto slot_of = in_order_of(digits, model_.size());
     const double seconds = model_.seconds(slot_of);
     if (seconds < best_.seconds) {
       best_.seconds = seconds;
       best_.slot_of = std::move(slot_of);
-      best_.method = method;
+      best_.method = method + names(digits);
     }
     return seconds;
   }
@@ -168,13 +183,10 @@ class Search {
 
   /// Tries complete axes in every order: which one has adjacent slots.
   void orders() {
-    auto order = identity(static_cast<int>(axes_.size()));
+    auto order = in_turn_;
     const long long reserve = tries_ / 2;
     do {
-      std::vector<Digit> digits;
-      for (int i : order)
-        digits.push_back({axes_[i], mesh_.size(axes_[i]), mesh_.stride(axes_[i])});
-      consider(in_order_of(digits, model_.size()), "order " + names(digits));
+      consider("order ", {}, order);
     } while (tries_ > reserve && std::next_permutation(order.begin(), order.end()));
   }
 
@@ -207,47 +219,31 @@ class Search {
     int per_switch = below.begin()->second;
     for (const auto& [unused, hosts] : below)
       if (hosts != per_switch) per_switch = 1;
-    std::vector<int> sizes, chosen;
-    for (int axis : axes_) sizes.push_back(mesh_.size(axis));
+    std::vector<int> chosen;
     std::vector<std::vector<int>> inner;
-    factor(sizes, per_host, chosen, inner, 2000);
+    factor(sizes_, per_host, chosen, inner, 2000);
     // The best few blocks with the other digits in the order of traffic, then those with every
     // block of blocks and every order of the rest.
     std::vector<std::pair<double, std::size_t>> ranked;
     const long long reserve = tries_ / 2;
     for (std::size_t i = 0; i < inner.size() && tries_ > reserve; ++i)
-      ranked.emplace_back(try_blocks({inner[i]}, sizes, identity(static_cast<int>(sizes.size()))),
-                          i);
+      ranked.emplace_back(consider("blocks ", {inner[i]}, in_turn_), i);
     std::ranges::sort(ranked);
     if (ranked.size() > 6) ranked.resize(6);
     for (const auto& [unused, i] : ranked) {
       std::vector<std::vector<int>> outer;
-      std::vector<int> rest(sizes.size());
-      for (std::size_t k = 0; k < sizes.size(); ++k) rest[k] = sizes[k] / inner[i][k];
+      std::vector<int> rest(sizes_.size());
+      for (std::size_t k = 0; k < rest.size(); ++k) rest[k] = sizes_[k] / inner[i][k];
       chosen.clear();
       if (per_switch > 1) factor(rest, per_switch, chosen, outer, 200);
       for (const auto& block : outer) {
         if (tries_ <= 0) return;
-        try_blocks({inner[i], block}, sizes, identity(static_cast<int>(sizes.size())));
+        consider("blocks ", {inner[i], block}, in_turn_);
       }
-      auto order = identity(static_cast<int>(sizes.size()));
+      auto order = in_turn_;
       while (tries_ > 0 && std::next_permutation(order.begin(), order.end()))
-        try_blocks({inner[i]}, sizes, order);
+        consider("blocks ", {inner[i]}, order);
     }
-  }
-
-  double try_blocks(const std::vector<std::vector<int>>& levels, const std::vector<int>& sizes,
-                    const std::vector<int>& rest_order) {
-    std::vector<Digit> digits;
-    std::vector<int> done(sizes.size(), 1);
-    const auto add = [&](std::size_t k, int factor) {
-      if (factor > 1) digits.push_back({axes_[k], factor, mesh_.stride(axes_[k]) * done[k]});
-      done[k] *= factor;
-    };
-    for (const auto& level : levels)
-      for (std::size_t k = 0; k < sizes.size(); ++k) add(k, level[k]);
-    for (int k : rest_order) add(k, sizes[k] / done[k]);
-    return consider(in_order_of(digits, model_.size()), "blocks " + names(digits));
   }
 
   /// Exchanges two ranks on different hosts, or moves one to a spare slot. At first a slightly
@@ -298,7 +294,8 @@ class Search {
   MappingOptions options_;
   Mesh mesh_;
   RankMapping best_;
-  std::vector<int> axes_;
+  /// The axes by traffic, their sizes, and 0, 1, 2 ... for each of them.
+  std::vector<int> axes_, sizes_, in_turn_;
   long long tries_ = 0, swaps_ = 0;
 };
 
