@@ -284,13 +284,10 @@ void ProcessGroupConfig::set_leaf_group_sizes(const std::map<std::string, int>& 
     check_size(name, size);
   }
   for (const auto& [name, size] : sizes) nodes_[find(name)].node.size = size;
-  if (update_parents) update_parent_sizes();
-}
-
-void ProcessGroupConfig::update_parent_sizes() {
-  const auto sizes = all_sizes();
+  if (!update_parents) return;
+  const auto products = all_sizes();
   for (std::size_t i = 0; i < nodes_.size(); ++i)
-    if (!nodes_[i].children.empty()) nodes_[i].node.size = sizes[i];
+    if (!nodes_[i].children.empty()) nodes_[i].node.size = products[i];
 }
 
 std::vector<std::optional<int>> ProcessGroupConfig::all_sizes() const {

@@ -150,7 +150,6 @@ class ProcessGroupConfig {
   std::vector<int> below(int at) const;
   // The product of the leaves below each node, where all of them are known.
   std::vector<std::optional<int>> all_sizes() const;
-  void update_parent_sizes();
   // What to write where the leaves multiply to `product`, fewer ranks than the world has.
   std::string advice(int world_size, long long product) const;
   // Every node below the root on a line of its own.

@@ -117,15 +117,15 @@ ProcessGroupConfig ProcessGroupConfig::resolve(int world_size) const {
   const auto sizes = resolved.all_sizes();
   for (std::size_t i = 0; i < nodes_.size(); ++i) {
     const Item& item = nodes_[i];
-    if (item.children.empty() || !item.node.size) continue;
+    if (item.children.empty()) continue;
     const int actual = *sizes[i];
-    if (*item.node.size != actual)
+    if (item.node.size.value_or(actual) != actual)
       throw WorldSizeMismatch(
           concat("group '", item.node.name, "' says size ", *item.node.size, ", but its leaves ",
                  list(leaf_groups(item.node.name)), " multiply to ", actual),
           *item.node.size, actual);
+    resolved.nodes_[i].node.size = actual;
   }
-  resolved.update_parent_sizes();
   return resolved;
 }
 
