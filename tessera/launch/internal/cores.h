@@ -19,8 +19,9 @@ struct CpuBudget {
   int usable() const;
 };
 
-/// The folders with the limits of this process' control groups (version 2, or `controller` of version
-/// 1: "cpu", "memory"), each before the one above it. A container often sees its own as the root.
+/// The folders with the limits of this process' control groups (version 2, or of version 1 those of
+/// `controller`: "cpu", "memory"), each before the one above it. A container often sees its own
+/// group as the root.
 std::vector<std::string> control_group_folders(const std::string& controller);
 
 /// Reads sched_getaffinity, /sys/devices/system/cpu and the control group (version 1 or 2).
