@@ -23,8 +23,6 @@ using Ids = std::vector<std::int64_t>;
 
 constexpr auto kEdges = "OwnedRows::edges";
 
-thread_local const OwnedRowsScope* innermost_rows = nullptr;
-
 // Edges of this rank whose target another one owns, as a message; empty: there are none.
 std::string strayed(const Group& group, const Sizes& sizes, std::span<const std::int64_t> source,
                     std::span<const std::int64_t> target, const Ids& row) {
@@ -125,16 +123,11 @@ at::Tensor OwnedRows::edges(std::span<const std::int64_t> source,
       mesh_, placements(1), {{1, counts}});
 }
 
-OwnedRowsScope::OwnedRowsScope(const OwnedRows& rows)
-    : rows_(rows.mesh(), {rows.size()}, rows.placements(), {{0, rows.sizes()}}),
-      outer_(innermost_rows) {
-  innermost_rows = this;
-  detail::rows_in_scope() = rows_;
+OwnedRowsScope::OwnedRowsScope(const OwnedRows& rows) : outer_(detail::rows_in_scope()) {
+  detail::rows_in_scope() =
+      ShardSpec(rows.mesh(), {rows.size()}, rows.placements(), {{0, rows.sizes()}});
 }
-OwnedRowsScope::~OwnedRowsScope() {
-  innermost_rows = outer_;
-  detail::rows_in_scope() = outer_ ? outer_->rows_ : ShardSpec();
-}
+OwnedRowsScope::~OwnedRowsScope() { detail::rows_in_scope() = outer_; }
 
 ShardSpec OwnedRowsScope::current() { return detail::rows_in_scope(); }
 

@@ -97,8 +97,7 @@ class OwnedRowsScope : Pinned {
   static ShardSpec current();
 
  private:
-  ShardSpec rows_;
-  const OwnedRowsScope* outer_;
+  ShardSpec outer_;
 };
 
 }  // namespace tessera
