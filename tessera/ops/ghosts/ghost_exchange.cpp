@@ -5,7 +5,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -27,6 +26,7 @@ namespace {
 using detail::GhostState;
 using detail::LocalCallGuard;
 using detail::PeerTransfer;
+using detail::tensor_over;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -85,12 +85,6 @@ void check_on_all(const GhostState& s, const char* call, const at::Tensor& t, co
     if (group.size() > 1) s.mesh.manager().fail_groups_within(s.mesh.mesh(), e.what());
     throw;
   }
-}
-
-at::Tensor index_over(const std::vector<std::int64_t>& rows, const at::Tensor& like) {
-  return at::from_blob(const_cast<std::int64_t*>(rows.data()),
-                       {static_cast<std::int64_t>(rows.size())}, at::kLong)
-      .to(like.device());
 }
 
 std::vector<std::int64_t> shape_of_rows(std::int64_t rows, at::IntArrayRef row) {
@@ -153,7 +147,7 @@ void pack(const at::Tensor& flat, const at::Tensor& from, std::int64_t first,
   } else {
     at::Tensor to = as_rows(flat, rows.size(), from.sizes().slice(1));
     at::index_select_out(to, from.narrow(0, first, from.size(0) - first), 0,
-                         index_over(rows, from));
+                         tensor_over(rows).to(from.device()));
   }
 }
 
@@ -215,7 +209,7 @@ struct ToGhosts : GhostRun {
       if (state->in_order) {
         ghosts.copy_(arrived);
       } else {
-        ghosts.index_copy_(0, index_over(rows.received, result), arrived);
+        ghosts.index_copy_(0, tensor_over(rows.received).to(result.device()), arrived);
       }
     }
     return std::move(result);
@@ -240,7 +234,7 @@ void reduce_in_order(at::Tensor& into, const at::Tensor& from,
                      const std::vector<std::int64_t>& rows, ReduceOp op) {
   if (rows.empty() || from.numel() == 0) return;
   if (!into.is_cpu()) {
-    const at::Tensor index = index_over(rows, into);
+    const at::Tensor index = tensor_over(rows).to(into.device());
     if (op == ReduceOp::sum) {
       into.index_add_(0, index, from);
     } else {

@@ -19,11 +19,6 @@ using detail::GhostDirectory;
 using detail::GhostState;
 using detail::IdsByRank;
 
-at::Tensor tensor_over(const std::vector<std::int64_t>& numbers) {
-  return at::from_blob(const_cast<std::int64_t*>(numbers.data()),
-                       {static_cast<std::int64_t>(numbers.size())}, at::kLong);
-}
-
 std::uint64_t hash_of(std::span<const std::int64_t> owned, std::span<const std::int64_t> needed) {
   Hash hash;
   for (const auto ids : {owned, needed})
@@ -39,6 +34,15 @@ const std::shared_ptr<GhostState>& made_plan(const std::shared_ptr<GhostState>& 
 }  // namespace
 
 namespace detail {
+
+at::Tensor tensor_over(const std::vector<std::int64_t>& numbers) {
+  return at::from_blob(const_cast<std::int64_t*>(numbers.data()),
+                       {static_cast<std::int64_t>(numbers.size())}, at::kLong);
+}
+
+std::span<const std::int64_t> span_over(const at::Tensor& numbers) {
+  return {numbers.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(numbers.numel())};
+}
 
 std::vector<int> all_axes(const DeviceMesh& mesh) {
   std::vector<int> axes(static_cast<std::size_t>(mesh.mesh().dims()));

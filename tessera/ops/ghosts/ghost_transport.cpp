@@ -5,7 +5,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/zeros_like.h>
@@ -138,23 +137,18 @@ std::string said_of(const GhostState& s, bool forward, std::int64_t row, const a
                 come.eq(0).all().item<bool>() ? "nothing" : named(come, digit));
 }
 
-at::Tensor over(const std::vector<std::int64_t>& numbers) {
-  return at::from_blob(const_cast<std::int64_t*>(numbers.data()),
-                       {static_cast<std::int64_t>(numbers.size())}, at::kLong);
-}
-
 // Empty where what arrives of ids is what the plan says.
 std::string ids_are_wrong(const GhostState& s, bool forward, const at::Tensor& like) {
   if (c10::multiply_integers(like.sizes().slice(1)) == 0) return {};  // on all ranks alike
   const GhostRows& rows = s.rows;
   const Digit digit = digit_of(like.scalar_type());
-  const at::Tensor ids = over(s.by_user->ids);
+  const at::Tensor ids = detail::tensor_over(s.by_user->ids);
   at::Tensor given = at::zeros_like(ids);
   given.narrow(0, forward ? 0 : rows.owned, forward ? rows.owned : rows.ghosts).fill_(1);
   const at::Tensor come = passed(s, forward, like, ids, given);
   const std::int64_t compared = forward ? rows.owned + rows.ghosts : rows.owned;
   const at::Tensor copies =
-      forward ? at::ones_like(ids) : at::bincount(over(rows.sent), {}, compared);
+      forward ? at::ones_like(ids) : at::bincount(detail::tensor_over(rows.sent), {}, compared);
   const at::Tensor expected =
       digits(ids, digit, 0, digit.count()).narrow(0, 0, compared) * copies.unsqueeze(1);
   const at::Tensor wrong = come.narrow(0, 0, compared)

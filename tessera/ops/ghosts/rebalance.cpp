@@ -167,10 +167,6 @@ std::vector<std::int64_t> arrived(const OwnedRows& rows, const std::vector<int>&
   return detail::carried_by(group, leave).values;
 }
 
-std::span<const std::int64_t> span_over(const at::Tensor& numbers) {
-  return {numbers.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(numbers.numel())};
-}
-
 // What both partitions cost on the edges, of which every rank then has all.
 void tell_quality(Rebalanced& made, const Group& group, const std::vector<int>& owner,
                   const at::Tensor& given) {
@@ -180,7 +176,7 @@ void tell_quality(Rebalanced& made, const Group& group, const std::vector<int>& 
     std::vector<int> all;
     for (const auto& part : agree::all<std::vector<int>>(group, kRebalance, [&] { return of; }))
       all.insert(all.end(), part.begin(), part.end());
-    return quality_of(all, group.size(), span_over(source), span_over(target));
+    return quality_of(all, group.size(), detail::span_over(source), detail::span_over(target));
   };
   made.quality_before = quality(std::vector<int>(owner.size(), group.rank()));
   made.quality_after = quality(owner);
@@ -225,15 +221,12 @@ Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::
   const auto mine = arrived(rows, owner.of);
   const auto sizes = agree::all<std::int64_t>(
       group, kRebalance, [&] { return static_cast<std::int64_t>(mine.size()); });
-  const auto tensor_of = [](const std::vector<std::int64_t>& numbers) {
-    return at::from_blob(const_cast<std::int64_t*>(numbers.data()),
-                         {static_cast<std::int64_t>(numbers.size())}, at::kLong)
-        .clone();
-  };
-  const at::Tensor from = from_local(tensor_of(mine), rows.mesh(), rows.placements(), {{0, sizes}});
-  const at::Tensor ids = to_local(rows.shard(tensor_of(rows.ids())).index_select(0, from));
+  const at::Tensor from = from_local(detail::tensor_over(mine).clone(), rows.mesh(),
+                                     rows.placements(), {{0, sizes}});
+  const at::Tensor ids =
+      to_local(rows.shard(detail::tensor_over(rows.ids()).clone()).index_select(0, from));
   Rebalanced made{
-      OwnedRows(rows.mesh(), axes_of_rows(rows), span_over(ids.contiguous())), {}, from};
+      OwnedRows(rows.mesh(), axes_of_rows(rows), detail::span_over(ids.contiguous())), {}, from};
   made.old_sizes = rows.sizes();
   made.imbalance_before = owner.before;
   made.imbalance_after = owner.after;

@@ -12,17 +12,16 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
 namespace {
 
-std::span<const std::int64_t> span_of_ids(const at::Tensor& t) {
-  return {t.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(t.numel())};
-}
+using detail::span_over;
 
 void check_numbers(const at::Tensor& t, std::int64_t end, const char* what) {
-  const auto all = span_of_ids(t);
+  const auto all = span_over(t);
   for (std::size_t i = 0; i < all.size(); ++i)
     if (all[i] < 0 || all[i] >= end)
       throw InvalidArgument(what, " ", all[i], " (place ", i, "); there are ", end);
@@ -80,11 +79,11 @@ ShardedGraph shard_graph(const DeviceMesh& mesh, std::vector<int> axes, const at
   const at::Tensor source = ends[0].index_select(0, own_edges),
                    target = ends[1].index_select(0, own_edges);
   const at::Tensor counts = of_target.bincount({}, group.size());
-  const OwnedRows nodes(mesh, axes, span_of_ids(own));
-  const auto order = ordered ? std::optional(span_of_ids(own_edges)) : std::nullopt;
-  const auto sizes = span_of_ids(counts);
+  const OwnedRows nodes(mesh, axes, span_over(own));
+  const auto order = ordered ? std::optional(span_over(own_edges)) : std::nullopt;
+  const auto sizes = span_over(counts);
   return {nodes,
-          nodes.edges(span_of_ids(source), span_of_ids(target), false, order),
+          nodes.edges(span_over(source), span_over(target), false, order),
           {sizes.begin(), sizes.end()},
           own_edges};
 }

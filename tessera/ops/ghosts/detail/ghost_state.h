@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "tessera/comm/group/types.h"
@@ -53,6 +54,9 @@ void reverse_by_user(const GhostState& state, const at::Tensor& rows);
 /// Throws InvalidArgument for a dtype that the user's functions do not carry.
 void check_carried(const UserExchange& by_user, at::ScalarType type);
 
+/// The numbers as a tensor that shares their memory, and those of a dense int64 tensor on the host.
+at::Tensor tensor_over(const std::vector<std::int64_t>& numbers);
+std::span<const std::int64_t> span_over(const at::Tensor& numbers);
 /// Every axis of the mesh, by its index.
 std::vector<int> all_axes(const DeviceMesh& mesh);
 /// What the ranks of a group send each other, as it arrives. Collective.

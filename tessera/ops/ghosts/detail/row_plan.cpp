@@ -80,10 +80,6 @@ at::Tensor ids_of(const ShardMeta& index) {
   return ids.to(at::kCPU, at::kLong).contiguous();
 }
 
-Ids span_of(const at::Tensor& ids) {
-  return {ids.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(ids.numel())};
-}
-
 std::uint64_t hash_of_ids(Ids ids) {
   std::uint64_t h = ids.size();
   for (const std::int64_t id : ids)
@@ -100,7 +96,7 @@ std::int64_t id_of(const RowPlan& plan, std::int64_t row) {
 // The first place at which the ids are others than the plan's; none if they are the same.
 std::optional<std::size_t> difference(const RowPlan& plan, Ids ids) {
   const at::Tensor there = plan.rows.to(at::kCPU);
-  const Ids rows = span_of(there);
+  const Ids rows = span_over(there);
   for (std::size_t i = 0; i < std::min(ids.size(), rows.size()); ++i)
     if (id_of(plan, rows[i]) != ids[i]) return i;
   if (ids.size() != rows.size()) return std::min(ids.size(), rows.size());
@@ -179,12 +175,12 @@ void to_front(std::deque<T>& all, typename std::deque<T>::iterator at) {
 
 [[noreturn]] void refuse_changed(const char* op, const RowPlan& plan, Ids ids, std::size_t at) {
   const auto rows = plan.rows.to(at::kCPU);
-  const bool grown = at >= ids.size() || at >= span_of(rows).size();
+  const bool grown = at >= ids.size() || at >= span_over(rows).size();
   throw InvalidArgument(
       op, ": the index was written to since its exchange of ghosts was planned: on rank ",
       plan.state->group().ranks()[static_cast<std::size_t>(plan.state->rows.rank)],
-      grown ? concat(" it has ", ids.size(), " places, and had ", span_of(rows).size())
-            : concat(" place ", at, " named row ", id_of(plan, span_of(rows)[at]),
+      grown ? concat(" it has ", ids.size(), " places, and had ", span_over(rows).size())
+            : concat(" place ", at, " named row ", id_of(plan, span_over(rows)[at]),
                      ", and now names row ", ids[at]),
       ". Give a changed graph as a new tensor (clone() before it is written to)");
 }
@@ -200,8 +196,8 @@ RowPlanPtr known_plan(const char* op, KeptPlans& kept, const at::Tensor& tensor,
   if (const auto version = static_cast<std::uint32_t>(tensor._version());
       found->version != version) {
     const at::Tensor ids = ids_of(index);
-    if (const auto at = difference(*found->plan, span_of(ids)))
-      refuse_changed(op, *found->plan, span_of(ids), *at);
+    if (const auto at = difference(*found->plan, span_over(ids)))
+      refuse_changed(op, *found->plan, span_over(ids), *at);
     found->version = version;
   }
   const RowPlanPtr plan = found->plan;
@@ -215,7 +211,7 @@ RowPlanPtr agreed_plan(const char* op, KeptPlans& kept, const ShardMeta& index,
   const auto& context = kept.context;
   const Group group = context->mesh.group(rows.axes);
   const at::Tensor given = ids_of(index);
-  const Ids ids = span_of(given);
+  const Ids ids = span_over(given);
   const std::uint64_t hash = hash_of_ids(ids);
   const auto origin = concat(op, " of rows ", list(rows.partition.sizes()), " by ", index.spec());
   const SumOrder order = order_of(index.local);
