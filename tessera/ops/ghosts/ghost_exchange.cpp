@@ -190,7 +190,7 @@ struct ToGhosts : GhostRun {
     result = at::empty(shape_of_rows(rows.owned + rows.ghosts, row),
                        owned.options().requires_grad(false).memory_format(std::nullopt));
     copy_first(result, owned, rows.owned);
-    if (state->by_user) detail::forward_by_user(*state, result);
+    if (state->by_user) detail::run_by_user(*state, true, result);
   }
   at::Tensor finish() {
     transfer.request.wait();
@@ -272,7 +272,7 @@ struct ToOwners : GhostRun {
     const auto row = all.sizes().slice(1);
     if (by_user) {
       const at::Tensor both = all.clone(at::MemoryFormat::Contiguous);
-      detail::reverse_by_user(*state, both);
+      detail::run_by_user(*state, false, both);
       result = both.narrow(0, 0, rows.owned).clone();
       return;
     }

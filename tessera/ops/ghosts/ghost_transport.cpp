@@ -165,7 +165,11 @@ std::string ids_are_wrong(const GhostState& s, bool forward, const at::Tensor& l
   return shown < wrong.size(0) ? concat(text, ", ... (", wrong.size(0), " in all)") : text;
 }
 
-void by_user(const GhostState& s, bool forward, const at::Tensor& rows) {
+}  // namespace
+
+namespace detail {
+
+void run_by_user(const GhostState& s, bool forward, const at::Tensor& rows) {
   const Group group = s.group();
   const auto call = concat(forward ? "ghost_exchange" : "ghost_reduce", " by the transport's ",
                            forward ? "forward" : "reverse");
@@ -189,17 +193,6 @@ void by_user(const GhostState& s, bool forward, const at::Tensor& rows) {
       s.mesh.manager().fail_groups_within(s.mesh.mesh(), concat(call, ": ", e.what()));
     throw;
   }
-}
-
-}  // namespace
-
-namespace detail {
-
-void forward_by_user(const GhostState& state, const at::Tensor& rows) {
-  by_user(state, true, rows);
-}
-void reverse_by_user(const GhostState& state, const at::Tensor& rows) {
-  by_user(state, false, rows);
 }
 
 void check_carried(const UserExchange& by_user, at::ScalarType type) {

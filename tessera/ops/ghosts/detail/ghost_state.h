@@ -47,10 +47,9 @@ at::Tensor reduced_to_owners(const std::shared_ptr<GhostState>& state, const at:
 /// True for the dtypes that ghosts are reduced in.
 bool reduces_ghosts_of(at::ScalarType type);
 
-/// The two directions by the user's functions, on owned rows and ghosts: what arrives stands where
-/// ours would put it.
-void forward_by_user(const GhostState& state, const at::Tensor& rows);
-void reverse_by_user(const GhostState& state, const at::Tensor& rows);
+/// One of the two directions by the user's functions, on owned rows and ghosts: what arrives stands
+/// where ours would put it.
+void run_by_user(const GhostState& state, bool forward, const at::Tensor& rows);
 /// Throws InvalidArgument for a dtype that the user's functions do not carry.
 void check_carried(const UserExchange& by_user, at::ScalarType type);
 
