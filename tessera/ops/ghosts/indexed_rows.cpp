@@ -280,61 +280,44 @@ bool added_to_whole(const OpInfo& info, torch::jit::Stack* stack, const Sum& sum
   return true;
 }
 
-bool index_add(const OpInfo& info, torch::jit::Stack* stack) {
+bool same_but_rows(const at::Tensor& a, const at::Tensor& b) {
+  return a.dim() > 0 && a.dim() == b.dim() && a.sizes().slice(1) == b.sizes().slice(1);
+}
+
+// The index of index_add has one dim, that of scatter_add the shape of what is scattered.
+bool may_name_rows(const Given& a, bool scatters) {
+  const at::Tensor index = a.tensor(2);
+  if (!scatters) return index.dim() == 1;
+  return a[3].isTensor() && index.sizes() == a.tensor(3).sizes() &&
+         same_but_rows(index, a.tensor(0));
+}
+
+// index_add, or scatter_add.
+template <bool scatters>
+bool add_at_rows(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
-  if (a.tensor(2).dim() != 1) return false;
-  Target t = target_of("aten::index_add", a);
+  if (!may_name_rows(a, scatters)) return false;
+  const at::Scalar alpha = scatters ? at::Scalar(1) : a[4].toScalar();
+  Target t = target_of(scatters ? "aten::scatter_add" : "aten::index_add", a);
   if (!t.ready("sum", info.writes))
     return added_to_whole(info, stack, [&](const at::Tensor& zeros) {
-      return zeros.index_add(a[1].toInt(), t.index, t.source, a[4].toScalar());
+      const std::int64_t dim = a[1].toInt();
+      return scatters ? zeros.scatter_add(dim, t.index, t.source)
+                      : zeros.index_add(dim, t.index, t.source, alpha);
     });
-  const at::Scalar alpha = a[4].toScalar();
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return added(*t.plan, rows, source, alpha);
   });
 }
 
-bool index_reduce(const OpInfo& info, torch::jit::Stack* stack) {
+// index_reduce, or scatter_reduce.
+template <bool scatters>
+bool reduce_at_rows(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
-  if (a.tensor(2).dim() != 1) return false;
+  if (!may_name_rows(a, scatters)) return false;
   const std::string reduce(a[4].toStringRef());
   const bool include_self = a[5].toBool();
-  Target t = target_of("aten::index_reduce", a);
-  if (!t.ready(reduce, info.writes)) return false;
-  return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
-    return reduced(*t.plan, rows, source, reduce, include_self);
-  });
-}
-
-bool same_but_rows(const at::Tensor& a, const at::Tensor& b) {
-  return a.dim() > 0 && a.dim() == b.dim() && a.sizes().slice(1) == b.sizes().slice(1);
-}
-
-// The index of a scatter has the shape of what is scattered.
-bool scatters_rows(const Given& a) {
-  const at::Tensor x = a.tensor(0), index = a.tensor(2);
-  return a[3].isTensor() && index.sizes() == a.tensor(3).sizes() && same_but_rows(index, x);
-}
-
-bool scatter_add(const OpInfo& info, torch::jit::Stack* stack) {
-  const Given a{info, *stack};
-  if (!scatters_rows(a)) return false;
-  Target t = target_of("aten::scatter_add", a);
-  if (!t.ready("sum", info.writes))
-    return added_to_whole(info, stack, [&](const at::Tensor& zeros) {
-      return zeros.scatter_add(a[1].toInt(), t.index, t.source);
-    });
-  return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
-    return added(*t.plan, rows, source, 1);
-  });
-}
-
-bool scatter_reduce(const OpInfo& info, torch::jit::Stack* stack) {
-  const Given a{info, *stack};
-  if (!scatters_rows(a)) return false;
-  const std::string reduce(a[4].toStringRef());
-  const bool include_self = a[5].toBool();
-  Target t = target_of("aten::scatter_reduce", a);
+  Target t = target_of(scatters ? "aten::scatter_reduce" : "aten::index_reduce", a);
   if (!t.ready(reduce, info.writes)) return false;
   return t.run(info, stack, [&](const at::Tensor& rows, const at::Tensor& source) {
     return reduced(*t.plan, rows, source, reduce, include_self);
@@ -465,10 +448,10 @@ const AtStart registered([] {
   register_before_rule("aten::index_select", index_select_below);
   register_before_rule("aten::index.Tensor", index_below);
   for (const char* form : {"", "_"}) {
-    register_before_rule(concat("aten::index_add", form), index_add);
-    register_before_rule(concat("aten::index_reduce", form), index_reduce);
-    register_before_rule(concat("aten::scatter_add", form), scatter_add);
-    register_before_rule(concat("aten::scatter_reduce", form, ".two"), scatter_reduce);
+    register_before_rule(concat("aten::index_add", form), add_at_rows<false>);
+    register_before_rule(concat("aten::index_reduce", form), reduce_at_rows<false>);
+    register_before_rule(concat("aten::scatter_add", form), add_at_rows<true>);
+    register_before_rule(concat("aten::scatter_reduce", form, ".two"), reduce_at_rows<true>);
     register_before_rule(concat("aten::scatter", form, ".value"), scatter_value);
     register_before_rule(concat("aten::index_fill", form, ".int_Scalar"), index_fill);
   }
