@@ -41,10 +41,7 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
     if (d.distributed)
       interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
   }
-  if (backward)
-    gradients_ = halo_of_gradients();
-  else
-    inputs_ = halo_of_inputs();
+  (backward ? gradients_ : inputs_) = halo_of(backward);
   if (aligned_) find_strips(backward);
 }
 
@@ -95,27 +92,18 @@ bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) con
          weight.scalar_type() == x.scalar_type() && x.numel() > 0 && weight.numel() > 0;
 }
 
-// The inputs that a rank's outputs read.
-Halo ConvolutionHalo::halo_of_inputs() const {
+// The inputs that a rank's outputs read or, for backward, the outputs to which its inputs
+// contribute.
+Halo ConvolutionHalo::halo_of(bool backward) const {
+  const bool by_window = backward == arguments_.transposed;
   return halo_of_windows(
-      x_, y_, dims_.size(),
-      [dims = dims_, transposed = arguments_.transposed](std::size_t i, const Interval& outputs) {
-        if (!dims[i].distributed) return Interval{0, dims[i].in_extent};
-        return transposed ? dims[i].window.transposed_inputs(outputs)
-                          : dims[i].window.inputs(outputs);
-      });
-}
-
-// The outputs to which a rank's inputs contribute.
-Halo ConvolutionHalo::halo_of_gradients() const {
-  return halo_of_windows(
-      y_, x_, dims_.size(),
-      [dims = dims_, transposed = arguments_.transposed](std::size_t i, const Interval& inputs) {
-        const Interval all{0, dims[i].out_extent};
-        if (!dims[i].distributed) return all;
-        return intersect(
-            transposed ? dims[i].window.inputs(inputs) : dims[i].window.transposed_inputs(inputs),
-            all);
+      backward ? y_ : x_, backward ? x_ : y_, dims_.size(),
+      [dims = dims_, backward, by_window](std::size_t i, const Interval& own) {
+        const Dim& d = dims[i];
+        const Interval all{0, backward ? d.out_extent : d.in_extent};
+        if (!d.distributed) return all;
+        const Interval read = by_window ? d.window.inputs(own) : d.window.transposed_inputs(own);
+        return backward ? intersect(read, all) : read;
       });
 }
 
@@ -241,11 +229,8 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   if (policy.backward == HaloPolicy::Backward::sum)
     return backward_by_sum(gradient, x, weight, mask);
   HaloValues values = gradients_.start_exchange(gradient);
-  if (volume(in_) == 0) {
-    // x has no elements: zeros, except for the bias
-    std::array<at::Tensor, 3> none = gradients(whole_dims(), gradient, x, weight, mask);
-    return none;
-  }
+  // If x has no elements: zeros, except for the bias.
+  if (volume(in_) == 0) return gradients(whole_dims(), gradient, x, weight, mask);
   const bool complete = aligned_ && gradients_.needed() == out_;
   const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) &&
                     gradient.scalar_type() == x.scalar_type();
@@ -291,7 +276,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gra
                                                            const at::Tensor& x,
                                                            const at::Tensor& weight,
                                                            std::array<bool, 3> mask) {
-  if (!inputs_) inputs_ = halo_of_inputs();
+  if (!inputs_) inputs_ = halo_of(false);
   std::array<at::Tensor, 3> result;
   at::Tensor of_needed = at::zeros(shape_of(inputs_.needed()), x.options());
   HaloValues values = mask[1] ? inputs_.start_exchange(x) : HaloValues();

@@ -81,8 +81,7 @@ class ConvolutionHalo {
                      const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
   std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x,
                                             const at::Tensor& weight, std::array<bool, 3> mask);
-  Halo halo_of_inputs() const;
-  Halo halo_of_gradients() const;
+  Halo halo_of(bool backward) const;
 
   ConvolutionArguments arguments_;
   ShardSpec x_, y_;
