@@ -208,13 +208,9 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
   at::Tensor y = convolve(*aligned_, x, weight, bias);
   if (complete) return y;
   if (taps) {
-    for (const Strip& strip : halo_) {
-      const at::Tensor box = values.assemble(strip.box);
-      if (arguments_.transposed)
-        strip.taps.to_b(y, box, weight, arguments_.groups);
-      else
-        strip.taps.to_a(y, box, weight, arguments_.groups);
-    }
+    for (const Strip& strip : halo_)
+      strip.taps.to_values(y, values.assemble(strip.box), weight, arguments_.groups,
+                           !arguments_.transposed);
     return y;
   }
   for (const Strip& strip : outer_)
@@ -247,7 +243,12 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   // that contribute to it.
   for (const Strip& strip : halo_) {
     if (taps) {
-      add_strip(strip, values.assemble(strip.box), result, x, weight, mask);
+      const at::Tensor box = values.assemble(strip.box);
+      const bool transposed = arguments_.transposed;
+      if (mask[0]) strip.taps.to_values(result[0], box, weight, arguments_.groups, transposed);
+      if (mask[1])
+        strip.taps.to_weight(result[1], transposed ? x : box, transposed ? box : x,
+                             arguments_.groups);
       continue;
     }
     const at::Tensor box = embedded(values.assemble(strip.inside), strip.inside, strip.call.out);
@@ -257,19 +258,6 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
     if (mask[1]) result[1].add_(more[1]);
   }
   return result;
-}
-
-// `box`: gradients of a strip's outputs.
-void ConvolutionHalo::add_strip(const Strip& strip, const at::Tensor& box,
-                                std::array<at::Tensor, 3>& result, const at::Tensor& x,
-                                const at::Tensor& weight, std::array<bool, 3> mask) const {
-  if (arguments_.transposed) {
-    if (mask[0]) strip.taps.to_a(result[0], box, weight, arguments_.groups);
-    if (mask[1]) strip.taps.to_weight(result[1], x, box, arguments_.groups);
-  } else {
-    if (mask[0]) strip.taps.to_b(result[0], box, weight, arguments_.groups);
-    if (mask[1]) strip.taps.to_weight(result[1], box, x, arguments_.groups);
-  }
 }
 
 std::array<at::Tensor, 3> ConvolutionHalo::backward_by_sum(const at::Tensor& gradient,

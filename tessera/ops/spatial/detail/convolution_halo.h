@@ -65,8 +65,6 @@ class ConvolutionHalo {
   bool splits(HaloPolicy::Order order) const;
   bool by_taps(const at::Tensor& x, const at::Tensor& weight) const;
   void find_strips(bool backward);
-  void add_strip(const Strip& strip, const at::Tensor& box, std::array<at::Tensor, 3>& result,
-                 const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> mask) const;
   Call whole_dims() const;
   Call call_for(const Box& box, BoxCall (*of_dim)(const Window&, Interval, bool)) const;
   Call forward_call(const Box& outputs) const { return call_for(outputs, tessera::forward_call); }

@@ -6,9 +6,6 @@
 namespace tessera::detail {
 
 TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
-  const auto floor_div = [](std::int64_t x, std::int64_t y) {
-    return x / y - (x % y != 0 && x < 0);
-  };
   std::vector<std::vector<Run>> of_dim;
   std::vector<std::int64_t> sizes;
   pairs_ = 1;
@@ -18,7 +15,7 @@ TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
     std::int64_t pairs = 0;
     for (std::int64_t k = 0; k < w.kernel; ++k) {
       const std::int64_t shift = k * w.dilation - w.padding;  // i = o * stride + shift
-      const std::int64_t begin = std::max(a[d].begin, -floor_div(shift - b[d].begin, w.stride));
+      const std::int64_t begin = std::max(a[d].begin, ceil_div(b[d].begin - shift, w.stride));
       const std::int64_t end = std::min(a[d].end, floor_div(b[d].end - 1 - shift, w.stride) + 1);
       if (end <= begin) continue;
       runs.push_back({k, begin - a[d].begin, begin * w.stride + shift - b[d].begin, end - begin});
@@ -250,14 +247,14 @@ void TapSum::with_sides(const at::Tensor& a, const at::Tensor& b, const at::Tens
     call(sides_of<double>(a, b, weight, groups, dim_, stride_));
 }
 
-void TapSum::to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
-                  std::int64_t groups) const {
-  with_sides(a, b, weight, groups, [&](const auto& sides) { add<true>(runs_, sides); });
-}
-
-void TapSum::to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight,
-                  std::int64_t groups) const {
-  with_sides(a, b, weight, groups, [&](const auto& sides) { add<false>(runs_, sides); });
+void TapSum::to_values(const at::Tensor& to, const at::Tensor& from, const at::Tensor& weight,
+                       std::int64_t groups, bool to_a) const {
+  with_sides(to_a ? to : from, to_a ? from : to, weight, groups, [&](const auto& sides) {
+    if (to_a)
+      add<true>(runs_, sides);
+    else
+      add<false>(runs_, sides);
+  });
 }
 
 void TapSum::to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b,

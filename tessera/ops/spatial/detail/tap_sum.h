@@ -31,12 +31,9 @@ class TapSum {
   }
 
   /// a: N x CA x box a, b: N x CB x box b, any strides, one dtype; the shape of `weight` as above.
-  /// a[o] += weight[k] * b[i]
-  void to_a(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
-            std::int64_t groups) const;
-  /// b[i] += weight[k] * a[o]
-  void to_b(const at::Tensor& b, const at::Tensor& a, const at::Tensor& weight,
-            std::int64_t groups) const;
+  /// `to_a`: a[o] += weight[k] * b[i], of to = a and from = b; else b[i] += weight[k] * a[o].
+  void to_values(const at::Tensor& to, const at::Tensor& from, const at::Tensor& weight,
+                 std::int64_t groups, bool to_a) const;
   /// weight[k] += a[o] * b[i]
   void to_weight(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b,
                  std::int64_t groups) const;
