@@ -84,13 +84,12 @@ struct Probe {
                                     .to(at::kCPU, at::kDouble)
                                     .contiguous();
     const double* weights = response.const_data_ptr<double>();
-    Taps taps;
+    Taps taps(outputs);
     for (std::int64_t o = 0; o < outputs; ++o) {
       const auto at = static_cast<double>(o);
       const bool corner = (align && !op.antialias) || op.name.starts_with("upsample_nearest");
       const double centre = std::clamp(corner ? at * step : (at + 0.5) * step - 0.5, 0.0,
                                        static_cast<double>(inputs - 1));
-      std::vector<std::pair<std::int64_t, double>> row;
       for (std::int64_t r = 0; r < period; ++r) {
         const double w = weights[o * period + r];
         if (w == 0) continue;
@@ -99,14 +98,9 @@ struct Probe {
         std::int64_t i = r + period * turn;
         if (i < 0) i += period;
         if (i >= inputs) i -= period;
-        row.emplace_back(i, w);
+        taps[o].emplace_back(i, w);
       }
-      std::ranges::sort(row);
-      for (const auto& [i, w] : row) {
-        taps.index.push_back(i);
-        taps.weight.push_back(w);
-      }
-      taps.offset.push_back(static_cast<std::int64_t>(taps.index.size()));
+      std::ranges::sort(taps[o]);
     }
     return taps;
   }
@@ -123,60 +117,41 @@ struct Probe {
             .to(at::kCPU, at::kDouble)
             .contiguous();
     Taps taps;
-    for (std::int64_t i = 0; i < inputs; ++i) {
-      for (auto n = static_cast<std::int64_t>(counts.const_data_ptr<double>()[i]); n > 0; --n) {
-        taps.index.push_back(i);
-        taps.weight.push_back(1);
-        taps.offset.push_back(static_cast<std::int64_t>(taps.index.size()));
-      }
-    }
+    for (std::int64_t i = 0; i < inputs; ++i)
+      for (auto n = static_cast<std::int64_t>(counts.const_data_ptr<double>()[i]); n > 0; --n)
+        taps.push_back(TapRow{{i, 1.0}});
     return taps;
   }
 };
 
 // Outputs `rows` of a matrix, with inputs counted from `first` on.
 Taps part_of(const Taps& taps, const Interval& rows, std::int64_t first) {
-  Taps part;
-  for (std::int64_t o = rows.begin; o < rows.end; ++o) {
-    for (std::int64_t k = taps.offset[o]; k < taps.offset[o + 1]; ++k) {
-      part.index.push_back(taps.index[k] - first);
-      part.weight.push_back(taps.weight[k]);
-    }
-    part.offset.push_back(static_cast<std::int64_t>(part.index.size()));
-  }
+  Taps part(taps.begin() + rows.begin, taps.begin() + rows.end);
+  for (TapRow& row : part)
+    for (auto& [i, w] : row) i -= first;
   return part;
 }
 
 Taps transposed(const Taps& taps, std::int64_t inputs) {
-  std::vector<std::vector<std::pair<std::int64_t, double>>> rows(inputs);
-  for (std::int64_t o = 0; o < taps.rows(); ++o)
-    for (std::int64_t k = taps.offset[o]; k < taps.offset[o + 1]; ++k)
-      rows[taps.index[k]].emplace_back(o, taps.weight[k]);
-  Taps result;
-  for (const auto& row : rows) {
-    for (const auto& [o, w] : row) {
-      result.index.push_back(o);
-      result.weight.push_back(w);
-    }
-    result.offset.push_back(static_cast<std::int64_t>(result.index.size()));
-  }
+  Taps result(inputs);
+  for (std::size_t o = 0; o < taps.size(); ++o)
+    for (const auto& [i, w] : taps[o]) result[i].emplace_back(o, w);
   return result;
 }
 
 Interval read_by(const Taps& taps, const Interval& outputs) {
   Interval in{std::numeric_limits<std::int64_t>::max(), 0};
-  for (std::int64_t k = outputs.empty() ? 0 : taps.offset[outputs.begin];
-       k < (outputs.empty() ? 0 : taps.offset[outputs.end]); ++k)
-    in = {std::min(in.begin, taps.index[k]), std::max(in.end, taps.index[k] + 1)};
+  for (std::int64_t o = outputs.begin; o < outputs.end; ++o)
+    for (const auto& [i, w] : taps[o]) in = {std::min(in.begin, i), std::max(in.end, i + 1)};
   return in.empty() ? Interval{0, 0} : in;
 }
 
 bool close(const Taps& a, const Taps& b, double tolerance) {
-  if (a.rows() != b.rows()) return false;
-  for (std::int64_t o = 0; o < a.rows(); ++o) {
+  if (a.size() != b.size()) return false;
+  for (std::size_t o = 0; o < a.size(); ++o) {
     std::map<std::int64_t, double> weights;
-    for (std::int64_t k = a.offset[o]; k < a.offset[o + 1]; ++k) weights[a.index[k]] += a.weight[k];
-    for (std::int64_t k = b.offset[o]; k < b.offset[o + 1]; ++k) weights[b.index[k]] -= b.weight[k];
+    for (const auto& [i, w] : a[o]) weights[i] += w;
+    for (const auto& [i, w] : b[o]) weights[i] -= w;
     for (const auto& [i, w] : weights)
       if (std::abs(w) > tolerance) return false;
   }
@@ -222,7 +197,7 @@ InterpolationHalo::InterpolationHalo(InterpolationCall call, ShardSpec x, const 
         part_of(whole_[i], volume(out_) > 0 ? out_[d] : Interval{0, 0}, halo_.needed()[d].begin);
     const std::int64_t inputs = halo_.needed()[d].size();
     matrix_.push_back(dense(mine, inputs));
-    adjoint_.push_back(dense(transposed(mine, inputs), mine.rows()));
+    adjoint_.push_back(dense(transposed(mine, inputs), std::ssize(mine)));
   }
 }
 
@@ -275,25 +250,23 @@ void InterpolationHalo::find_native() {
 
 InterpolationHalo::Dense InterpolationHalo::dense(const Taps& taps, std::int64_t inputs) const {
   Dense d;
-  d.rows = taps.rows();
+  d.rows = taps.size();
   bool ones = true;
-  d.identity = taps.rows() == inputs;
-  for (std::int64_t o = 0; o < taps.rows(); ++o) {
-    const std::int64_t n = taps.offset[o + 1] - taps.offset[o];
-    d.taps = std::max(d.taps, n);
-    ones &= n == 1 && taps.weight[taps.offset[o]] == 1;
-    d.identity &= ones && taps.index[taps.offset[o]] == o;
+  d.identity = std::ssize(taps) == inputs;
+  for (std::size_t o = 0; o < taps.size(); ++o) {
+    const TapRow& row = taps[o];
+    d.taps = std::max(d.taps, row.size());
+    ones &= row.size() == 1 && row[0].second == 1;
+    d.identity &= ones && row[0].first == static_cast<std::int64_t>(o);
   }
-  d.identity &= ones;
   if (d.identity) return d;
   const auto device = call_.options.device();
-  for (std::int64_t k = 0; k < d.taps; ++k) {
+  for (std::size_t k = 0; k < d.taps; ++k) {
     std::vector<std::int64_t> index;
     std::vector<double> weight;
-    for (std::int64_t o = 0; o < taps.rows(); ++o) {
-      const std::int64_t first = taps.offset[o], n = taps.offset[o + 1] - first;
-      index.push_back(n == 0 ? 0 : taps.index[first + std::min(k, n - 1)]);
-      weight.push_back(k < n ? taps.weight[first + k] : 0);
+    for (const TapRow& row : taps) {
+      index.push_back(row.empty() ? 0 : row[std::min(k, row.size() - 1)].first);
+      weight.push_back(k < row.size() ? row[k].second : 0);
     }
     d.index.push_back(at::tensor(index, at::kLong).to(device));
     if (!ones || d.taps != 1)
@@ -308,13 +281,13 @@ at::Tensor InterpolationHalo::along(const at::Tensor& t, const Dense& m, std::si
   if (m.identity) return t;
   const auto d = static_cast<std::int64_t>(dim);
   Shape shape(out_.size(), 1), sizes = t.sizes().vec();
-  sizes[dim] = m.rows;
+  sizes[dim] = static_cast<std::int64_t>(m.rows);
   if (m.taps == 0) return at::zeros(sizes, t.options());
   at::Tensor sum;
   for (std::size_t k = 0; k < m.index.size(); ++k) {
     at::Tensor values = t.index_select(d, m.index[k]);
     if (m.weight.empty()) return values;
-    shape[dim] = m.rows;
+    shape[dim] = sizes[dim];
     const at::Tensor weight = m.weight[k].view(shape);
     if (k == 0)
       sum = values.mul_(weight);

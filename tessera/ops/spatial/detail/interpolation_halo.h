@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/ops/halo/detail/field_halo.h"
@@ -28,14 +29,9 @@ struct Interpolation {
   bool align_argument = true, nearest = false, antialias = false;
 };
 
-/// A sparse matrix: output o is the sum of weight[k] * input index[k] for k in [offset[o], offset[o
-/// + 1]).
-struct Taps {
-  std::vector<std::int64_t> offset{0}, index;
-  std::vector<double> weight;
-  std::int64_t rows() const { return static_cast<std::int64_t>(offset.size()) - 1; }
-  bool operator==(const Taps&) const = default;
-};
+/// A row of a sparse matrix: inputs by their index, and the weight of each in the output.
+using TapRow = std::vector<std::pair<std::int64_t, double>>;
+using Taps = std::vector<TapRow>;
 
 struct InterpolationCall {
   const Interpolation* op;
@@ -67,7 +63,7 @@ class InterpolationHalo : FieldHalo {
  private:
   /// A matrix with `taps` pairs of an index and a weight in each row.
   struct Dense {
-    std::int64_t rows = 0, taps = 0;
+    std::size_t rows = 0, taps = 0;
     bool identity = false;
     std::vector<at::Tensor> index, weight;  // weight: undefined where all are 1
   };
