@@ -212,44 +212,21 @@ void check_probabilities_type(const OpCall& call) {
 
 using Draw = std::function<at::Tensor(const Source&, const Stack&, at::ScalarType)>;
 
-// The first input as `spec`, the others replicated.
-std::vector<std::optional<ShardSpec>> inputs_of(const OpCall& call, const ShardSpec& spec) {
-  std::vector<std::optional<ShardSpec>> inputs{spec};
-  for (std::size_t i = 1; i < call.tensors().size(); ++i) {
-    const ShardSpec& other = call.tensor(i).spec;
-    inputs.emplace_back(replicated(other));
-  }
-  return inputs;
-}
-
-// x.uniform_(...): the target's values are replaced.
-Plan in_place(const OpCall& call, const Draw& draw) {
+// rand_like(x), bernoulli(x): a new tensor with the input's placements; x.uniform_(...): the
+// target's values are replaced.
+Plan drawn(const OpCall& call, const Draw& draw) {
   refuse_generator(call);
   // a partial target is reduced first, that is, its ranks are given the same values
   const ShardSpec spec = without_partial(call.tensor(0).spec);
   Plan plan;
-  plan.inputs = inputs_of(call, spec);
+  plan.inputs = {spec};
+  for (std::size_t i = 1; i < call.tensors().size(); ++i)
+    plan.inputs.emplace_back(replicated(call.tensor(i).spec));
   plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, draw](const OperatorHandle&, Stack a) {
-    const at::Tensor t = a[0].toTensor();
-    t.copy_(draw(source, a, t.scalar_type()));
-    return Stack{t};
-  };
-  return plan;
-}
-
-// rand_like(x), bernoulli(x): a new tensor with the input's placements.
-Plan functional(const OpCall& call, const Draw& draw) {
-  refuse_generator(call);
-  const ShardSpec spec = without_partial(call.tensor(0).spec);
-  const auto* out = call.outputs();
-  const at::ScalarType type = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
-  Plan plan;
-  plan.inputs = inputs_of(call, spec);
-  plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, draw, type](const OperatorHandle&, Stack a) {
-    const at::Tensor& t = a[0].toTensor();
-    return Stack{draw(source, a, type).to(t.options().dtype(type))};
+  plan.local = [source = Source{spec}, draw, type = drawn_type(call), writes = call.in_place()](
+                   const OperatorHandle&, Stack a) {
+    const at::Tensor t = a[0].toTensor(), values = draw(source, a, type);
+    return Stack{writes ? t.copy_(values) : values.to(t.options().dtype(type))};
   };
   return plan;
 }
@@ -326,18 +303,15 @@ Plan dropout(const OpCall& call) {
 
 const RuleOptions kAlways{.for_replicated = true};
 
-auto by(Plan (*plan)(const OpCall&, const Draw&)) {
-  return [plan](const char* op, const Draw& draw, const Check& check) {
-    const auto rule = [plan, draw, check](const OpCall& call) {
-      check(call);
-      return plan(call, draw);
-    };
-    register_rule(op, rule, kAlways);
+void register_draw(const char* op, const Draw& draw, const Check& check) {
+  const auto rule = [draw, check](const OpCall& call) {
+    check(call);
+    return drawn(call, draw);
   };
+  register_rule(op, rule, kAlways);
 }
 
 const AtStart registered([] {
-  const auto writes = by(in_place), makes = by(functional);
   const auto up_to = [](const Source& s, const Stack& a, at::ScalarType) {
     return integers(s, 0, a[1].toScalar().toDouble());
   };
@@ -347,49 +321,51 @@ const AtStart registered([] {
           "random_ without an upper bound has no rule for sharded tensors: give one");
     return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
   };
-  writes("aten::uniform_", uniform, check_uniform);
+  register_draw("aten::uniform_", uniform, check_uniform);
   const auto normal_by = [](double mean, double deviation, const Words& w) {
     return mean + deviation * normal(w);
   };
   const Draw bernoulli_p =
       by_one([](double p, const Words& w) { return unit_double(w[0], w[1]) < p ? 1.0 : 0.0; });
-  writes("aten::normal_", by_two(normal_by),
-         Within{"std", "standard deviation", [](double d) { return d >= 0; }, "at least 0"});
-  writes("aten::bernoulli_.float", bernoulli_p, check_probability);
-  writes("aten::bernoulli_.Tensor", bernoulli_tensor, check_shape_of_probabilities);
-  writes("aten::exponential_", by_one([](double rate, const Words& w) {
-           return -std::log1p(-unit_double(w[0], w[1])) / rate;
-         }),
-         Within{"lambd", "rate", positive, "more than 0"});
-  writes("aten::log_normal_", by_two([normal_by](double mean, double deviation, const Words& w) {
-           return std::exp(normal_by(mean, deviation, w));
-         }),
-         Within{"std", "standard deviation", positive, "more than 0"});
-  writes("aten::cauchy_", by_two([](double median, double sigma, const Words& w) {
-           return median + sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5));
-         }),
-         Within{"sigma", "scale", positive, "more than 0"});
+  register_draw("aten::normal_", by_two(normal_by),
+                Within{"std", "standard deviation", [](double d) { return d >= 0; }, "at least 0"});
+  register_draw("aten::bernoulli_.float", bernoulli_p, check_probability);
+  register_draw("aten::bernoulli_.Tensor", bernoulli_tensor, check_shape_of_probabilities);
+  register_draw("aten::exponential_", by_one([](double rate, const Words& w) {
+                  return -std::log1p(-unit_double(w[0], w[1])) / rate;
+                }),
+                Within{"lambd", "rate", positive, "more than 0"});
+  register_draw("aten::log_normal_",
+                by_two([normal_by](double mean, double deviation, const Words& w) {
+                  return std::exp(normal_by(mean, deviation, w));
+                }),
+                Within{"std", "standard deviation", positive, "more than 0"});
+  register_draw("aten::cauchy_", by_two([](double median, double sigma, const Words& w) {
+                  return median +
+                         sigma * std::tan(std::numbers::pi * (unit_double(w[0], w[1]) - 0.5));
+                }),
+                Within{"sigma", "scale", positive, "more than 0"});
   // The number of trials up to the first success.
-  writes(
+  register_draw(
       "aten::geometric_", by_one([](double p, const Words& w) {
         const double trials = std::ceil(std::log1p(-unit_double(w[0], w[1])) / std::log1p(-p));
         return p >= 1 ? 1.0 : std::max(1.0, trials);
       }),
       Within{"p", "probability", [](double p) { return p > 0 && p < 1; }, "between 0 and 1", true});
-  writes("aten::random_.to", up_to, check_range);
-  writes("aten::random_.from", between, check_range);
-  makes("aten::randint_like", up_to, check_range);
-  makes("aten::randint_like.low_dtype", between, check_range);
-  makes("aten::bernoulli", bernoulli_each, check_probabilities_type);
-  makes("aten::bernoulli.p", bernoulli_p, check_probability);
-  makes("aten::bernoulli.Tensor", bernoulli_tensor, [](const OpCall&) {});
-  makes(
+  register_draw("aten::random_.to", up_to, check_range);
+  register_draw("aten::random_.from", between, check_range);
+  register_draw("aten::randint_like", up_to, check_range);
+  register_draw("aten::randint_like.low_dtype", between, check_range);
+  register_draw("aten::bernoulli", bernoulli_each, check_probabilities_type);
+  register_draw("aten::bernoulli.p", bernoulli_p, check_probability);
+  register_draw("aten::bernoulli.Tensor", bernoulli_tensor, [](const OpCall&) {});
+  register_draw(
       "aten::rand_like",
       [](const Source& s, const Stack&, at::ScalarType t) {
         return s.doubles([t](const Words& w) { return unit(w, t); });
       },
       require_floating);
-  makes(
+  register_draw(
       "aten::randn_like",
       [](const Source& s, const Stack&, at::ScalarType) { return s.doubles(normal); },
       require_floating);
