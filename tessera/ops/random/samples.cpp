@@ -35,19 +35,11 @@ void refuse_given(const char* op, const MaybeGenerator& generator) {
                         "leave it out and use tessera::manual_seed");
 }
 
-// The row-major numbers in [0, 1) of rows `first`, ... of a tensor [rows, columns].
-struct RowsOfDraw {
-  std::vector<std::int64_t> global, offset, local;
+using Words = std::array<std::uint32_t, 4>;
 
-  std::vector<double> numbers(const MeshContext& context) const {
-    std::vector<double> all;
-    each_element(next_draw(context), global, offset, local,
-                 [&](std::int64_t, const std::array<std::uint32_t, 4>& w) {
-                   all.push_back(unit_double(w[0], w[1]));
-                 });
-    return all;
-  }
-};
+at::Tensor flat_doubles(const at::Tensor& t) {
+  return t.to(at::TensorOptions(at::kCPU).dtype(at::kDouble)).contiguous();
+}
 
 // The sums of the weights up to each category. Throws if there is nothing to draw from.
 std::vector<double> running_sums(const double* weights, std::int64_t categories) {
@@ -111,13 +103,15 @@ Plan multinomial(const OpCall& call) {
   p.output_shapes = {made};
   Plan plan = solve(p);
   const ShardSpec& spec = plan.outputs[0].spec;
-  RowsOfDraw draw{made, spec.local_offset(), spec.local_shape()};
-  if (!replace) draw.global.back() = draw.local.back() = categories;
-  plan.local = [draw, spec, count, categories, replace](const OperatorHandle&, Stack a) {
+  plan.local = [made, spec, count, categories, replace](const OperatorHandle&, Stack a) {
     const at::Tensor& given = a[0].toTensor();
-    const at::Tensor weights =
-        given.to(at::TensorOptions(at::kCPU).dtype(at::kDouble)).contiguous();
-    const std::vector<double> numbers = draw.numbers(*context_of(spec));
+    const at::Tensor weights = flat_doubles(given);
+    // One number for each draw, or without replacement for each category.
+    Shape global = made, local = spec.local_shape();
+    if (!replace) global.back() = local.back() = categories;
+    std::vector<double> numbers;
+    each_element(next_draw(*context_of(spec)), global, spec.local_offset(), local,
+                 [&](std::int64_t, const Words& w) { numbers.push_back(unit_double(w[0], w[1])); });
     at::Tensor result = at::empty(spec.local_shape(), at::kLong);
     const double* row = weights.const_data_ptr<double>();
     const double* number = numbers.data();
@@ -138,8 +132,6 @@ Plan multinomial(const OpCall& call) {
 }
 
 // ---- numbers whose distribution each element gives ----
-
-using Words = std::array<std::uint32_t, 4>;
 
 // As many uniform numbers for one element as a method asks for: Philox again, of the element's own
 // words.
@@ -256,10 +248,6 @@ double binomial(double count, double p, Numbers& numbers) {
   count = std::floor(count);
   if (p >= 1) return count;
   return p <= 0.5 ? successes(count, p, numbers) : count - successes(count, 1 - p, numbers);
-}
-
-at::Tensor flat_doubles(const at::Tensor& t) {
-  return t.to(at::TensorOptions(at::kCPU).dtype(at::kDouble)).contiguous();
 }
 
 // Draws each element by itself, from the parameters at its place. `trailing`: dims at the end that
