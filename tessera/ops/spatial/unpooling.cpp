@@ -137,25 +137,17 @@ struct Unpooling {
     for (std::size_t d = 0; d < lead; ++d) n *= t.size(static_cast<std::int64_t>(d));
     return t.reshape({n, n == 0 ? 0 : t.numel() / n});
   }
-  // Values that are not for this rank, or are replaced, go to one extra position.
-  at::Tensor put(const at::Tensor& local) const {
+  // Values that are not for this rank go to one extra position; unless `adds`, those that are
+  // replaced too.
+  at::Tensor put(const at::Tensor& local, bool adds) const {
     const at::Tensor values = rows(halo.exchange(local));
     const Shape& shape = y.local_shape();
     if (values.numel() == 0) return at::zeros(shape, local.options());
-    const at::Tensor to = at::where(wins, target, at::full({}, places, target.options()));
-    return at::zeros({values.size(0), places + 1}, local.options())
-        .scatter_(1, to, values)
-        .narrow(1, 0, places)
-        .reshape(shape);
-  }
-  at::Tensor add(const at::Tensor& local) const {
-    const at::Tensor values = rows(halo.exchange(local));
-    const Shape& shape = y.local_shape();
-    if (values.numel() == 0) return at::zeros(shape, local.options());
-    return at::zeros({values.size(0), places + 1}, local.options())
-        .scatter_add_(1, target, values)
-        .narrow(1, 0, places)
-        .reshape(shape);
+    const at::Tensor to =
+        adds ? target : at::where(wins, target, at::full({}, places, target.options()));
+    at::Tensor all = at::zeros({values.size(0), places + 1}, local.options());
+    all = adds ? all.scatter_add_(1, to, values) : all.scatter_(1, to, values);
+    return all.narrow(1, 0, places).reshape(shape);
   }
   at::Tensor fetch(const at::Tensor& gradient) const {
     const Shape shape = shape_of(halo.needed());
@@ -186,14 +178,7 @@ struct UnpoolingMap final : FieldMap {
         unpooling(std::move(u)),
         kind(k) {}
   at::Tensor run(const at::Tensor& local) const override {
-    switch (kind) {
-      case Kind::replace:
-        return unpooling->put(local);
-      case Kind::fetch:
-        return unpooling->fetch(local);
-      default:
-        return unpooling->add(local);
-    }
+    return kind == Kind::fetch ? unpooling->fetch(local) : unpooling->put(local, kind == Kind::add);
   }
   std::shared_ptr<const FieldMap> derivative() const override {
     return std::make_shared<UnpoolingMap>(unpooling, kind == Kind::fetch ? Kind::add : Kind::fetch);
