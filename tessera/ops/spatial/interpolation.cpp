@@ -18,16 +18,13 @@
 namespace tessera::detail::interpolation_rules {
 namespace {
 
-using HaloPtr = std::shared_ptr<const InterpolationHalo>;
-
 /// `back`: the operator's gradient, which has matrices of its own for nearest neighbours.
 struct Resampling {
-  HaloPtr there, back;
+  LayoutPtr layout;  // of the field: its address is part of a key
+  std::shared_ptr<const InterpolationHalo> there, back;
   ShardSpec x, y;
   Dims x_strides, y_strides;
 };
-
-std::shared_ptr<const FieldMap> map_of(std::shared_ptr<const Resampling> r, bool backward);
 
 struct ResamplingMap final : FieldMap {
   ResamplingMap(std::shared_ptr<const Resampling> r, bool b)
@@ -38,15 +35,11 @@ struct ResamplingMap final : FieldMap {
     return backward ? resampling->back->adjoint(local) : resampling->there->forward(local);
   }
   std::shared_ptr<const FieldMap> derivative() const override {
-    return map_of(resampling, !backward);
+    return std::make_shared<ResamplingMap>(resampling, !backward);
   }
   const std::shared_ptr<const Resampling> resampling;
   const bool backward;
 };
-
-std::shared_ptr<const FieldMap> map_of(std::shared_ptr<const Resampling> r, bool backward) {
-  return std::make_shared<ResamplingMap>(std::move(r), backward);
-}
 
 /// Of the result, whose dims are sharded as those of `x`.
 ShardSpec resampled_spec(const ShardSpec& x, const InterpolationCall& call) {
@@ -66,6 +59,7 @@ std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
   const ShardSpec x = without_partial(spec(field));
   const int lead = x.dims() - call.op->inner;
   auto made = std::make_shared<Resampling>();
+  made->layout = meta_of(field)->layout;
   made->x = x;
   made->y = resampled_spec(x, call);
   made->x_strides = suggested_strides(field, x.shape());
@@ -97,15 +91,7 @@ std::shared_ptr<const Resampling> cached(const at::Tensor& field, const Interpol
     number(bits);
   }
   using Cache = ThreadCache<std::shared_ptr<const Resampling>, struct ByLayoutAndCall>;
-  return Cache::find_or_make(std::move(key), [&] {
-    struct Held {
-      LayoutPtr layout;
-      std::shared_ptr<const Resampling> resampling;
-    };
-    const auto held =
-        std::make_shared<Held>(Held{meta_of(field)->layout, resampling_of(field, call)});
-    return std::shared_ptr<const Resampling>(held, held->resampling.get());
-  });
+  return Cache::find_or_make(std::move(key), [&] { return resampling_of(field, call); });
 }
 
 /// Rounded values that are sharded in space. libtorch's kernels round differently, and which one
@@ -160,9 +146,10 @@ struct Kernel final : c10::OperatorKernel {
       return arguments[0].toTensor();
     };
     const bool rounds = !at::isFloatingType(x.scalar_type()) && !op.nearest;
-    at::Tensor y = rounds && any_distributed(spec(x), 2)
-                       ? rounded(x, call, plain)
-                       : apply(op.name.c_str(), x, map_of(cached(x, call), false));
+    at::Tensor y =
+        rounds && any_distributed(spec(x), 2)
+            ? rounded(x, call, plain)
+            : apply(op.name.c_str(), x, std::make_shared<ResamplingMap>(cached(x, call), false));
     stack->resize(stack->size() - n);
     stack->emplace_back(std::move(y));
   }
