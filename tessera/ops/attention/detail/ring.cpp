@@ -18,12 +18,6 @@ namespace {
 // From this many queries per rank on halves of them are handed on to balance a causal mask.
 constexpr std::int64_t kBalancedFromQueries = 64;
 
-ShardSpec placed(const std::shared_ptr<MeshContext>& context, const Shape& shape,
-                 const std::vector<Placement>& placements,
-                 const std::vector<const DimSharding*>& parts) {
-  return make_spec(context, shape, placements, parts);
-}
-
 }  // namespace
 
 at::Tensor repeated(const at::Tensor& t, std::int64_t times) {
@@ -97,7 +91,7 @@ std::vector<Block> Round::blocks(const Interval& keys) const {
 }
 
 Request Round::pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
-                    std::int64_t rows, int to, int from) const {
+                    std::int64_t rows, int to, int from, std::string_view name) const {
   std::vector<Message> messages;
   next.clear();
   for (const at::Tensor& t : mine) {
@@ -108,23 +102,15 @@ Request Round::pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>
     next.push_back(at::empty(shape, t.options().memory_format(c10::nullopt)));
     messages.push_back({Message::Kind::receive, next.back(), from});
   }
-  return group.started().exchange(messages, {.name = "ring attention"});
+  return group.started().exchange(messages, {.name = name});
 }
 
 std::vector<at::Tensor> Round::exchanged(const std::vector<at::Tensor>& mine,
                                          std::int64_t rows) const {
   if (mirror == me) return mine;
-  std::vector<at::Tensor> theirs, all;
-  std::vector<Message> messages;
-  for (const at::Tensor& t : mine) {
-    Shape shape = t.sizes().vec();
-    shape[shape.size() - 2] = rows;
-    theirs.push_back(at::empty(shape, t.options().memory_format(c10::nullopt)));
-    messages.push_back(
-        {Message::Kind::send, t.narrow(-2, first, t.size(-2) - first).contiguous(), mirror});
-    messages.push_back({Message::Kind::receive, theirs.back(), mirror});
-  }
-  group.started().exchange(messages, {.name = "ring attention, halves"}).wait();
+  std::vector<at::Tensor> halves, theirs, all;
+  for (const at::Tensor& t : mine) halves.push_back(t.narrow(-2, first, t.size(-2) - first));
+  pass(halves, theirs, rows, mirror, mirror, "ring attention, halves").wait();
   for (std::size_t i = 0; i < mine.size(); ++i)
     all.push_back(at::cat({mine[i].narrow(-2, 0, first), theirs[i]}, -2));
   return all;
@@ -194,8 +180,8 @@ bool place_mask(Ring& ring, const ShardSpec& mask, const std::vector<Placement>&
     mask_parts[d] = &ring.query.dim(d + n - m);
     // The axes are the same in both, but the dims are not.
   }
-  ring.mask = placed(ring.context, mask.shape(), of_mask, mask_parts);
-  ring.mask_gradient = placed(ring.context, mask.shape(), of_gradient, mask_parts);
+  ring.mask = make_spec(ring.context, mask.shape(), of_mask, mask_parts);
+  ring.mask_gradient = make_spec(ring.context, mask.shape(), of_gradient, mask_parts);
   return true;
 }
 
@@ -245,7 +231,7 @@ ShardSpec cut_as(const ShardSpec& spec, const ShardSpec& like) {
       placements[a] = Replicate();
   std::vector<const DimSharding*> parts(n);
   for (int d = 0; d < n; ++d) parts[d] = &(d == sequence ? like : spec).dim(d);
-  return placed(context_of(spec), spec.shape(), placements, parts);
+  return make_spec(context_of(spec), spec.shape(), placements, parts);
 }
 
 /// By axis. The sequence is sharded where that of queries, keys or values is, other dims where all
@@ -312,14 +298,14 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& of_q, const ShardSpec& of_k, co
     key_parts[d] = d < sequence ? query_parts[d] : first_that_fits(d, {&k, &v}, of_key);
   }
   if (groups) key_parts[sequence - 1] = &*groups;
-  ring->query = placed(context, q.shape(), of_query, query_parts);
-  ring->key = placed(context, k.shape(), of_key, key_parts);
-  ring->value = placed(context, v.shape(), of_key, key_parts);
+  ring->query = make_spec(context, q.shape(), of_query, query_parts);
+  ring->key = make_spec(context, k.shape(), of_key, key_parts);
+  ring->value = make_spec(context, v.shape(), of_key, key_parts);
   Shape out = q.shape();
   out.back() = v.shape().back();
   std::vector<const DimSharding*> out_parts;
   for (int d = 0; d < n; ++d) out_parts.push_back(&ring->query.dim(d));
-  ring->out = placed(context, out, of_query, out_parts);
+  ring->out = make_spec(context, out, of_query, out_parts);
   ring->key_gradient = ring->key.with_placements(key_gradient);
   ring->value_gradient = ring->value.with_placements(key_gradient);
   if (mask && !place_mask(*ring, mask, of_query)) return {};

@@ -5,6 +5,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <limits>
+#include <string_view>
 
 #include "tessera/comm/group/group.h"
 #include "tessera/ops/random/detail/draws.h"
@@ -111,7 +112,7 @@ struct Round {
 
   /// Sends `mine` to a rank, and receives what another one has, of `rows` rows; -1: none.
   Request pass(const std::vector<at::Tensor>& mine, std::vector<at::Tensor>& next,
-               std::int64_t rows, int to, int from) const;
+               std::int64_t rows, int to, int from, std::string_view name = "ring attention") const;
   /// Exchanges what follows the first half, of which this rank then has `rows`.
   std::vector<at::Tensor> exchanged(const std::vector<at::Tensor>& mine, std::int64_t rows) const;
   /// Tensors of this rank's own queries as those of the queries that it computes, and back.
