@@ -2,19 +2,11 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 
 namespace tessera::detail {
-namespace {
-
-std::int64_t elements_of(const std::vector<std::int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
-}
-
-}  // namespace
 
 std::unique_ptr<PeerBuffers> PeerExchange::take(const at::Tensor& like, at::IntArrayRef row) {
   {
@@ -42,11 +34,11 @@ std::unique_ptr<PeerBuffers> PeerExchange::make(const at::Tensor& like, at::IntA
   auto buffers = std::make_unique<PeerBuffers>();
   buffers->row = row.vec();
   const auto options = like.options().requires_grad(false).memory_format(std::nullopt);
-  const std::int64_t width = elements_of(buffers->row);
+  const std::int64_t width = c10::multiply_integers(row);
   const auto lay_out = [&](const std::vector<PeerPiece>& pieces, at::Tensor& flat,
                            std::vector<at::Tensor>& views, Message::Kind kind) {
     std::int64_t total = 0;
-    for (const PeerPiece& piece : pieces) total += elements_of(piece.shape) * width;
+    for (const PeerPiece& piece : pieces) total += c10::multiply_integers(piece.shape) * width;
     flat = at::empty({total}, options);
     std::int64_t at = 0;
     for (std::size_t i = 0; i < pieces.size();) {
@@ -55,7 +47,7 @@ std::unique_ptr<PeerBuffers> PeerExchange::make(const at::Tensor& like, at::IntA
       for (; i < pieces.size() && pieces[i].peer == peer; ++i) {
         std::vector<std::int64_t> shape = pieces[i].shape;
         shape.insert(shape.end(), row.begin(), row.end());
-        const std::int64_t n = elements_of(shape);
+        const std::int64_t n = c10::multiply_integers(shape);
         views.push_back(flat.narrow(0, at, n).view(shape));
         at += n;
       }
