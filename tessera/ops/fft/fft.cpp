@@ -22,8 +22,6 @@
 namespace tessera::detail::fft_rules {
 namespace {
 
-enum class Kind : unsigned char { c2c, r2c, c2r };
-
 struct Step {
   enum class What : unsigned char { move, complex, from_real, to_real } what;
   Shape dims;
@@ -36,22 +34,14 @@ class Stages {
 
   // Transforms every dim but `later`, in as few moves as there are sharded ones among them.
   void complex(std::int64_t later) {
-    const auto remaining = [&] {
-      Shape some;
+    for (;;) {
+      Shape ready, sharded;
       for (const auto d : left_)
-        if (d != later) some.push_back(d);
-      return some;
-    };
-    while (!remaining().empty()) {
-      Shape ready;
-      for (const auto d : remaining())
-        if (!now_.is_sharded(static_cast<int>(d))) ready.push_back(d);
-      if (ready.empty()) {
-        gather_dim(static_cast<int>(remaining()[0]));
-        continue;
-      }
-      steps.push_back({Step::What::complex, ready, now_, now_});
+        if (d != later) (now_.is_sharded(static_cast<int>(d)) ? sharded : ready).push_back(d);
+      if (!ready.empty()) steps.push_back({Step::What::complex, ready, now_, now_});
       std::erase_if(left_, [&](auto d) { return std::ranges::find(ready, d) != ready.end(); });
+      if (sharded.empty()) return;
+      gather_dim(static_cast<int>(sharded[0]));
     }
   }
 
@@ -97,30 +87,24 @@ class Stages {
   Shape left_;
 };
 
-Plan transform(const OpCall& call, Kind kind) {
+Plan transform(const OpCall& call, Step::What kind) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
   Shape dims;
   for (const auto d : call.integers("dim")) dims.push_back(normal_dim(d, n));
   if (dims.empty()) throw ShardingError(call.name(), " of ", x.spec, " over no dims has no rule");
   const std::int64_t last = dims.back();
-  const bool onesided = kind == Kind::r2c && call.boolean("onesided");
-  const std::int64_t before = x.spec.shape()[last], extent = kind == Kind::c2r
+  const bool onesided = kind == Step::What::from_real && call.boolean("onesided");
+  const std::int64_t before = x.spec.shape()[last], extent = kind == Step::What::to_real
                                                                  ? call.integer("last_dim_size")
                                                              : onesided ? before / 2 + 1
                                                                         : before;
   Stages stages(without_partial(x.spec), dims);
-  bool forward = kind == Kind::r2c;
-  if (kind == Kind::c2c) {
-    forward = call.boolean("forward");
-    stages.complex(-1);
-  } else if (kind == Kind::r2c) {
-    stages.last(last, Step::What::from_real, extent);
-    stages.complex(-1);
-  } else {
-    stages.complex(last);
-    stages.last(last, Step::What::to_real, extent);
-  }
+  const bool forward =
+      kind == Step::What::complex ? call.boolean("forward") : kind == Step::What::from_real;
+  if (kind == Step::What::from_real) stages.last(last, kind, extent);
+  stages.complex(kind == Step::What::to_real ? last : -1);
+  if (kind == Step::What::to_real) stages.last(last, kind, extent);
   Plan plan;
   plan.inputs = {without_partial(x.spec)};
   plan.outputs = {{stages.now()}};
@@ -229,9 +213,10 @@ at::Tensor short_times_centered(const at::Tensor& self, std::int64_t n_fft, Mayb
 const AtStart registered([] {
   register_decomposition("stft", short_times);
   register_decomposition("stft.center", short_times_centered);
-  register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, Kind::c2c); });
-  register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, Kind::r2c); });
-  register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, Kind::c2r); });
+  using What = Step::What;
+  register_rule("aten::_fft_c2c", [](const OpCall& c) { return transform(c, What::complex); });
+  register_rule("aten::_fft_r2c", [](const OpCall& c) { return transform(c, What::from_real); });
+  register_rule("aten::_fft_c2r", [](const OpCall& c) { return transform(c, What::to_real); });
 });
 
 }  // namespace
