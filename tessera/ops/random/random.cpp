@@ -97,26 +97,15 @@ at::Tensor dropout_mask(const DrawPosition& draw, const std::vector<std::int64_t
 namespace random_rules {
 namespace {
 
-// One draw: the numbers for the elements of a spec.
-struct Source {
-  ShardSpec spec;
-
-  // Calls visit(local position, words) for every local element in row-major order.
-  template <class Visit>
-  void each(Visit visit) const {
-    each_element(next_draw(*context_of(spec)), spec.shape(), spec.local_offset(),
-                 spec.local_shape(), visit);
-  }
-
-  // A row-major double tensor of value(words), on the CPU.
-  template <class Value>
-  at::Tensor doubles(Value value) const {
-    at::Tensor t = at::empty(spec.local_shape(), at::kDouble);
-    double* data = t.mutable_data_ptr<double>();
-    each([&](std::int64_t i, const Words& w) { data[i] = value(w); });
-    return t;
-  }
-};
+// One draw: value(words) of each local element of a spec, as a row-major double tensor on the CPU.
+template <class Value>
+at::Tensor doubles(const ShardSpec& spec, Value value) {
+  at::Tensor t = at::empty(spec.local_shape(), at::kDouble);
+  double* data = t.mutable_data_ptr<double>();
+  each_element(next_draw(*context_of(spec)), spec.shape(), spec.local_offset(), spec.local_shape(),
+               [&](std::int64_t i, const Words& w) { data[i] = value(w); });
+  return t;
+}
 
 // Rounded down to the dtype's own grid, so that 1 is never reached.
 double unit(const Words& w, at::ScalarType type) {
@@ -210,7 +199,7 @@ void check_probabilities_type(const OpCall& call) {
                         " probabilities: give floating-point ones"));
 }
 
-using Draw = std::function<at::Tensor(const Source&, const Stack&, at::ScalarType)>;
+using Draw = std::function<at::Tensor(const ShardSpec&, const Stack&, at::ScalarType)>;
 
 // rand_like(x), bernoulli(x): a new tensor with the input's placements; x.uniform_(...): the
 // target's values are replaced.
@@ -223,57 +212,58 @@ Plan drawn(const OpCall& call, const Draw& draw) {
   for (std::size_t i = 1; i < call.tensors().size(); ++i)
     plan.inputs.emplace_back(replicated(call.tensor(i).spec));
   plan.outputs = {{spec}};
-  plan.local = [source = Source{spec}, draw, type = drawn_type(call), writes = call.in_place()](
+  plan.local = [spec, draw, type = drawn_type(call), writes = call.in_place()](
                    const OperatorHandle&, Stack a) {
-    const at::Tensor t = a[0].toTensor(), values = draw(source, a, type);
+    const at::Tensor t = a[0].toTensor(), values = draw(spec, a, type);
     return Stack{writes ? t.copy_(values) : values.to(t.options().dtype(type))};
   };
   return plan;
 }
 
-at::Tensor uniform(const Source& s, const Stack& a, at::ScalarType type) {
+at::Tensor uniform(const ShardSpec& spec, const Stack& a, at::ScalarType type) {
   const double from = a[1].toDouble(), to = a[2].toDouble();
-  return s.doubles([&](const Words& w) { return from + (to - from) * unit(w, type); });
+  return doubles(spec, [&](const Words& w) { return from + (to - from) * unit(w, type); });
 }
 
 // A draw by the call's first two numbers, or by its first one.
 template <class Value>
 Draw by_two(Value value) {
-  return [value](const Source& s, const Stack& a, at::ScalarType) {
+  return [value](const ShardSpec& spec, const Stack& a, at::ScalarType) {
     const double first = a[1].toDouble(), second = a[2].toDouble();
-    return s.doubles([&](const Words& w) { return value(first, second, w); });
+    return doubles(spec, [&](const Words& w) { return value(first, second, w); });
   };
 }
 template <class Value>
 Draw by_one(Value value) {
-  return [value](const Source& s, const Stack& a, at::ScalarType) {
+  return [value](const ShardSpec& spec, const Stack& a, at::ScalarType) {
     const double number = a[1].toDouble();
-    return s.doubles([&](const Words& w) { return value(number, w); });
+    return doubles(spec, [&](const Words& w) { return value(number, w); });
   };
 }
 
-at::Tensor below(const Source& s, const at::Tensor& probabilities) {
+at::Tensor below(const ShardSpec& spec, const at::Tensor& probabilities) {
   const at::Tensor p = probabilities.to(at::kDouble);
   const at::Tensor u =
-      s.doubles([](const Words& w) { return unit_double(w[0], w[1]); }).to(p.device());
+      doubles(spec, [](const Words& w) { return unit_double(w[0], w[1]); }).to(p.device());
   // on other devices the host would have to wait
   if (p.is_cpu() && p.numel() > 0)
     TORCH_CHECK(p.ge(0).logical_and(p.le(1)).all().item<bool>(),
                 "bernoulli: probabilities must be 0 to 1");
   return u.lt(p).to(at::kDouble);
 }
-at::Tensor bernoulli_each(const Source& s, const Stack& a, at::ScalarType) {
-  return below(s, a[0].toTensor());
+at::Tensor bernoulli_each(const ShardSpec& spec, const Stack& a, at::ScalarType) {
+  return below(spec, a[0].toTensor());
 }
 // For probabilities that are replicated.
-at::Tensor bernoulli_tensor(const Source& s, const Stack& a, at::ScalarType) {
-  return below(s, local_slice(a[1].toTensor().expand(s.spec.shape()), s.spec));
+at::Tensor bernoulli_tensor(const ShardSpec& spec, const Stack& a, at::ScalarType) {
+  return below(spec, local_slice(a[1].toTensor().expand(spec.shape()), spec));
 }
 
 // Integers in [low, high), by scaling: the bias is below 2^-53 times their number.
-at::Tensor integers(const Source& s, double low, double high) {
-  return s.doubles(
-      [=](const Words& w) { return low + std::floor(unit_double(w[0], w[1]) * (high - low)); });
+at::Tensor integers(const ShardSpec& spec, double low, double high) {
+  return doubles(spec, [=](const Words& w) {
+    return low + std::floor(unit_double(w[0], w[1]) * (high - low));
+  });
 }
 
 Plan dropout(const OpCall& call) {
@@ -287,14 +277,13 @@ Plan dropout(const OpCall& call) {
   Plan plan;
   plan.inputs = {spec};
   plan.outputs = {{spec, call.tensor(0).strides}, {spec, call.tensor(0).strides}};
-  plan.local = [source = Source{spec}](const OperatorHandle&, Stack a) {
+  plan.local = [spec](const OperatorHandle&, Stack a) {
     const at::Tensor& x = a[0].toTensor();
     const double p = a[1].toDouble();
     if (!(a[2].isNone() || a[2].toBool()) || p == 0)
       return Stack{x.clone(), at::ones_like(x, at::kBool)};
-    const ShardSpec& drawn = source.spec;
-    const at::Tensor mask = dropout_mask(next_draw(*context_of(drawn)), drawn.shape(),
-                                         drawn.local_offset(), drawn.local_shape(), p)
+    const at::Tensor mask = dropout_mask(next_draw(*context_of(spec)), spec.shape(),
+                                         spec.local_offset(), spec.local_shape(), p)
                                 .to(x.device());
     return Stack{p == 1 ? at::zeros_like(x) : x.mul(mask).div(1 - p), mask};
   };
@@ -312,14 +301,14 @@ void register_draw(const char* op, const Draw& draw, const Check& check) {
 }
 
 const AtStart registered([] {
-  const auto up_to = [](const Source& s, const Stack& a, at::ScalarType) {
-    return integers(s, 0, a[1].toScalar().toDouble());
+  const auto up_to = [](const ShardSpec& spec, const Stack& a, at::ScalarType) {
+    return integers(spec, 0, a[1].toScalar().toDouble());
   };
-  const auto between = [](const Source& s, const Stack& a, at::ScalarType) {
+  const auto between = [](const ShardSpec& spec, const Stack& a, at::ScalarType) {
     if (a[2].isNone())
       throw ShardingError(
           "random_ without an upper bound has no rule for sharded tensors: give one");
-    return integers(s, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
+    return integers(spec, a[1].toScalar().toDouble(), a[2].toScalar().toDouble());
   };
   register_draw("aten::uniform_", uniform, check_uniform);
   const auto normal_by = [](double mean, double deviation, const Words& w) {
@@ -361,13 +350,13 @@ const AtStart registered([] {
   register_draw("aten::bernoulli.Tensor", bernoulli_tensor, [](const OpCall&) {});
   register_draw(
       "aten::rand_like",
-      [](const Source& s, const Stack&, at::ScalarType t) {
-        return s.doubles([t](const Words& w) { return unit(w, t); });
+      [](const ShardSpec& spec, const Stack&, at::ScalarType t) {
+        return doubles(spec, [t](const Words& w) { return unit(w, t); });
       },
       require_floating);
   register_draw(
       "aten::randn_like",
-      [](const Source& s, const Stack&, at::ScalarType) { return s.doubles(normal); },
+      [](const ShardSpec& spec, const Stack&, at::ScalarType) { return doubles(spec, normal); },
       require_floating);
   register_rule("aten::native_dropout", dropout, kAlways);
 });
