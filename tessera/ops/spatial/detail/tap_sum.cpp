@@ -70,14 +70,14 @@ constexpr std::array<std::int64_t, 3> kOne{1, 1, 1};
 // The innermost loops, compiled for this processor as well as for any: built for any, they take
 // several times as long.
 #if defined(__x86_64__) && defined(__GNUC__)
-#define TESSERA_WIDE_LOOPS 1
 #define TESSERA_WIDE __attribute__((target("avx2,fma")))
 const bool kWide = [] {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }();
 #else
-#define TESSERA_WIDE_LOOPS 0
+#define TESSERA_WIDE
+constexpr bool kWide = false;
 #endif
 
 // y[j] += the sum over four sources of w * x[j]: y is loaded and stored once for four products.
@@ -118,7 +118,6 @@ template <class T>
   return sums[0] + rest;
 }
 
-#if TESSERA_WIDE_LOOPS
 template <class T>
 TESSERA_WIDE void add4_wide(T* y, std::int64_t ys, const T* x, std::int64_t channel,
                             std::int64_t xs, const T* w, std::int64_t count) {
@@ -129,22 +128,18 @@ TESSERA_WIDE T product_wide(const T* x, std::int64_t xs, const T* y, std::int64_
                             std::int64_t count) {
   return product_any(x, xs, y, ys, count);
 }
-#endif
 
 template <class T>
 void add4(T* y, std::int64_t ys, const T* x, std::int64_t channel, std::int64_t xs, const T* w,
           std::int64_t count) {
-#if TESSERA_WIDE_LOOPS
-  if (kWide) return add4_wide(y, ys, x, channel, xs, w, count);
-#endif
-  add4_any(y, ys, x, channel, xs, w, count);
+  if (kWide)
+    add4_wide(y, ys, x, channel, xs, w, count);
+  else
+    add4_any(y, ys, x, channel, xs, w, count);
 }
 template <class T>
 T product(const T* x, std::int64_t xs, const T* y, std::int64_t ys, std::int64_t count) {
-#if TESSERA_WIDE_LOOPS
-  if (kWide) return product_wide(x, xs, y, ys, count);
-#endif
-  return product_any(x, xs, y, ys, count);
+  return kWide ? product_wide(x, xs, y, ys, count) : product_any(x, xs, y, ys, count);
 }
 
 // Both tensors as sides: A, B, and the weight, whose taps are traversed.
