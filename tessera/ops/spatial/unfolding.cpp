@@ -46,23 +46,18 @@ struct Windows {
 };
 
 struct Unfolding {
-  Unfolding(Windows w, ShardSpec image_spec, ShardSpec columns_spec, Dims image_strides_)
-      : windows(w),
-        image(std::move(image_spec)),
-        columns(std::move(columns_spec)),
-        image_strides(std::move(image_strides_)) {
+  Unfolding(Windows w, ShardSpec image_spec, ShardSpec columns_spec)
+      : windows(w), image(std::move(image_spec)), columns(std::move(columns_spec)) {
     const int h = image.dims() - 2;
     halo = Halo(image, std::vector<Edge>(image.dims(), Edge::zero),
                 [from = image.sharding(), to = columns.sharding(), w, h](int position) {
                   Box box = from.box(position);
-                  const Interval rows = rows_of(to.box(position), w);
+                  const Interval flat = to.box(position).back(),
+                                 rows{flat.begin / w.grid[1], flat.end / w.grid[1]};
                   if (rows.empty()) return Box(box.size());
                   box[h] = w.dims[0].inputs(rows);
                   return volume(box) == 0 ? Box(box.size()) : box;
                 });
-  }
-  static Interval rows_of(const Box& columns, const Windows& w) {
-    return {columns.back().begin / w.grid[1], columns.back().end / w.grid[1]};
   }
 
   at::Tensor unfold(const at::Tensor& x) const {
@@ -83,14 +78,13 @@ struct Unfolding {
 
   const Windows windows;
   const ShardSpec image, columns;
-  const Dims image_strides;
   Halo halo;
 };
 
 struct UnfoldingMap final : FieldMap {
   UnfoldingMap(std::shared_ptr<const Unfolding> u, bool f)
       : FieldMap(f ? u->columns : u->image, f ? u->image : u->columns,
-                 f ? u->image_strides : contiguous_strides(u->columns.shape())),
+                 contiguous_strides((f ? u->image : u->columns).shape())),
         unfolding(std::move(u)),
         folds(f) {}
   at::Tensor run(const at::Tensor& local) const override {
@@ -143,9 +137,7 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
   const ShardSpec columns = mapped_spec(image, shape, all_labels(n - 1), false, parts);
   return apply(
       "im2col", self,
-      std::make_shared<UnfoldingMap>(
-          std::make_shared<Unfolding>(w, image, columns, contiguous_strides(image.shape())),
-          false));
+      std::make_shared<UnfoldingMap>(std::make_shared<Unfolding>(w, image, columns), false));
 }
 
 at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::IntArrayRef kernel,
@@ -182,8 +174,7 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
   const ShardSpec image = mapped_spec(columns, shape, from, false, of_image);
   return apply(
       "col2im", self,
-      std::make_shared<UnfoldingMap>(
-          std::make_shared<Unfolding>(w, image, columns, contiguous_strides(shape)), true));
+      std::make_shared<UnfoldingMap>(std::make_shared<Unfolding>(w, image, columns), true));
 }
 
 const AtStart registered([] {
