@@ -26,21 +26,16 @@ ConvolutionHalo::ConvolutionHalo(ConvolutionArguments arguments, ShardSpec x, Sh
   const int position = context_of(x_)->position;
   in_ = x_.sharding().box(position);
   out_ = y_.sharding().box(position);
-  for (std::size_t i = 0; i < arguments_.windows.size(); ++i) {
-    const int d = static_cast<int>(i) + 2;
-    const Window& w = arguments_.windows[i];
-    dims_.push_back({w, x_.is_sharded(d) && x_.dim(d).partition.parts() > 1, x_.shape()[d],
-                     y_.shape()[d], in_[d], out_[d]});
+  interior_ = out_;
+  for (int d = 2; d < x_.dims(); ++d) {
+    const Window& w = arguments_.windows[d - 2];
+    dims_.push_back({w, is_distributed(x_, d), x_.shape()[d], y_.shape()[d]});
+    if (dims_.back().distributed)
+      interior_[d] = interior(w, in_[d], out_[d], x_.shape()[d], arguments_.transposed);
     stride_.push_back(w.stride);
     dilation_.push_back(w.dilation);
   }
   aligned_ = aligned();
-  interior_ = out_;
-  for (std::size_t i = 0; i < dims_.size(); ++i) {
-    const Dim& d = dims_[i];
-    if (d.distributed)
-      interior_[i + 2] = interior(d.window, d.in, d.out, d.in_extent, arguments_.transposed);
-  }
   (backward ? gradients_ : inputs_) = halo_of(backward);
   if (aligned_) find_strips(backward);
 }
@@ -96,15 +91,15 @@ bool ConvolutionHalo::by_taps(const at::Tensor& x, const at::Tensor& weight) con
 // contribute.
 Halo ConvolutionHalo::halo_of(bool backward) const {
   const bool by_window = backward == arguments_.transposed;
-  return halo_of_windows(
-      backward ? y_ : x_, backward ? x_ : y_, dims_.size(),
-      [dims = dims_, backward, by_window](std::size_t i, const Interval& own) {
-        const Dim& d = dims[i];
-        const Interval all{0, backward ? d.out_extent : d.in_extent};
-        if (!d.distributed) return all;
-        const Interval read = by_window ? d.window.inputs(own) : d.window.transposed_inputs(own);
-        return backward ? intersect(read, all) : read;
-      });
+  return halo_of_windows(backward ? y_ : x_, backward ? x_ : y_, dims_.size(),
+                         [dims = dims_, backward, by_window](std::size_t i, const Interval& own) {
+                           const Dim& d = dims[i];
+                           const Interval all{0, backward ? d.out_extent : d.in_extent};
+                           if (!d.distributed) return all;
+                           const Interval read =
+                               by_window ? d.window.inputs(own) : d.window.transposed_inputs(own);
+                           return backward ? intersect(read, all) : read;
+                         });
 }
 
 HaloPolicy ConvolutionHalo::policy() const { return context_of(x_)->state->halo_policy; }
@@ -143,7 +138,7 @@ std::optional<ConvolutionHalo::Call> ConvolutionHalo::aligned() const {
   for (std::size_t i = 0; i < dims_.size(); ++i) {
     const Dim& d = dims_[i];
     if (!d.distributed) continue;
-    const auto one = aligned_call(d.window, d.in, d.out, arguments_.transposed);
+    const auto one = aligned_call(d.window, in_[i + 2], out_[i + 2], arguments_.transposed);
     if (!one) return std::nullopt;
     call.padding[i] = one->padding;
     call.output_padding[i] = one->output_padding;

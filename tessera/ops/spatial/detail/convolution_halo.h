@@ -41,7 +41,6 @@ class ConvolutionHalo {
     Window window;
     bool distributed;
     std::int64_t in_extent, out_extent;
-    Interval in, out;  // this rank's
   };
   /// One call of the operator: a box of inputs, a box of outputs, padding per dim.
   struct Call {
