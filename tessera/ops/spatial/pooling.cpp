@@ -15,11 +15,11 @@ namespace {
 
 // One call: the specs of input and output, and the windows.
 struct Pooling {
-  Pooling(const OpCall& call, const ShardSpec& given, int inner) : x(without_partial(given)) {
+  Pooling(const OpCall& call, int inner) : x(without_partial(call.find("self")->spec)) {
     const int n = x.dims(), lead = n - inner;
     if (lead < 1 || lead > 2)
-      throw ShardingError(call.name(), " of ", given, ": it needs ", inner + 1, " or ", inner + 2,
-                          " dims");
+      throw ShardingError(call.name(), " of ", call.find("self")->spec, ": it needs ", inner + 1,
+                          " or ", inner + 2, " dims");
     Shape shape = x.shape();
     std::vector<std::pair<int, Partition>> parts;
     const bool adaptive = call.argument("kernel_size") < 0;
@@ -72,8 +72,9 @@ struct Pooling {
     sharded = any_distributed(x, lead) || x.local_numel() == 0;
   }
 
-  // No output has a window: an adaptive pooling to size 0.
-  bool nothing() const { return y.numel() == 0 && x.numel() > 0; }
+  // Libtorch's kernels do not make the outputs of a shard: windows reach over shards, or an
+  // adaptive pooling is to size 0.
+  bool needs_halo() const { return sharded || y.numel() == 0; }
 
   static Partition outputs_of(const Partition& inputs, const PoolDim& dim) {
     if (!dim.adaptive) return output_partition(inputs, dim.window, dim.outputs);
@@ -92,25 +93,17 @@ struct Pooling {
   bool sharded;
 };
 
-const ShardSpec& input_of(const OpCall& call) { return call.find("self")->spec; }
-
 template <int inner>
 Plan largest(const OpCall& call) {
-  const Pooling p(call, input_of(call), inner);
+  const Pooling p(call, inner);
   Plan plan;
   plan.inputs = {p.x};
   plan.outputs = {{p.y}, {p.y}};
-  if (p.nothing()) {
-    plan.local = [local = p.y.local_shape()](const OperatorHandle&, Stack arguments) {
-      const at::Tensor y = arguments[0].toTensor().new_empty(local);
-      return Stack{y, y.to(at::kLong)};
-    };
-  } else if (p.sharded) {
+  if (p.needs_halo())
     plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
       auto [y, indices] = halo->largest(arguments[0].toTensor());
       return Stack{y, indices};
     };
-  }
   return plan;
 }
 
@@ -125,7 +118,7 @@ Plan backward_plan(const OpCall& call, const Pooling& p) {
 
 template <int inner>
 Plan largest_backward(const OpCall& call) {
-  const Pooling p(call, input_of(call), inner);
+  const Pooling p(call, inner);
   Plan plan = backward_plan(call, p);
   if (p.sharded)
     plan.local = [halo = p.halo(), indices = call.argument("indices")](const OperatorHandle&,
@@ -148,26 +141,21 @@ struct Divisor {
 
 template <int inner>
 Plan average(const OpCall& call) {
-  const Pooling p(call, input_of(call), inner);
+  const Pooling p(call, inner);
   const Divisor by(call);
   Plan plan;
   plan.inputs = {p.x};
   plan.outputs = {{p.y}};
-  if (p.nothing()) {
-    plan.local = [local = p.y.local_shape()](const OperatorHandle&, Stack arguments) {
-      return Stack{arguments[0].toTensor().new_empty(local)};
-    };
-  } else if (p.sharded) {
+  if (p.needs_halo())
     plan.local = [halo = p.halo(), by](const OperatorHandle&, Stack arguments) {
       return Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};
     };
-  }
   return plan;
 }
 
 template <int inner>
 Plan average_backward(const OpCall& call) {
-  const Pooling p(call, input_of(call), inner);
+  const Pooling p(call, inner);
   const Divisor by(call);
   Plan plan = backward_plan(call, p);
   if (p.sharded)
