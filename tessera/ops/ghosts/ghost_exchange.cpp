@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -111,29 +112,22 @@ bool is_bytes(const at::Tensor& t) {
 
 enum class Pack : bool { from_rows, to_rows };
 
-template <Pack pack, class Copy>
-void copy_each(char* to, const char* from, std::size_t bytes, const std::vector<std::int64_t>& rows,
-               const Copy& copy) {
-  std::size_t k = 0;
-  for (const std::int64_t row : rows) {
-    const std::size_t packed = k++ * bytes, own = static_cast<std::size_t>(row) * bytes;
-    copy(to + (pack == Pack::from_rows ? packed : own),
-         from + (pack == Pack::from_rows ? own : packed));
-  }
-}
-
 // Between rows of so many bytes and the same rows one behind the other.
 template <Pack pack>
 void copy_rows(void* to, const void* from, std::size_t bytes,
                const std::vector<std::int64_t>& rows) {
-  auto* const target = static_cast<char*>(to);
-  const auto* const source = static_cast<const char*>(from);
+  const auto copy_each = [=, &rows](auto size) {
+    std::size_t k = 0;
+    for (const std::int64_t row : rows) {
+      const std::size_t packed = k++ * bytes, own = static_cast<std::size_t>(row) * bytes;
+      std::memcpy(static_cast<char*>(to) + (pack == Pack::from_rows ? packed : own),
+                  static_cast<const char*>(from) + (pack == Pack::from_rows ? own : packed), size);
+    }
+  };
   if (bytes == sizeof(double))
-    copy_each<pack>(target, source, bytes, rows,
-                    [](char* a, const char* b) { std::memcpy(a, b, sizeof(double)); });
+    copy_each(std::integral_constant<std::size_t, sizeof(double)>());  // without a call
   else if (bytes > 0)
-    copy_each<pack>(target, source, bytes, rows,
-                    [=](char* a, const char* b) { std::memcpy(a, b, bytes); });
+    copy_each(bytes);
 }
 
 // Rows of `from`, counted from its row `first`, one behind the other.
