@@ -43,15 +43,9 @@ bool names_rows(const ShardMeta& index) {
   return true;
 }
 
-// An index of rows along dim `d` of a tensor that both lie on the same ranks; `own` false: the rule
-// knows better.
-struct Fit {
-  int d = 0;
-  bool own = false;
-  explicit operator bool() const { return own; }
-};
-
-Fit fit(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
+// The dim, counted from the front, along which the index names rows of `x` that lie on the same
+// ranks; none: the rule knows better.
+std::optional<int> fit(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
   const ShardMeta *rows = meta_of(x), *places = meta_of(index);
   if (!rows || !places || x.dim() == 0 || index.dim() == 0) return {};
   if (dim < -x.dim() || dim >= x.dim()) return {};
@@ -65,7 +59,7 @@ Fit fit(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
                    rows->local.device() == places->local.device() &&
                    rows->local.layout() == at::kStrided && !rows->local.is_conj() &&
                    !rows->local.is_neg();
-  return {d, own};
+  return own ? std::optional(d) : std::nullopt;
 }
 
 template <class Run>
@@ -176,7 +170,7 @@ at::Tensor reduced(const RowPlan& plan, const at::Tensor& rows, const at::Tensor
 }
 
 // Gives the result its spec, which is the target's, or writes it to the target.
-at::Tensor returned(const OpInfo& info, const at::Tensor& target, int d, at::Tensor rows) {
+at::Tensor returned(const OpInfo& info, const at::Tensor& target, std::int64_t d, at::Tensor rows) {
   const ShardMeta& meta = *meta_of(target);
   const LocalCallGuard guard;
   if (!info.writes)
@@ -197,8 +191,8 @@ void give(torch::jit::Stack* stack, const OpInfo& info, at::Tensor result) {
 struct Target {
   const char* op;
   at::Tensor x, index, source;
-  Fit where;
-  RowPlanPtr plan;
+  std::int64_t dim;
+  RowPlanPtr plan = nullptr;
   at::Tensor local_source = {};
 
   bool ready(std::string_view reduce, bool writes) {
@@ -214,13 +208,14 @@ struct Target {
   bool fits(std::string_view reduce, bool writes) {
     if (!reduces_ghosts_of(x.scalar_type()) || !source.defined()) return false;
     if (!writes) take_rows();
-    where = fit(x, where.d, index);
-    if (!where || index.size(0) != source.size(where.d)) return false;
+    const auto d = fit(x, dim, index);
+    if (!d || index.size(0) != source.size(*d)) return false;
+    dim = *d;
     if (reduce != "sum" && (x.is_complex() || (reduce == "mean" && !x.is_floating_point())))
       return false;
-    local_source = indexed_rows::local_source(x, where.d, index, source);
+    local_source = indexed_rows::local_source(x, *d, index, source);
     if (!local_source.defined()) return false;
-    plan = row_plan(op, index, meta_of(x)->spec().dim(where.d));
+    plan = row_plan(op, index, meta_of(x)->spec().dim(*d));
     return plan && (plan->all_ghosts == 0 || reduced_by(reduce));
   }
   // Of a target that every rank has whole, as factories make them: the rows in scope.
@@ -235,12 +230,11 @@ struct Target {
   }
   template <class Run>
   bool run(const OpInfo& info, torch::jit::Stack* stack, const Run& run) {
-    const int d = where.d;
     const ShardMeta& meta = *meta_of(x);
     at::Tensor rows = on_local(op, *plan, meta.spec(), [&] {
-      return run(meta.local.movedim(d, 0), local_source.movedim(d, 0));
+      return run(meta.local.movedim(dim, 0), local_source.movedim(dim, 0));
     });
-    give(stack, info, returned(info, x, d, std::move(rows)));
+    give(stack, info, returned(info, x, dim, std::move(rows)));
     return true;
   }
 };
@@ -257,11 +251,7 @@ struct Given {
 
 // Of index_add(x, dim, index, source, ...) and its kin.
 Target target_of(const char* op, const Given& a) {
-  const at::Tensor x = a.tensor(0);
-  const std::int64_t dim = a[1].toInt();
-  return {
-      op,     x, a.tensor(2), a.tensor(3), {static_cast<int>(dim < 0 ? dim + x.dim() : dim), false},
-      nullptr};
+  return {op, a.tensor(0), a.tensor(2), a.tensor(3), a[1].toInt()};
 }
 
 // Into a target that every rank has whole and that is smaller than what is added to it, as the
@@ -328,15 +318,15 @@ bool reduce_at_rows(const OpInfo& info, torch::jit::Stack* stack) {
 bool fill_rows(const char* op, const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   const at::Tensor x = a.tensor(0), index = a.tensor(2);
-  const Fit where = fit(x, a[1].toInt(), index);
-  if (!where || a[3].toScalar().isComplex()) return false;
-  const RowPlanPtr plan = row_plan(op, index, meta_of(x)->spec().dim(where.d));
+  const auto d = fit(x, a[1].toInt(), index);
+  if (!d || a[3].toScalar().isComplex()) return false;
+  const RowPlanPtr plan = row_plan(op, index, meta_of(x)->spec().dim(*d));
   if (!plan) return false;
   at::Tensor rows = on_local(op, *plan, meta_of(x)->spec(), [&] {
-    const at::Tensor here = meta_of(x)->local.movedim(where.d, 0);
+    const at::Tensor here = meta_of(x)->local.movedim(*d, 0);
     return here.masked_fill(along_rows(plan->counts.gt(0), here), a[3].toScalar());
   });
-  give(stack, info, returned(info, x, where.d, std::move(rows)));
+  give(stack, info, returned(info, x, *d, std::move(rows)));
   return true;
 }
 
@@ -355,8 +345,7 @@ bool gather(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   const at::Tensor x = a.tensor(0), index = a.tensor(2);
   if (!same_but_rows(index, x)) return false;
-  const Fit where = fit(x, a[1].toInt(), index);
-  if (!where) return false;
+  if (!fit(x, a[1].toInt(), index)) return false;
   const RowPlanPtr plan = row_plan("aten::gather", index, meta_of(x)->spec().dim(0));
   if (!plan) return false;
   give(stack, info, selected("aten::gather", x, 0, index, *plan));
@@ -386,11 +375,11 @@ struct SelectRows : torch::autograd::Function<SelectRows> {
 
 bool select(torch::jit::Stack* stack, std::size_t arguments, const at::Tensor& x, std::int64_t dim,
             const at::Tensor& index) {
-  const Fit where = fit(x, dim, index);
-  if (!where || index.dim() != 1) return false;
-  const RowPlanPtr plan = row_plan("aten::index_select", index, meta_of(x)->spec().dim(where.d));
+  const auto d = fit(x, dim, index);
+  if (!d || index.dim() != 1) return false;
+  const RowPlanPtr plan = row_plan("aten::index_select", index, meta_of(x)->spec().dim(*d));
   if (!plan) return false;
-  at::Tensor result = SelectRows::apply(x, std::int64_t{where.d}, index, plan);
+  at::Tensor result = SelectRows::apply(x, std::int64_t{*d}, index, plan);
   torch::jit::drop(*stack, arguments);
   torch::jit::push(*stack, std::move(result));
   return true;
@@ -464,7 +453,7 @@ const AtStart registered([] {
 }  // namespace
 
 bool names_rows_of(const at::Tensor& x, std::int64_t dim, const at::Tensor& index) {
-  return fit(x, dim, index).own;
+  return fit(x, dim, index).has_value();
 }
 
 ShardSpec with_places(const ShardSpec& x, int d, const ShardSpec& index) {
