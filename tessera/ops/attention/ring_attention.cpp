@@ -23,7 +23,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <cmath>
 #include <limits>
 
 #include "tessera/ops/attention/detail/ring.h"
@@ -33,7 +32,6 @@
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
-#include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::ring_attention_rules {
@@ -362,7 +360,6 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const at::Tensor wrapped =
         wrap_fresh(out, make_layout(ring->out, out.scalar_type(), out.device()));
     carry(ctx, ring, "ring");
-    ctx->saved_data["mask"] = mask.defined();
     ctx->saved_data["mask gradient"] = mask.defined() && mask.requires_grad();
     ctx->save_for_backward({query, key, value, mask, wrapped, level});
     return wrapped;

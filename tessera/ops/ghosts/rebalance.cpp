@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/index_select.h>
 
 #include <algorithm>
 #include <cmath>
@@ -221,8 +220,8 @@ Rebalanced rebalance(const OwnedRows& rows, const at::Tensor& places, const at::
   const auto mine = arrived(rows, owner.of);
   const auto sizes = agree::all<std::int64_t>(
       group, kRebalance, [&] { return static_cast<std::int64_t>(mine.size()); });
-  const at::Tensor from = from_local(detail::tensor_over(mine).clone(), rows.mesh(),
-                                     rows.placements(), {{0, sizes}});
+  const at::Tensor from =
+      from_local(detail::tensor_over(mine).clone(), rows.mesh(), rows.placements(), {{0, sizes}});
   const at::Tensor ids =
       to_local(rows.shard(detail::tensor_over(rows.ids()).clone()).index_select(0, from));
   Rebalanced made{

@@ -6,9 +6,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 
 #include <limits>
 

@@ -1,7 +1,6 @@
 #include "tessera/ops/ghosts/sharded_graph.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/bincount.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>

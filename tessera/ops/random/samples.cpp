@@ -21,7 +21,6 @@
 
 #include "tessera/ops/random/detail/draws.h"
 #include "tessera/ops/rules/detail/rules.h"
-#include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::sample_rules {
 namespace {

@@ -4,9 +4,7 @@
 // halos.
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/scatter_reduce.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 

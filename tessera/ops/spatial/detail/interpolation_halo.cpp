@@ -3,10 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/remainder.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
