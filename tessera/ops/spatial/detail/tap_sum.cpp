@@ -1,5 +1,7 @@
 #include "tessera/ops/spatial/detail/tap_sum.h"
 
+#include <ATen/Dispatch.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -149,19 +151,6 @@ struct Sides {
   std::int64_t samples, groups, of_a, of_b;  // channels per group
 };
 
-template <class T>
-Sides<T> sides_of(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
-                  std::int64_t groups, const std::array<int, 3>& dims,
-                  const std::array<std::int64_t, 3>& stride) {
-  return {side_of<T>(a, dims, kOne),
-          side_of<T>(b, dims, stride),
-          side_of<T>(weight, dims, kOne),
-          a.size(0),
-          groups,
-          a.size(1) / groups,
-          b.size(1) / groups};
-}
-
 // Calls f(offset in A, offset in B, offset of the tap, count) for each run of the innermost loop.
 template <class Runs, class T, class F>
 void each_run(const Runs& runs, const Sides<T>& s, const F& f) {
@@ -236,10 +225,11 @@ template <class Call>
 void TapSum::with_sides(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight,
                         std::int64_t groups, const Call& call) const {
   if (pairs_ == 0) return;
-  if (a.scalar_type() == at::kFloat)
-    call(sides_of<float>(a, b, weight, groups, dim_, stride_));
-  else
-    call(sides_of<double>(a, b, weight, groups, dim_, stride_));
+  AT_DISPATCH_FLOATING_TYPES(a.scalar_type(), "tap_sum", [&] {
+    call(Sides<scalar_t>{side_of<scalar_t>(a, dim_, kOne), side_of<scalar_t>(b, dim_, stride_),
+                         side_of<scalar_t>(weight, dim_, kOne), a.size(0), groups,
+                         a.size(1) / groups, b.size(1) / groups});
+  });
 }
 
 void TapSum::to_values(const at::Tensor& to, const at::Tensor& from, const at::Tensor& weight,
