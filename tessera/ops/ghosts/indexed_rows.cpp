@@ -10,7 +10,6 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "tessera/ops/ghosts/detail/indexed_rows.h"
 #include "tessera/ops/ghosts/detail/row_plan.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"

@@ -12,7 +12,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/comm/agree/agree.h"
-#include "tessera/ops/ghosts/detail/indexed_rows.h"
+#include "tessera/ops/ghosts/detail/row_plan.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"

@@ -48,4 +48,14 @@ using RowPlanPtr = std::shared_ptr<const RowPlan>;
 /// an index that has an order of another length, or on some ranks alone.
 RowPlanPtr row_plan(const char* op, const at::Tensor& index, const DimSharding& rows);
 
+namespace indexed_rows {
+
+/// True if `index` names rows along `dim` of `x`, and both lie on the same ranks in a way that the
+/// exchange of ghosts serves; false: the operator's rule knows better.
+bool names_rows_of(const at::Tensor& x, std::int64_t dim, const at::Tensor& index);
+/// As `x`, with dim `d` of the size and the shards of the index.
+ShardSpec with_places(const ShardSpec& x, int d, const ShardSpec& index);
+
+}  // namespace indexed_rows
+
 }  // namespace tessera::detail
