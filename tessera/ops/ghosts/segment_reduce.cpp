@@ -64,36 +64,31 @@ at::Tensor segment_of_rows(const ShardMeta& data, const ShardMeta& lengths) {
   return wrap_fresh(index.contiguous(), make_layout(to, at::kLong, data.local.device()));
 }
 
-struct Segments {
-  at::Tensor data, lengths;
-  std::string reduce;
-  std::optional<at::Scalar> initial;
-};
-
-at::Tensor reduced_segments(const Segments& s) {
-  const ShardMeta &data = *meta_of(s.data), &of = *meta_of(s.lengths);
-  const at::Tensor index = segment_of_rows(data, of);
-  const ShardSpec spec = with_places(data.spec(), 0, of.spec());
-  const at::Tensor none = zeros(spec, s.data.options().requires_grad(false));
-  Shape per_row(static_cast<std::size_t>(s.data.dim()), 1);
-  if (s.reduce == "sum" || s.reduce == "mean") {
-    at::Tensor sum = none.index_add(0, index, s.data) + s.initial.value_or(0);
-    if (s.reduce == "sum") return sum;
-    per_row[0] = s.lengths.size(0);
-    const at::Tensor count = s.lengths.to(s.data.scalar_type()).view(per_row);
+at::Tensor reduced_segments(const at::Tensor& data, const at::Tensor& lengths,
+                            const std::string& reduce, const std::optional<at::Scalar>& initial) {
+  const ShardMeta &rows = *meta_of(data), &of = *meta_of(lengths);
+  const at::Tensor index = segment_of_rows(rows, of);
+  const ShardSpec spec = with_places(rows.spec(), 0, of.spec());
+  const at::Tensor none = zeros(spec, data.options().requires_grad(false));
+  Shape per_row(static_cast<std::size_t>(data.dim()), 1);
+  if (reduce == "sum" || reduce == "mean") {
+    at::Tensor sum = none.index_add(0, index, data) + initial.value_or(0);
+    if (reduce == "sum") return sum;
+    per_row[0] = lengths.size(0);
+    const at::Tensor count = lengths.to(data.scalar_type()).view(per_row);
     const at::Tensor mean = sum / count;
-    return s.initial ? at::where(count.gt(0), mean, sum) : mean;
+    return initial ? at::where(count.gt(0), mean, sum) : mean;
   }
-  const bool largest = s.reduce == "max";
+  const bool largest = reduce == "max";
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  per_row[0] = s.data.size(0);
+  per_row[0] = data.size(0);
   at::Tensor extreme = at::full_like(none, largest ? -kInfinity : kInfinity)
-                           .scatter_reduce(0, index.view(per_row).expand(s.data.sizes()), s.data,
+                           .scatter_reduce(0, index.view(per_row).expand(data.sizes()), data,
                                            largest ? "amax" : "amin", false);
-  if (!s.initial) return extreme;
+  if (!initial) return extreme;
   // Not maximum(): of values that equal `initial` the rows have the gradient.
-  return at::where(largest ? extreme.lt(*s.initial) : extreme.gt(*s.initial),
-                   at::full_like(none, *s.initial), extreme);
+  return at::where(largest ? extreme.lt(*initial) : extreme.gt(*initial),
+                   at::full_like(none, *initial), extreme);
 }
 
 bool segment_reduce(torch::jit::Stack* stack) {
@@ -107,9 +102,8 @@ bool segment_reduce(torch::jit::Stack* stack) {
   if ((reduce != "sum" && reduce != "mean" && reduce != "max" && reduce != "min") ||
       !data.is_floating_point() || lengths.dim() != 1 || !names_rows_of(data, 0, lengths))
     return false;
-  Segments segments{data, lengths, reduce, std::nullopt};
-  if (!a[7].isNone()) segments.initial = a[7].toScalar();
-  at::Tensor result = reduced_segments(segments);
+  at::Tensor result = reduced_segments(
+      data, lengths, reduce, a[7].isNone() ? std::nullopt : std::optional(a[7].toScalar()));
   torch::jit::drop(*stack, 8);
   torch::jit::push(*stack, std::move(result));
   return true;
