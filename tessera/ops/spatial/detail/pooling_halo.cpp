@@ -61,11 +61,6 @@ at::Tensor windowed_sum(const at::Tensor& t, const std::vector<Interval>& window
   const auto count = static_cast<std::int64_t>(windows.size());
   std::int64_t most = 1;
   for (const Interval& w : windows) most = std::max(most, w.size());
-  if (count == 0 || t.size(dim) == 0) {
-    auto shape = t.sizes().vec();
-    shape[dim] = count;
-    return at::zeros(shape, t.options());
-  }
   std::vector<std::int64_t> from;
   std::vector<std::uint8_t> outside;
   for (const Interval& w : windows) {
@@ -130,7 +125,6 @@ std::int64_t PoolDim::padded_count(std::int64_t o) const {
 }
 
 Interval PoolDim::inputs(Interval out) const {
-  if (out.empty()) return {0, 0};
   if (out.size() == outputs) return {0, extent};
   return {inside(out.begin).begin,
           adaptive ? inside(out.end - 1).end : std::min(window.inputs(out).end, extent)};
