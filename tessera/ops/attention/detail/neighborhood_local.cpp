@@ -95,12 +95,6 @@ using Backward = Gradients(const at::Tensor&, const at::Tensor&, const at::Tenso
 
 ValueAndLogs forward_on_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             at::IntArrayRef windows, double scale) {
-  if (at::isReducedFloatingType(q.scalar_type())) {
-    const auto as_float = [](const at::Tensor& t) { return t.to(at::kFloat); };
-    const auto [value, logs] =
-        forward_on_cpu(as_float(q), as_float(k), as_float(v), windows, scale);
-    return {value.to(q.scalar_type()), logs};
-  }
   const auto run = [&](const NeighborhoodCall& n) {
     AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention", [&] {
       at::parallel_for(0, n.batch * n.queries, 16, [&](std::int64_t begin, std::int64_t end) {
@@ -118,13 +112,6 @@ ValueAndLogs forward_on_cpu(const at::Tensor& q, const at::Tensor& k, const at::
 Gradients backward_on_cpu(const at::Tensor& g, const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& v, const at::Tensor& out, const at::Tensor& logs,
                           at::IntArrayRef windows, double scale) {
-  if (at::isReducedFloatingType(q.scalar_type())) {
-    const auto as_float = [](const at::Tensor& t) { return t.to(at::kFloat); };
-    const auto [dq, dk, dv] = backward_on_cpu(as_float(g), as_float(q), as_float(k), as_float(v),
-                                              as_float(out), logs, windows, scale);
-    const auto type = q.scalar_type();
-    return {dq.to(type), dk.to(type), dv.to(type)};
-  }
   const auto run = [&](const NeighborhoodCall& n) {
     AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "neighborhood_attention_backward", [&] {
       // In parallel over samples and heads, whose contributions to the keys do not overlap.
@@ -205,16 +192,9 @@ at::Tensor around(const at::Tensor& t, const Picked& picked, std::int64_t querie
       .view({t.size(0), queries, picked.most, t.size(2), t.size(3)});
 }
 
-at::Tensor as_sums(const at::Tensor& t) {
-  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
-}
-
 // The gradients of q, k and v, composed so that they have derivatives of their own.
-Gradients composed_gradients(const at::Tensor& gradient, const at::Tensor& queries,
-                             const at::Tensor& keys, const at::Tensor& values, const Rows& rows,
-                             double scale) {
-  const at::Tensor g = as_sums(gradient), q = as_sums(queries), k = as_sums(keys),
-                   v = as_sums(values);
+Gradients composed_gradients(const at::Tensor& g, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& v, const Rows& rows, double scale) {
   const Picked picked = picked_of(rows, q.options());
   const std::int64_t count = q.size(1);
   const at::Tensor near = around(k, picked, count), near_values = around(v, picked, count);
@@ -224,21 +204,19 @@ Gradients composed_gradients(const at::Tensor& gradient, const at::Tensor& queri
   const at::Tensor ds = (p * (dp - (p * dp).sum({2}, true)) * scale).unsqueeze(-1);
   const auto back = [&](const at::Tensor& each, const at::Tensor& like) {
     const at::Tensor none = at::zeros(like.sizes(), like.options());
-    return none
-        .index_add(1, picked.index,
-                   each.reshape({each.size(0), count * picked.most, each.size(3), each.size(4)}))
-        .to(queries.scalar_type());
+    return none.index_add(
+        1, picked.index,
+        each.reshape({each.size(0), count * picked.most, each.size(3), each.size(4)}));
   };
-  return {(ds * near).sum(2).to(queries.scalar_type()), back(ds * q.unsqueeze(2), k),
+  return {(ds * near).sum(2), back(ds * q.unsqueeze(2), k),
           back(p.unsqueeze(-1) * g.unsqueeze(2), v)};
 }
 
 /// Value and logs on devices without a kernel: every query's keys and values are gathered.
-ValueAndLogs composed(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+ValueAndLogs composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const Rows& rows, double scale) {
-  const at::Tensor q = as_sums(queries), k = as_sums(keys), v = as_sums(values);
   if (rows.empty())
-    return {at::zeros({q.size(0), 0, q.size(2), v.size(3)}, queries.options()),
+    return {at::zeros({q.size(0), 0, q.size(2), v.size(3)}, q.options()),
             at::zeros({q.size(0), 0, q.size(2)}, q.options())};
   const Picked picked = picked_of(rows, q.options());
   const std::int64_t count = q.size(1);
@@ -246,17 +224,21 @@ ValueAndLogs composed(const at::Tensor& queries, const at::Tensor& keys, const a
   const at::Tensor scores =
       (q.unsqueeze(2) * around(k, picked, count)).sum(-1) * scale + picked.bias;
   const at::Tensor value = (scores.softmax(2).unsqueeze(-1) * around(v, picked, count)).sum(2);
-  return {value.to(queries.scalar_type()), scores.logsumexp({2})};
+  return {value, scores.logsumexp({2})};
 }
 
-at::Tensor flattened(const at::Tensor& t, const Box& box) {
-  return t.reshape({t.size(0), volume(box), t.size(-2), t.size(-1)}).contiguous();
+// A tensor with its positions in one dim; one of half precision in float32, unless `mixed`: CUDA's
+// kernel takes it as it is, and sums in float32 itself.
+at::Tensor flattened(const at::Tensor& t, const Box& box, bool mixed = false) {
+  const at::Tensor flat = t.reshape({t.size(0), volume(box), t.size(-2), t.size(-1)}).contiguous();
+  return at::isReducedFloatingType(t.scalar_type()) && !mixed ? flat.to(at::kFloat) : flat;
 }
 
 std::array<at::Tensor, 3> shaped_as(const Gradients& gradients, const at::Tensor& q,
                                     const at::Tensor& k, const at::Tensor& v) {
   const auto& [dq, dk, dv] = gradients;
-  return {dq.view(q.sizes()), dk.view(k.sizes()), dv.view(v.sizes())};
+  const auto type = q.scalar_type();
+  return {dq.view(q.sizes()).to(type), dk.view(k.sizes()).to(type), dv.view(v.sizes()).to(type)};
 }
 
 struct Attend : torch::autograd::Function<Attend> {
@@ -303,14 +285,16 @@ Attention::Result Attention::forward(const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& v) const {
   static const auto op = operator_named("tessera::_neighborhood_forward").typed<Forward>();
   const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor queries = flattened(q, where_.queries), keys = flattened(k, where_.keys),
-                   values = flattened(v, where_.keys);
-  const auto [value, logs] = has_kernel(op, q)
+  const bool kernel = has_kernel(op, q), mixed = kernel && q.is_cuda();
+  const at::Tensor queries = flattened(q, where_.queries, mixed),
+                   keys = flattened(k, where_.keys, mixed),
+                   values = flattened(v, where_.keys, mixed);
+  const auto [value, logs] = kernel
                                  ? op.call(queries, keys, values, windows_, where_.scale)
                                  : composed(queries, keys, values, key_rows(where_), where_.scale);
   auto shape = q.sizes().vec();
   shape.back() = v.size(-1);
-  return {value.view(shape), logs};
+  return {value.view(shape).to(q.scalar_type()), logs};
 }
 
 std::array<at::Tensor, 3> Attention::backward(const at::Tensor& gradient, const at::Tensor& q,
@@ -318,13 +302,15 @@ std::array<at::Tensor, 3> Attention::backward(const at::Tensor& gradient, const 
                                               const Result& result) const {
   static const auto op = operator_named("tessera::_neighborhood_backward").typed<Backward>();
   const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor g = flattened(gradient, where_.queries), queries = flattened(q, where_.queries),
-                   keys = flattened(k, where_.keys), values = flattened(v, where_.keys);
+  const bool kernel = has_kernel(op, q), mixed = kernel && q.is_cuda();
+  const at::Tensor g = flattened(gradient, where_.queries, mixed),
+                   queries = flattened(q, where_.queries, mixed),
+                   keys = flattened(k, where_.keys, mixed),
+                   values = flattened(v, where_.keys, mixed);
   return shaped_as(
-      has_kernel(op, q)
-          ? op.call(g, queries, keys, values, flattened(result.value, where_.queries), result.logs,
-                    windows_, where_.scale)
-          : composed_gradients(g, queries, keys, values, key_rows(where_), where_.scale),
+      kernel ? op.call(g, queries, keys, values, flattened(result.value, where_.queries, mixed),
+                       result.logs, windows_, where_.scale)
+             : composed_gradients(g, queries, keys, values, key_rows(where_), where_.scale),
       q, k, v);
 }
 
