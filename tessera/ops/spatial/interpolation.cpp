@@ -196,8 +196,7 @@ const std::vector<Interpolation>& interpolations() {
 
 // Gradients that are called directly, of images [samples, channels, ...] or [channels, ...]. The
 // size of the input is an argument.
-template <int inner>
-Plan upsample_backward(const OpCall& call) {
+Plan upsample_backward(const OpCall& call, int inner) {
   const int n = call.tensor(0).spec.dims();
   Shape size = call.integers("input_size");
   LabelProblem p(call);
@@ -212,22 +211,15 @@ Plan upsample_backward(const OpCall& call) {
 }
 
 const AtStart registered([] {
-  register_rules({"aten::upsample_nearest1d_backward", "aten::_upsample_nearest_exact1d_backward",
-                  "aten::upsample_linear1d_backward"},
-                 guarded(upsample_backward<1>));
-  register_rules({"aten::upsample_nearest2d_backward", "aten::_upsample_nearest_exact2d_backward",
-                  "aten::upsample_bilinear2d_backward", "aten::upsample_bicubic2d_backward",
-                  "aten::_upsample_bilinear2d_aa_backward", "aten::_upsample_bicubic2d_aa_backward",
-                  "aten::_upsample_lanczos2d_aa_backward"},
-                 guarded(upsample_backward<2>));
-  register_rules({"aten::upsample_nearest3d_backward", "aten::_upsample_nearest_exact3d_backward",
-                  "aten::upsample_trilinear3d_backward"},
-                 guarded(upsample_backward<3>));
-  for (const Interpolation& op : interpolations())
+  for (const Interpolation& op : interpolations()) {
+    register_rule(
+        concat("aten::", op.name, "_backward"),
+        guarded([inner = op.inner](const OpCall& c) { return upsample_backward(c, inner); }));
     if (c10::Dispatcher::singleton().findSchema({concat("aten::", op.name), ""}))
       register_decomposition(op.name.c_str(), [&op] {
         return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op));
       });
+  }
 });
 
 }  // namespace
