@@ -102,12 +102,6 @@ Halo ConvolutionHalo::halo_of(bool backward) const {
                          });
 }
 
-HaloPolicy ConvolutionHalo::policy() const { return context_of(x_)->state->halo_policy; }
-
-bool ConvolutionHalo::splits(HaloPolicy::Order order) const {
-  return interior_first(order, volume(in_), HaloPolicy::kInteriorElements);
-}
-
 ConvolutionHalo::Call ConvolutionHalo::whole_dims() const {
   Call call{in_, out_, {}, {}};
   for (std::size_t i = 0; i < dims_.size(); ++i) {
@@ -182,23 +176,21 @@ std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at:
   return result;
 }
 
-// Given outputs of this rank, once the halo is there.
-at::Tensor ConvolutionHalo::compute(HaloValues& values, const Box& outputs, const Call& call,
-                                    const at::Tensor& weight,
-                                    const std::optional<at::Tensor>& bias) const {
-  return slice(convolve(call, values.assemble(call.in), weight, bias), call.out, outputs);
-}
-
 at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias) {
-  const HaloPolicy::Order order = policy().order;
+  const HaloPolicy::Order order = context_of(x_)->state->halo_policy.load().order;
+  const bool splits = interior_first(order, volume(in_), HaloPolicy::kInteriorElements);
   HaloValues values = inputs_.start_exchange(x);
   if (volume(out_) == 0) return at::zeros(shape_of(out_), x.options());
   // Without a halo to wait for, the call on the shard alone computes everything.
   const bool complete = aligned_ && interior_ == out_;
   const bool taps = order != HaloPolicy::Order::assemble && by_taps(x, weight);
-  if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && splits(order)))
-    return compute(values, out_, forward_call(out_), weight, bias);
+  // Given outputs of this rank, once the halo is there.
+  const auto compute = [&](const Box& outputs, const Call& call) {
+    return slice(convolve(call, values.assemble(call.in), weight, bias), call.out, outputs);
+  };
+  if (!complete && !taps && !(aligned_ && volume(interior_) > 0 && splits))
+    return compute(out_, forward_call(out_));
   if (order == HaloPolicy::Order::wait_first) values.arrival().wait();
   at::Tensor y = convolve(*aligned_, x, weight, bias);
   if (complete) return y;
@@ -208,15 +200,15 @@ at::Tensor ConvolutionHalo::forward(const at::Tensor& x, const at::Tensor& weigh
                            !arguments_.transposed);
     return y;
   }
-  for (const Strip& strip : outer_)
-    slice(y, out_, strip.box).copy_(compute(values, strip.box, strip.call, weight, bias));
+  for (const Strip& strip : outer_) slice(y, out_, strip.box).copy_(compute(strip.box, strip.call));
   return y;
 }
 
 std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, const at::Tensor& x,
                                                     const at::Tensor& weight,
                                                     std::array<bool, 3> mask) {
-  const HaloPolicy policy = this->policy();
+  const HaloPolicy policy = context_of(x_)->state->halo_policy;
+  const bool splits = interior_first(policy.order, volume(in_), HaloPolicy::kInteriorElements);
   if (policy.backward == HaloPolicy::Backward::sum)
     return backward_by_sum(gradient, x, weight, mask);
   HaloValues values = gradients_.start_exchange(gradient);
@@ -225,7 +217,7 @@ std::array<at::Tensor, 3> ConvolutionHalo::backward(const at::Tensor& gradient, 
   const bool complete = aligned_ && gradients_.needed() == out_;
   const bool taps = policy.order != HaloPolicy::Order::assemble && by_taps(x, weight) &&
                     gradient.scalar_type() == x.scalar_type();
-  if (!complete && !taps && !(aligned_ && splits(policy.order))) {
+  if (!complete && !taps && !(aligned_ && splits)) {
     at::Tensor of_bias = mask[2] ? bias_gradient(gradient) : at::Tensor();
     const Call call = backward_call(in_);
     auto result = gradients(call, values.assemble(call.out), x, weight, {mask[0], mask[1], false});

@@ -60,8 +60,6 @@ class ConvolutionHalo {
     Call call;
   };
 
-  HaloPolicy policy() const;
-  bool splits(HaloPolicy::Order order) const;
   bool by_taps(const at::Tensor& x, const at::Tensor& weight) const;
   void find_strips(bool backward);
   Call whole_dims() const;
@@ -74,8 +72,6 @@ class ConvolutionHalo {
   std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& gradient,
                                       const at::Tensor& x, const at::Tensor& weight,
                                       std::array<bool, 3> mask) const;
-  at::Tensor compute(HaloValues& values, const Box& outputs, const Call& call,
-                     const at::Tensor& weight, const std::optional<at::Tensor>& bias) const;
   std::array<at::Tensor, 3> backward_by_sum(const at::Tensor& gradient, const at::Tensor& x,
                                             const at::Tensor& weight, std::array<bool, 3> mask);
   Halo halo_of(bool backward) const;
