@@ -322,8 +322,8 @@ struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   }
 };
 
-at::Tensor draw_normal(const at::Tensor& mean, const at::Tensor& deviation,
-                       const MaybeGenerator& generator) {
+at::Tensor normal_of_tensors(const at::Tensor& mean, const at::Tensor& deviation,
+                             MaybeGenerator generator) {
   refuse_given("normal", generator);
   TORCH_CHECK(!deviation.is_complex() &&
                   (deviation.numel() == 0 || deviation.detach().min().ge(0).item<bool>()),
@@ -339,17 +339,13 @@ at::Tensor draw_normal(const at::Tensor& mean, const at::Tensor& deviation,
              : drawn;
 }
 
-at::Tensor normal_of_tensors(const at::Tensor& mean, const at::Tensor& deviation,
-                             MaybeGenerator generator) {
-  return draw_normal(mean, deviation, generator);
-}
 at::Tensor normal_of_means(const at::Tensor& mean, double deviation, MaybeGenerator generator) {
   TORCH_CHECK(deviation >= 0, "normal: the standard deviation is ", deviation, ", less than 0");
-  return draw_normal(mean, at::full_like(mean, deviation), generator);
+  return normal_of_tensors(mean, at::full_like(mean, deviation), std::move(generator));
 }
 at::Tensor normal_of_deviations(double mean, const at::Tensor& deviation,
                                 MaybeGenerator generator) {
-  return draw_normal(at::full_like(deviation, mean), deviation, generator);
+  return normal_of_tensors(at::full_like(deviation, mean), deviation, std::move(generator));
 }
 
 // What each element is multiplied by: where it is positive by 1.
