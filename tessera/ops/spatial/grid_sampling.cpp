@@ -276,9 +276,8 @@ Halo read_halo(const Placed& to, const std::vector<std::vector<Tap>>& taps, bool
                                         [&] { return box; }, {.name = "needed_boxes"});
   return Halo(to.field, std::vector<Edge>(to.field.dims(), Edge::zero), [&](int position) {
     Box needed = to.out.sharding().box(position);
-    if (volume(needed) == 0) return Box(needed.size());
     std::ranges::copy(boxes[position], needed.begin() + 2);
-    return volume(needed) == 0 ? Box(needed.size()) : needed;
+    return needed;
   });
 }
 

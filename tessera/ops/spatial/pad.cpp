@@ -49,7 +49,7 @@ struct Padding {
                 [before = before, to = output.sharding()](int position) {
                   Box box = to.box(position);
                   for (std::size_t d = 0; d < box.size(); ++d) box[d] = box[d].shifted(-before[d]);
-                  return volume(box) == 0 ? Box(box.size()) : box;
+                  return box;
                 });
   }
 
@@ -66,11 +66,8 @@ Plan constant(const OpCall& call) {
   plan.inputs = {p.input};
   plan.outputs = {{p.output}};
   if (!p.padded) return plan;
-  plan.local = [halo = p.halo(), shape = p.input.shape(), local = p.output.local_shape()](
-                   const OperatorHandle&, Stack arguments) {
-    const at::Tensor x = arguments[0].toTensor();
-    at::Tensor y = halo.exchange(x);
-    if (y.numel() == 0) return Stack{y.view(local)};
+  plan.local = [halo = p.halo(), shape = p.input.shape()](const OperatorHandle&, Stack arguments) {
+    const at::Tensor y = halo.exchange(arguments[0].toTensor());
     const c10::Scalar value = arguments[2].toScalar();
     if (!value.equal(0)) {
       Box inside(shape.size());
@@ -92,9 +89,8 @@ Plan continued(const OpCall& call) {
   plan.inputs = {p.input};
   plan.outputs = {{p.output}};
   if (p.padded || p.output.local_numel() == 0)
-    plan.local = [halo = p.halo(), local = p.output.local_shape()](const OperatorHandle&,
-                                                                   Stack arguments) {
-      return Stack{halo.exchange(arguments[0].toTensor()).view(local)};
+    plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
+      return Stack{halo.exchange(arguments[0].toTensor())};
     };
   return plan;
 }
@@ -110,7 +106,7 @@ Plan continued_backward(const OpCall& call) {
   plan.outputs = {{p.input, x.strides}};
   if (p.padded || p.output.local_numel() == 0)
     plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
-      return Stack{halo.sum(arguments[0].toTensor().view(shape_of(halo.needed())))};
+      return Stack{halo.sum(arguments[0].toTensor())};
     };
   return plan;
 }
@@ -143,7 +139,7 @@ at::Tensor circular(const at::Tensor& self, c10::SymIntArrayRef pad) {
     pads[i + 1] = std::max<std::int64_t>(pads[i + 1], 0);
   }
   const Padding p(spec(x), pads, Edge::circular);
-  return from_local(halo_exchange(x, p.halo()).view(p.output.local_shape()), p.output);
+  return from_local(halo_exchange(x, p.halo()), p.output);
 }
 
 const AtStart registered([] {

@@ -54,9 +54,8 @@ struct Unfolding {
                   Box box = from.box(position);
                   const Interval flat = to.box(position).back(),
                                  rows{flat.begin / w.grid[1], flat.end / w.grid[1]};
-                  if (rows.empty()) return Box(box.size());
                   box[h] = w.dims[0].inputs(rows);
-                  return volume(box) == 0 ? Box(box.size()) : box;
+                  return box;
                 });
   }
 
