@@ -113,9 +113,7 @@ struct Field {
   Halo keys, values;
   Box interior;  // queries that need no halo; without elements: there are none
   bool wait_first = false;
-  std::vector<Neighborhood> dims;
-  std::vector<std::int64_t> extents;
-  double scale = 1;
+  detail::LocalNeighborhood where;  // of all queries and keys of this rank
 
   /// Queries that are computed together, and the box of keys that they see.
   struct Piece {
@@ -125,21 +123,16 @@ struct Field {
   std::vector<Piece> pieces;  // the interior first, if there is one
 
   void make_pieces() {
-    const Box& all = keys.owned();
-    std::vector<Box> boxes;
-    if (volume(interior) > 0) {
-      boxes = difference(all, interior);
-      boxes.insert(boxes.begin(), interior);
-    } else {
-      boxes = {all};
-    }
+    std::vector<Box> boxes = difference(keys.owned(), interior);
+    if (volume(interior) > 0) boxes.insert(boxes.begin(), interior);
     for (const Box& queries : boxes) {
       Box seen = queries;
-      for (std::size_t d = 0; d < dims.size(); ++d)
-        seen[d + 1] = detail::seen_keys(dims[d], queries[d + 1], extents[d]);
-      pieces.push_back(
-          {queries, seen,
-           detail::Attention({dims, extents, spatial(queries), spatial(seen), scale})});
+      for (std::size_t d = 0; d < where.dims.size(); ++d)
+        seen[d + 1] = detail::seen_keys(where.dims[d], queries[d + 1], where.extents[d]);
+      detail::LocalNeighborhood part = where;
+      part.queries = spatial(queries);
+      part.keys = spatial(seen);
+      pieces.push_back({queries, seen, detail::Attention(std::move(part))});
     }
   }
   /// The box for the values, which may have another number of channels.
@@ -189,11 +182,9 @@ struct OnField : torch::autograd::Function<OnField> {
   static torch::autograd::variable_list with_graph(const at::Tensor& g, const at::Tensor& q,
                                                    const at::Tensor& k, const at::Tensor& v,
                                                    const FieldPtr& field) {
-    const detail::LocalNeighborhood where{field->dims, field->extents, spatial(field->keys.owned()),
-                                          spatial(field->keys.needed()), field->scale};
     const auto all =
         detail::differentiable_gradients(g, q, detail::gathered_halo(k, field->keys),
-                                         detail::gathered_halo(v, field->values), where);
+                                         detail::gathered_halo(v, field->values), field->where);
     return {all[0], detail::summed_halo(all[1], field->keys),
             detail::summed_halo(all[2], field->values), at::Tensor()};
   }
@@ -263,7 +254,7 @@ struct OnField : torch::autograd::Function<OnField> {
 };
 
 at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const std::vector<Neighborhood>& dims, detail::LocalNeighborhood where) {
+                     detail::LocalNeighborhood where) {
   if (!is_sharded(q) || !is_sharded(k) || !is_sharded(v))
     throw ShardingError(
         "neighborhood_attention of plain and sharded tensors together: distribute_tensor the plain "
@@ -278,17 +269,17 @@ at::Tensor on_shards(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   };
   const at::Tensor queries = laid_out(q), keys = laid_out(k), values = laid_out(v);
   auto field = std::make_shared<Field>();
-  field->keys = halo_of_keys(spec(keys), dims);
-  field->values = halo_of_keys(spec(values), dims);
-  field->dims = dims;
-  field->extents = std::move(where.extents);
-  field->scale = where.scale;
+  field->keys = halo_of_keys(spec(keys), where.dims);
+  field->values = halo_of_keys(spec(values), where.dims);
+  where.queries = spatial(field->keys.owned());
+  where.keys = spatial(field->keys.needed());
+  field->where = std::move(where);
   const HaloPolicy::Order order = detail::context_of(wanted)->state->halo_policy.load().order;
   const bool split =
       detail::interior_first(order, volume(field->keys.owned()), kSplitFromQueryElements);
   field->wait_first = order == HaloPolicy::Order::wait_first;
   field->interior = split && field->keys.travels()
-                        ? interior_of(dims, field->keys.owned(), wanted.shape())
+                        ? interior_of(field->where.dims, field->keys.owned(), wanted.shape())
                         : Box(wanted.dims());
   field->make_pieces();
   return from_local(OnField::apply(to_local(queries), to_local(keys), to_local(values), field),
@@ -331,8 +322,7 @@ at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, cons
       dims, {}, {}, {}, scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))))};
   for (std::size_t d = 0; d < dims.size(); ++d)
     where.extents.push_back(q.size(static_cast<std::int64_t>(d) + 1));
-  if (is_sharded(q) || is_sharded(k) || is_sharded(v))
-    return on_shards(q, k, v, dims, std::move(where));
+  if (is_sharded(q) || is_sharded(k) || is_sharded(v)) return on_shards(q, k, v, std::move(where));
   for (const std::int64_t extent : where.extents) where.queries.push_back({0, extent});
   where.keys = where.queries;
   return detail::attend(q, k, v, where);
