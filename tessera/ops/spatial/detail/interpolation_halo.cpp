@@ -18,15 +18,22 @@ namespace {
 
 using Scales = std::vector<std::optional<double>>;
 
+at::ScalarType computed_in(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+at::ScalarType computed_in(const InterpolationCall& how) {
+  return computed_in(c10::typeMetaToScalarType(how.options.dtype()));
+}
+
 // Calls the operator, or with `input_size` its backward.
-at::Tensor call(const Interpolation& op, const at::Tensor& t, const Shape& outputs,
-                const std::optional<Shape>& input_size, bool align, const Scales& scales) {
+at::Tensor call(const InterpolationCall& how, const Scales& scales, const at::Tensor& t,
+                const Shape& outputs, const std::optional<Shape>& input_size = std::nullopt) {
   const LocalCallGuard guard;
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
-      concat("aten::", op.name, input_size ? "_backward" : "").c_str(), "");
+      concat("aten::", how.op->name, input_size ? "_backward" : "").c_str(), "");
   Stack stack{t, outputs};
   if (input_size) stack.emplace_back(*input_size);
-  if (op.align_argument) stack.emplace_back(align);
+  if (how.op->align_argument) stack.emplace_back(how.align);
   for (const auto& s : scales) stack.emplace_back(s ? c10::IValue(*s) : c10::IValue());
   handle.callBoxed(stack);
   return stack[0].toTensor();
@@ -36,9 +43,9 @@ at::Tensor call(const Interpolation& op, const at::Tensor& t, const Shape& outpu
 // for this dtype and device, to the last rounding: combs of ones, further apart than a window
 // reaches, give the weights of one input each.
 struct Probe {
-  const Interpolation& op;
-  at::TensorOptions options;
-  bool align, channels_last;
+  const InterpolationCall& how;
+  const Interpolation& op = *how.op;
+  const at::TensorOptions options = how.options.dtype(computed_in(how));
 
   Shape spread(std::int64_t n) const {
     Shape shape(op.inner, 1);
@@ -60,7 +67,7 @@ struct Probe {
                const std::optional<double>& scale) const {
     const LocalCallGuard guard;
     const double step =
-        align
+        how.align
             ? (outputs > 1 ? static_cast<double>(inputs - 1) / static_cast<double>(outputs - 1) : 0)
         : scale && *scale > 0 ? 1 / *scale
                               : static_cast<double>(inputs) / static_cast<double>(outputs);
@@ -72,10 +79,10 @@ struct Probe {
                            .unsqueeze(0)
                            .eq(at::arange(period, at::kLong).unsqueeze(1));
     combs = combs.to(options).view(shape(period, inputs));
-    if (channels_last)
+    if (how.channels_last)
       combs = combs.contiguous(op.inner == 2 ? at::MemoryFormat::ChannelsLast
                                              : at::MemoryFormat::ChannelsLast3d);
-    const at::Tensor response = call(op, combs, spread(outputs), std::nullopt, align, scales(scale))
+    const at::Tensor response = call(how, scales(scale), combs, spread(outputs))
                                     .reshape({period, outputs})
                                     .t()
                                     .to(at::kCPU, at::kDouble)
@@ -84,7 +91,7 @@ struct Probe {
     Taps taps(outputs);
     for (std::int64_t o = 0; o < outputs; ++o) {
       const auto at = static_cast<double>(o);
-      const bool corner = (align && !op.antialias) || op.name.starts_with("upsample_nearest");
+      const bool corner = (how.align && !op.antialias) || op.name.starts_with("upsample_nearest");
       const double centre = std::clamp(corner ? at * step : (at + 0.5) * step - 0.5, 0.0,
                                        static_cast<double>(inputs - 1));
       for (std::int64_t r = 0; r < period; ++r) {
@@ -108,11 +115,10 @@ struct Probe {
                 const std::optional<double>& scale) const {
     const LocalCallGuard guard;
     const at::Tensor ones = at::ones(shape(1, outputs), options);
-    const at::Tensor counts =
-        call(op, ones, spread(outputs), shape(1, inputs), align, scales(scale))
-            .reshape({inputs})
-            .to(at::kCPU, at::kDouble)
-            .contiguous();
+    const at::Tensor counts = call(how, scales(scale), ones, spread(outputs), shape(1, inputs))
+                                  .reshape({inputs})
+                                  .to(at::kCPU, at::kDouble)
+                                  .contiguous();
     Taps taps;
     for (std::int64_t i = 0; i < inputs; ++i)
       for (auto n = static_cast<std::int64_t>(counts.const_data_ptr<double>()[i]); n > 0; --n)
@@ -160,17 +166,11 @@ Shape spatial_shape(const Box& box, std::size_t lead) {
   return {shape.begin() + static_cast<std::ptrdiff_t>(lead), shape.end()};
 }
 
-at::ScalarType computed_in(at::ScalarType type) {
-  return type == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 }  // namespace
 
 std::vector<Taps> interpolation_matrices(const InterpolationCall& call, const Shape& inputs,
                                          bool of_backward) {
-  const Probe probe{
-      *call.op, call.options.dtype(computed_in(c10::typeMetaToScalarType(call.options.dtype()))),
-      call.align, call.channels_last};
+  const Probe probe{call};
   std::vector<Taps> all;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     all.push_back(of_backward ? probe.backward(inputs[i], call.outputs[i], call.scales[i])
@@ -203,10 +203,9 @@ InterpolationHalo::InterpolationHalo(InterpolationCall call, ShardSpec x, const 
 // is dropped.
 void InterpolationHalo::find_native() {
   if (volume(out_) == 0) return;
-  const at::ScalarType type = computed_in(c10::typeMetaToScalarType(call_.options.dtype()));
-  const Probe probe{*call_.op, call_.options.dtype(type), call_.align, call_.channels_last};
+  const Probe probe{call_};
   // libtorch's float indices far from the origin are less exact than those of a box near it.
-  const double tolerance = call_.op->nearest ? 0 : type == at::kDouble ? 1e-12 : 1e-5;
+  const double tolerance = call_.op->nearest ? 0 : computed_in(call_) == at::kDouble ? 1e-12 : 1e-5;
   native_in_ = halo_.needed();
   native_out_ = out_;
   for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
@@ -267,9 +266,7 @@ InterpolationHalo::Dense InterpolationHalo::dense(const Taps& taps, std::int64_t
     }
     d.index.push_back(at::tensor(index, at::kLong).to(device));
     if (!ones || d.taps != 1)
-      d.weight.push_back(
-          at::tensor(weight, at::kDouble)
-              .to(device, computed_in(c10::typeMetaToScalarType(call_.options.dtype()))));
+      d.weight.push_back(at::tensor(weight, at::kDouble).to(device, computed_in(call_)));
   }
   return d;
 }
@@ -299,8 +296,7 @@ at::Tensor InterpolationHalo::forward(const at::Tensor& x) const {
   if (volume(out_) == 0) return at::empty(shape_of(out_), x.options());
   if (native_) {
     const at::Tensor y =
-        call(*call_.op, values.assemble(native_in_), spatial_shape(native_out_, lead()),
-             std::nullopt, call_.align, call_.scales);
+        call(call_, call_.scales, values.assemble(native_in_), spatial_shape(native_out_, lead()));
     return slice(y, native_out_, out_);
   }
   const bool weighted =
@@ -317,9 +313,8 @@ at::Tensor InterpolationHalo::adjoint(const at::Tensor& gradient) const {
   const Box& box = halo_.needed();
   if (volume(out_) == 0) return halo_.sum(at::zeros(shape_of(box), gradient.options()));
   if (native_) {
-    const at::Tensor g =
-        call(*call_.op, embedded(gradient, out_, native_out_), spatial_shape(native_out_, lead()),
-             shape_of(native_in_), call_.align, call_.scales);
+    const at::Tensor g = call(call_, call_.scales, embedded(gradient, out_, native_out_),
+                              spatial_shape(native_out_, lead()), shape_of(native_in_));
     return halo_.sum(slice(g, native_in_, box));
   }
   at::Tensor t = gradient.to(computed_in(gradient.scalar_type()));
