@@ -4,7 +4,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include <cstring>
+#include <bit>
 #include <functional>
 
 #include "tessera/ops/rules/detail/field_map.h"
@@ -84,11 +84,8 @@ std::shared_ptr<const Resampling> cached(const at::Tensor& field, const Interpol
   number(call.align);
   for (const auto n : call.outputs) number(n);
   for (const auto& s : call.scales) {
-    const double value = s.value_or(0);
-    std::uint64_t bits = 0;
-    std::memcpy(&bits, &value, sizeof(bits));
     number(s.has_value());
-    number(bits);
+    number(std::bit_cast<std::uint64_t>(s.value_or(0)));
   }
   using Cache = ThreadCache<std::shared_ptr<const Resampling>, struct ByLayoutAndCall>;
   return Cache::find_or_make(std::move(key), [&] { return resampling_of(field, call); });
