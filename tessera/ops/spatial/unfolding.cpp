@@ -45,30 +45,42 @@ struct Windows {
   std::int64_t image[2], grid[2];
 };
 
-struct Unfolding {
-  Unfolding(Windows w, ShardSpec image_spec, ShardSpec columns_spec)
-      : windows(w), image(std::move(image_spec)), columns(std::move(columns_spec)) {
-    const int h = image.dims() - 2;
-    halo = Halo(image, std::vector<Edge>(image.dims(), Edge::zero),
-                [from = image.sharding(), to = columns.sharding(), w, h](int position) {
-                  Box box = from.box(position);
-                  const Interval flat = to.box(position).back(),
-                                 rows{flat.begin / w.grid[1], flat.end / w.grid[1]};
-                  box[h] = w.dims[0].inputs(rows);
-                  return box;
-                });
-  }
+/// The rows of the image that each rank's windows read.
+Halo halo_of_rows(const Windows& w, const ShardSpec& image, const ShardSpec& columns) {
+  return Halo(
+      image, std::vector<Edge>(image.dims(), Edge::zero),
+      [from = image.sharding(), to = columns.sharding(), w, h = image.dims() - 2](int position) {
+        Box box = from.box(position);
+        const Interval flat = to.box(position).back(),
+                       rows{flat.begin / w.grid[1], flat.end / w.grid[1]};
+        box[h] = w.dims[0].inputs(rows);
+        return box;
+      });
+}
 
+/// From an image to its columns or, `folds`, back.
+struct UnfoldingMap final : FieldMap {
+  UnfoldingMap(const Windows& w, const ShardSpec& from, const ShardSpec& to, bool f, Halo h)
+      : FieldMap(from, to, contiguous_strides(to.shape())),
+        windows(w),
+        folds(f),
+        halo(std::move(h)) {}
+  at::Tensor run(const at::Tensor& local) const override {
+    return folds ? fold(local) : unfold(local);
+  }
+  std::shared_ptr<const FieldMap> derivative() const override {
+    return std::make_shared<UnfoldingMap>(windows, to, from, !folds, halo);
+  }
   at::Tensor unfold(const at::Tensor& x) const {
     const at::Tensor box = halo.exchange(x);
-    if (columns.local_numel() == 0) return at::empty(columns.local_shape(), x.options());
+    if (to.local_numel() == 0) return at::empty(to.local_shape(), x.options());
     const auto& [a, b] = windows.dims;
     return at::im2col(box, {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding},
                       {a.stride, b.stride});
   }
   at::Tensor fold(const at::Tensor& gradient) const {
     const Shape shape = shape_of(halo.needed());
-    if (columns.local_numel() == 0) return halo.sum(at::zeros(shape, gradient.options()));
+    if (from.local_numel() == 0) return halo.sum(at::zeros(shape, gradient.options()));
     const auto& [a, b] = windows.dims;
     return halo.sum(at::col2im(gradient.contiguous(), {shape[shape.size() - 2], shape.back()},
                                {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding},
@@ -76,24 +88,8 @@ struct Unfolding {
   }
 
   const Windows windows;
-  const ShardSpec image, columns;
-  Halo halo;
-};
-
-struct UnfoldingMap final : FieldMap {
-  UnfoldingMap(std::shared_ptr<const Unfolding> u, bool f)
-      : FieldMap(f ? u->columns : u->image, f ? u->image : u->columns,
-                 contiguous_strides((f ? u->image : u->columns).shape())),
-        unfolding(std::move(u)),
-        folds(f) {}
-  at::Tensor run(const at::Tensor& local) const override {
-    return folds ? unfolding->fold(local) : unfolding->unfold(local);
-  }
-  std::shared_ptr<const FieldMap> derivative() const override {
-    return std::make_shared<UnfoldingMap>(unfolding, !folds);
-  }
-  const std::shared_ptr<const Unfolding> unfolding;
   const bool folds;
+  const Halo halo;
 };
 
 void check_dims(const char* name, const at::Tensor& t, int least) {
@@ -136,7 +132,7 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
   const ShardSpec columns = mapped_spec(image, shape, all_labels(n - 1), false, parts);
   return apply(
       "im2col", self,
-      std::make_shared<UnfoldingMap>(std::make_shared<Unfolding>(w, image, columns), false));
+      std::make_shared<UnfoldingMap>(w, image, columns, false, halo_of_rows(w, image, columns)));
 }
 
 at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::IntArrayRef kernel,
@@ -173,7 +169,7 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
   const ShardSpec image = mapped_spec(columns, shape, from, false, of_image);
   return apply(
       "col2im", self,
-      std::make_shared<UnfoldingMap>(std::make_shared<Unfolding>(w, image, columns), true));
+      std::make_shared<UnfoldingMap>(w, columns, image, true, halo_of_rows(w, image, columns)));
 }
 
 const AtStart registered([] {
