@@ -50,18 +50,12 @@ void check_rows(const GhostState& s, const char* call, const at::Tensor& t, std:
            " on this rank");
 }
 
-bool is_reduced(at::ScalarType type) {
-  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble ||
-         type == at::kComplexFloat || type == at::kComplexDouble ||
-         (at::isIntegralType(type, false) && !at::isBarebonesUnsignedType(type));
-}
-
 void check_op(const char* call, const at::Tensor& t, ReduceOp op) {
   if (op != ReduceOp::sum && op != ReduceOp::min && op != ReduceOp::max)
     throw InvalidArgument(call, " by ", name_of(op), "; it reduces by sum, min or max");
   if (op != ReduceOp::sum && t.is_complex())
     throw InvalidArgument(call, ": complex numbers have no ", name_of(op));
-  if (!is_reduced(t.scalar_type()))
+  if (!detail::reduces_ghosts_of(t.scalar_type()))
     throw InvalidArgument(call, " does not reduce ", t.scalar_type(),
                           "; convert it to a type of numbers");
 }
@@ -376,7 +370,11 @@ at::Tensor reduced_to_owners(const std::shared_ptr<GhostState>& state, const at:
                              ReduceOp op) {
   return ToOwners(state, rows, op).finish();
 }
-bool reduces_ghosts_of(at::ScalarType type) { return is_reduced(type); }
+bool reduces_ghosts_of(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble ||
+         type == at::kComplexFloat || type == at::kComplexDouble ||
+         (at::isIntegralType(type, false) && !at::isBarebonesUnsignedType(type));
+}
 
 }  // namespace detail
 

@@ -71,16 +71,14 @@ at::Tensor on_local(const char* op, const RowPlan& plan, const ShardSpec& spec, 
   }
 }
 
-at::Tensor with_ghosts(const RowPlan& plan, const at::Tensor& rows) {
-  return plan.all_ghosts > 0 ? rows_and_ghosts(plan.state, rows) : rows;
-}
-
 // The rows of `x` that the indices name: sharded as they are.
 at::Tensor selected(const char* op, const at::Tensor& x, int d, const at::Tensor& index,
                     const RowPlan& plan) {
   const ShardMeta& meta = *meta_of(x);
   at::Tensor local = on_local(op, plan, meta.spec(), [&] {
-    return with_ghosts(plan, meta.local.movedim(d, 0)).index_select(0, plan.rows).movedim(0, d);
+    const at::Tensor own = meta.local.movedim(d, 0),
+                     all = plan.all_ghosts > 0 ? rows_and_ghosts(plan.state, own) : own;
+    return all.index_select(0, plan.rows).movedim(0, d);
   });
   const ShardSpec spec = with_places(meta.spec(), d, meta_of(index)->spec());
   return wrap_fresh(local.contiguous(), make_layout(spec, x.scalar_type(), x.device()));

@@ -163,11 +163,6 @@ bool same_order(const std::shared_ptr<const OrderedSums>& of, const SumOrder& or
   return of && order ? of->order == order || *of->order == *order : !of && !order;
 }
 
-void remember(KeptPlans& kept, Known known) {
-  kept.tensors.push_front(std::move(known));
-  if (kept.tensors.size() > kMostTensors) kept.tensors.pop_back();
-}
-
 template <class T>
 void to_front(std::deque<T>& all, typename std::deque<T>::iterator at) {
   std::rotate(all.begin(), at, at + 1);
@@ -268,8 +263,9 @@ RowPlanPtr row_plan(const char* op, const at::Tensor& index, const DimSharding& 
     RowPlanPtr plan = agreed_plan(op, kept, meta, rows);
     if (plan && counted) {
       const auto held = c10::intrusive_ptr<ShardMeta>::reclaim_copy(of);
-      remember(kept, {c10::weak_intrusive_ptr<ShardMeta>(held), of, meta.layout, rows,
-                      static_cast<std::uint32_t>(index._version()), plan});
+      kept.tensors.push_front({c10::weak_intrusive_ptr<ShardMeta>(held), of, meta.layout, rows,
+                               static_cast<std::uint32_t>(index._version()), plan});
+      if (kept.tensors.size() > kMostTensors) kept.tensors.pop_back();
     }
     return plan;
   } catch (...) {
