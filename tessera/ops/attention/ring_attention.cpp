@@ -71,6 +71,32 @@ std::optional<at::Tensor> if_defined(const at::Tensor& t) {
 
 using Tensors = std::vector<at::Tensor>;
 
+// The adjoint of repeated().
+at::Tensor summed(const at::Tensor& t, std::int64_t times) {
+  if (times == 1) return t;
+  Shape shape = t.sizes().vec();
+  const std::size_t head = shape.size() - 3;
+  shape[head] /= times;
+  shape.insert(shape.begin() + static_cast<std::ptrdiff_t>(head) + 1, times);
+  return t.reshape(shape).sum(static_cast<std::int64_t>(head) + 1);
+}
+
+// `t` where nothing is dropped.
+at::Tensor times(const at::Tensor& t, const at::Tensor& kept) {
+  return kept.defined() ? t * kept : t;
+}
+
+void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys) {
+  const at::Tensor part = of_columns(mask, keys);
+  part.add_(scores.sum_to_size(part.sizes()));
+}
+
+// The queries of a run: rows of any tensor of [..., queries, columns].
+at::Tensor of_run(const at::Tensor& t, const Run& run) {
+  const at::Tensor rows = t.narrow(-2, run.at, run.count);
+  return run.row < 0 ? rows : rows.narrow(0, run.row, 1);
+}
+
 // All that is computed with keys that are held: `body` gets what is held of the keys of a block,
 // those keys, a run of this rank's queries that sees some of them, and the part of the sums;
 // `after` how many of all blocks are done.

@@ -24,31 +24,8 @@ at::Tensor repeated(const at::Tensor& t, std::int64_t times) {
   return times == 1 ? t : t.repeat_interleave(times, t.dim() - 3);
 }
 
-at::Tensor summed(const at::Tensor& t, std::int64_t times) {
-  if (times == 1) return t;
-  Shape shape = t.sizes().vec();
-  const std::size_t head = shape.size() - 3;
-  shape[head] /= times;
-  shape.insert(shape.begin() + static_cast<std::ptrdiff_t>(head) + 1, times);
-  return t.reshape(shape).sum(static_cast<std::int64_t>(head) + 1);
-}
-
-at::Tensor times(const at::Tensor& t, const at::Tensor& kept) {
-  return kept.defined() ? t * kept : t;
-}
-
 at::Tensor of_columns(const at::Tensor& mask, const Interval& keys) {
   return mask.size(-1) == 1 ? mask : mask.narrow(-1, keys.begin, keys.size());
-}
-
-void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys) {
-  const at::Tensor part = of_columns(mask, keys);
-  part.add_(scores.sum_to_size(part.sizes()));
-}
-
-at::Tensor of_run(const at::Tensor& t, const Run& run) {
-  const at::Tensor rows = t.narrow(-2, run.at, run.count);
-  return run.row < 0 ? rows : rows.narrow(0, run.row, 1);
 }
 
 Round::Round(const Ring& r, at::ScalarType t)

@@ -66,22 +66,14 @@ at::Tensor on_ring(const at::Tensor& query, const at::Tensor& key, const at::Ten
                    const std::optional<at::Tensor>& mask, const AttentionCall& call);
 
 at::Tensor repeated(const at::Tensor& t, std::int64_t times);
-/// The adjoint of repeated().
-at::Tensor summed(const at::Tensor& t, std::int64_t times);
-/// `t` where nothing is dropped.
-at::Tensor times(const at::Tensor& t, const at::Tensor& kept);
 /// The columns of a mask, or of its gradient, that belong to these keys.
 at::Tensor of_columns(const at::Tensor& mask, const Interval& keys);
-void add_to_columns(const at::Tensor& mask, const at::Tensor& scores, const Interval& keys);
 
 /// A run of the queries that this rank computes: where it is in the local tensors, and the global
 /// index of its first; `row`: in this row of the local batch, -1: in all.
 struct Run {
   std::int64_t at, count, begin, row = -1;
 };
-
-/// The queries of a run: rows of any tensor of [..., queries, columns].
-at::Tensor of_run(const at::Tensor& t, const Run& run);
 
 /// Queries that are computed together, and the keys that some of them see.
 struct Block {
