@@ -160,8 +160,8 @@ tessera_result tessera_group_create(tessera_job job, int count, const int* ranks
     // What is wrong is found before memory is read that nobody gave.
     if (count < 1 || count > most)
       refuse("count is ", count, ": a group has 1 to ", most, " ranks, those of the job");
-    const std::vector<int> all(need(ranks, "ranks"), ranks + count);
-    auto object = std::make_shared<GroupObject>(call.job(), all);
+    std::vector<int> all{need(ranks, "ranks"), ranks + count};
+    auto object = std::make_shared<GroupObject>(call.job(), std::move(all));
     object->group();  // says now what is wrong with the list
     return object;
   });
