@@ -140,8 +140,8 @@ enum class Reach : std::uint8_t { own, all };
 /// Runs `body`, and makes a code and the thread's message of what it throws.
 tessera_result run(const char* name, Reach reach, const std::function<void(Call&)>& body) noexcept;
 
-/// Runs `body` likewise, and puts a handle of the object that it makes, a shared_ptr, into `handle`.
-/// NULL is there where it fails, and nothing may be written to a handle that is NULL itself.
+/// Runs a body that makes an object, a shared_ptr, and puts a handle of it into `handle`. Fails
+/// where that is NULL; where anything else fails, NULL is put there.
 template <class Handle, class Body>
 tessera_result make(const char* name, Reach reach, Handle* handle, const char* handle_name,
                     const Body& body) {
