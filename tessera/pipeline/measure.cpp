@@ -141,7 +141,11 @@ PipelineCosts costs_of(const std::vector<double>& sum, int stages) {
   for (int s = 0; s < stages; ++s) {
     const double* row = &sum[7 * s];
     const double count = row[4];
-    StageCosts one{row[0] / count, row[1] / count, row[2] / count, row[3] / count, row[5] > 0};
+    StageCosts one{.forward = row[0] / count,
+                   .input_gradient = row[1] / count,
+                   .weight_gradient = row[2] / count,
+                   .backward = row[3] / count,
+                   .recompute = row[5] > 0};
     // Not split: the halves are a guess that no schedule uses.
     if (one.recompute)
       one.input_gradient = one.weight_gradient = std::max(0.0, *one.backward - one.forward) / 2;
