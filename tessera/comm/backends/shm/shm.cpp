@@ -110,22 +110,88 @@ class ShmTransport final : public Transport {
   ~ShmTransport() override { link_->close(); }
 
   const char* name() const override { return "shm"; }
-  Abilities abilities() override;
-  void broadcast(TransportCall& call) override;
-  void all_reduce(TransportCall& call) override;
-  void reduce(TransportCall& call) override;
-  void all_gather(TransportCall& call) override;
-  void reduce_scatter(TransportCall& call) override;
-  void gather(TransportCall& call) override;
-  void scatter(TransportCall& call) override;
-  void all_to_all(TransportCall& call) override;
-  void exchange(TransportCall& call) override;
-  void barrier(TransportCall& call) override;
+  Abilities abilities() override {
+    Abilities result;
+    result.reduces = shm_reduces;
+    result.moves = moves_every_dtype;
+    result.reduces_bits = result.signs = result.ends_collectives = result.ends_messages = true;
+    result.share = [this](std::size_t bytes, const c10::intrusive_ptr<c10d::Store>& store,
+                          std::chrono::milliseconds limit) { return share(bytes, store, limit); };
+    return result;
+  }
   void abort() override { link_->abort(); }
   // Waits for calls in progress; later calls fail. The other ranks continue without this one.
   void shutdown() override {
     link_->close();
     link_->group().interrupt("it was shut down");
+  }
+
+  void broadcast(TransportCall& call) override {
+    void* data =
+        rank_ == call.root ? const_cast<void*>(shm_read(call.output)) : shm_written(call.output);
+    run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
+      return calls.broadcast(data, call.output.nbytes(), call.root, o);
+    });
+  }
+  void all_reduce(TransportCall& call) override {
+    const auto how = reduces_of("all_reduce", call, call.output);
+    void* data = shm_written(call.output);
+    run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
+      return calls.all_reduce(data, data, static_cast<std::size_t>(call.output.numel()),
+                              how.element, how.reduction, o);
+    });
+  }
+  void reduce(TransportCall& call) override {
+    const auto how = reduces_of("reduce", call, call.output);
+    void* output = rank_ == call.root ? shm_written(call.output) : nullptr;
+    const void* input = output ? output : shm_read(call.output);
+    run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
+      return calls.reduce(input, output, static_cast<std::size_t>(call.output.numel()), how.element,
+                          how.reduction, call.root, o);
+    });
+  }
+  void all_gather(TransportCall& call) override {
+    const auto sizes = sizes_in(call.input.element_size(), call.counts);
+    run(call, shm_signature(call, call.input), [&](const auto& calls, shm::Call o) {
+      return calls.all_gather(shm_read(call.input), shm_written(call.output), sizes, o);
+    });
+  }
+  void reduce_scatter(TransportCall& call) override {
+    const auto how = reduces_of("reduce_scatter", call, call.input);
+    const auto counts = sizes_in(1, call.counts);
+    run(call, shm_signature(call, call.input), [&](const auto& calls, shm::Call o) {
+      return calls.reduce_scatter(shm_read(call.input), shm_written(call.output), counts,
+                                  how.element, how.reduction, o);
+    });
+  }
+  void gather(TransportCall& call) override {
+    const auto sizes = sizes_in(call.input.element_size(), call.counts);
+    run(call, shm_signature(call, call.input), [&](const auto& calls, shm::Call o) {
+      return calls.gather(shm_read(call.input), shm_written(call.output), sizes, call.root, o);
+    });
+  }
+  void scatter(TransportCall& call) override {
+    const auto sizes = sizes_in(call.output.element_size(), call.counts);
+    run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
+      return calls.scatter(shm_read(call.input), shm_written(call.output), sizes, call.root, o);
+    });
+  }
+  // Made of messages, with a barrier beside them in which it is compared with what the others call.
+  void all_to_all(TransportCall& call) override {
+    const auto out = sizes_in(call.output.element_size(), call.counts),
+               in = sizes_in(call.input.element_size(), call.input_counts);
+    start(call, shm_signature(call, call.input),
+          [&](std::vector<shm::Request>& requests, shm::Call o) {
+            const auto calls = group().started();
+            requests.push_back(
+                calls.all_to_all(shm_read(call.input), in, shm_written(call.output), out, o));
+            requests.push_back(calls.barrier(o, "all_to_all"));
+          });
+  }
+  void exchange(TransportCall& call) override;
+  void barrier(TransportCall& call) override {
+    run(call, shm_signature(call, {}),
+        [&](const auto& calls, shm::Call o) { return calls.barrier(o); });
   }
 
  private:
@@ -141,16 +207,6 @@ class ShmTransport final : public Transport {
 
   const std::shared_ptr<ShmLink> link_;
 };
-
-Abilities ShmTransport::abilities() {
-  Abilities result;
-  result.reduces = shm_reduces;
-  result.moves = moves_every_dtype;
-  result.reduces_bits = result.signs = result.ends_collectives = result.ends_messages = true;
-  result.share = [this](std::size_t bytes, const c10::intrusive_ptr<c10d::Store>& store,
-                        std::chrono::milliseconds limit) { return share(bytes, store, limit); };
-  return result;
-}
 
 template <class Make>
 void ShmTransport::run(TransportCall& call, std::uint64_t sign, const Make& make) {
@@ -186,76 +242,6 @@ void ShmTransport::start(TransportCall& call, std::uint64_t sign, const Make& ma
   call.works.push_back({work});
 }
 
-void ShmTransport::broadcast(TransportCall& call) {
-  void* data =
-      rank_ == call.root ? const_cast<void*>(shm_read(call.output)) : shm_written(call.output);
-  run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
-    return calls.broadcast(data, call.output.nbytes(), call.root, o);
-  });
-}
-
-void ShmTransport::all_reduce(TransportCall& call) {
-  const auto how = reduces_of("all_reduce", call, call.output);
-  void* data = shm_written(call.output);
-  run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
-    return calls.all_reduce(data, data, static_cast<std::size_t>(call.output.numel()), how.element,
-                            how.reduction, o);
-  });
-}
-
-void ShmTransport::reduce(TransportCall& call) {
-  const auto how = reduces_of("reduce", call, call.output);
-  void* output = rank_ == call.root ? shm_written(call.output) : nullptr;
-  const void* input = output ? output : shm_read(call.output);
-  run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
-    return calls.reduce(input, output, static_cast<std::size_t>(call.output.numel()), how.element,
-                        how.reduction, call.root, o);
-  });
-}
-
-void ShmTransport::all_gather(TransportCall& call) {
-  const auto sizes = sizes_in(call.input.element_size(), call.counts);
-  run(call, shm_signature(call, call.input), [&](const auto& calls, shm::Call o) {
-    return calls.all_gather(shm_read(call.input), shm_written(call.output), sizes, o);
-  });
-}
-
-void ShmTransport::reduce_scatter(TransportCall& call) {
-  const auto how = reduces_of("reduce_scatter", call, call.input);
-  const auto counts = sizes_in(1, call.counts);
-  run(call, shm_signature(call, call.input), [&](const auto& calls, shm::Call o) {
-    return calls.reduce_scatter(shm_read(call.input), shm_written(call.output), counts, how.element,
-                                how.reduction, o);
-  });
-}
-
-void ShmTransport::gather(TransportCall& call) {
-  const auto sizes = sizes_in(call.input.element_size(), call.counts);
-  run(call, shm_signature(call, call.input), [&](const auto& calls, shm::Call o) {
-    return calls.gather(shm_read(call.input), shm_written(call.output), sizes, call.root, o);
-  });
-}
-
-void ShmTransport::scatter(TransportCall& call) {
-  const auto sizes = sizes_in(call.output.element_size(), call.counts);
-  run(call, shm_signature(call, call.output), [&](const auto& calls, shm::Call o) {
-    return calls.scatter(shm_read(call.input), shm_written(call.output), sizes, call.root, o);
-  });
-}
-
-// Made of messages, with a barrier beside them in which it is compared with what the others call.
-void ShmTransport::all_to_all(TransportCall& call) {
-  const auto out = sizes_in(call.output.element_size(), call.counts),
-             in = sizes_in(call.input.element_size(), call.input_counts);
-  start(call, shm_signature(call, call.input),
-        [&](std::vector<shm::Request>& requests, shm::Call o) {
-          const auto calls = group().started();
-          requests.push_back(
-              calls.all_to_all(shm_read(call.input), in, shm_written(call.output), out, o));
-          requests.push_back(calls.barrier(o, "all_to_all"));
-        });
-}
-
 void ShmTransport::exchange(TransportCall& call) {
   std::vector<shm::Message> messages;
   messages.reserve(call.messages.size());
@@ -273,11 +259,6 @@ void ShmTransport::exchange(TransportCall& call) {
                      : messages.front().peer == shm::Message::kAnySource ? "receive from any rank"
                                                                          : "receive";
   run(call, 0, [&](const auto& calls, shm::Call o) { return calls.exchange(messages, o, name); });
-}
-
-void ShmTransport::barrier(TransportCall& call) {
-  run(call, shm_signature(call, {}),
-      [&](const auto& calls, shm::Call o) { return calls.barrier(o); });
 }
 
 std::shared_ptr<shm::Arena> ShmTransport::share(std::size_t bytes,
