@@ -48,40 +48,6 @@ struct ThreadsMessage {
   std::exception_ptr error;
 };
 
-class ThreadsRoom {
- public:
-  ThreadsRoom(std::string name, std::vector<int> ranks);
-
-  std::shared_ptr<ThreadsSlot> enter(std::uint64_t sequence, int rank, ThreadsCall call);
-  // Sender, receiver and tag of messages that match in their order.
-  using Pair = std::tuple<int, int, int>;
-  std::shared_ptr<ThreadsMessage> post(const Pair& pair, const at::Tensor& tensor, bool is_send);
-  // Records that this rank makes no more calls: ranks that wait for it fail.
-  void leave(int rank);
-  // Makes waiting ranks look at their watch again.
-  void wake();
-
-  std::mutex& mutex() { return mutex_; }
-  std::condition_variable& changed() { return changed_; }
-  // Names the global ranks that have left without entering the slot. The caller holds the mutex.
-  std::vector<int> left_without(const ThreadsSlot& slot) const;
-  bool has_left(int rank) const { return left_[rank]; }
-  int global(int rank) const { return ranks_[rank]; }
-
- private:
-  struct Queue {
-    std::deque<std::shared_ptr<ThreadsMessage>> sends, receives;
-  };
-
-  const std::string name_;
-  const std::vector<int> ranks_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<std::uint64_t, std::shared_ptr<ThreadsSlot>> slots_;
-  std::map<Pair, Queue> queues_;
-  std::vector<bool> left_;
-};
-
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -187,6 +153,130 @@ void execute(const ThreadsSlot& slot) {
     if (call.finish) call.finish();
 }
 
+}  // namespace
+
+class ThreadsRoom {
+ public:
+  ThreadsRoom(std::string name, std::vector<int> ranks)
+      : name_(std::move(name)), ranks_(std::move(ranks)), left_(ranks_.size(), false) {}
+
+  std::shared_ptr<ThreadsSlot> enter(std::uint64_t sequence, int rank, ThreadsCall call);
+  // Sender, receiver and tag of messages that match in their order.
+  using Pair = std::tuple<int, int, int>;
+  std::shared_ptr<ThreadsMessage> post(const Pair& pair, const at::Tensor& tensor, bool is_send);
+  // Records that this rank makes no more calls: ranks that wait for it fail.
+  void leave(int rank) {
+    const std::lock_guard lock(mutex_);
+    left_[rank] = true;
+    changed_.notify_all();
+  }
+  // Makes waiting ranks look at their watch again.
+  void wake() {
+    const std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+
+  std::mutex& mutex() { return mutex_; }
+  std::condition_variable& changed() { return changed_; }
+  // Names the global ranks that have left without entering the slot. The caller holds the mutex.
+  std::vector<int> left_without(const ThreadsSlot& slot) const {
+    std::vector<int> ranks;
+    for (std::size_t r = 0; r < ranks_.size(); ++r)
+      if (left_[r] && !slot.arrived[r]) ranks.push_back(ranks_[r]);
+    return ranks;
+  }
+  bool has_left(int rank) const { return left_[rank]; }
+  int global(int rank) const { return ranks_[rank]; }
+
+ private:
+  struct Queue {
+    std::deque<std::shared_ptr<ThreadsMessage>> sends, receives;
+  };
+
+  const std::string name_;
+  const std::vector<int> ranks_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::uint64_t, std::shared_ptr<ThreadsSlot>> slots_;
+  std::map<Pair, Queue> queues_;
+  std::vector<bool> left_;
+};
+
+std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank,
+                                                ThreadsCall call) {
+  std::unique_lock lock(mutex_);
+  auto& entry = slots_[sequence];
+  if (!entry) {
+    entry = std::make_shared<ThreadsSlot>();
+    entry->calls.resize(ranks_.size());
+    entry->arrived.resize(ranks_.size(), false);
+  }
+  auto slot = entry;
+  slot->calls[rank] = std::move(call);
+  slot->arrived[rank] = true;
+  if (++slot->count < static_cast<int>(ranks_.size())) return slot;
+  slots_.erase(sequence);
+  lock.unlock();  // all ranks have arrived: no other thread touches the slot until it is done
+  std::exception_ptr error;
+  try {
+    execute(*slot);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Not under the lock: to let a tensor go may take an interpreter's.
+  slot->calls.clear();
+  lock.lock();
+  slot->error = error;
+  slot->done = true;
+  changed_.notify_all();
+  return slot;
+}
+
+std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Tensor& tensor,
+                                                  bool is_send) {
+  std::unique_lock lock(mutex_);
+  auto& queue = queues_[pair];
+  auto mine = std::make_shared<ThreadsMessage>();
+  mine->tensor = tensor;
+  auto& waiting = is_send ? queue.receives : queue.sends;
+  if (waiting.empty()) {
+    (is_send ? queue.sends : queue.receives).push_back(mine);
+    return mine;
+  }
+  auto other = waiting.front();
+  waiting.pop_front();
+  // compared messages have tags of their own
+  if (queue.sends.empty() && queue.receives.empty()) queues_.erase(pair);
+  lock.unlock();
+  const auto &source = is_send ? mine->tensor : other->tensor,
+             &target = is_send ? other->tensor : mine->tensor;
+  std::exception_ptr error;
+  try {
+    if (source.scalar_type() != target.scalar_type() || source.numel() != target.numel()) {
+      const auto [from, to, tag] = pair;
+      throw MismatchError("message from rank ", from, " to rank ", to, " of group '", name_,
+                          "': sent ", c10::toString(source.scalar_type()), source.sizes(),
+                          ", but the receiver waits for ", c10::toString(target.scalar_type()),
+                          target.sizes());
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    target.view({-1}).copy_(source.view({-1}));
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Not under the lock: to let a tensor go may take an interpreter's.
+  for (const auto& message : {mine, other}) message->tensor = at::Tensor();
+  lock.lock();
+  for (const auto& message : {mine, other}) {
+    message->error = error;
+    message->done = true;
+  }
+  changed_.notify_all();
+  return mine;
+}
+
+namespace {
+
 // Work on a slot or on messages. Waiting looks at the watch, so that a poisoned group wakes all
 // ranks.
 class ThreadsWork final : public OwnWork {
@@ -288,108 +378,6 @@ class ThreadsWork final : public OwnWork {
   std::exception_ptr failed_;
 };
 
-}  // namespace
-
-// ---- room ----
-
-ThreadsRoom::ThreadsRoom(std::string name, std::vector<int> ranks)
-    : name_(std::move(name)), ranks_(std::move(ranks)), left_(ranks_.size(), false) {}
-
-std::shared_ptr<ThreadsSlot> ThreadsRoom::enter(std::uint64_t sequence, int rank,
-                                                ThreadsCall call) {
-  std::unique_lock lock(mutex_);
-  auto& entry = slots_[sequence];
-  if (!entry) {
-    entry = std::make_shared<ThreadsSlot>();
-    entry->calls.resize(ranks_.size());
-    entry->arrived.resize(ranks_.size(), false);
-  }
-  auto slot = entry;
-  slot->calls[rank] = std::move(call);
-  slot->arrived[rank] = true;
-  if (++slot->count < static_cast<int>(ranks_.size())) return slot;
-  slots_.erase(sequence);
-  lock.unlock();  // all ranks have arrived: no other thread touches the slot until it is done
-  std::exception_ptr error;
-  try {
-    execute(*slot);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  // Not under the lock: to let a tensor go may take an interpreter's.
-  slot->calls.clear();
-  lock.lock();
-  slot->error = error;
-  slot->done = true;
-  changed_.notify_all();
-  return slot;
-}
-
-std::shared_ptr<ThreadsMessage> ThreadsRoom::post(const Pair& pair, const at::Tensor& tensor,
-                                                  bool is_send) {
-  std::unique_lock lock(mutex_);
-  auto& queue = queues_[pair];
-  auto mine = std::make_shared<ThreadsMessage>();
-  mine->tensor = tensor;
-  auto& waiting = is_send ? queue.receives : queue.sends;
-  if (waiting.empty()) {
-    (is_send ? queue.sends : queue.receives).push_back(mine);
-    return mine;
-  }
-  auto other = waiting.front();
-  waiting.pop_front();
-  // compared messages have tags of their own
-  if (queue.sends.empty() && queue.receives.empty()) queues_.erase(pair);
-  lock.unlock();
-  const auto &source = is_send ? mine->tensor : other->tensor,
-             &target = is_send ? other->tensor : mine->tensor;
-  std::exception_ptr error;
-  try {
-    if (source.scalar_type() != target.scalar_type() || source.numel() != target.numel()) {
-      const auto [from, to, tag] = pair;
-      throw MismatchError("message from rank ", from, " to rank ", to, " of group '", name_,
-                          "': sent ", c10::toString(source.scalar_type()), source.sizes(),
-                          ", but the receiver waits for ", c10::toString(target.scalar_type()),
-                          target.sizes());
-    }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    target.view({-1}).copy_(source.view({-1}));
-  } catch (...) {
-    error = std::current_exception();
-  }
-  // Not under the lock: to let a tensor go may take an interpreter's.
-  for (const auto& message : {mine, other}) message->tensor = at::Tensor();
-  lock.lock();
-  for (const auto& message : {mine, other}) {
-    message->error = error;
-    message->done = true;
-  }
-  changed_.notify_all();
-  return mine;
-}
-
-void ThreadsRoom::leave(int rank) {
-  const std::lock_guard lock(mutex_);
-  left_[rank] = true;
-  changed_.notify_all();
-}
-
-void ThreadsRoom::wake() {
-  const std::lock_guard lock(mutex_);
-  changed_.notify_all();
-}
-
-std::vector<int> ThreadsRoom::left_without(const ThreadsSlot& slot) const {
-  std::vector<int> ranks;
-  for (std::size_t r = 0; r < ranks_.size(); ++r)
-    if (left_[r] && !slot.arrived[r]) ranks.push_back(ranks_[r]);
-  return ranks;
-}
-
-// ---- transport ----
-
-namespace {
-
 class ThreadsTransport final : public Transport {
  public:
   ThreadsTransport(std::shared_ptr<ThreadsRoom> room, int rank, int size,
@@ -398,15 +386,33 @@ class ThreadsTransport final : public Transport {
   ~ThreadsTransport() override { room_->leave(rank_); }
 
   const char* name() const override { return "threads"; }
-  Abilities abilities() override;
+  Abilities abilities() override {
+    Abilities result;  // signs no calls: a slot compares them
+    result.reduces = threads_reduce;
+    result.moves = moves_every_dtype;
+    return result;
+  }
   void broadcast(TransportCall& call) override { enter("broadcast", call, {call.output}, {}); }
   void all_reduce(TransportCall& call) override { enter("all_reduce", call, {call.output}, {}); }
   void reduce(TransportCall& call) override { enter("reduce", call, {call.output}, {}); }
-  void all_gather(TransportCall& call) override;
-  void reduce_scatter(TransportCall& call) override;
-  void gather(TransportCall& call) override;
-  void scatter(TransportCall& call) override;
-  void all_to_all(TransportCall& call) override;
+  void all_gather(TransportCall& call) override {
+    enter("all_gather", call, {call.input}, pieces(call.output, call.counts));
+  }
+  void reduce_scatter(TransportCall& call) override {
+    enter("reduce_scatter", call, pieces(call.input, call.counts), {call.output});
+  }
+  void gather(TransportCall& call) override {
+    enter("gather", call, {call.input},
+          call.root == rank_ ? pieces(call.output, call.counts) : Tensors{});
+  }
+  void scatter(TransportCall& call) override {
+    enter("scatter", call, call.root == rank_ ? pieces(call.input, call.counts) : Tensors{},
+          {call.output});
+  }
+  void all_to_all(TransportCall& call) override {
+    enter("all_to_all", call, pieces(call.input, call.input_counts),
+          pieces(call.output, call.counts));
+  }
   void exchange(TransportCall& call) override;
   void barrier(TransportCall& call) override { enter("barrier", call, {}, {}); }
   void abort() override { room_->wake(); }
@@ -414,20 +420,12 @@ class ThreadsTransport final : public Transport {
 
  private:
   // Puts a call into the next slot, with its tensors as a slot has them.
-  void enter(const char* operation, TransportCall& call, std::vector<at::Tensor> in,
-             std::vector<at::Tensor> out);
+  void enter(const char* operation, TransportCall& call, Tensors in, Tensors out);
 
   const std::shared_ptr<ThreadsRoom> room_;
   const std::shared_ptr<GroupWatch> watch_;
   std::atomic<std::uint64_t> slots_{0};
 };
-
-Abilities ThreadsTransport::abilities() {
-  Abilities result;  // signs no calls: a slot compares them
-  result.reduces = threads_reduce;
-  result.moves = moves_every_dtype;
-  return result;
-}
 
 void ThreadsTransport::enter(const char* operation, TransportCall& call, Tensors in, Tensors out) {
   const auto work =
@@ -436,29 +434,6 @@ void ThreadsTransport::enter(const char* operation, TransportCall& call, Tensors
                          {operation, call.root, call.op.kind, std::move(in), std::move(out),
                           std::move(call.finish), call.source ? *call.source : CallSource()}));
   call.works.push_back({work});
-}
-
-void ThreadsTransport::all_gather(TransportCall& call) {
-  enter("all_gather", call, {call.input}, pieces(call.output, call.counts));
-}
-
-void ThreadsTransport::reduce_scatter(TransportCall& call) {
-  enter("reduce_scatter", call, pieces(call.input, call.counts), {call.output});
-}
-
-void ThreadsTransport::gather(TransportCall& call) {
-  enter("gather", call, {call.input},
-        call.root == rank_ ? pieces(call.output, call.counts) : Tensors{});
-}
-
-void ThreadsTransport::scatter(TransportCall& call) {
-  enter("scatter", call, call.root == rank_ ? pieces(call.input, call.counts) : Tensors{},
-        {call.output});
-}
-
-void ThreadsTransport::all_to_all(TransportCall& call) {
-  enter("all_to_all", call, pieces(call.input, call.input_counts),
-        pieces(call.output, call.counts));
 }
 
 void ThreadsTransport::exchange(TransportCall& call) {
