@@ -18,18 +18,8 @@
 namespace tessera::detail {
 
 /// One collective, and what its steps share. Tensors are one-dimensional, contiguous, and on the
-/// CPU; those that are only moved are of uint8. Counts are elements, one number per group rank, and
-/// where not said otherwise the same on all ranks.
-struct HostCall {
-  using Counts = std::vector<std::int64_t>;
-  at::Tensor output, input;
-  Counts counts, input_counts;
-  ReduceOp op = ReduceOp::sum;
-  int root = -1;
-  /// The number that stands for the call on all ranks (TransportCall::sign); 0: none is known.
-  std::uint64_t sign = 0;
-  /// The limit of each step.
-  std::chrono::milliseconds limit{0};
+/// CPU; those that are only moved are of uint8. `timeout` is the limit of each step.
+struct HostCall : TransportCall {
   /// Numbers of steps so far, inside the host and between hosts.
   std::uint64_t near = 0, far = 0;
 };

@@ -43,7 +43,7 @@ template <class Make>
 void HostLinks::near_step(HostCall& call, TransportCall step, const Make& make) {
   if (!near_) return;
   step.sign = sign_of_step(call.sign, ++call.near);
-  step.timeout = call.limit;
+  step.timeout = call.timeout;
   step.op = call.op;
   step.blocking = true;
   std::invoke(make, *near_, step);
@@ -53,7 +53,7 @@ void HostLinks::near_step(HostCall& call, TransportCall step, const Make& make) 
 template <class Make>
 void HostLinks::far_step(HostCall& call, TransportCall step, const Make& make) {
   step.sign = sign_of_step(call.sign, ++call.far);
-  step.timeout = call.limit;
+  step.timeout = call.timeout;
   step.op = call.op;
   std::invoke(make, *leaders_, step);
   step.wait();

@@ -24,14 +24,6 @@ constexpr std::chrono::milliseconds kCallsEnd{1000};
 // error names the ranks that are missing.
 constexpr std::chrono::milliseconds kStepSlack{2000};
 
-at::Tensor flat_if_any(const at::Tensor& tensor) {
-  return tensor.defined() ? flat(tensor) : tensor;
-}
-
-at::Tensor bytes_if_any(const at::Tensor& tensor) {
-  return tensor.defined() ? flat_bytes(tensor) : tensor;
-}
-
 // A collective over several hosts, done step by step in a thread of its group.
 class HostsWork : public OwnWork {
  public:
@@ -62,13 +54,51 @@ class HostsWork : public OwnWork {
 // with the first of them.
 class HostsWorker : public std::enable_shared_from_this<HostsWorker> {
  public:
-  void post(const c10::intrusive_ptr<HostsWork>& work);
+  void post(const c10::intrusive_ptr<HostsWork>& work) {
+    {
+      const std::lock_guard lock(mutex_);
+      // First: where no thread can be started, the call was not made.
+      if (!thread_.joinable() && !stops_)
+        thread_ = std::thread([self = shared_from_this()] { self->run(); });
+      queue_.push_back(work);
+    }
+    changed_.notify_one();
+  }
+
   // Ends the thread after the calls that were made. `leave`: does not wait for it long, since its
   // call may be in a wait that nothing but a time limit ends.
-  void close(bool leave);
+  void close(bool leave) {
+    std::unique_lock lock(mutex_);
+    stops_ = true;
+    changed_.notify_all();
+    if (!thread_.joinable()) return;
+    auto thread = std::move(thread_);
+    const bool left = leave && !changed_.wait_for(lock, kCallsEnd, [this] { return ended_; });
+    lock.unlock();
+    if (left)
+      thread.detach();
+    else
+      thread.join();
+    futures_->close(left);
+  }
 
  private:
-  void run();
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return stops_ || !queue_.empty(); });
+      if (queue_.empty()) break;
+      auto work = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      work->run();
+      futures_->settle(work);
+      work.reset();
+      lock.lock();
+    }
+    ended_ = true;
+    changed_.notify_all();
+  }
 
   const std::shared_ptr<FutureThreads> futures_ = std::make_shared<FutureThreads>();
   // guards all below
@@ -79,66 +109,28 @@ class HostsWorker : public std::enable_shared_from_this<HostsWorker> {
   std::thread thread_;
 };
 
-void HostsWorker::post(const c10::intrusive_ptr<HostsWork>& work) {
-  {
-    const std::lock_guard lock(mutex_);
-    // First: where no thread can be started, the call was not made.
-    if (!thread_.joinable() && !stops_)
-      thread_ = std::thread([self = shared_from_this()] { self->run(); });
-    queue_.push_back(work);
-  }
-  changed_.notify_one();
-}
-
-void HostsWorker::run() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [this] { return stops_ || !queue_.empty(); });
-    if (queue_.empty()) break;
-    auto work = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    work->run();
-    futures_->settle(work);
-    work.reset();
-    lock.lock();
-  }
-  ended_ = true;
-  changed_.notify_all();
-}
-
-void HostsWorker::close(bool leave) {
-  std::unique_lock lock(mutex_);
-  stops_ = true;
-  changed_.notify_all();
-  if (!thread_.joinable()) return;
-  auto thread = std::move(thread_);
-  const bool left = leave && !changed_.wait_for(lock, kCallsEnd, [this] { return ended_; });
-  lock.unlock();
-  if (left)
-    thread.detach();
-  else
-    thread.join();
-  futures_->close(left);
-}
-
 class HostsTransport final : public Transport {
  public:
   // `tells`: a call that fails here ends the calls of the other ranks; for groups without a watch.
   HostsTransport(std::shared_ptr<HostLinks> links, int rank, std::chrono::milliseconds timeout,
-                 bool tells);
+                 bool tells)
+      : Transport(rank, links->map().size(), timeout), links_(std::move(links)), tells_(tells) {}
   ~HostsTransport() override { worker_->close(links_->aborted()); }
 
   const char* name() const override { return "hosts"; }
-  Abilities abilities() override;
-  void broadcast(TransportCall& call) override { move(call, &HostLinks::broadcast); }
+  Abilities abilities() override {
+    Abilities result;  // each host's result is rounded, so the steps do what Gloo does exactly
+    result.signs = result.ends_messages = true;
+    return result;
+  }
+  void broadcast(TransportCall& call) override { post(call, &HostLinks::broadcast, true); }
   void all_reduce(TransportCall& call) override { post(call, &HostLinks::all_reduce); }
   void reduce(TransportCall& call) override { post(call, &HostLinks::reduce); }
-  void all_gather(TransportCall& call) override { move(call, &HostLinks::all_gather); }
+  void all_gather(TransportCall& call) override { post(call, &HostLinks::all_gather, true); }
   void reduce_scatter(TransportCall& call) override { post(call, &HostLinks::reduce_scatter); }
-  void gather(TransportCall& call) override { move(call, &HostLinks::gather); }
-  void scatter(TransportCall& call) override { move(call, &HostLinks::scatter); }
-  void all_to_all(TransportCall& call) override { move(call, &HostLinks::all_to_all); }
+  void gather(TransportCall& call) override { post(call, &HostLinks::gather, true); }
+  void scatter(TransportCall& call) override { post(call, &HostLinks::scatter, true); }
+  void all_to_all(TransportCall& call) override { post(call, &HostLinks::all_to_all, true); }
   // Throws NotAvailable for a receive from any rank where some ranks of the group share a host and
   // others do not.
   void exchange(TransportCall& call) override;
@@ -147,57 +139,35 @@ class HostsTransport final : public Transport {
   bool batches(int peer) const override { return links_->is_near(peer); }
 
  private:
-  using Function = void (HostLinks::*)(HostCall&);
-  // Has the worker do a call that reduces, or moves nothing.
-  void post(TransportCall& call, Function function);
-  // This is post() of a call that moves bytes.
-  void move(TransportCall& call, Function function);
-  void post(TransportCall& given, HostCall call, Function function);
+  // Has the worker do a call: on elements, or on `bytes` where data only moves.
+  void post(TransportCall& given, void (HostLinks::*function)(HostCall&), bool bytes = false);
 
   const std::shared_ptr<HostLinks> links_;
-  const std::shared_ptr<HostsWorker> worker_;
+  const std::shared_ptr<HostsWorker> worker_ = std::make_shared<HostsWorker>();
   const bool tells_;
 };
 
-HostsTransport::HostsTransport(std::shared_ptr<HostLinks> links, int rank,
-                               std::chrono::milliseconds timeout, bool tells)
-    : Transport(rank, links->map().size(), timeout),
-      links_(std::move(links)),
-      worker_(std::make_shared<HostsWorker>()),
-      tells_(tells) {}
-
-Abilities HostsTransport::abilities() {
-  Abilities result;  // each host's result is rounded, so the steps do what Gloo does exactly
-  result.signs = result.ends_messages = true;
-  return result;
-}
-
-void HostsTransport::post(TransportCall& given, Function function) {
-  post(given, {flat_if_any(given.output), flat_if_any(given.input), given.counts, {}}, function);
-}
-
-void HostsTransport::move(TransportCall& given, Function function) {
-  const auto& any = given.output.defined() ? given.output : given.input;
-  const auto item = static_cast<std::int64_t>(any.element_size());
-  post(given,
-       {bytes_if_any(given.output), bytes_if_any(given.input), times(given.counts, item),
-        times(given.input_counts, item)},
-       function);
-}
-
-void HostsTransport::post(TransportCall& given, HostCall call, Function function) {
-  call.op = given.op;
-  call.root = given.root;
-  call.sign = given.sign;
-  call.limit = bounded_limit(given.timeout + kStepSlack);
+void HostsTransport::post(TransportCall& given, void (HostLinks::*function)(HostCall&),
+                          bool bytes) {
+  HostCall call{given};
+  call.source = nullptr;  // does not live as long
+  given.finish = nullptr;
+  std::int64_t item = 1;
+  for (at::Tensor* tensor : {&call.output, &call.input}) {
+    if (!tensor->defined()) continue;
+    if (bytes) item = static_cast<std::int64_t>(tensor->element_size());
+    *tensor = bytes ? flat_bytes(*tensor) : flat(*tensor);
+  }
+  call.counts = times(given.counts, item);
+  call.input_counts = times(given.input_counts, item);
+  call.timeout = bounded_limit(given.timeout + kStepSlack);
   auto work = c10::make_intrusive<HostsWork>(
       rank_, given.type, given.results,
-      [links = links_, call = std::move(call), tells = tells_, function,
-       finish = std::move(given.finish)]() mutable {
+      [links = links_, call = std::move(call), tells = tells_, function]() mutable {
         if (links->aborted()) throw std::runtime_error("connection closed: the group was aborted");
         try {
           (links.get()->*function)(call);
-          if (finish) finish();
+          if (call.finish) call.finish();
         } catch (...) {
           // No watch tells the other ranks: those of this host see it in memory, and the leaders of
           // the others that the connections are closed.
