@@ -161,10 +161,10 @@ void HostLinks::all_to_all_far(HostCall& call, const std::vector<Counts>& rows) 
   }
   at::Tensor gathered, dealt;
   if (leads()) gathered = scratch_bytes(total_of(sent_by_mate));
-  near_gather(call, gathered, packed, sent_by_mate, 0);
+  near_rooted(call, &Transport::gather, gathered, packed, sent_by_mate);
   if (leads()) dealt = exchange_far(call, rows, gathered, sent_by_mate, awaited_by_mate);
   const auto mine = scratch_bytes(far_sum(output_counts, 0));
-  near_scatter(call, mine, dealt, awaited_by_mate, 0);
+  near_rooted(call, &Transport::scatter, mine, dealt, awaited_by_mate);
   std::int64_t at_mine = 0;
   for (const auto rank : far) {
     copy_range(output, begin_out[rank], mine, at_mine, output_counts[rank]);

@@ -54,20 +54,13 @@ void HostLinks::near_reduce(HostCall& call, const at::Tensor& data) {
   near_step(call, step_of(data, {}, {}, 0), &Transport::reduce);
 }
 
-void HostLinks::near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
-                            const Counts& counts, int place) {
+void HostLinks::near_rooted(HostCall& call, void (Transport::*make)(TransportCall&),
+                            const at::Tensor& output, const at::Tensor& input,
+                            const Counts& counts) {
   if (near_)
-    near_step(call, step_of(whole, part, counts, place), &Transport::gather);
+    near_step(call, step_of(output, input, counts, 0), make);
   else
-    whole.copy_(part);
-}
-
-void HostLinks::near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,
-                             const Counts& counts, int place) {
-  if (near_)
-    near_step(call, step_of(part, whole, counts, place), &Transport::scatter);
-  else
-    part.copy_(whole);
+    output.copy_(input);
 }
 
 void HostLinks::far_all_to_all(HostCall& call, const at::Tensor& output,
@@ -146,7 +139,8 @@ void HostLinks::reduce(HostCall& call) {
   if (leads()) far_step(call, step_of(sum, {}, {}, home), &Transport::reduce);
   if (host_ != home || place == 0) return;
   const at::Tensor part = rank_ == call.root ? data : at::empty({0}, data.options());
-  near_scatter(call, part, leads() ? sum : at::Tensor(), only_for(place, data.numel()), 0);
+  near_rooted(call, &Transport::scatter, part, leads() ? sum : at::Tensor(),
+              only_for(place, data.numel()));
 }
 
 void HostLinks::reduce_scatter(HostCall& call) {
@@ -165,7 +159,7 @@ void HostLinks::reduce_scatter(HostCall& call) {
     block = at::empty({rows[index(host_)]}, sum.options());
     far_step(call, step_of(block, ordered, rows), compose_reduce_scatter);
   }
-  near_scatter(call, call.output, block, of_mates(call.counts), 0);
+  near_rooted(call, &Transport::scatter, call.output, block, of_mates(call.counts));
 }
 
 void HostLinks::all_gather(HostCall& call) {
@@ -177,7 +171,7 @@ void HostLinks::all_gather(HostCall& call) {
     whole = map_.in_order ? output : scratch_bytes(output.numel());
     block = whole.narrow(0, begins_of(blocks)[index(host_)], blocks[index(host_)]);
   }
-  near_gather(call, block, call.input, of_mates(call.counts), 0);
+  near_rooted(call, &Transport::gather, block, call.input, of_mates(call.counts));
   if (leads()) {
     far_step(call, step_of(whole, block, blocks), &Transport::all_gather);
     if (!map_.in_order) copy_to(Order::of_group, output, whole, call.counts);
@@ -192,7 +186,7 @@ void HostLinks::gather(HostCall& call) {
   const Counts blocks = per_host(call.counts);
   at::Tensor block, whole;
   if (leads()) block = scratch_bytes(blocks[index(host_)]);
-  near_gather(call, block, call.input, of_mates(call.counts), 0);
+  near_rooted(call, &Transport::gather, block, call.input, of_mates(call.counts));
   if (leads()) {
     const bool receives = host_ == home;
     whole = scratch_bytes(receives ? total : 0);
@@ -206,8 +200,8 @@ void HostLinks::gather(HostCall& call) {
     }
   }
   if (host_ != home || place == 0) return;
-  near_scatter(call, rank_ == call.root ? call.output : scratch_bytes(0), whole,
-               only_for(place, total), 0);
+  near_rooted(call, &Transport::scatter, rank_ == call.root ? call.output : scratch_bytes(0), whole,
+              only_for(place, total));
 }
 
 void HostLinks::scatter(HostCall& call) {
@@ -217,8 +211,8 @@ void HostLinks::scatter(HostCall& call) {
   at::Tensor whole = call.input;
   if (host_ == home && place != 0) {
     if (leads()) whole = scratch_bytes(total);
-    near_gather(call, leads() ? whole : at::Tensor(),
-                rank_ == call.root ? call.input : scratch_bytes(0), only_for(place, total), 0);
+    near_rooted(call, &Transport::gather, leads() ? whole : at::Tensor(),
+                rank_ == call.root ? call.input : scratch_bytes(0), only_for(place, total));
   }
   at::Tensor block;
   if (leads()) {
@@ -234,7 +228,7 @@ void HostLinks::scatter(HostCall& call) {
     far_all_to_all(call, block, received, ordered,
                    host_ == home ? blocks : Counts(map_.hosts.size(), 0));
   }
-  near_scatter(call, call.output, block, of_mates(call.counts), 0);
+  near_rooted(call, &Transport::scatter, call.output, block, of_mates(call.counts));
 }
 
 }  // namespace tessera::detail

@@ -82,11 +82,9 @@ class HostLinks {
   void near_broadcast(HostCall& call, const at::Tensor& data, int place);
   /// The leader gets the result, in place there.
   void near_reduce(HostCall& call, const at::Tensor& data);
-  /// The rank at `place` gets or gives `whole`, which is used there alone.
-  void near_gather(HostCall& call, const at::Tensor& whole, const at::Tensor& part,
-                   const Counts& counts, int place);
-  void near_scatter(HostCall& call, const at::Tensor& part, const at::Tensor& whole,
-                    const Counts& counts, int place);
+  /// A gather to the leader or a scatter from it, `make`: the whole is used there alone.
+  void near_rooted(HostCall& call, void (Transport::*make)(TransportCall&),
+                   const at::Tensor& output, const at::Tensor& input, const Counts& counts);
   void far_all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
                       const at::Tensor& input, const Counts& input_counts);
   /// The counts that each rank of this host gave: a row per rank, what it sends and what it waits
