@@ -12,7 +12,6 @@
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/comm/job/internal/tagged_group.h"
-#include "tessera/comm/store/detail/store_server.h"
 #include "tessera/launch/internal/secret.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/mapping/cost.h"

@@ -17,7 +17,6 @@
 #include "tessera/comm/backends/threads/threads_transport.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
-#include "tessera/comm/store/detail/store_server.h"  // complete, for ManagerBase
 
 namespace tessera::detail {
 

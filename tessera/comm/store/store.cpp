@@ -28,11 +28,6 @@ using detail::Socket;
 using detail::StoreConnection;
 using detail::StoreServer;
 
-Rendezvous::Rendezvous() = default;
-Rendezvous::Rendezvous(Rendezvous&&) noexcept = default;
-Rendezvous& Rendezvous::operator=(Rendezvous&&) noexcept = default;
-Rendezvous::~Rendezvous() = default;
-
 namespace {
 
 constexpr auto kBoardKey = "tessera/rendezvous";
@@ -218,7 +213,7 @@ void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* 
     hello.secret = {file.name(), file.secret()};
   }
   meeting.address = detail::local_address(listener);
-  meeting.server = std::make_unique<StoreServer>(std::move(listener), launch.world_size, hello.job,
+  meeting.server = std::make_shared<StoreServer>(std::move(listener), launch.world_size, hello.job,
                                                  hello.secret);
   const int port = meeting.server->port();
   if (board) {

@@ -50,13 +50,8 @@ class RendezvousError : public CommError {
 /// What a rank holds after the meeting. Members are destroyed in reverse order: the connection
 /// before the server.
 struct Rendezvous {
-  Rendezvous();
-  Rendezvous(Rendezvous&&) noexcept;
-  Rendezvous& operator=(Rendezvous&&) noexcept;
-  ~Rendezvous();
-
   /// The store's server, on rank 0 alone; null elsewhere.
-  std::unique_ptr<detail::StoreServer> server;
+  std::shared_ptr<detail::StoreServer> server;
   std::shared_ptr<detail::StoreConnection> connection;
   c10::intrusive_ptr<c10d::Store> store;
   /// Numeric address of this host; loopback if rank 0 is reached through loopback.

@@ -11,7 +11,6 @@
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/threads.h"
-#include "tessera/comm/store/detail/store_server.h"  // complete, for ManagerBase
 
 namespace tessera::test::stand_in {
 namespace {
