@@ -368,7 +368,7 @@ TEST(Strangers, CannotWriteToTheTerminal) {
 TEST(Secrets, AreFilesThatOnlyTheirUserCanRead) {
   std::string name, folder;
   {
-    const auto file = detail::SecretFile::create(false);
+    const detail::SecretFile file(false);
     name = file.name();
     EXPECT_EQ(detail::read_secret_file(name), file.secret());
     EXPECT_EQ(file.secret().size(), 32u);

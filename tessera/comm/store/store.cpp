@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "tessera/base/text.h"
@@ -201,7 +202,7 @@ void check(const Launch& launch, std::chrono::milliseconds limit, bool needs_por
 /// Rank 0: serves the store and connects to it.
 void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* board,
            Deadline deadline) {
-  detail::SecretFile file;
+  std::optional<detail::SecretFile> file;
   const bool other_hosts = has_other_hosts(launch);
   Socket listener;
   if (hello.secret.name.empty() && board && other_hosts) hello.secret = {"agent", new_secret()};
@@ -209,8 +210,8 @@ void serve(Rendezvous& meeting, const Launch& launch, Hello hello, c10d::Store* 
   // names a file of its own.
   listener = listen(launch, hello, board ? 0 : launch.port, deadline);
   if (hello.secret.name.empty()) {
-    file = detail::SecretFile::create(other_hosts);
-    hello.secret = {file.name(), file.secret()};
+    file.emplace(other_hosts);
+    hello.secret = {file->name(), file->secret()};
   }
   meeting.address = detail::local_address(listener);
   meeting.server = std::make_shared<StoreServer>(std::move(listener), launch.world_size, hello.job,

@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <utility>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -75,26 +74,23 @@ void remove_forgotten(const Socket& folder) {
 
 }  // namespace
 
-SecretFile SecretFile::create(bool other_hosts) {
-  SecretFile file;
-  file.name_ = new_secret();
-  file.secret_ = new_secret();
+SecretFile::SecretFile(bool other_hosts) : name_(new_secret()), secret_(new_secret()) {
   std::string reasons;
   for (const auto& path : folders(other_hosts)) {
     std::string reason;
     ::mkdir(path.c_str(), 0700);
     if (const Socket folder = open_folder(path, reason)) {
       remove_forgotten(folder);
-      const Socket out(::openat(folder.fd(), file.name_.c_str(),
+      const Socket out(::openat(folder.fd(), name_.c_str(),
                                 O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0600));
-      const auto size = static_cast<ssize_t>(file.secret_.size());
+      const auto size = static_cast<ssize_t>(secret_.size());
       if (out && ::fchmod(out.fd(), 0600) == 0 &&
-          ::write(out.fd(), file.secret_.data(), file.secret_.size()) == size) {
-        file.folder_ = path;
-        return file;
+          ::write(out.fd(), secret_.data(), secret_.size()) == size) {
+        folder_ = path;
+        return;
       }
       reason = concat(path, ": ", std::strerror(errno));
-      ::unlinkat(folder.fd(), file.name_.c_str(), 0);
+      ::unlinkat(folder.fd(), name_.c_str(), 0);
     }
     reasons += concat(reasons.empty() ? "" : "; ", reason);
   }
@@ -104,25 +100,9 @@ SecretFile SecretFile::create(bool other_hosts) {
       {0});
 }
 
-SecretFile::SecretFile(SecretFile&& other) noexcept
-    : folder_(std::exchange(other.folder_, {})),
-      name_(std::exchange(other.name_, {})),
-      secret_(std::exchange(other.secret_, {})) {}
-
-SecretFile& SecretFile::operator=(SecretFile&& other) noexcept {
-  if (this == &other) return *this;
-  remove();
-  folder_ = std::exchange(other.folder_, {});
-  name_ = std::exchange(other.name_, {});
-  secret_ = std::exchange(other.secret_, {});
-  return *this;
-}
-
-void SecretFile::remove() noexcept {
-  if (folder_.empty()) return;
+SecretFile::~SecretFile() {
   const Socket folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   if (folder) ::unlinkat(folder.fd(), name_.c_str(), 0);
-  folder_.clear();
 }
 
 bool is_secret_file_name(std::string_view name) {

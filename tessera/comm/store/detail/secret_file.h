@@ -3,33 +3,32 @@
 // launcher passes nothing on. The store tells every process that connects the name of the file,
 // which reveals nothing; a process of another user cannot open it.
 //
-//   SecretFile file = SecretFile::create(other_hosts);    // rank 0, until all ranks are in
+//   const SecretFile file(other_hosts);                           // rank 0, until all ranks are in
 //   std::optional<std::string> secret = read_secret_file(name);   // the others
 
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "tessera/base/pinned.h"
+
 namespace tessera::detail {
 
 /// A secret in a file, which the destructor removes.
-class SecretFile {
+class SecretFile : Pinned {
  public:
-  SecretFile() = default;
   /// Makes a new secret in a new file of mode 0600: in /tmp/tessera-<user id>, or, with
   /// `other_hosts`, in the home folder, $HOME/.tessera, which the hosts of a cluster share. Uses
   /// the other folder if the first cannot be used. Throws RendezvousError if neither can.
-  static SecretFile create(bool other_hosts);
-  SecretFile(SecretFile&& other) noexcept;
-  SecretFile& operator=(SecretFile&& other) noexcept;
-  ~SecretFile() { remove(); }
+  explicit SecretFile(bool other_hosts);
+  ~SecretFile();
   /// 32 hexadecimal digits.
   const std::string& name() const { return name_; }
   const std::string& secret() const { return secret_; }
-  void remove() noexcept;
 
  private:
-  std::string folder_, name_, secret_;
+  const std::string name_, secret_;
+  std::string folder_;
 };
 
 bool is_secret_file_name(std::string_view name);
