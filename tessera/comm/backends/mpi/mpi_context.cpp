@@ -9,6 +9,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/mpi/mpi_work.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/launch/launch.h"
 
@@ -249,20 +250,20 @@ void MpiLibrary::step_in_waits(const std::weak_ptr<const std::function<bool()>>&
   has_steps_.store(true, std::memory_order_relaxed);
 }
 
-void MpiLibrary::add_queue(MpiQueue* queue) {
+void MpiLibrary::add_queue(MpiComm* comm) {
   const std::lock_guard lock(queues_mutex_);
-  queues_.push_back(queue);
+  queues_.push_back(comm);
 }
 
-void MpiLibrary::remove_queue(MpiQueue* queue) {
+void MpiLibrary::remove_queue(MpiComm* comm) {
   const std::lock_guard lock(queues_mutex_);
-  std::erase(queues_, queue);
+  std::erase(queues_, comm);
 }
 
 void MpiLibrary::pump_queues() {
   const std::unique_lock lock(queues_mutex_, std::try_to_lock);
   if (!lock) return;  // another thread is at it
-  for (auto* queue : queues_) queue->pump();
+  for (auto* comm : queues_) comm->pump();
 }
 
 void MpiLibrary::run_steps() {

@@ -75,13 +75,7 @@ class BlockingWatchdog {
   std::thread thread_;
 };
 
-/// What continues inside the waits of any thread of this process.
-class MpiQueue {
- public:
-  virtual ~MpiQueue() = default;
-  /// Throws nothing.
-  virtual void pump() = 0;
-};
+class MpiComm;
 
 /// Initialises MPI at most once, and finalises it on destruction if it was initialised here.
 class MpiLibrary : Pinned {
@@ -110,9 +104,10 @@ class MpiLibrary : Pinned {
   MPI_Comm world() const { return world_; }
   /// Makes drive() call `step` on this thread until it returns true or has expired.
   void step_in_waits(const std::weak_ptr<const std::function<bool()>>& step);
-  /// Makes drive() pump `queue` until it is removed. remove_queue() waits for a pump in progress.
-  void add_queue(MpiQueue* queue);
-  void remove_queue(MpiQueue* queue);
+  /// Makes drive() pump the queue of `comm` until it is removed. remove_queue() waits for a pump in
+  /// progress.
+  void add_queue(MpiComm* comm);
+  void remove_queue(MpiComm* comm);
   /// Counts the calls that stand in queues.
   void count_queued(int change) { queued_.fetch_add(change, std::memory_order_relaxed); }
   /// Continues what this thread has started and does not wait for at present, and the calls in the
@@ -140,7 +135,7 @@ class MpiLibrary : Pinned {
   std::atomic<bool> has_steps_{false};
   /// Guards queues_; taken before a queue's own.
   std::mutex queues_mutex_;
-  std::vector<MpiQueue*> queues_;
+  std::vector<MpiComm*> queues_;
   std::atomic<int> queued_{0};
   std::atomic<bool> broken_{false};
   std::atomic<std::int64_t> end_limit_ms_{0};

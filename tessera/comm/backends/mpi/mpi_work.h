@@ -110,13 +110,13 @@ struct MpiCall {
 /// in the order of the calls, and the data moves on the other one, in the same order on all ranks.
 /// The data of a started call is issued by the next wait or test of this process on any MPI group,
 /// or by the next call on this one.
-class MpiComm final : public MpiQueue, Pinned {
+class MpiComm : Pinned {
  public:
   /// Takes ownership of `comm`. Collective over its ranks, within `limit`.
   MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
           std::string name, std::chrono::milliseconds limit);
   /// Closes it.
-  ~MpiComm() override;
+  ~MpiComm();
 
   /// It carries the data of collectives, and messages with a tag that the program gave.
   MPI_Comm handle() const { return comm_; }
@@ -137,8 +137,8 @@ class MpiComm final : public MpiQueue, Pinned {
   /// moves.
   void begin(MpiCall& call);
   /// Moves the data of the calls at the head of the queue that the ranks have compared. From any
-  /// thread; does nothing where another thread is at it.
-  void pump() override;
+  /// thread; does nothing where another thread is at it. Throws nothing.
+  void pump();
   /// Waits until all ranks have come with the same call, and the data of all earlier ones has been
   /// issued; then begins a blocking phase, or makes the call nonblocking on all ranks, if a rank
   /// does not wait at once or a limit is short for the size. Throws TimeoutError, or MismatchError
