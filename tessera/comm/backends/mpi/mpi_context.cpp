@@ -26,21 +26,13 @@ MpiThreadLevel to_level(int provided) {
                                     : static_cast<MpiThreadLevel>(found - std::begin(kLevels));
 }
 
-bool mpi_flag(int (*query)(int*)) {
-  int flag = 0;
-  query(&flag);
-  return flag != 0;
-}
-
 // For calls that belong to no group.
 constexpr std::chrono::minutes kWorldLimit{5};
 
 bool complete_within(MPI_Request& request, std::chrono::milliseconds limit, const char* function) {
   const auto deadline = deadline_after(limit);
   for (int i = 0;; ++i) {
-    int done = 0;
-    check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), function);
-    if (done) return true;
+    if (mpi_test(request, function)) return true;
     if (std::chrono::steady_clock::now() > deadline) return false;
     if (i < 1000)
       sched_yield();
@@ -56,14 +48,15 @@ std::string processor_name() {
   return std::string(name, static_cast<std::size_t>(length));
 }
 
-}  // namespace
-
+// The text of an error.
 std::string mpi_error_text(int code) {
   char text[MPI_MAX_ERROR_STRING] = {};
   int length = 0;
   if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return concat("error code ", code);
   return std::string(text, static_cast<std::size_t>(length));
 }
+
+}  // namespace
 
 void check_mpi(int code, const char* function) {
   if (code == MPI_SUCCESS) return;
@@ -74,6 +67,18 @@ void check_mpi(int code, const char* function) {
                            "between ranks; CheckLevel::collective shows which"
                          : "";
   throw CommError(function, " failed: ", mpi_error_text(code), hint);
+}
+
+bool mpi_test(MPI_Request& request, const char* function) {
+  int done = 0;
+  check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), function);
+  return done != 0;
+}
+
+bool mpi_flag(int (*query)(int*)) {
+  int flag = 0;
+  query(&flag);
+  return flag != 0;
 }
 
 void mpi_fatal(const std::string& who, const std::string& reason, bool may_call_mpi) {
@@ -92,10 +97,13 @@ BlockingWatchdog::~BlockingWatchdog() {
   if (thread_.joinable()) thread_.join();
 }
 
-void BlockingWatchdog::add(const std::shared_ptr<BlockingSlot>& slot) {
+std::shared_ptr<BlockingSlot> BlockingWatchdog::watch(std::string who) {
+  auto slot = std::make_shared<BlockingSlot>();
+  slot->who = std::move(who);
   std::lock_guard<std::mutex> lock(mutex_);
   slots_.push_back(slot);
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  return slot;
 }
 
 void BlockingWatchdog::run() {
@@ -227,10 +235,7 @@ void MpiLibrary::set_end_limit(std::chrono::milliseconds limit) {
 }
 
 void MpiLibrary::require_thread() const {
-  if (level_ >= MpiThreadLevel::serialized) return;
-  int main_thread = 0;
-  MPI_Is_thread_main(&main_thread);
-  if (!main_thread)
+  if (level_ < MpiThreadLevel::serialized && !mpi_flag(MPI_Is_thread_main))
     throw Error(
         "a call on an MPI group came from another thread than the one that initialised MPI, "
         "and MPI's thread level is ",
@@ -313,9 +318,7 @@ Launch MpiContext::launch(std::chrono::milliseconds limit) {
     library_->set_broken();
     throw TimeoutError("MpiWorld::launch: not all ranks came; call it on all of them", {});
   }
-  const auto slot = std::make_shared<BlockingSlot>();
-  slot->who = concat("rank ", rank());
-  library_->watchdog().add(slot);
+  const auto slot = library_->watchdog().watch(concat("rank ", rank()));
   {
     const BlockingPhase phase(*slot, "finding the ranks of this host", limit.count());
     check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, rank(), MPI_INFO_NULL, &host),

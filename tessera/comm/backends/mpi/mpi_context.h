@@ -25,7 +25,10 @@ namespace tessera::detail {
 /// Checks the return code of an MPI function. Throws CommError with MPI's text if it is not
 /// MPI_SUCCESS.
 void check_mpi(int code, const char* function);
-std::string mpi_error_text(int code);
+/// Tests once; true when the request is complete. Throws CommError, naming `function`.
+bool mpi_test(MPI_Request& request, const char* function);
+/// What MPI_Finalized() and its like say.
+bool mpi_flag(int (*query)(int*));
 
 /// One backend's entry in the watchdog's list. `phase` is odd while the backend's thread is inside
 /// a blocking MPI call that all ranks have reached.
@@ -61,8 +64,8 @@ class BlockingWatchdog {
  public:
   explicit BlockingWatchdog(bool may_call_mpi) : may_call_mpi_(may_call_mpi) {}
   ~BlockingWatchdog();
-  /// Watches the slot from now on; the thread starts with the first one.
-  void add(const std::shared_ptr<BlockingSlot>& slot);
+  /// A slot that is watched as long as its holder lives; the thread starts with the first one.
+  std::shared_ptr<BlockingSlot> watch(std::string who);
 
  private:
   void run();

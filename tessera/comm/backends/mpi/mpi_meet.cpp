@@ -135,9 +135,7 @@ class Post : Pinned {
 
   bool is_over(Slot& slot) {
     const auto lock = context_.library()->serialize();
-    int done = 0;
-    check_mpi(MPI_Test(&slot.request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-    return done != 0;
+    return mpi_test(slot.request, "MPI_Test");
   }
   /// As is_over(), for the end: with the lock held, and an error counts as no end.
   static bool ended(Slot& slot, MPI_Status* status = MPI_STATUS_IGNORE) noexcept {
@@ -441,9 +439,8 @@ std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& contex
             "MPI_Group_incl");
   MPI_Comm comm = MPI_COMM_NULL;
   // All members are here; MPI_Comm_create_group cannot be interrupted.
-  const auto slot = std::make_shared<BlockingSlot>();
-  slot->who = concat("rank ", context->rank(), " in group '", options.name, "'");
-  context->library()->watchdog().add(slot);
+  const auto slot = context->library()->watchdog().watch(
+      concat("rank ", context->rank(), " in group '", options.name, "'"));
   const int code = [&] {
     const BlockingPhase phase(*slot, "making the group", bounded_limit(options.timeout).count());
     return MPI_Comm_create_group(context->comm(), members, tag, &comm);

@@ -109,9 +109,7 @@ MPI_Datatype mpi_bytes_type(std::size_t element_size) {
 }
 
 MpiReductions::~MpiReductions() {
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (finalized) return;
+  if (mpi_flag(MPI_Finalized)) return;
   for (auto& [function, op] : made_) MPI_Op_free(&op);
 }
 

@@ -62,17 +62,15 @@ MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector
                  std::string name, std::chrono::milliseconds limit)
     : context_(std::move(context)),
       comm_(comm),
-      ranks_(std::move(ranks)),
-      slot_(std::make_shared<BlockingSlot>()) {
+      ranks_(std::move(ranks)) {
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   int* largest = nullptr;
   int found = 0;
   check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, &largest, &found), "MPI_Comm_get_attr");
   if (found) tags_ = MpiTags(*largest);
-  slot_->who = concat("rank ", ranks_[rank_], " in group '", name, "'");
-  context_->library()->watchdog().add(slot_);
-  context_->library()->set_end_limit(limit);
+  slot_ = library().watchdog().watch(concat("rank ", ranks_[rank_], " in group '", name, "'"));
+  library().set_end_limit(limit);
   MPI_Comm host = MPI_COMM_NULL;
   int host_size = 1;
   {
@@ -92,18 +90,14 @@ void MpiComm::close() noexcept {
   if (closed_) return;
   closed_ = true;
   library().remove_queue(this);
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (finalized) return;
+  if (mpi_flag(MPI_Finalized)) return;
   const bool sound = !stuck_.load() && !library().broken() && std::uncaught_exceptions() == 0;
   drained_ = sound && drain(std::chrono::seconds(10));
 }
 
 MpiComm::~MpiComm() {
   close();
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (finalized) return;
+  if (mpi_flag(MPI_Finalized)) return;
   if (drained_) {
     MPI_Comm_free(&gate_);
     MPI_Comm_free(&comm_);
@@ -206,9 +200,7 @@ void MpiComm::begin(MpiCall& call) {
 
 bool MpiComm::let_through(MpiCall& call) {
   try {
-    int done = 0;
-    check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), call.name);
-    if (!done) return false;
+    if (!mpi_test(call.gate, call.name)) return false;
     call.has_met = true;
     // A blocking call sees to the rest itself.
     if (call.blocking) return true;
@@ -251,11 +243,7 @@ void MpiComm::meet(MpiCall& call) {
   } else {
     begin_meeting(call, true);
     // Held by the library while it is pending, with the call, if the wait throws.
-    poll(call, call.timeout, [&call] {
-      int done = 0;
-      check_mpi(MPI_Test(&call.gate, &done, MPI_STATUS_IGNORE), "MPI_Test");
-      return done != 0;
-    });
+    poll(call, call.timeout, [&call] { return mpi_test(call.gate, "MPI_Test"); });
     call.has_met = true;
   }
   const bool alike = call.met[0] == ~call.met[1], all_wait = call.met[4] == 1;
@@ -283,11 +271,7 @@ std::string MpiComm::tell_difference(MpiCall& call) {
       MPI_Iallgather(mine.data(), kText, MPI_CHAR, texts.data(), kText, MPI_CHAR, gate_, &request),
       "MPI_Iallgather");
   try {
-    poll(call, call.timeout, [&request] {
-      int done = 0;
-      check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-      return done != 0;
-    });
+    poll(call, call.timeout, [&request] { return mpi_test(request, "MPI_Test"); });
   } catch (...) {
     // MPI may still use their memory.
     new std::vector<char>(std::move(texts));
@@ -375,12 +359,10 @@ bool MpiComm::test(MpiCall& call) {
   const auto lock = library().serialize();
   int done = 0;
   if (call.receives.empty()) {
-    if (call.requests.size() == 1)
-      check_mpi(MPI_Test(call.requests.data(), &done, MPI_STATUS_IGNORE), call.name);
-    else
-      check_mpi(MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done,
-                            MPI_STATUSES_IGNORE),
-                call.name);
+    if (call.requests.size() == 1) return mpi_test(call.requests.front(), call.name);
+    check_mpi(MPI_Testall(static_cast<int>(call.requests.size()), call.requests.data(), &done,
+                          MPI_STATUSES_IGNORE),
+              call.name);
     return done != 0;
   }
   auto& statuses = call.statuses;

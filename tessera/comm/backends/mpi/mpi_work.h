@@ -191,7 +191,7 @@ class MpiComm : Pinned {
   bool one_host_ = false;
   /// Number of tests before the core is yielded: few where ranks share cores.
   int spins_ = 0;
-  const std::shared_ptr<BlockingSlot> slot_;
+  std::shared_ptr<BlockingSlot> slot_;
   std::atomic<bool> aborted_{false};
   /// A call ran into its limit while it still had requests.
   std::atomic<bool> stuck_{false};
