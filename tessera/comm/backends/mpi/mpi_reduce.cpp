@@ -4,6 +4,9 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
+#include <functional>
+#include <utility>
+
 #include "tessera/comm/backends/mpi/mpi_context.h"
 
 namespace tessera::detail {
@@ -11,18 +14,11 @@ namespace {
 
 // `a` unless `b` is larger (smaller) or NaN, or `a` is NaN; two NaNs give one of them. As
 // at::maximum and at::minimum.
-template <class T>
-void nan_max(void* in, void* inout, int* count, MPI_Datatype*) {
+template <class T, class Wins>
+void nan_extreme(void* in, void* inout, int* count, MPI_Datatype*) {
   const T* __restrict a = static_cast<const T*>(in);
   T* __restrict b = static_cast<T*>(inout);
-  for (int i = 0; i < *count; ++i) b[i] = (a[i] > b[i] || a[i] != a[i]) ? a[i] : b[i];
-}
-
-template <class T>
-void nan_min(void* in, void* inout, int* count, MPI_Datatype*) {
-  const T* __restrict a = static_cast<const T*>(in);
-  T* __restrict b = static_cast<T*>(inout);
-  for (int i = 0; i < *count; ++i) b[i] = (a[i] < b[i] || a[i] != a[i]) ? a[i] : b[i];
+  for (int i = 0; i < *count; ++i) b[i] = (Wins()(a[i], b[i]) || a[i] != a[i]) ? a[i] : b[i];
 }
 
 template <class T>
@@ -34,42 +30,36 @@ void multiply(void* in, void* inout, int* count, MPI_Datatype*) {
 
 struct Native {
   MPI_Datatype type;
-  MPI_User_function* max;  // null: MPI_MAX is used
-  MPI_User_function* min;
+  MPI_User_function* max = nullptr;  // null: MPI_MAX is used
+  MPI_User_function* min = nullptr;
 };
+
+template <class T>
+Native floating(MPI_Datatype type) {
+  return {type, nan_extreme<T, std::greater<T>>, nan_extreme<T, std::less<T>>};
+}
 
 /// MPI's type for a dtype; null if MPI has none.
 Native native(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return {MPI_FLOAT, nan_max<float>, nan_min<float>};
-    case c10::ScalarType::Double:
-      return {MPI_DOUBLE, nan_max<double>, nan_min<double>};
-    case c10::ScalarType::Char:
-      return {MPI_INT8_T, nullptr, nullptr};
-    case c10::ScalarType::Short:
-      return {MPI_INT16_T, nullptr, nullptr};
-    case c10::ScalarType::Int:
-      return {MPI_INT32_T, nullptr, nullptr};
-    case c10::ScalarType::Long:
-      return {MPI_INT64_T, nullptr, nullptr};
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Bool:
-      return {MPI_UINT8_T, nullptr, nullptr};
-    case c10::ScalarType::UInt16:
-      return {MPI_UINT16_T, nullptr, nullptr};
-    case c10::ScalarType::UInt32:
-      return {MPI_UINT32_T, nullptr, nullptr};
-    case c10::ScalarType::UInt64:
-      return {MPI_UINT64_T, nullptr, nullptr};
-    // 16 bits as MPI sees them; sums and products of these travel as float32.
-    case c10::ScalarType::Half:
-      return {MPI_UINT16_T, nan_max<c10::Half>, nan_min<c10::Half>};
-    case c10::ScalarType::BFloat16:
-      return {MPI_UINT16_T, nan_max<c10::BFloat16>, nan_min<c10::BFloat16>};
-    default:
-      return {MPI_DATATYPE_NULL, nullptr, nullptr};
-  }
+  using Type = c10::ScalarType;
+  static const std::pair<Type, Native> kNatives[] = {
+      {Type::Float, floating<float>(MPI_FLOAT)},
+      {Type::Double, floating<double>(MPI_DOUBLE)},
+      {Type::Char, {MPI_INT8_T}},
+      {Type::Short, {MPI_INT16_T}},
+      {Type::Int, {MPI_INT32_T}},
+      {Type::Long, {MPI_INT64_T}},
+      {Type::Byte, {MPI_UINT8_T}},
+      {Type::Bool, {MPI_UINT8_T}},
+      {Type::UInt16, {MPI_UINT16_T}},
+      {Type::UInt32, {MPI_UINT32_T}},
+      {Type::UInt64, {MPI_UINT64_T}},
+      // 16 bits as MPI sees them; sums and products of these travel as float32.
+      {Type::Half, floating<c10::Half>(MPI_UINT16_T)},
+      {Type::BFloat16, floating<c10::BFloat16>(MPI_UINT16_T)}};
+  for (const auto& [type, native] : kNatives)
+    if (type == dtype) return native;
+  return {MPI_DATATYPE_NULL};
 }
 
 bool is_16bit_float(c10::ScalarType dtype) {
@@ -144,17 +134,10 @@ MpiReduction MpiReductions::plan(c10::ScalarType dtype, ReduceOp::Kind op, Bits 
   const MPI_Datatype type = dtype == c10::ScalarType::ComplexDouble  ? MPI_C_DOUBLE_COMPLEX
                             : dtype == c10::ScalarType::ComplexFloat ? MPI_C_FLOAT_COMPLEX
                                                                      : native(dtype).type;
-  switch (bits) {
-    case Bits::bit_and:
-      return {type, MPI_BAND};
-    case Bits::bit_or:
-      return {type, MPI_BOR};
-    case Bits::bit_xor:
-      return {type, MPI_BXOR};
-    case Bits::none:
-      break;
-  }
-  return {type, op_for(op, dtype)};
+  return {type, bits == Bits::bit_and   ? MPI_BAND
+                : bits == Bits::bit_or  ? MPI_BOR
+                : bits == Bits::bit_xor ? MPI_BXOR
+                                        : op_for(op, dtype)};
 }
 
 }  // namespace tessera::detail
