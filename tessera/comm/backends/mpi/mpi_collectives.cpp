@@ -86,7 +86,7 @@ void MpiTransport::in_pieces(MpiCall& call, char* begin, std::int64_t count, std
 void MpiTransport::reduce_to(const char* name, TransportCall& given, int root) {
   const at::Tensor& t = given.output;
   const MpiReduction plan = reductions_.plan(t.scalar_type(), given.op.kind, given.bits);
-  run(name, given, Kind::collective, mpi_reduce_card(t, given), [&](MpiCall& call) {
+  run(name, given, mpi_reduce_card(t, given), [&](MpiCall& call) {
     call.bytes = static_cast<std::int64_t>(t.nbytes());
     std::int64_t piece = max_count_;
     if (root < 0 && comm_->one_host() && size_ > 1 && call.bytes > 4 * kPieceBytes)
@@ -112,7 +112,7 @@ void MpiTransport::reduce(TransportCall& given) { reduce_to("reduce", given, giv
 
 void MpiTransport::broadcast(TransportCall& given) {
   const at::Tensor& t = given.output;
-  run("broadcast", given, Kind::collective, mpi_card(t, given), [&](MpiCall& call) {
+  run("broadcast", given, mpi_card(t, given), [&](MpiCall& call) {
     call.bytes = static_cast<std::int64_t>(t.nbytes());
     in_pieces(call, begin_of(t), t.numel(), item_of(t), max_count_,
               [this, &call, root = given.root, type = mpi_bytes_type(t.element_size())](char* data,
@@ -128,7 +128,7 @@ void MpiTransport::all_gather(TransportCall& given) {
   const auto item = item_of(out);
   char *to = begin_of(out), *mine = begin_of(in);
   const bool in_place = mine == to + starts[me()] * item;
-  run("all_gather", given, Kind::collective, mpi_card(in, given, counts), [&](MpiCall& call) {
+  run("all_gather", given, mpi_card(in, given, counts), [&](MpiCall& call) {
     call.bytes = static_cast<std::int64_t>(out.nbytes());
     const MPI_Datatype type = mpi_bytes_type(out.element_size());
     if (!fits(total_of(counts))) {
@@ -141,8 +141,8 @@ void MpiTransport::all_gather(TransportCall& given) {
                   std::memcpy(place, mine, static_cast<std::size_t>(counts[index(r)] * item));
                 continue;
               }
-              post_receive(call, place, counts[index(r)], dtype, r);
-              post_send(call, mine, counts[me()], dtype, r);
+              post(call, Message::Kind::receive, place, counts[index(r)], dtype, r);
+              post(call, Message::Kind::send, mine, counts[me()], dtype, r);
             }
           });
       return;
@@ -171,35 +171,33 @@ void MpiTransport::reduce_scatter(TransportCall& given) {
   const MPI_Datatype type = plan.type;
   const MPI_Op op = plan.op;
   char *from = begin_of(in), *to = begin_of(out);
-  run("reduce_scatter", given, Kind::collective, mpi_reduce_card(in, given, counts),
-      [&](MpiCall& call) {
-        call.bytes = static_cast<std::int64_t>(in.nbytes());
-        if (!fits(total_of(counts))) {
-          after_meeting(call, [this, &call, counts, starts = begins_of(counts), from, to,
-                               item = item_of(in), type, op] {
-            for (int r = 0; r < size_; ++r) {
-              for (std::int64_t done = 0; done < counts[index(r)]; done += max_count_) {
-                const int n = static_cast<int>(std::min(max_count_, counts[index(r)] - done));
-                const char* data = from + (starts[index(r)] + done) * item;
-                char* result = r == rank_ ? to + done * item : nullptr;
-                issue(call, MPI_Reduce, MPI_Ireduce, data, result, n, type, op, r, comm_->handle());
-              }
-            }
-          });
-        } else if (all_equal(counts)) {
-          after_meeting(call,
-                        [this, &call, n = static_cast<int>(counts.front()), from, to, type, op] {
-                          issue(call, MPI_Reduce_scatter_block, MPI_Ireduce_scatter_block, from, to,
-                                n, type, op, comm_->handle());
-                        });
-        } else {
-          after_meeting(call, [this, &call, n = call.keep({counts.begin(), counts.end()}), from, to,
-                               type, op] {
+  run("reduce_scatter", given, mpi_reduce_card(in, given, counts), [&](MpiCall& call) {
+    call.bytes = static_cast<std::int64_t>(in.nbytes());
+    if (!fits(total_of(counts))) {
+      after_meeting(call, [this, &call, counts, starts = begins_of(counts), from, to,
+                           item = item_of(in), type, op] {
+        for (int r = 0; r < size_; ++r) {
+          for (std::int64_t done = 0; done < counts[index(r)]; done += max_count_) {
+            const int n = static_cast<int>(std::min(max_count_, counts[index(r)] - done));
+            const char* data = from + (starts[index(r)] + done) * item;
+            char* result = r == rank_ ? to + done * item : nullptr;
+            issue(call, MPI_Reduce, MPI_Ireduce, data, result, n, type, op, r, comm_->handle());
+          }
+        }
+      });
+    } else if (all_equal(counts)) {
+      after_meeting(call, [this, &call, n = static_cast<int>(counts.front()), from, to, type, op] {
+        issue(call, MPI_Reduce_scatter_block, MPI_Ireduce_scatter_block, from, to, n, type, op,
+              comm_->handle());
+      });
+    } else {
+      after_meeting(
+          call, [this, &call, n = call.keep({counts.begin(), counts.end()}), from, to, type, op] {
             issue(call, MPI_Reduce_scatter, MPI_Ireduce_scatter, from, to, n, type, op,
                   comm_->handle());
           });
-        }
-      });
+    }
+  });
 }
 
 void MpiTransport::gather(TransportCall& given) { rooted(given, true); }
@@ -212,38 +210,37 @@ void MpiTransport::rooted(TransportCall& given, bool gathers) {
   const int root = given.root;
   const auto item = item_of(part);
   char *from = begin_of(given.input), *to = begin_of(given.output);
-  run(gathers ? "gather" : "scatter", given, Kind::collective, mpi_card(part, given, counts),
-      [&](MpiCall& call) {
-        call.bytes = total_of(counts) * item;
-        if (!fits(total_of(counts))) {
-          after_meeting(call, [this, &call, counts, starts, from, to, item, root, gathers,
-                               dtype = part.scalar_type()] {
-            if (rank_ != root)
-              return gathers ? post_send(call, from, counts[me()], dtype, root)
-                             : post_receive(call, to, counts[me()], dtype, root);
-            for (int r = 0; r < size_; ++r) {
-              const auto count = counts[index(r)];
-              char* const place = (gathers ? to : from) + starts[index(r)] * item;
-              if (r == root)
-                std::memcpy(gathers ? place : to, gathers ? from : place,
-                            static_cast<std::size_t>(count * item));
-              else
-                gathers ? post_receive(call, place, count, dtype, r)
-                        : post_send(call, place, count, dtype, r);
-            }
-          });
-          return;
+  run(gathers ? "gather" : "scatter", given, mpi_card(part, given, counts), [&](MpiCall& call) {
+    call.bytes = total_of(counts) * item;
+    if (!fits(total_of(counts))) {
+      after_meeting(call, [this, &call, counts, starts, from, to, item, root, gathers,
+                           dtype = part.scalar_type()] {
+        const auto of_part = gathers ? Message::Kind::send : Message::Kind::receive,
+                   of_whole = gathers ? Message::Kind::receive : Message::Kind::send;
+        if (rank_ != root)
+          return post(call, of_part, gathers ? from : to, counts[me()], dtype, root);
+        for (int r = 0; r < size_; ++r) {
+          const auto count = counts[index(r)];
+          char* const place = (gathers ? to : from) + starts[index(r)] * item;
+          if (r == root)
+            std::memcpy(gathers ? place : to, gathers ? from : place,
+                        static_cast<std::size_t>(count * item));
+          else
+            post(call, of_whole, place, count, dtype, r);
         }
-        const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
-        const int n = static_cast<int>(counts[me()]);
-        if (gathers && all_equal(counts)) {
-          after_meeting(call, [this, &call, from, to, n, type, root] {
-            issue(call, MPI_Gather, MPI_Igather, from, n, type, to, n, type, root, comm_->handle());
-          });
-          return;
-        }
-        after_meeting(call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root,
-                             gathers] {
+      });
+      return;
+    }
+    const MPI_Datatype type = mpi_bytes_type(static_cast<std::size_t>(item));
+    const int n = static_cast<int>(counts[me()]);
+    if (gathers && all_equal(counts)) {
+      after_meeting(call, [this, &call, from, to, n, type, root] {
+        issue(call, MPI_Gather, MPI_Igather, from, n, type, to, n, type, root, comm_->handle());
+      });
+      return;
+    }
+    after_meeting(
+        call, [this, &call, v = blocks(call, counts, starts), from, to, n, type, root, gathers] {
           if (gathers)
             issue(call, MPI_Gatherv, MPI_Igatherv, from, n, type, to, v.counts, v.starts, type,
                   root, comm_->handle());
@@ -251,7 +248,7 @@ void MpiTransport::rooted(TransportCall& given, bool gathers) {
             issue(call, MPI_Scatterv, MPI_Iscatterv, from, v.counts, v.starts, type, to, n, type,
                   root, comm_->handle());
         });
-      });
+  });
 }
 
 // Made of messages: each rank knows its own counts alone, so no rank can tell whether all counts
@@ -269,64 +266,51 @@ void MpiTransport::all_to_all(TransportCall& given) {
   const char* name = given.type == c10d::OpType::GATHER    ? "gather"
                      : given.type == c10d::OpType::SCATTER ? "scatter"
                                                            : "all_to_all";
-  run(name, given, Kind::collective, std::move(card), [&](MpiCall& call) {
+  run(name, given, std::move(card), [&](MpiCall& call) {
     call.bytes = static_cast<std::int64_t>(given.input.nbytes());
-    after_meeting(call, [this, &call, out, in, out_starts = begins_of(out),
-                         in_starts = begins_of(in), item = item_of(given.output),
-                         dtype = given.output.scalar_type(), from = begin_of(given.input),
-                         to = begin_of(given.output)] {
-      for (int step = 1; step < size_; ++step) {
-        const auto peer = index((rank_ - step + size_) % size_);
-        post_receive(call, to + out_starts[peer] * item, out[peer], dtype, static_cast<int>(peer));
-      }
-      for (int step = 1; step < size_; ++step) {
-        const auto peer = index((rank_ + step) % size_);
-        post_send(call, from + in_starts[peer] * item, in[peer], dtype, static_cast<int>(peer));
-      }
-      std::memcpy(to + out_starts[me()] * item, from + in_starts[me()] * item,
-                  static_cast<std::size_t>(in[me()] * item));
-    });
+    after_meeting(call,
+                  [this, &call, out, in, out_starts = begins_of(out), in_starts = begins_of(in),
+                   item = item_of(given.output), dtype = given.output.scalar_type(),
+                   from = begin_of(given.input), to = begin_of(given.output)] {
+                    for (int step = 1; step < size_; ++step) {
+                      const auto peer = index((rank_ - step + size_) % size_);
+                      post(call, Message::Kind::receive, to + out_starts[peer] * item, out[peer],
+                           dtype, static_cast<int>(peer));
+                    }
+                    for (int step = 1; step < size_; ++step) {
+                      const auto peer = index((rank_ + step) % size_);
+                      post(call, Message::Kind::send, from + in_starts[peer] * item, in[peer],
+                           dtype, static_cast<int>(peer));
+                    }
+                    std::memcpy(to + out_starts[me()] * item, from + in_starts[me()] * item,
+                                static_cast<std::size_t>(in[me()] * item));
+                  });
   });
 }
 
-void MpiTransport::post_send(MpiCall& call, const void* data, std::int64_t count,
-                             c10::ScalarType dtype, int to) {
-  post_send(call, data, count, c10::elementSize(dtype), to, numbered(call, dtype, count));
+void MpiTransport::post(MpiCall& call, Message::Kind kind, void* data, std::int64_t count,
+                        c10::ScalarType dtype, int peer) {
+  post(call, kind, data, count, c10::elementSize(dtype), peer,
+       {comm_->gate(), comm_->tags().numbered(true, call.number, dtype, count)});
 }
 
-void MpiTransport::post_receive(MpiCall& call, void* data, std::int64_t count,
-                                c10::ScalarType dtype, int from) {
-  post_receive(call, data, count, c10::elementSize(dtype), from, numbered(call, dtype, count));
-}
-
-void MpiTransport::post_send(MpiCall& call, const void* data, std::int64_t count,
-                             std::size_t element_size, int to, const Route& route) {
+void MpiTransport::post(MpiCall& call, Message::Kind kind, void* data, std::int64_t count,
+                        std::size_t element_size, int peer, const Route& route) {
+  const bool sends = kind == Message::Kind::send;
   const MPI_Datatype type = mpi_bytes_type(element_size);
   const auto size = static_cast<std::int64_t>(element_size);
+  if (!sends)
+    call.expected.push_back({route.comm, peer, route.tag, count * size, call.requests.size()});
   std::int64_t done = 0;
   do {
     const int n = static_cast<int>(std::min(max_count_, count - done));
-    check(MPI_Isend(static_cast<const char*>(data) + done * size, n, type, to, route.tag,
-                    route.comm, call.request()),
+    char* const place = static_cast<char*>(data) + done * size;
+    MPI_Request* const request = call.request();
+    check(sends ? MPI_Isend(place, n, type, peer, route.tag, route.comm, request)
+                : MPI_Irecv(place, n, type, peer, route.tag, route.comm, request),
           call);
     call.receives.resize(call.requests.size(), -1);
-    done += n;
-  } while (done < count);
-}
-
-void MpiTransport::post_receive(MpiCall& call, void* data, std::int64_t count,
-                                std::size_t element_size, int from, const Route& route) {
-  const MPI_Datatype type = mpi_bytes_type(element_size);
-  const auto size = static_cast<std::int64_t>(element_size);
-  call.expected.push_back({route.comm, from, route.tag, count * size, call.requests.size()});
-  std::int64_t done = 0;
-  do {
-    const int n = static_cast<int>(std::min(max_count_, count - done));
-    check(MPI_Irecv(static_cast<char*>(data) + done * size, n, type, from, route.tag, route.comm,
-                    call.request()),
-          call);
-    call.receives.resize(call.requests.size(), -1);
-    call.receives.back() = static_cast<std::int64_t>(n) * size;
+    if (!sends) call.receives.back() = static_cast<std::int64_t>(n) * size;
     done += n;
   } while (done < count);
 }

@@ -38,9 +38,10 @@ Abilities MpiTransport::abilities() {
   return result;
 }
 
-void MpiTransport::run(const char* name, TransportCall& given, Kind kind, CallCard card,
+void MpiTransport::run(const char* name, TransportCall& given, CallCard card,
                        const std::function<void(MpiCall&)>& add) {
   comm_->require_usable(name);
+  const bool collective = given.messages.empty();
   const at::NoGradGuard no_grad;
   auto call = std::make_unique<MpiCall>();
   call->name = name;
@@ -49,7 +50,7 @@ void MpiTransport::run(const char* name, TransportCall& given, Kind kind, CallCa
   call->tensors = {given.output, given.input};
   call->results = given.results;
   call->finish = std::exchange(given.finish, nullptr);
-  if (kind == Kind::collective) {
+  if (collective) {
     card.operation = name;
     if (given.source) card.source = *given.source;
     call->hash = Hash().number(given.sign).number(card.hash()).value();
@@ -58,8 +59,7 @@ void MpiTransport::run(const char* name, TransportCall& given, Kind kind, CallCa
   try {
     // At level `serialized` a blocking call would hold the lock that the thread needs for which the
     // other ranks wait.
-    if (kind == Kind::collective && given.blocking &&
-        comm_->library().level() != MpiThreadLevel::serialized) {
+    if (collective && given.blocking && comm_->library().level() != MpiThreadLevel::serialized) {
       call->blocking = call->at_once = true;
       add(*call);
       comm_->meet(*call);
@@ -69,7 +69,7 @@ void MpiTransport::run(const char* name, TransportCall& given, Kind kind, CallCa
         const auto lock = comm_->library().serialize();
         add(*call);
       }
-      if (kind == Kind::collective) comm_->begin(*call);
+      if (collective) comm_->begin(*call);
     }
   } catch (...) {
     call->phase.reset();
@@ -88,7 +88,7 @@ void MpiTransport::run(const char* name, TransportCall& given, Kind kind, CallCa
 
 void MpiTransport::barrier(TransportCall& given) {
   // A barrier is the meeting alone.
-  run("barrier", given, Kind::collective, {}, [](MpiCall&) {});
+  run("barrier", given, {}, [](MpiCall&) {});
 }
 
 MpiTransport::Route MpiTransport::route_of(const Message& message, int tag) {
@@ -116,7 +116,7 @@ void MpiTransport::exchange(TransportCall& given) {
                      : messages.front().kind == Message::Kind::send ? "send"
                      : any                                          ? "receive from any rank"
                                                                     : "receive";
-  run(name, given, Kind::messages, {}, [&](MpiCall& call) {
+  run(name, given, {}, [&](MpiCall& call) {
     for (const auto kind : {Message::Kind::receive, Message::Kind::send})
       for (const auto& m : messages) {
         if (m.kind != kind) continue;
@@ -124,12 +124,8 @@ void MpiTransport::exchange(TransportCall& given) {
         call.tensors.push_back(m.tensor);
         call.bytes += static_cast<std::int64_t>(m.tensor.nbytes());
         if (!any) call.peers.push_back(comm_->ranks()[m.peer]);
-        if (kind == Message::Kind::send)
-          post_send(call, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(), m.peer,
-                    route);
-        else
-          post_receive(call, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(),
-                       any ? MPI_ANY_SOURCE : m.peer, route);
+        post(call, kind, mpi_address(m.tensor), m.tensor.numel(), m.tensor.element_size(),
+             any ? MPI_ANY_SOURCE : m.peer, route);
       }
     std::ranges::sort(call.peers);
     call.peers.erase(std::unique(call.peers.begin(), call.peers.end()), call.peers.end());

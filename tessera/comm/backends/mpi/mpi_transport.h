@@ -51,11 +51,10 @@ class MpiTransport final : public Transport {
 
  private:
   using Counts = TransportCall::Counts;
-  /// Only the ranks of a collective meet first: of messages only the named peers take part.
-  enum class Kind { collective, messages };
   /// Makes one call, from its beginning to its work: `add` adds a collective or messages to it,
-  /// before the call is begun. The ranks of a collective compare their `card` before data moves.
-  void run(const char* name, TransportCall& given, Kind kind, CallCard card,
+  /// before the call is begun. The ranks of a collective first meet and compare their `card`: of
+  /// messages only the named peers take part.
+  void run(const char* name, TransportCall& given, CallCard card,
            const std::function<void(MpiCall&)>& add);
 
   /// Where a message goes: a communicator, and a tag that no message of another size has.
@@ -67,17 +66,12 @@ class MpiTransport final : public Transport {
   void reduce_to(const char* name, TransportCall& given, int root);
   /// Gather, or scatter.
   void rooted(TransportCall& given, bool gathers);
-  /// One or several messages of a collective, numbered by it.
-  void post_send(MpiCall& call, const void* data, std::int64_t count, c10::ScalarType dtype,
-                 int to);
-  void post_receive(MpiCall& call, void* data, std::int64_t count, c10::ScalarType dtype, int from);
-  void post_send(MpiCall& call, const void* data, std::int64_t count, std::size_t element_size,
-                 int to, const Route& route);
-  void post_receive(MpiCall& call, void* data, std::int64_t count, std::size_t element_size,
-                    int from, const Route& route);
-  Route numbered(const MpiCall& call, c10::ScalarType dtype, std::int64_t count) const {
-    return {comm_->gate(), comm_->tags().numbered(true, call.number, dtype, count)};
-  }
+  /// Sends `data` to a rank, or receives it from one, in one or several messages.
+  void post(MpiCall& call, Message::Kind kind, void* data, std::int64_t count,
+            std::size_t element_size, int peer, const Route& route);
+  /// The same of a collective, numbered by it.
+  void post(MpiCall& call, Message::Kind kind, void* data, std::int64_t count,
+            c10::ScalarType dtype, int peer);
   /// The route of a message that is in no collective.
   Route route_of(const Message& message, int tag);
 
