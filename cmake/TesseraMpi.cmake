@@ -17,7 +17,7 @@ endmacro()
 # tessera_mpi_part_for(VARIABLE version torch folder): what the part and the library that loads it must have been compiled for alike; `folder` holds tessera/.
 function(tessera_mpi_part_for variable version torch folder)
   set(interface "")
-  foreach(header mpi/mpi_part.h transport.h transport_call.h)
+  foreach(header mpi/mpi_part.h own_work.h transport.h transport_call.h)
     file(SHA256 "${folder}/tessera/comm/backends/${header}" sum)
     string(APPEND interface ${sum})
   endforeach()

@@ -19,6 +19,11 @@ std::vector<at::Tensor> OwnWork::result() {
   return results_;
 }
 
+bool OwnWork::isSuccess() const {
+  const std::lock_guard lock(mutex_);
+  return completed_ && !exception_;
+}
+
 void OwnWork::settle_future() {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   std::exception_ptr error;

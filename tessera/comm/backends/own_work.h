@@ -24,6 +24,8 @@ class OwnWork : public c10d::Work {
  public:
   /// Waits. The tensors that the call wrote.
   std::vector<at::Tensor> result() override;
+  /// True once the work has ended without an error.
+  bool isSuccess() const override;
   /// Completed by a thread that waits for the work, else by one of its group's FutureThreads.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 

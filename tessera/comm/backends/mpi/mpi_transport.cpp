@@ -1,7 +1,6 @@
 #include "tessera/comm/backends/mpi/mpi_transport.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
@@ -45,10 +44,8 @@ void MpiTransport::run(const char* name, TransportCall& given, CallCard card,
   const at::NoGradGuard no_grad;
   auto call = std::make_unique<MpiCall>();
   call->name = name;
-  call->type = given.type;
   call->timeout = given.timeout;
   call->tensors = {given.output, given.input};
-  call->results = given.results;
   call->finish = std::exchange(given.finish, nullptr);
   if (collective) {
     card.operation = name;
@@ -79,7 +76,7 @@ void MpiTransport::run(const char* name, TransportCall& given, CallCard card,
     }
     throw;
   }
-  const auto work = c10::make_intrusive<MpiWork>(shared_from_this(), comm_, std::move(call));
+  const auto work = c10::make_intrusive<MpiWork>(shared_from_this(), comm_, std::move(call), given);
   if (given.blocking)
     work->wait();
   else
@@ -135,8 +132,8 @@ void MpiTransport::exchange(TransportCall& given) {
 // ---- works ----
 
 MpiWork::MpiWork(std::shared_ptr<Transport> transport, std::shared_ptr<MpiComm> comm,
-                 std::unique_ptr<MpiCall> call)
-    : c10d::Work(comm->rank(), call->type),
+                 std::unique_ptr<MpiCall> call, const TransportCall& given)
+    : OwnWork(comm->rank(), given.type, given.results),
       transport_(std::move(transport)),
       comm_(std::move(comm)),
       call_(std::move(call)) {
@@ -156,7 +153,6 @@ void MpiWork::fail() {
 
 void MpiWork::complete() {
   source_ = call_->source;
-  results_ = std::move(call_->results);
   call_->end();
   completed_ = true;
   call_.reset();
@@ -173,11 +169,6 @@ bool MpiWork::isCompleted() {
     fail();
   }
   return true;
-}
-
-bool MpiWork::isSuccess() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ && !exception_;
 }
 
 bool MpiWork::wait(std::chrono::milliseconds timeout) {
@@ -199,19 +190,9 @@ bool MpiWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-int MpiWork::sourceRank() const { return source_; }
-
-std::vector<at::Tensor> MpiWork::result() {
-  wait();
-  return results_;
-}
-
 c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
   wait();
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  future->markCompleted(at::IValue(results_));
-  return future;
+  return OwnWork::getFuture();
 }
 
 std::shared_ptr<Transport> MpiContext::make_transport(const std::vector<int>& ranks,

@@ -22,6 +22,7 @@
 #include "tessera/base/pinned.h"
 #include "tessera/comm/backends/mpi/mpi_context.h"
 #include "tessera/comm/backends/mpi/mpi_tags.h"
+#include "tessera/comm/backends/own_work.h"
 #include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/abilities.h"
 #include "tessera/comm/group/detail/call_card.h"
@@ -43,7 +44,6 @@ struct MpiExpected {
 /// complete.
 struct MpiCall {
   const char* name = "";
-  c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<MPI_Request> requests;
   /// Each request must deliver so many bytes, or -1; empty if no request is a receive.
   std::vector<std::int64_t> receives;
@@ -51,8 +51,6 @@ struct MpiCall {
   std::vector<MPI_Status> statuses;
   /// Tensors that MPI reads or writes.
   std::vector<at::Tensor> tensors;
-  /// The result of Work::result().
-  std::vector<at::Tensor> results;
   /// Counts and displacements that MPI reads until the end.
   std::vector<std::vector<int>> numbers;
   /// Empty, or run once all requests are complete.
@@ -211,21 +209,19 @@ class MpiComm : Pinned {
 
 /// A call as a c10d::Work. Progress is made inside isCompleted() and wait(), and in other MPI calls
 /// of this process.
-class MpiWork : public c10d::Work {
+class MpiWork : public OwnWork {
  public:
   /// `transport` lives as long as the work: the moves of the call use it.
   MpiWork(std::shared_ptr<Transport> transport, std::shared_ptr<MpiComm> comm,
-          std::unique_ptr<MpiCall> call);
+          std::unique_ptr<MpiCall> call, const TransportCall& given);
   ~MpiWork() override;
 
   bool isCompleted() override;
-  bool isSuccess() const override;
   /// Throws TimeoutError, CommError. `timeout` <= 0: the call's own limit.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   void abort() override { comm_->abort(); }
-  int sourceRank() const override;
-  std::vector<at::Tensor> result() override;
+  int sourceRank() const override { return source_; }
   /// Completes the call first: there is no thread that would complete the future later.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
@@ -236,7 +232,6 @@ class MpiWork : public c10d::Work {
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<MpiComm> comm_;
   std::unique_ptr<MpiCall> call_;
-  std::vector<at::Tensor> results_;
   int source_ = -1;
 };
 

@@ -196,16 +196,6 @@ bool ShmWork::isCompleted() {
   return true;
 }
 
-bool ShmWork::isSuccess() const {
-  const std::lock_guard lock(mutex_);
-  return completed_ && !exception_;
-}
-
-std::exception_ptr ShmWork::exception() const {
-  const std::lock_guard lock(mutex_);
-  return exception_;
-}
-
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   finish(timeout);
   settle_future();

@@ -82,8 +82,6 @@ class ShmWork : public OwnWork {
   ~ShmWork() override;
 
   bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
   /// Throws TimeoutError, PeerLostError, MismatchError. `timeout` <= 0: the call's own limit; a
   /// limit that runs out ends the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
