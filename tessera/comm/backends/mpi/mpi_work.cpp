@@ -60,9 +60,7 @@ bool MpiCall::pending() const {
 
 MpiComm::MpiComm(std::shared_ptr<MpiContext> context, MPI_Comm comm, std::vector<int> ranks,
                  std::string name, std::chrono::milliseconds limit)
-    : context_(std::move(context)),
-      comm_(comm),
-      ranks_(std::move(ranks)) {
+    : context_(std::move(context)), comm_(comm), ranks_(std::move(ranks)) {
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   int* largest = nullptr;
@@ -257,7 +255,7 @@ void MpiComm::meet(MpiCall& call) {
 
 std::string MpiComm::difference(const MpiCall& call, MismatchAt at) const {
   const auto least = call.met[2], most = ~call.met[3];
-  return mismatch_text({ranks_[rank_], "called " + call.card.text()}, at,
+  return mismatch_text({{ranks_[rank_], "called " + call.card.text()}}, at,
                        least < most ? concat(" (over the ranks ", least, " to ", most, ")") : "");
 }
 
@@ -281,7 +279,7 @@ std::string MpiComm::tell_difference(MpiCall& call) {
   for (std::size_t r = 0; r < ranks_.size(); ++r) {
     const std::string other(&texts[r * kText]);
     if (static_cast<int>(r) == rank_ || other == std::string(mine.data())) continue;
-    return mismatch_text({ranks_[rank_], "called " + text}, {ranks_[r], "called " + other},
+    return mismatch_text({{ranks_[rank_], "called " + text}, {ranks_[r], "called " + other}},
                          MismatchAt::before_data);
   }
   return difference(call, MismatchAt::before_data);

@@ -73,9 +73,9 @@ std::string describe(const ThreadsCall& call) {
 }
 
 [[noreturn]] void mismatch(const ThreadsSlot& slot, int a, int b) {
-  throw MismatchError(mismatch_text({a, "called " + describe(slot.calls[a])},
-                                    {b, "called " + describe(slot.calls[b])},
-                                    MismatchAt::before_data));
+  throw MismatchError(mismatch_text(
+      {{a, "called " + describe(slot.calls[a])}, {b, "called " + describe(slot.calls[b])}},
+      MismatchAt::before_data));
 }
 
 void require_same(const ThreadsSlot& slot, int a, const at::Tensor& x, int b, const at::Tensor& y) {

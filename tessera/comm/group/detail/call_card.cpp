@@ -60,28 +60,17 @@ std::string MessageCard::text() const {
   return concat(c10::toString(dtype), ", ", elements, " elements");
 }
 
-namespace {
-
-std::string mismatch_around(const std::string& calls, MismatchAt at, const std::string& more) {
-  return concat("the ranks called different things: ", calls, more,
+std::string mismatch_text(const std::vector<RankCall>& calls, MismatchAt at,
+                          const std::string& more) {
+  std::string text;
+  for (const auto& [rank, what] : calls)
+    text += concat(text.empty() ? "" : "; ", "rank ", rank, ' ', what);
+  return concat("the ranks called different things: ", text, more,
                 at == MismatchAt::before_data
                     ? ". No data was moved; make every rank call the same, in the same order"
                     : ". A call under way cannot be taken back, so the group has ended. Make the "
                       "ranks agree (CheckLevel::collective tells before data moves, and the group "
                       "goes on)");
-}
-
-std::string call_shown(const RankCall& call) { return concat("rank ", call.rank, ' ', call.what); }
-
-}  // namespace
-
-std::string mismatch_text(const RankCall& one, const RankCall& other, MismatchAt at,
-                          const std::string& more) {
-  return mismatch_around(concat(call_shown(one), "; ", call_shown(other)), at, more);
-}
-
-std::string mismatch_text(const RankCall& one, MismatchAt at, const std::string& more) {
-  return mismatch_around(call_shown(one), at, more);
 }
 
 }  // namespace tessera::detail

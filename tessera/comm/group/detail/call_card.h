@@ -84,10 +84,9 @@ struct RankCall {
 enum class MismatchAt : unsigned char { before_data, under_way };
 
 /// "the ranks called different things: rank 0 called ...; rank 1 called .... ", and what to do.
-/// `more` (other ranks, ranges) is shown after the calls.
-std::string mismatch_text(const RankCall& one, const RankCall& other, MismatchAt at,
+/// `calls`: of two ranks, or of one where the other's is not known. `more` (other ranks, ranges) is
+/// shown after them.
+std::string mismatch_text(const std::vector<RankCall>& calls, MismatchAt at,
                           const std::string& more = {});
-/// As above, where the other rank's call is not known.
-std::string mismatch_text(const RankCall& one, MismatchAt at, const std::string& more = {});
 
 }  // namespace tessera::detail

@@ -249,7 +249,7 @@ void begin(RequestState& call, c10::function_ref<void()> check,
   for (int r = 0; r < n; ++r) (unlike(cards[r]) ? rest : like).push_back(call.group().ranks()[r]);
   throw MismatchError(
       "group '", call.group().name(), "': ",
-      mismatch_text(say(own), say(*other), MismatchAt::before_data,
+      mismatch_text({say(own), say(*other)}, MismatchAt::before_data,
                     concat(". Ranks like the former: ", list(like), ", others: ", list(rest))));
 }
 

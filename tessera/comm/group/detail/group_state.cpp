@@ -214,8 +214,9 @@ bool GroupState::compare(const std::string& place, const std::string& how,
     const auto other = found.substr(cut + 1, end - cut - 1);
     Poison poison;
     poison.mismatch = true;
-    poison.reason = mismatch_text({std::stoi(other), found.substr(end + 1) + found.substr(0, cut)},
-                                  {ranks_[rank_], how + what}, MismatchAt::under_way);
+    poison.reason = mismatch_text({{std::stoi(other), found.substr(end + 1) + found.substr(0, cut)},
+                                   {ranks_[rank_], how + what}},
+                                  MismatchAt::under_way);
     watch_->spread(std::move(poison));
   } catch (const std::exception&) {
     // The store is gone or slow: the call's own limit ends the wait.

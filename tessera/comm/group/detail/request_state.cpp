@@ -253,7 +253,7 @@ void RequestState::fail(const std::exception_ptr& cause) {
         group_.compare(GroupState::call_place(sequence_), concat("calls in call ", sequence_, ": "),
                        card_.text());
       if (!group_.watch().await_news(kVerdict))
-        end_by_mismatch(mismatch_text({group_.ranks()[group_.rank()], "called " + describe()},
+        end_by_mismatch(mismatch_text({{group_.ranks()[group_.rank()], "called " + describe()}},
                                       MismatchAt::under_way, concat(" (", e.what(), ")")));
       group_.watch().require_healthy(operation_, sequence_);
       throw;
