@@ -312,11 +312,11 @@ TEST(Reduction, OrderKeysByOperatorsEqualThoseOfTheLoop) {
           torch::cat({torch::randn({100}, torch::kDouble),
                       torch::tensor({0.0, -0.0, inf, -inf, nan, 1e-310, -1e-40}, torch::kDouble)})
               .to(dtype);
-      const auto keys = detail::order_keys(values, op);
-      EXPECT_TRUE(keys.equal(detail::order_keys_by_operators(values, op)));
+      const auto keys = detail::order_keys(values, op, /*on_cpu=*/true);
+      EXPECT_TRUE(keys.equal(detail::order_keys(values, op, /*on_cpu=*/false)));
       auto loop = torch::empty_like(values), operators = torch::empty_like(values);
-      detail::from_order_keys(loop, keys, op);
-      detail::from_order_keys_by_operators(operators, keys, op);
+      detail::from_order_keys(loop, keys, op, /*on_cpu=*/true);
+      detail::from_order_keys(operators, keys, op, /*on_cpu=*/false);
       EXPECT_TRUE(at::allclose(loop, operators, 0, 0, /*equal_nan=*/true));
       EXPECT_TRUE(at::allclose(values, operators, 0, 0, /*equal_nan=*/true));
     }

@@ -157,7 +157,7 @@ at::Tensor Recipe::outgoing(const at::Tensor& tensor, bool writes) const {
   at::Tensor work = plain(tensor);
   if (wide != work.scalar_type()) work = work.to(wide);
   if (scale) work = writes && work.is_same(tensor) ? work.mul_(op.factor) : work.mul(op.factor);
-  if (keys) return order_keys(work.view({-1}), op.kind);
+  if (keys) return order_keys(work.view({-1}), op.kind, work.is_cpu());
   if (real) return at::view_as_real(work);
   return bytes ? work.view(at::kByte) : work;
 }
@@ -170,7 +170,7 @@ void Recipe::settle(const at::Tensor& target, const at::Tensor& result, int rank
   if (keys) {
     const bool direct = target.scalar_type() == wide && is_plain(target);
     const auto decoded = direct ? target : at::empty(target.sizes(), target.options().dtype(wide));
-    from_order_keys(decoded.view({-1}), result.view({-1}), op.kind);
+    from_order_keys(decoded.view({-1}), result.view({-1}), op.kind, decoded.is_cpu());
     if (!direct) target.copy_(decoded);
     return;
   }
@@ -242,45 +242,32 @@ void values_by_operators(const at::Tensor& output, const at::Tensor& keys, Reduc
   output.masked_fill_(keys.eq(nan_key<Int>(op)), std::numeric_limits<double>::quiet_NaN());
 }
 
+// Gives `body` a number of the type of floating-point numbers, and one of their keys'.
+template <class Body>
+auto with_types_of(c10::ScalarType dtype, const Body& body) {
+  return dtype == c10::ScalarType::Float ? body(0.0F, std::int32_t{}) : body(0.0, std::int64_t{});
+}
+
 }  // namespace
 
-at::Tensor order_keys_by_operators(const at::Tensor& values, ReduceOp::Kind op) {
-  return values.scalar_type() == c10::ScalarType::Float
-             ? keys_by_operators<std::int32_t>(values, op)
-             : keys_by_operators<std::int64_t>(values, op);
-}
-
-void from_order_keys_by_operators(const at::Tensor& output, const at::Tensor& keys,
-                                  ReduceOp::Kind op) {
-  if (output.scalar_type() == c10::ScalarType::Float)
-    values_by_operators<std::int32_t>(output, keys, op);
-  else
-    values_by_operators<std::int64_t>(output, keys, op);
-}
-
-at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op) {
-  if (!values.is_cpu()) return order_keys_by_operators(values, op);
-  const auto convert = [&]<class Float, class Int>(Float, Int) {
-    const at::Tensor keys =
+at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op, bool on_cpu) {
+  return with_types_of(values.scalar_type(), [&]<class Float, class Int>(Float, Int) {
+    if (!on_cpu) return keys_by_operators<Int>(values, op);
+    at::Tensor keys =
         at::empty(values.sizes(), values.options().dtype(c10::CppTypeToScalarType<Int>::value));
     to_keys(values.const_data_ptr<Float>(), keys.mutable_data_ptr<Int>(), values.numel(),
             nan_key<Int>(op));
     return keys;
-  };
-  return values.scalar_type() == c10::ScalarType::Float ? convert(0.0F, std::int32_t{})
-                                                        : convert(0.0, std::int64_t{});
+  });
 }
 
-void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op) {
-  if (!output.is_cpu()) return from_order_keys_by_operators(output, keys, op);
-  const auto convert = [&]<class Float, class Int>(Float, Int) {
+void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op,
+                     bool on_cpu) {
+  with_types_of(output.scalar_type(), [&]<class Float, class Int>(Float, Int) {
+    if (!on_cpu) return values_by_operators<Int>(output, keys, op);
     from_keys(keys.const_data_ptr<Int>(), output.mutable_data_ptr<Float>(), keys.numel(),
               nan_key<Int>(op));
-  };
-  if (output.scalar_type() == c10::ScalarType::Float)
-    convert(0.0F, std::int32_t{});
-  else
-    convert(0.0, std::int64_t{});
+  });
 }
 
 }  // namespace tessera::detail

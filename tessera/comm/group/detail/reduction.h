@@ -73,13 +73,10 @@ void reduce_in_order(const at::Tensor& output, const std::vector<at::Tensor>& pa
 /// Floating-point numbers as integers of the same width that order in the same way (-0 before +0),
 /// so that a backend whose min or max drops NaN can work on them: for max a NaN becomes the largest
 /// integer, for min the smallest. float32 -> int32, float64 -> int64; contiguous tensors. The map
-/// is its own inverse but for NaN: bits ^ (sign ? 0x7fff... : 0).
-at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op);
-void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op);
-/// As order_keys() and from_order_keys(), by operators of libtorch, for tensors that are not on the
-/// CPU.
-at::Tensor order_keys_by_operators(const at::Tensor& values, ReduceOp::Kind op);
-void from_order_keys_by_operators(const at::Tensor& output, const at::Tensor& keys,
-                                  ReduceOp::Kind op);
+/// is its own inverse but for NaN: bits ^ (sign ? 0x7fff... : 0). `on_cpu`: by loops over memory of
+/// the CPU; else by operators of libtorch, wherever the tensors are.
+at::Tensor order_keys(const at::Tensor& values, ReduceOp::Kind op, bool on_cpu);
+void from_order_keys(const at::Tensor& output, const at::Tensor& keys, ReduceOp::Kind op,
+                     bool on_cpu);
 
 }  // namespace tessera::detail
