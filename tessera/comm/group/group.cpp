@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -95,8 +96,8 @@ Result Collectives<Result>::reduce(const at::Tensor& tensor, int root, ReduceOp 
 template <class Result>
 Result Collectives<Result>::all_gather(const at::Tensor& output, const at::Tensor& input,
                                        const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "all_gather", options, detail::launch_all_gather, output, input,
-                      sizes);
+  return make<Result>(state_, "all_gather", options, detail::launch_parts, output, input,
+                      std::nullopt, sizes, true);
 }
 
 template <class Result>
@@ -118,14 +119,14 @@ Result Collectives<Result>::all_to_all(const at::Tensor& output, const at::Tenso
 template <class Result>
 Result Collectives<Result>::gather(const at::Tensor& output, const at::Tensor& input, int root,
                                    const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "gather", options, detail::launch_rooted, output, input, root, sizes,
+  return make<Result>(state_, "gather", options, detail::launch_parts, output, input, root, sizes,
                       true);
 }
 
 template <class Result>
 Result Collectives<Result>::scatter(const at::Tensor& output, const at::Tensor& input, int root,
                                     const Sizes& sizes, const CallOptions& options) const {
-  return make<Result>(state_, "scatter", options, detail::launch_rooted, input, output, root, sizes,
+  return make<Result>(state_, "scatter", options, detail::launch_parts, input, output, root, sizes,
                       false);
 }
 

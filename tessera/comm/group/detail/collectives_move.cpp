@@ -86,31 +86,6 @@ void launch_broadcast(RequestState& call, const at::Tensor& given, int root) {
   hand_over(call, endpoint_for(call, tensor), handed, &Transport::broadcast);
 }
 
-void launch_all_gather(RequestState& call, const at::Tensor& output, const at::Tensor& given,
-                       const Sizes& sizes) {
-  begin(
-      call,
-      [&] {
-        check_target(call, "the output", output);
-        check_tensor(call, "the input", given);
-        check_alike(call, output, given);
-        check_sizes(call, output, given, sizes);
-        check_overlap(call, output, given);
-      },
-      [&] { return Signature{parts_text(given, sizes), {}}; });
-  const at::Tensor input = in_memory(given);
-  call.set_card(move_card(input, -1, sizes));
-  call.count_bytes(bytes_of(input));
-  if (nothing(sizes, input)) return;
-  const Guard guard;
-  if (call.group().size() == 1) return copy_here(output, input);
-  TransportCall handed;
-  handed.input = wire_input(call, input);
-  handed.output = wire_output(call, output);
-  handed.counts = wire_counts(call, input, sizes);
-  hand_over(call, endpoint_for(call, input), handed, &Transport::all_gather);
-}
-
 void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::Tensor& given,
                        const Sizes& output_sizes, const Sizes& input_sizes) {
   begin(
@@ -166,47 +141,43 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
   hand_over(call, endpoint_for(call, input), handed, &Transport::all_to_all);
 }
 
-void launch_rooted(RequestState& call, const at::Tensor& whole_given, const at::Tensor& part_given,
-                   int root, const Sizes& sizes, bool gathers) {
-  const bool is_root = call.group().rank() == root;
-  const char *whole_role = gathers ? "the output" : "the input",
-             *part_role = gathers ? "the input" : "the output";
+void launch_parts(RequestState& call, const at::Tensor& whole_given, const at::Tensor& part_given,
+                  std::optional<int> root, const Sizes& sizes, bool gathers) {
+  const bool has_whole = !root || call.group().rank() == *root;
   begin(
       call,
       [&] {
-        check_rank(call, "root", root);
-        (gathers ? check_tensor : check_target)(call, part_role, part_given);
-        if (is_root) {
-          (gathers ? check_target : check_tensor)(call, whole_role, whole_given);
-          gathers ? check_alike(call, whole_given, part_given)
-                  : check_alike(call, part_given, whole_given);
-        }
-        const auto whole = is_root ? whole_given : at::Tensor();
+        if (root) check_rank(call, "root", *root);
+        const at::Tensor whole = has_whole ? whole_given : at::Tensor();
+        const at::Tensor &output = gathers ? whole : part_given,
+                         &input = gathers ? part_given : whole;
+        if (has_whole || !gathers) check_target(call, "the output", output);
+        if (has_whole || gathers) check_tensor(call, "the input", input);
+        if (has_whole) check_alike(call, output, input);
         check_sizes(call, whole, part_given, sizes);
-        if (!gathers)
-          check_overlap(call, part_given, whole);
-        else if (is_root)
-          check_overlap(call, whole, part_given);
+        check_overlap(call, output, input);
       },
-      [&] { return Signature{concat(parts_text(part_given, sizes), ", root ", root), {}}; });
+      [&] {
+        const auto parts = parts_text(part_given, sizes);
+        return Signature{root ? concat(parts, ", root ", *root) : parts, {}};
+      });
   const at::Tensor part = in_memory(part_given),
-                   whole = is_root ? in_memory(whole_given) : at::Tensor();
-  call.set_card(move_card(part, root, sizes));
-  call.count_bytes(bytes_of(gathers ? part : whole));
+                   whole = has_whole ? in_memory(whole_given) : at::Tensor();
+  const at::Tensor &output = gathers ? whole : part, &input = gathers ? part : whole;
+  call.set_card(move_card(part, root.value_or(-1), sizes));
+  call.count_bytes(bytes_of(input));
   if (nothing(sizes, part)) return;
   const Guard guard;
-  if (call.group().size() == 1) return gathers ? copy_here(whole, part) : copy_here(part, whole);
-  const auto on_wire = [&](const at::Tensor& t, bool written) {
-    if (!t.defined()) return t;
-    return written ? wire_output(call, t) : wire_input(call, t);
-  };
+  if (call.group().size() == 1) return copy_here(output, input);
   TransportCall handed;
-  (gathers ? handed.output : handed.input) = on_wire(whole, gathers);
-  (gathers ? handed.input : handed.output) = on_wire(part, !gathers);
+  if (output.defined()) handed.output = wire_output(call, output);
+  if (input.defined()) handed.input = wire_input(call, input);
   handed.counts = wire_counts(call, part, sizes);
-  handed.root = root;
+  handed.root = root.value_or(-1);
   hand_over(call, endpoint_for(call, part), handed,
-            gathers ? &Transport::gather : &Transport::scatter);
+            !root     ? &Transport::all_gather
+            : gathers ? &Transport::gather
+                      : &Transport::scatter);
 }
 
 namespace {
