@@ -1,8 +1,5 @@
 #include "tessera/comm/backends/mpi/mpi.h"
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <cstdlib>
@@ -15,6 +12,7 @@
 #include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/comm/internal/part.h"
+#include "tessera/comm/store/detail/socket.h"
 #include "tessera/launch/launch.h"
 
 namespace tessera {
@@ -74,25 +72,11 @@ const detail::MpiPart& of_mpi() {
   return *mpi_found().functions;
 }
 
-// A port that is free now.
-int free_port() {
-  const int s = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (s < 0) throw CommError("no socket for the job's store");
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  socklen_t size = sizeof address;
-  const bool got = ::bind(s, reinterpret_cast<sockaddr*>(&address), size) == 0 &&
-                   ::getsockname(s, reinterpret_cast<sockaddr*>(&address), &size) == 0;
-  ::close(s);
-  if (!got) throw CommError("no free port for the job's store");
-  return ntohs(address.sin_port);
-}
-
-// "port host" of the first rank; empty where it got no port.
+// "port host" of the first rank, with a port that is free now; empty where it got none.
 std::string place_of_meeting(const MpiWorld& world) {
   if (world.rank() != 0) return {};
   try {
-    return concat(free_port(), " ", world.host());
+    return concat(detail::local_port(detail::listen_on("0.0.0.0", 0)), " ", world.host());
   } catch (const CommError&) {
     return {};
   }
