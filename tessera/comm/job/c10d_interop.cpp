@@ -6,11 +6,11 @@
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <utility>
 #include <vector>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/nccl/nccl.h"
 #include "tessera/comm/backends/of_c10d.h"
@@ -90,9 +90,8 @@ std::vector<std::string> hosts_of(c10d::Store& board, const C10dRanks& ranks,
     for (int rank = 0; rank < ranks.size; ++rank) all += read(host_key(rank), rank) + "\n";
     board.set(kHostsKey, all);
   }
-  std::istringstream lines(read(kHostsKey, 0));
-  std::vector<std::string> hosts;
-  for (std::string line; std::getline(lines, line);) hosts.push_back(line);
+  auto hosts = split(read(kHostsKey, 0), '\n');
+  hosts.pop_back();  // behind the last line's end
   return hosts;
 }
 

@@ -12,6 +12,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/gloo/gloo.h"
 #include "tessera/comm/backends/hosts/host_links.h"
@@ -35,23 +36,15 @@ struct MpiWord {
   std::string wish, why_not;
 };
 
-std::string line_of(const std::string& mark, int line) {
-  TextReader in(mark);
-  std::string text;
-  for (int i = 0; i <= line; ++i)
-    if (!std::getline(in, text)) return "";
-  return text;
-}
-
 /// Why two ranks cannot share memory.
 std::string why_apart(int a, const std::string& mark_a, int b, const std::string& mark_b) {
-  if (line_of(mark_a, 0) != line_of(mark_b, 0))
-    return concat("ranks ", a, " and ", b, " are on different hosts");
-  if (line_of(mark_a, 1) != line_of(mark_b, 1))
+  auto of_a = split(mark_a, '\n'), of_b = split(mark_b, '\n');
+  for (auto* lines : {&of_a, &of_b}) lines->resize(3);
+  if (of_a[0] != of_b[0]) return concat("ranks ", a, " and ", b, " are on different hosts");
+  if (of_a[1] != of_b[1])
     return concat("ranks ", a, " and ", b,
                   " are in different network namespaces (containers) of one host");
-  return concat("ranks ", a, " and ", b, " belong to different users, ", line_of(mark_a, 2),
-                " and ", line_of(mark_b, 2));
+  return concat("ranks ", a, " and ", b, " belong to different users, ", of_a[2], " and ", of_b[2]);
 }
 
 class ByHost {
