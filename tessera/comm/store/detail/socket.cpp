@@ -17,13 +17,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
-#include <memory>
+#include <future>
 #include <mutex>
 #include <set>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -108,48 +108,32 @@ bool is_numeric(const std::string& host) {
 /// behind if the name service does not answer in time.
 std::string look_up_within(const std::string& host, Deadline deadline,
                            std::vector<std::string>& addresses) {
-  struct Question {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool answered = false;
-    std::string failed;
-    std::vector<std::string> addresses;
-  };
-  const auto ask = [host, numeric_only = is_numeric(host)](Question& question) {
+  using Answer = std::pair<std::string, std::vector<std::string>>;
+  std::packaged_task<Answer(int)> ask([host](int flags) {
     Addresses found;
-    std::string failed = look_up(host, 0, numeric_only ? AI_NUMERICHOST : 0, found);
-    std::vector<std::string> all;
+    Answer answer{look_up(host, 0, flags, found), {}};
     for (const addrinfo* a = found.first; a; a = a->ai_next)
-      all.push_back(numeric(a->ai_addr, a->ai_addrlen));
-    const std::lock_guard lock(question.mutex);
-    question.failed = std::move(failed);
-    question.addresses = std::move(all);
-    question.answered = true;
-    question.changed.notify_all();
-  };
-  const auto question = std::make_shared<Question>();
-  if (is_numeric(host))
-    ask(*question);
-  else
-    try {
-      std::thread([ask, question] {
-        try {
-          ask(*question);
-        } catch (const std::exception& error) {
-          const std::lock_guard lock(question->mutex);
-          question->failed = error.what();
-          question->answered = true;
-          question->changed.notify_all();
-        }
-      }).detach();
-    } catch (const std::system_error&) {
-      return "the system has no thread left to ask the name service in";
-    }
-  std::unique_lock lock(question->mutex);
-  if (!question->changed.wait_until(lock, deadline, [&] { return question->answered; }))
+      answer.second.push_back(numeric(a->ai_addr, a->ai_addrlen));
+    return answer;
+  });
+  auto answer = ask.get_future();
+  try {
+    if (is_numeric(host))
+      ask(AI_NUMERICHOST);
+    else
+      std::thread(std::move(ask), 0).detach();
+  } catch (const std::system_error&) {
+    return "the system has no thread left to ask the name service in";
+  }
+  if (answer.wait_until(deadline) != std::future_status::ready)
     return "the name service does not answer";
-  addresses = question->addresses;
-  return question->failed;
+  try {
+    std::string failed;
+    std::tie(failed, addresses) = answer.get();
+    return failed;
+  } catch (const std::exception& error) {
+    return error.what();
+  }
 }
 
 void set_blocking(int fd, bool on) {
