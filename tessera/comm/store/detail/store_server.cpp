@@ -63,13 +63,8 @@ StoreServer::StoreServer(Socket listener, int world_size, std::string job, Secre
                       "; raise it on the host of rank 0 (ulimit -n, or LimitNOFILE of a service)");
   // accept_some() must end when no connection is waiting
   ::fcntl(listener_.fd(), F_SETFL, ::fcntl(listener_.fd(), F_GETFL, 0) | O_NONBLOCK);
-  for (const int fd : {listener_.fd(), wake_.fd()}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = fd;
-    if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0)
-      throw_no_room("cannot watch its sockets", errno);
-  }
+  for (const int fd : {listener_.fd(), wake_.fd()})
+    if (!watch(EPOLL_CTL_ADD, fd, EPOLLIN)) throw_no_room("cannot watch its sockets", errno);
   tell_ = deadline_after(kTellAfter);
   try {
     thread_ = std::thread([this] { run(); });
@@ -182,21 +177,22 @@ void StoreServer::accept_some() {
                        .text(secret_.name)
                        .text(client->nonce)
                        .take();
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = fd;
-    if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0) continue;
+    if (!watch(EPOLL_CTL_ADD, fd, EPOLLIN)) continue;
     auto& held = *(clients_[fd] = std::move(client));
     strangers_[held.number] = fd;
     write(held);
   }
 }
 
-void StoreServer::listen_for_more(bool on) {
+bool StoreServer::watch(int operation, int fd, std::uint32_t events) {
   epoll_event event{};
-  event.events = on ? std::uint32_t{EPOLLIN} : 0u;
-  event.data.fd = listener_.fd();
-  epoll_ctl(epoll_.fd(), EPOLL_CTL_MOD, listener_.fd(), &event);
+  event.events = events;
+  event.data.fd = fd;
+  return epoll_ctl(epoll_.fd(), operation, fd, &event) == 0;
+}
+
+void StoreServer::listen_for_more(bool on) {
+  watch(EPOLL_CTL_MOD, listener_.fd(), on ? std::uint32_t{EPOLLIN} : 0u);
   listening_ = on;
   if (on) resting_ = false;
   listen_again_ = on ? Deadline::max() : deadline_after(kRest);
@@ -266,10 +262,7 @@ void StoreServer::write(Client& client) {
   }
   client.out.erase(0, sent);
   if (failed || (client.closing && client.out.empty())) return give_up(client);
-  epoll_event event{};
-  event.events = client.out.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT;
-  event.data.fd = client.socket.fd();
-  epoll_ctl(epoll_.fd(), EPOLL_CTL_MOD, client.socket.fd(), &event);
+  watch(EPOLL_CTL_MOD, client.socket.fd(), client.out.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT);
 }
 
 void StoreServer::send(Client& client, std::string frame) {
@@ -279,9 +272,9 @@ void StoreServer::send(Client& client, std::string frame) {
   if (idle) write(client);
 }
 
-void StoreServer::send_to_all(const std::string& frame, int except_rank) {
+void StoreServer::send_to_all(const std::string& frame) {
   for (int rank = 0; rank < world_size_; ++rank)
-    if (Client* client = rank == except_rank ? nullptr : of_rank(rank)) send(*client, frame);
+    if (Client* client = of_rank(rank)) send(*client, frame);
 }
 
 StoreServer::Client* StoreServer::of_rank(int rank) {

@@ -80,12 +80,13 @@ class StoreServer : Pinned {
   void give_up(Client& client);
   void accept_some();
   void listen_for_more(bool on);
+  bool watch(int operation, int fd, std::uint32_t events);
   void watch_strangers();
   void read(Client& client);
   void write(Client& client);
   void drop(int fd);
   void send(Client& client, std::string frame);
-  void send_to_all(const std::string& frame, int except_rank = -1);
+  void send_to_all(const std::string& frame);
   Client* of_rank(int rank);
 
   // store_meeting.cpp: which connections are admitted
