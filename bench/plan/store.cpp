@@ -182,16 +182,9 @@ class Ranks {
       in.text();
       const std::string store_nonce(in.text()), nonce(32, '0');
       const std::int64_t limit = 60'000;
-      rank.fields = detail::hello_fields(r, world_, limit, "process 1 on host", "", nonce);
-      say(rank, Writer(Frame::hello)
-                    .number(std::int32_t{r})
-                    .number(std::int32_t{world_})
-                    .number(limit)
-                    .text("process 1 on host")
-                    .text("")
-                    .text(nonce)
-                    .text(detail::rank_proof(secret_, store_nonce, rank.fields))
-                    .take());
+      auto hello = detail::hello_fields(r, world_, limit, "process 1 on host", "", nonce);
+      rank.fields = Writer(hello).take();
+      say(rank, hello.text(detail::rank_proof(secret_, store_nonce, rank.fields)).take());
     } else if (in.kind == Frame::ready) {
       ++ready_;
     } else if (in.kind == Frame::reply) {

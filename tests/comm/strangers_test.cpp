@@ -146,17 +146,11 @@ TEST(Strangers, CannotJoinAndEndNothing) {
 TEST(Strangers, AProofIsOfNoUseTwice) {
   StoreServer server(detail::listen_on("127.0.0.1", 0), 2, "", kSecret);
   const auto say_hello = [&](const std::string& store_nonce, const Socket& socket) {
-    const auto fields = detail::hello_fields(1, 2, 10'000, "me", "", "n");
-    const auto hello = Writer(Frame::hello)
-                           .number(std::int32_t{1})
-                           .number(std::int32_t{2})
-                           .number(std::int64_t{10'000})
-                           .text("me")
-                           .text("")
-                           .text("n")
-                           .text(detail::rank_proof(kSecret, store_nonce, fields))
-                           .take();
-    const std::string bytes = std::string(detail::store_magic) + hello;
+    auto hello = detail::hello_fields(1, 2, 10'000, "me", "", "n");
+    const auto fields = Writer(hello).take();
+    const std::string bytes =
+        std::string(detail::store_magic) +
+        hello.text(detail::rank_proof(kSecret, store_nonce, fields)).take();
     detail::send_all(socket, bytes.data(), bytes.size(), Clock::now() + 5s);
   };
   // The nonce of another connection, as one has it who has listened in.
@@ -205,7 +199,7 @@ TEST(Strangers, WithASecretOfNoNameDoNotServeARank) {
     const auto rank = in.number<std::int32_t>(), world = in.number<std::int32_t>();
     const auto limit = in.number<std::int64_t>();
     const auto who = in.text(), job = in.text(), its = in.text();
-    const auto fields = detail::hello_fields(rank, world, limit, who, job, its);
+    const auto fields = detail::hello_fields(rank, world, limit, who, job, its).take();
     say(Writer(Frame::welcome).text(detail::store_proof(Secret{}, nonce, fields)).take());
     say(Writer(Frame::ready).take());
     char byte;
@@ -310,17 +304,10 @@ TEST(StoreServer, ManyDeathsAtOnceCostLittleMemory) {
                 detail::Transfer::done);
       const auto [kind, nonce] = next_frame(socket);
       ASSERT_EQ(kind, Frame::challenge);
-      const auto fields = detail::hello_fields(rank, kRanks, 60'000, "me", "", "n");
-      const std::string bytes =
-          std::string(detail::store_magic) + Writer(Frame::hello)
-                                                 .number(std::int32_t{rank})
-                                                 .number(std::int32_t{kRanks})
-                                                 .number(std::int64_t{60'000})
-                                                 .text("me")
-                                                 .text("")
-                                                 .text("n")
-                                                 .text(detail::rank_proof(kSecret, nonce, fields))
-                                                 .take();
+      auto hello = detail::hello_fields(rank, kRanks, 60'000, "me", "", "n");
+      const auto fields = Writer(hello).take();
+      const std::string bytes = std::string(detail::store_magic) +
+                                hello.text(detail::rank_proof(kSecret, nonce, fields)).take();
       detail::send_all(socket, bytes.data(), bytes.size(), Clock::now() + 10s);
       ASSERT_EQ(next_frame(socket).first, Frame::welcome);
     }

@@ -45,16 +45,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     std::string sent(store_magic);
     if (data[0] % 2) {
       const std::string nonce = nonce_of(socket);
-      const auto fields = hello_fields(0, 1, 5000, "me", "job", "n");
-      sent += Writer(Frame::hello)
-                  .number(std::int32_t{0})
-                  .number(std::int32_t{1})
-                  .number(std::int64_t{5000})
-                  .text("me")
-                  .text("job")
-                  .text("n")
-                  .text(rank_proof(Secret::none(), nonce, fields))
-                  .take();
+      auto hello = hello_fields(0, 1, 5000, "me", "job", "n");
+      const auto fields = Writer(hello).take();
+      sent += hello.text(rank_proof(Secret::none(), nonce, fields)).take();
     }
     sent.append(fuzz::text_of(data + 1, size - 1));
     send_all(socket, sent.data(), sent.size(), deadline_after(kLimit));

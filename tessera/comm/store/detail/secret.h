@@ -21,18 +21,16 @@ struct Secret {
   static Secret given(std::string value) { return {"given", std::move(value)}; }
 };
 
-/// The fields by which a rank introduces itself, as its proof covers them.
-inline std::string hello_fields(std::int32_t rank, std::int32_t world, std::int64_t limit,
-                                std::string_view who, std::string_view job,
-                                std::string_view nonce) {
+/// The fields by which a rank introduces itself, as its proof, which follows them, covers them.
+inline Writer hello_fields(std::int32_t rank, std::int32_t world, std::int64_t limit,
+                           std::string_view who, std::string_view job, std::string_view nonce) {
   return Writer(Frame::hello)
       .number(rank)
       .number(world)
       .number(limit)
       .text(who)
       .text(job)
-      .text(nonce)
-      .take();
+      .text(nonce);
 }
 
 /// The rank's proof, over its hello and the store's nonce, so that it cannot be used a second time.

@@ -181,17 +181,10 @@ std::shared_ptr<StoreConnection> StoreConnection::meet(Socket socket, const Hell
   }
   const auto who = me().substr(0, longest_name), job = hello.job.substr(0, longest_name);
   const std::string nonce = new_secret();
-  const std::string fields = hello_fields(hello.rank, hello.world_size, limit, who, job, nonce);
-  const std::string mine = Writer(Frame::hello)
-                               .number(std::int32_t{hello.rank})
-                               .number(std::int32_t{hello.world_size})
-                               .number(limit)
-                               .text(who)
-                               .text(job)
-                               .text(nonce)
-                               .text(rank_proof(*secret, challenge->nonce, fields))
-                               .take();
-  send_all(socket, mine.data(), mine.size(), deadline);
+  Writer mine = hello_fields(hello.rank, hello.world_size, limit, who, job, nonce);
+  const std::string fields = Writer(mine).take();
+  const std::string said = mine.text(rank_proof(*secret, challenge->nonce, fields)).take();
+  send_all(socket, said.data(), said.size(), deadline);
 
   if (!all_are_there(socket, hello, deadline, limit, *challenge,
                      store_proof(*secret, challenge->nonce, fields), why))

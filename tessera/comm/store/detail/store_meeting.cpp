@@ -63,7 +63,7 @@ void StoreServer::greet(Client& client, Reader& in) {
   const auto world = in.number<std::int32_t>();
   const auto limit = in.number<std::int64_t>();
   const auto who = in.text(), job = in.text(), nonce = in.text(), proof = in.text();
-  const auto fields = hello_fields(rank, world, limit, who, job, nonce);
+  const auto fields = hello_fields(rank, world, limit, who, job, nonce).take();
   if (!same_proof(proof, rank_proof(secret_, client.nonce, fields))) {
     ++turned_away_;
     last_stranger_ = peer_name(client.socket);
