@@ -1,6 +1,7 @@
 #include "tessera/comm/group/detail/request_state.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -90,14 +91,8 @@ std::chrono::milliseconds RequestState::left() const {
 }
 
 void RequestState::wait_once(PendingWork& pending) {
-  struct Listed {
-    GroupState& group;
-    c10d::Work& work;
-    Listed(GroupState& g, PendingWork& p, const CallCard& call) : group(g), work(*p.work) {
-      group.register_work(work, p.comparable ? &p.card : nullptr, &call);
-    }
-    ~Listed() { group.deregister_work(work); }
-  } const listed(group_, pending, card_);
+  group_.register_work(*pending.work, pending.comparable ? &pending.card : nullptr, &card_);
+  const auto deregister = c10::make_scope_exit([&] { group_.deregister_work(*pending.work); });
   if (pending.work->wait(left())) return;
   group_.watch().require_healthy(operation_, sequence_);
   throw CommError("group '", group_.name(), "': ", describe(), " was aborted");
@@ -116,13 +111,10 @@ void RequestState::wait_for_work(PendingWork& pending) {
     return;
   }
   // The place in the store where this rank has published that it has waited for long.
-  struct Said {
-    GroupState& group;
-    std::string place;
-    ~Said() {
-      if (!place.empty()) group.withdraw(place);
-    }
-  } said{group_, {}};
+  std::string said;
+  const auto withdraw = c10::make_scope_exit([&] {
+    if (!said.empty()) group_.withdraw(said);
+  });
   const auto begin = std::chrono::steady_clock::now();
   bool compared = !collective_ || !signed_;
   for (;;) {
@@ -142,9 +134,9 @@ void RequestState::wait_for_work(PendingWork& pending) {
     // call as one that waits for the data.
     if (within_call_) {
       const auto place = concat("cards of ", GroupState::call_place(sequence_));
-      if (group_.compare(place, concat("waits for ", place), card_.text())) said.place = place;
+      if (group_.compare(place, concat("waits for ", place), card_.text())) said = place;
     } else if (group_.compare_call(sequence_, card_.text())) {
-      said.place = GroupState::call_place(sequence_);
+      said = GroupState::call_place(sequence_);
     }
   }
 }
