@@ -41,21 +41,16 @@ class ThreadsHub {
     return room;
   }
 
-  void set_receiver(int rank, std::function<void(const std::string&, const Poison&)> receiver) {
+  void listen(int rank, FaultChannel::Listener listener) {
     const std::lock_guard lock(mutex_);
     Member& member = members_[rank];
-    member.left = !receiver;
-    member.receiver = std::move(receiver);
-    if (!member.left)
-      for (const auto& [group, poison] : std::exchange(member.news, {}))
-        member.receiver(group, poison);
+    member.listener = std::move(listener);
+    member.left = !member.listener.poisoned;
+    if (member.left) return;
+    for (const auto& [group, poison] : std::exchange(member.news, {}))
+      member.listener.poisoned(group, poison);
     // a rank that enters late must not wait for one that has failed
-    if (members_[rank].receiver && failed_ && *failed_->ranks.begin() != rank)
-      members_[rank].receiver("", *failed_);
-  }
-  void set_manager(int rank, std::weak_ptr<ManagerState> manager) {
-    const std::lock_guard lock(mutex_);
-    members_[rank].manager = std::move(manager);
+    if (failed_ && *failed_->ranks.begin() != rank) member.listener.poisoned("", *failed_);
   }
 
   // `group` empty: every group. Under the lock, so that a rank that leaves is not called
@@ -66,29 +61,27 @@ class ThreadsHub {
     for (const int rank : to) {
       Member& member = members_[rank];
       if (rank == from || member.left) continue;
-      if (member.receiver)
-        member.receiver(group, poison);
+      if (member.listener.poisoned)
+        member.listener.poisoned(group, poison);
       else if (!group.empty())  // it has not entered yet
         member.news.emplace_back(group, poison);
     }
   }
-  void leave(int rank) { set_receiver(rank, {}); }
+  // Its manager may live on, and answers roll calls then.
+  void leave(int rank) {
+    const std::lock_guard lock(mutex_);
+    members_[rank].left = true;
+  }
 
   std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& ranks) {
+    using Answer = RollEntry::Answer;
+    const std::lock_guard lock(mutex_);
     std::vector<RollEntry> roll;
     for (const int rank : ranks) {
-      RollEntry entry;
-      entry.rank = rank;
-      std::shared_ptr<ManagerState> manager;
-      {
-        const std::lock_guard lock(mutex_);
-        manager = members_[rank].manager.lock();
-      }
       // A rank without the group answers too: it is alive and has made no call.
-      entry.answer = manager ? RollEntry::Answer::here : RollEntry::Answer::gone;
-      if (manager)
-        if (const auto watch = manager->watch(group)) entry.position = watch->position();
-      roll.push_back(std::move(entry));
+      const auto& position = members_[rank].listener.position;
+      roll.push_back({rank, position ? Answer::here : Answer::gone,
+                      position ? position(group).value_or(Position()) : Position()});
     }
     return roll;
   }
@@ -96,10 +89,9 @@ class ThreadsHub {
  private:
   struct Member {
     std::map<std::string, int> rounds;
-    std::function<void(const std::string&, const Poison&)> receiver;
+    FaultChannel::Listener listener;
     bool left = false;
-    std::vector<std::pair<std::string, Poison>> news;  // from before it had a receiver
-    std::weak_ptr<ManagerState> manager;
+    std::vector<std::pair<std::string, Poison>> news;  // from before it had a listener
   };
   std::mutex mutex_;
   std::optional<Poison> failed_;  // for every group: the first rank that failed
@@ -132,6 +124,7 @@ class HubChannel : public detail::FaultChannel {
                                    std::chrono::milliseconds) noexcept override {
     return hub_->roll_call(group, members);
   }
+  void listen(Listener listener) override { hub_->listen(rank_, std::move(listener)); }
 
  private:
   std::shared_ptr<ThreadsHub> hub_;
@@ -147,7 +140,6 @@ DistributedManager make_manager(const std::shared_ptr<ThreadsHub>& hub, int rank
   base.launch.rank = base.launch.local_rank = rank;
   base.launch.world_size = base.launch.local_size = hub->size();
   base.faults = std::make_shared<HubChannel>(hub, rank);
-  base.listen = [hub, rank](auto receiver) { hub->set_receiver(rank, std::move(receiver)); };
   if (base.backend == "threads") {
     base.make_group = [hub, rank](const GroupSpec& spec) {
       auto state = std::make_shared<GroupState>(spec);
@@ -163,9 +155,7 @@ DistributedManager make_manager(const std::shared_ptr<ThreadsHub>& hub, int rank
     base.store = hub->store();
     base.address = "127.0.0.1";
   }
-  auto state = std::make_shared<ManagerState>(std::move(base));
-  hub->set_manager(rank, state);
-  return DistributedManager(std::move(state));
+  return DistributedManager(std::make_shared<ManagerState>(std::move(base)));
 }
 
 // Rethrows with the rank in the message, as the same type if it is a tessera::Error.

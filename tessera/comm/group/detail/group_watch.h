@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,6 +72,18 @@ class FaultChannel {
   virtual std::vector<RollEntry> roll_call(const std::string& group,
                                            const std::vector<int>& members,
                                            std::chrono::milliseconds limit) noexcept = 0;
+
+  /// What threads of the channel call. `poisoned` (group, poison): another rank has given up a
+  /// group; "": every one. `lost` (rank, on purpose, text): a rank has ended; rank 0 also when the
+  /// store is gone. `position`: how far this rank is in a group.
+  struct Listener {
+    std::function<void(const std::string& group, const Poison& poison)> poisoned;
+    std::function<void(int rank, bool on_purpose, const std::string& text)> lost;
+    std::function<std::optional<Position>(const std::string& group)> position;
+  };
+  /// Sets the listener. News that came before is delivered at once. An empty listener ends it: no
+  /// call of the old one is running when this returns.
+  virtual void listen(Listener) {}
 };
 
 class GroupWatch {

@@ -39,19 +39,15 @@ ManagerState::ManagerState(ManagerBase base)
   if (base_.rendezvous) {
     base_.store = base_.rendezvous->store;
     base_.address = base_.rendezvous->address;
-    if (const auto& connection = base_.rendezvous->connection) {
-      base_.faults = connection;
-      connection->listen(
-          {[this](const std::string& group, const Poison& poison) { this->poison(group, poison); },
-           [this](int rank, bool on_purpose, const std::string& text) {
-             lost(rank, on_purpose, text);
-           },
-           [this](const std::string& group) { return position(group); }});
-    }
+    base_.faults = base_.rendezvous->connection;
   }
-  if (base_.listen)
-    base_.listen(
-        [this](const std::string& group, const Poison& poison) { this->poison(group, poison); });
+  if (base_.faults)
+    base_.faults->listen(
+        {[this](const std::string& group, const Poison& poison) { this->poison(group, poison); },
+         [this](int rank, bool on_purpose, const std::string& text) {
+           lost(rank, on_purpose, text);
+         },
+         [this](const std::string& group) { return position(group); }});
 }
 
 ManagerState::~ManagerState() {
@@ -67,15 +63,14 @@ ManagerState::~ManagerState() {
     for (const auto& group : made) group->watch->announce("it ended with an exception");
   }
   shutdown();
-  if (base_.listen) base_.listen({});
   {
     const std::lock_guard lock(delayed_mutex_);
     reporter_stops_ = true;
     delayed_changed_.notify_all();
   }
   if (reporter_.joinable()) reporter_.join();
+  if (base_.faults) base_.faults->listen({});
   if (!base_.rendezvous || !base_.rendezvous->connection) return;
-  base_.rendezvous->connection->listen({});
   const std::chrono::milliseconds linger =
       unwinding || fault_ ? kLingerAfterFault : base_.options.timeout;
   if (base_.rendezvous->server) base_.rendezvous->server->set_linger(linger);

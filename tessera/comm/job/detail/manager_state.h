@@ -53,9 +53,6 @@ struct ManagerBase {
   /// Makes a group, or returns null: make_group_state does. Empty: it always does. run_threads
   /// passes a function that captures its hub, manager_of() one that knows the program's backends.
   std::function<std::shared_ptr<GroupState>(const GroupSpec&)> make_group;
-  /// Connects the fault channel to the manager's watches; called once with the receiver (group
-  /// name, or "" for all groups; poison).
-  std::function<void(std::function<void(const std::string& group, const Poison& poison)>)> listen;
 };
 
 /// The device of a rank: `wanted`; else, where NCCL can run (`problem` is empty), the one of the

@@ -62,18 +62,7 @@ class StoreConnection : public FaultChannel {
   /// Closes the connection as the death of the process would. For tests.
   void disconnect() noexcept;
 
-  /// What the reading thread calls. `poisoned` (group, poison): another rank has given up a group.
-  /// `lost` (rank, on purpose, text): a rank has ended; rank 0 also when the store is gone.
-  /// `position`: how far this rank is in a group.
-  struct Listener {
-    std::function<void(const std::string& group, const Poison& poison)> poisoned;
-    std::function<void(int rank, bool on_purpose, const std::string& text)> lost;
-    std::function<std::optional<Position>(const std::string& group)> position;
-  };
-  /// Sets the listener. News that came before is delivered at once. An empty listener ends it: no
-  /// call of the old one is running when this returns.
-  void listen(Listener listener);
-
+  void listen(Listener listener) override;
   void announce(const std::string& group, const std::vector<int>& members,
                 const Poison& poison) noexcept override;
   std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members,
