@@ -1,23 +1,16 @@
 #include "tessera/comm/job/detail/failures.h"
 
 #include <algorithm>
-#include <charconv>
+#include <limits>
 #include <string_view>
+
+#include "tessera/base/internal/split.h"
+#include "tessera/base/number.h"
 
 namespace tessera::detail {
 namespace {
 
 constexpr std::string_view kPrefix = "failure of ranks ";
-
-// Reads the number at the front of `text` and removes it.
-template <class Number>
-std::optional<Number> take_number(std::string_view& text) {
-  Number n{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
-  if (error != std::errc()) return std::nullopt;
-  text.remove_prefix(static_cast<std::size_t>(end - text.data()));
-  return n;
-}
 
 }  // namespace
 
@@ -28,21 +21,19 @@ std::string Failure::name() const {
 }
 
 std::optional<Failure> Failure::of_name(const std::string& name) {
-  std::string_view text = name;
-  if (!text.starts_with(kPrefix)) return std::nullopt;
-  text.remove_prefix(kPrefix.size());
-  Failure failure;
-  while (!text.empty() && text.front() != ':') {
-    const auto rank = take_number<int>(text);
-    if (!rank || text.empty() || text.front() != ',') return std::nullopt;
-    text.remove_prefix(1);
-    failure.ranks.push_back(*rank);
+  const auto colon = name.find(':');
+  if (!name.starts_with(kPrefix) || colon == std::string::npos) return std::nullopt;
+  auto texts = split(name.substr(kPrefix.size(), colon - kPrefix.size()), ',');
+  const auto number = parse_number(std::string_view(name).substr(colon + 1));
+  // A comma follows each rank.
+  if (!number || !texts.back().empty()) return std::nullopt;
+  texts.pop_back();
+  Failure failure{{}, *number};
+  for (const auto& text : texts) {
+    const auto rank = parse_number(text);
+    if (!rank || *rank > std::numeric_limits<int>::max()) return std::nullopt;
+    failure.ranks.push_back(static_cast<int>(*rank));
   }
-  if (text.empty()) return std::nullopt;
-  text.remove_prefix(1);
-  const auto number = take_number<std::uint64_t>(text);
-  if (!number || !text.empty()) return std::nullopt;
-  failure.number = *number;
   return failure;
 }
 
