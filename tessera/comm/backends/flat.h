@@ -53,6 +53,13 @@ inline std::vector<std::int64_t> times(std::vector<std::int64_t> counts, std::in
   return counts;
 }
 
+/// `count` for the one of `ranks` that is `rank`, nothing for the others.
+inline std::vector<std::int64_t> only_for(int rank, std::int64_t count, std::size_t ranks) {
+  std::vector<std::int64_t> counts(ranks, 0);
+  counts[rank] = count;
+  return counts;
+}
+
 /// Where the part of each rank begins.
 inline std::vector<std::int64_t> begins_of(const std::vector<std::int64_t>& counts) {
   std::vector<std::int64_t> begins(counts.size(), 0);

@@ -43,14 +43,10 @@ void OfC10d::reduce(TransportCall& call) {
     return add(call, backend_->reduce(tensors, how));
   }
   const at::Tensor data = flat(call.output), nothing = at::empty({0}, data.options());
-  Counts received(2, 0), sent(2, 0);
-  if (!is_root) {
-    sent[call.root] = data.numel();
-    return all_to_all(call, nothing, received, data, sent);
-  }
-  received[1 - rank_] = data.numel();
+  const Counts none(2, 0), all = only_for(1 - rank_, data.numel(), 2);
+  if (!is_root) return all_to_all(call, nothing, none, data, all);
   const at::Tensor other = at::empty_like(data);
-  all_to_all(call, other, received, nothing, sent);
+  all_to_all(call, other, all, nothing, none);
   call.then = [data, other, first = rank_ == 0, kind = call.op.kind] {
     reduce_in_order(data, first ? Tensors{data, other} : Tensors{other, data}, kind);
   };
@@ -69,10 +65,8 @@ void OfC10d::all_gather(TransportCall& call) {
   if (size_ == 2) {
     const int peer = 1 - rank_;
     if (input.numel() > 0) parts[me()].copy_(input);
-    Counts received(2, 0), sent(2, 0);
-    received[peer] = counts[peer];
-    sent[peer] = input.numel();
-    return all_to_all(call, parts[peer], received, input, sent);
+    return all_to_all(call, parts[peer], only_for(peer, counts[peer], 2), input,
+                      only_for(peer, input.numel(), 2));
   }
   if (levels * output.numel() < (size_ - 1) * largest) {
     if (input.numel() > 0) parts[me()].copy_(input);
@@ -163,8 +157,7 @@ void OfC10d::barrier(TransportCall& call) {
 void rooted_as_all_to_all(TransportCall& call, int rank, bool gathers) {
   const auto ranks = call.counts.size();
   auto &whole = gathers ? call.output : call.input, &part = gathers ? call.input : call.output;
-  TransportCall::Counts of_whole(ranks, 0), of_part(ranks, 0);
-  of_part[call.root] = part.numel();
+  TransportCall::Counts of_whole(ranks, 0), of_part = only_for(call.root, part.numel(), ranks);
   if (rank == call.root)
     of_whole = call.counts;
   else
@@ -186,9 +179,8 @@ void compose_reduce_scatter(Transport& transport, TransportCall& call) {
     const auto mine = parts[me], theirs = parts[1 - me];
     call.output = flat_bytes(output);
     call.input = flat_bytes(theirs);
-    call.counts = call.input_counts = {0, 0};
-    call.counts[1 - me] = output.numel() * item;
-    call.input_counts[1 - me] = theirs.numel() * item;
+    call.counts = only_for(1 - transport.rank(), output.numel() * item, 2);
+    call.input_counts = only_for(1 - transport.rank(), theirs.numel() * item, 2);
     call.then = [output, mine, first = me == 0, kind] {
       if (output.numel() > 0)
         reduce_in_order(output, first ? std::vector{mine, output} : std::vector{output, mine},

@@ -86,12 +86,6 @@ HostLinks::Counts HostLinks::of_mates(const Counts& counts) const {
   return mine;
 }
 
-HostLinks::Counts HostLinks::only_for(int place, std::int64_t count) const {
-  Counts counts(mates().size(), 0);
-  counts[index(place)] = count;
-  return counts;
-}
-
 void HostLinks::copy_to(Order order, const at::Tensor& to, const at::Tensor& from,
                         const Counts& counts) const {
   const auto width = static_cast<std::int64_t>(from.element_size());
@@ -140,7 +134,7 @@ void HostLinks::reduce(HostCall& call) {
   if (host_ != home || place == 0) return;
   const at::Tensor part = rank_ == call.root ? data : at::empty({0}, data.options());
   near_rooted(call, &Transport::scatter, part, leads() ? sum : at::Tensor(),
-              only_for(place, data.numel()));
+              only_for(place, data.numel(), mates().size()));
 }
 
 void HostLinks::reduce_scatter(HostCall& call) {
@@ -190,9 +184,8 @@ void HostLinks::gather(HostCall& call) {
   if (leads()) {
     const bool receives = host_ == home;
     whole = scratch_bytes(receives ? total : 0);
-    Counts sent(map_.hosts.size(), 0);
-    sent[index(home)] = blocks[index(host_)];
-    far_all_to_all(call, whole, receives ? blocks : Counts(map_.hosts.size(), 0), block, sent);
+    far_all_to_all(call, whole, receives ? blocks : Counts(blocks.size(), 0), block,
+                   only_for(home, blocks[index(host_)], blocks.size()));
     if (receives) {
       const at::Tensor ordered = rank_ == call.root ? call.output : scratch_bytes(total);
       copy_to(Order::of_group, ordered, whole, call.counts);
@@ -201,7 +194,7 @@ void HostLinks::gather(HostCall& call) {
   }
   if (host_ != home || place == 0) return;
   near_rooted(call, &Transport::scatter, rank_ == call.root ? call.output : scratch_bytes(0), whole,
-              only_for(place, total));
+              only_for(place, total, mates().size()));
 }
 
 void HostLinks::scatter(HostCall& call) {
@@ -212,7 +205,8 @@ void HostLinks::scatter(HostCall& call) {
   if (host_ == home && place != 0) {
     if (leads()) whole = scratch_bytes(total);
     near_rooted(call, &Transport::gather, leads() ? whole : at::Tensor(),
-                rank_ == call.root ? call.input : scratch_bytes(0), only_for(place, total));
+                rank_ == call.root ? call.input : scratch_bytes(0),
+                only_for(place, total, mates().size()));
   }
   at::Tensor block;
   if (leads()) {
@@ -223,10 +217,8 @@ void HostLinks::scatter(HostCall& call) {
       copy_to(Order::of_hosts, ordered, whole, call.counts);
     }
     block = scratch_bytes(blocks[index(host_)]);
-    Counts received(map_.hosts.size(), 0);
-    received[index(home)] = blocks[index(host_)];
-    far_all_to_all(call, block, received, ordered,
-                   host_ == home ? blocks : Counts(map_.hosts.size(), 0));
+    far_all_to_all(call, block, only_for(home, blocks[index(host_)], blocks.size()), ordered,
+                   host_ == home ? blocks : Counts(blocks.size(), 0));
   }
   near_rooted(call, &Transport::scatter, call.output, block, of_mates(call.counts));
 }

@@ -66,8 +66,6 @@ class HostLinks {
   Counts per_host(const Counts& counts) const;
   /// The counts of this host's ranks.
   Counts of_mates(const Counts& counts) const;
-  /// Counts for the ranks of this host: `count` for the rank at `place`, nothing for others.
-  Counts only_for(int place, std::int64_t count) const;
   /// Copies from the order of the group to that of the hosts, or back.
   enum class Order : unsigned char { of_hosts, of_group };
   void copy_to(Order order, const at::Tensor& to, const at::Tensor& from,

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/hash.h"
+#include "tessera/comm/backends/flat.h"
 #include "tessera/comm/backends/hosts/host_links.h"
 
 namespace tessera::detail {
