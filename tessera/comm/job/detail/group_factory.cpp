@@ -1,8 +1,7 @@
 // The transports that a GroupSpec names: a new backend is named here alone.
 
-#include <condition_variable>
-#include <exception>
-#include <mutex>
+#include <atomic>
+#include <future>
 #include <thread>
 #include <utility>
 
@@ -87,36 +86,18 @@ namespace {
 // What was woken usually ends within this time.
 constexpr std::chrono::milliseconds kToEnd{300};
 
-struct Making {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool over = false, woken = false, left_behind = false;
-  std::shared_ptr<GroupState> made;
-  std::exception_ptr error;
+// Ends a wait, at the first ring of any thread.
+class Alarm {
+ public:
+  void ring() {
+    if (!rung_.exchange(true)) promise_.set_value();
+  }
+  void wait_until(Deadline deadline) const { future_.wait_until(deadline); }
 
-  void run(const GroupSpec& spec) noexcept {
-    std::shared_ptr<GroupState> result;
-    std::exception_ptr failed;
-    try {
-      result = make_group_state(spec);
-    } catch (...) {
-      failed = std::current_exception();
-    }
-    {
-      const std::lock_guard lock(mutex);
-      over = true;
-      error = failed;
-      if (!left_behind) made = std::move(result);
-    }
-    changed.notify_all();
-  }
-  void wake() {
-    {
-      const std::lock_guard lock(mutex);
-      woken = true;
-    }
-    changed.notify_all();
-  }
+ private:
+  std::atomic<bool> rung_{false};
+  std::promise<void> promise_;
+  const std::future<void> future_ = promise_.get_future();
 };
 
 }  // namespace
@@ -124,25 +105,22 @@ struct Making {
 std::shared_ptr<GroupState> make_group_in_time(const GroupSpec& spec,
                                                std::function<void()> interrupt) {
   const Deadline deadline = deadline_after(spec.timeout);
-  const auto making = std::make_shared<Making>();
+  std::packaged_task<std::shared_ptr<GroupState>()> make([spec] { return make_group_state(spec); });
+  auto made = make.get_future();
+  const auto alarm = std::make_shared<Alarm>();
   spec.watch->set_interrupt(
-      [making, interrupt = std::move(interrupt)] {
+      [alarm, interrupt = std::move(interrupt)] {
         if (interrupt) interrupt();
-        making->wake();
+        alarm->ring();
       },
       GroupWatch::Of::creation);
-  std::thread([making, spec] { making->run(spec); }).detach();
-  {
-    std::unique_lock lock(making->mutex);
-    const auto over = [&] { return making->over; };
-    making->changed.wait_until(lock, deadline, [&] { return making->over || making->woken; });
-    if (!making->over) making->changed.wait_for(lock, kToEnd, over);
-    if (making->over) {
-      if (making->error) std::rethrow_exception(making->error);
-      return std::move(making->made);
-    }
-    making->left_behind = true;
-  }
+  std::thread([alarm, make = std::move(make)]() mutable {
+    make();
+    alarm->ring();
+  }).detach();
+  alarm->wait_until(deadline);
+  if (made.wait_for(kToEnd) == std::future_status::ready) return made.get();
+  made = {};  // what is made too late goes with the thread
   spec.watch->require_healthy("its creation", GroupWatch::creation);
   spec.watch->expire("its creation", GroupWatch::creation, spec.timeout);
 }
