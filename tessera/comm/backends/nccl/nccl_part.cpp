@@ -82,18 +82,11 @@ class Batch : Pinned {
 };
 
 bool nccl_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-      return op != ReduceOp::Kind::min && op != ReduceOp::Kind::max;
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-      return op != ReduceOp::Kind::avg && op != ReduceOp::Kind::premultiplied;
-    default:
-      return false;
-  }
+  using enum c10::ScalarType;
+  using Kind = ReduceOp::Kind;
+  if (op == Kind::min || op == Kind::max) return is_one_of(dtype, {Char, Byte, Int, Long});
+  if (op == Kind::avg || op == Kind::premultiplied) return is_one_of(dtype, {Float, Double});
+  return is_one_of(dtype, {Float, Double, Char, Byte, Int, Long});
 }
 
 bool nccl_moves(c10::ScalarType dtype) {

@@ -6,9 +6,11 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 
 #include "tessera/comm/group/types.h"
@@ -19,39 +21,25 @@ class Arena;
 
 namespace tessera::detail {
 
+inline bool is_one_of(c10::ScalarType dtype, std::initializer_list<c10::ScalarType> dtypes) {
+  return std::ranges::find(dtypes, dtype) != dtypes.end();
+}
+
 /// True for the dtypes that every communication library moves as they are; tensors of other dtypes
 /// travel as bytes unless the backend says that it moves them.
 inline bool every_library_moves(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-    case c10::ScalarType::Half:
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-      return true;
-    default:
-      return false;
-  }
+  using enum c10::ScalarType;
+  return is_one_of(dtype, {Float, Double, Half, Char, Byte, Int, Long});
 }
 
 /// True for what Gloo reduces exactly: it computes in the dtype itself, and its min and max drop
 /// NaN.
 inline bool gloo_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
+  using enum c10::ScalarType;
   using Kind = ReduceOp::Kind;
-  switch (dtype) {
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-      return op == Kind::sum || op == Kind::product;
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-      return op == Kind::sum || op == Kind::product || op == Kind::min || op == Kind::max;
-    default:
-      return false;
-  }
+  if (op == Kind::min || op == Kind::max) return is_one_of(dtype, {Byte, Char, Int, Long});
+  return (op == Kind::sum || op == Kind::product) &&
+         is_one_of(dtype, {Float, Double, Byte, Char, Int, Long});
 }
 
 inline bool moves_every_dtype(c10::ScalarType) { return true; }

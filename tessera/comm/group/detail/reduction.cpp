@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "tessera/comm/backends/flat.h"
+#include "tessera/comm/group/detail/abilities.h"
 
 namespace tessera::detail {
 namespace {
@@ -108,34 +109,21 @@ void check_reducible(const char* operation, c10::ScalarType dtype, ReduceOp::Kin
     throw InvalidArgument(operation, " with ", to_string(op), " of ", c10::toString(dtype), ": ",
                           why);
   };
-  switch (dtype) {
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Double:
-    case c10::ScalarType::Half:
-    case c10::ScalarType::BFloat16:
-      return;
-    case c10::ScalarType::ComplexFloat:
-    case c10::ScalarType::ComplexDouble:
-    case c10::ScalarType::ComplexHalf:
-      if (op == Kind::min || op == Kind::max)
-        refuse("complex numbers have no order; reduce their magnitude");
-      return;
-    case c10::ScalarType::Bool:
-      if (op != Kind::min && op != Kind::max && op != Kind::product)
-        refuse("not defined; use max for 'any', min for 'all', or convert to int64 to count");
-      return;
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Short:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-      if (op == Kind::avg || op == Kind::premultiplied)
-        refuse("integers would be rounded; convert to a floating-point type");
-      return;
-    default:
-      refuse(
-          "this type has no arithmetic; convert it first (it can be moved by every collective that "
-          "does not reduce)");
+  using enum c10::ScalarType;
+  if (is_one_of(dtype, {Float, Double, Half, BFloat16})) return;
+  if (is_one_of(dtype, {ComplexFloat, ComplexDouble, ComplexHalf})) {
+    if (op == Kind::min || op == Kind::max)
+      refuse("complex numbers have no order; reduce their magnitude");
+  } else if (dtype == Bool) {
+    if (op != Kind::min && op != Kind::max && op != Kind::product)
+      refuse("not defined; use max for 'any', min for 'all', or convert to int64 to count");
+  } else if (is_one_of(dtype, {Byte, Char, Short, Int, Long})) {
+    if (op == Kind::avg || op == Kind::premultiplied)
+      refuse("integers would be rounded; convert to a floating-point type");
+  } else {
+    refuse(
+        "this type has no arithmetic; convert it first (it can be moved by every collective that "
+        "does not reduce)");
   }
 }
 
