@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
+#include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_state.h"
 #include "tessera/comm/group/detail/request_state.h"
@@ -77,16 +78,9 @@ std::string CommTrace::table() const {
         << std::setw(16) << bytes << std::setw(14) << time << std::setw(12) << mean << '\n';
   };
   line("operation", "group", "calls", "bytes", "total ms", "mean us");
-  out << std::fixed;
-  for (const auto& row : rows) {
-    auto number = [](double value, int digits) {
-      TextStream text;
-      text << std::fixed << std::setprecision(digits) << value;
-      return text.str();
-    };
-    line(row.operation, row.group, row.count, row.bytes, number(row.microseconds / 1000, 3),
-         number(row.microseconds / static_cast<double>(row.count), 1));
-  }
+  for (const auto& row : rows)
+    line(row.operation, row.group, row.count, row.bytes, fixed(row.microseconds / 1000, 3),
+         fixed(row.microseconds / static_cast<double>(row.count), 1));
   return std::move(out).str();
 }
 
