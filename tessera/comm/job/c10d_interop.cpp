@@ -136,9 +136,7 @@ template <class Transport>
 std::shared_ptr<detail::Transport> over(const c10::intrusive_ptr<c10d::Backend>& backend,
                                         const detail::GroupSpec& spec) {
   detail::Abilities can;
-  can.reduce_scatters = [](c10::ScalarType, ReduceOp::Kind op) {  // composed, in rank order
-    return op != ReduceOp::Kind::premultiplied;
-  };
+  can.reduce_scatters = detail::reduces_in_order;  // composed
   // The group's limit comes first, so that its error can name the missing ranks.
   can.slack = std::chrono::seconds(2);
   can.may_hang = true;

@@ -202,9 +202,7 @@ std::shared_ptr<detail::Transport> make_gloo_transport(const c10::intrusive_ptr<
   // A rank that is connected may leave, which would end the connecting of the others.
   detail::agree_at_store(*store, "connected", size, 0, timeout);
   detail::Abilities can;
-  can.reduce_scatters = [](c10::ScalarType, ReduceOp::Kind op) {  // composed, in rank order
-    return op != ReduceOp::Kind::premultiplied;
-  };
+  can.reduce_scatters = detail::reduces_in_order;  // composed
   can.signs = true;
   // Its own limit starts when one of its threads takes up the call; the group's is the one that
   // counts, so that the error can name the missing ranks.

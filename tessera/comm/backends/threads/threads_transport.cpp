@@ -56,10 +56,6 @@ Tensors pieces(const at::Tensor& tensor, const std::vector<std::int64_t>& counts
   return split_flat(flat(tensor), counts);
 }
 
-bool threads_reduce(c10::ScalarType, ReduceOp::Kind op) {
-  return op != ReduceOp::Kind::premultiplied;
-}
-
 std::string describe(const ThreadsCall& call) {
   std::string text = call.operation;
   if (!call.source.name.empty()) text += concat(" '", call.source.name, "'");
@@ -388,7 +384,7 @@ class ThreadsTransport final : public Transport {
   const char* name() const override { return "threads"; }
   Abilities abilities() override {
     Abilities result;  // signs no calls: a slot compares them
-    result.reduces = threads_reduce;
+    result.reduces = reduces_in_order;
     result.moves = moves_every_dtype;
     return result;
   }

@@ -42,6 +42,11 @@ inline bool gloo_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
          is_one_of(dtype, {Float, Double, Byte, Char, Int, Long});
 }
 
+/// True for what reduce_in_order() does, of any dtype.
+inline bool reduces_in_order(c10::ScalarType, ReduceOp::Kind op) {
+  return op != ReduceOp::Kind::premultiplied;
+}
+
 inline bool moves_every_dtype(c10::ScalarType) { return true; }
 
 /// Reductions of bits, which c10d has and groups have not.

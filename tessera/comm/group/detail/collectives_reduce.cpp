@@ -180,9 +180,7 @@ void launch_scan(RequestState& call, const at::Tensor& tensor, ReduceOp op) {
   const Guard guard;
   const int n = call.group().size(), me = call.group().rank();
   if (n == 1) return reduce_alone(tensor, op);
-  const Recipe recipe =
-      recipe_of([](c10::ScalarType, Kind kind) { return kind != Kind::premultiplied; },
-                tensor.scalar_type(), op);
+  const Recipe recipe = recipe_of(reduces_in_order, tensor.scalar_type(), op);
   const at::Tensor mine = recipe.outgoing(tensor, false);
   const at::Tensor gathered = at::empty({n * mine.numel()}, mine.options());
   TransportCall handed;
