@@ -34,7 +34,7 @@ std::string keys_of(const std::string& group) { return "group/" + group; }
 }  // namespace
 
 ManagerState::ManagerState(ManagerBase base)
-    : base_(std::move(base)), level_(base_.options.check_level), trace_(base_.trace) {
+    : base_(std::move(base)), level_(base_.options.check_level) {
   base_.options.timeout = bounded_limit(base_.options.timeout);
   if (base_.rendezvous) {
     base_.store = base_.rendezvous->store;
@@ -130,16 +130,10 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
   std::optional<Poison> known;
   {
     const std::lock_guard lock(mutex_);
+    if (!made_.contains(key)) check_members(ranks);
     auto& found = made_[key];
     if (!found) {
-      try {
-        check_members(ranks);
-      } catch (...) {
-        made_.erase(key);
-        throw;
-      }
       found = std::make_shared<Made>();
-      found->key = key;
       found->watch =
           std::make_shared<GroupWatch>(name_of(key, rounds_[key]++, failures_->count(ranks)), ranks,
                                        base_.launch.rank, base_.faults);

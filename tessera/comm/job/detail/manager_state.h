@@ -46,8 +46,6 @@ struct ManagerBase {
   std::string address;
   /// May be null.
   std::shared_ptr<FaultChannel> faults;
-  /// May be null.
-  std::shared_ptr<CommTrace> trace;
   /// nullopt without MPI. Destroyed after the groups; ends MPI too if MPI was begun here.
   std::optional<MpiWorld> mpi;
   /// Makes a group, or returns null: make_group_state does. Empty: it always does. run_threads
@@ -120,7 +118,6 @@ class ManagerState : public std::enable_shared_from_this<ManagerState>, Pinned {
   // ranks, backend, limit in ms, tag
   using Key = std::tuple<std::vector<int>, std::string, std::int64_t, std::string>;
   struct Made {
-    Key key;
     std::mutex making;  // held while the group is made, by the first thread that asks
     std::shared_ptr<GroupState> state;
     std::shared_ptr<GroupWatch> watch;
