@@ -223,11 +223,7 @@ class BackendMeeting : public torch::CustomClassHolder {
       chosen_ = make_transport_by_host(store, rank, size, options);
       return;
     }
-    ShmOptions alone;
-    alone.name = options.name;
-    alone.timeout = options.timeout;
-    alone.ranks = options.ranks;
-    chosen_ = {make_shm_transport(store, rank, size, alone), "shm", "it has one rank", ""};
+    chosen_ = {make_shm_transport(store, rank, size, options), "shm", "it has one rank", ""};
   }
 
   const std::shared_ptr<Conversation> caller_ = std::make_shared<Conversation>();

@@ -189,11 +189,9 @@ class ByHost {
     const auto host = map.host_of[me()];
     const auto& mates = map.hosts[host];
     if (mates.size() < 2) return;
-    ShmOptions options;
-    options.name = options_.name;
-    options.timeout = options_.timeout;
+    ShmOptions options = options_;
+    options.ranks.clear();
     for (const int mate : mates) options.ranks.push_back(global(mate));
-    options.watch = options_.watch;
     try {
       near_ = make_shm_transport(prefixed(concat("of host ", host)), map.place_of[me()],
                                  static_cast<int>(mates.size()), options);

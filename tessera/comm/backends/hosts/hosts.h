@@ -5,44 +5,30 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
-#include "tessera/base/deadline.h"
 #include "tessera/comm/backends/mpi/mpi.h"
+#include "tessera/comm/backends/shm/shm.h"
 
 namespace tessera {
 
-namespace detail {
-class GroupWatch;
-class Transport;
-}  // namespace detail
-
-struct HostsOptions {
-  /// Name of the group, for messages.
-  std::string name;
-  /// Limit of the making, and of calls that give none.
-  std::chrono::milliseconds timeout = kDefaultLimit;
-  /// Global ranks in group order; empty: 0, 1, ..., as c10d's world.
-  std::vector<int> ranks;
-  std::shared_ptr<detail::GroupWatch> watch;
+struct HostsOptions : ShmOptions {
   /// Numeric address of this host that listeners bind.
-  std::string address;
+  std::string address = {};
   /// If given: asked for the address, by all ranks of a group over several hosts and by no other.
-  std::function<std::string()> find_address;
+  std::function<std::string()> find_address = {};
   /// What this rank says of its host; empty: the kernel's boot, the network namespace and the user.
   /// Ranks of equal texts try to share memory, which succeeds where they can alone.
-  std::string host;
+  std::string host = {};
   /// What collectives between hosts go over: "gloo"; "mpi", which throws NotAvailable on every rank
   /// if one of them cannot; "auto": MPI if all ranks can, else Gloo.
   std::string between = "auto";
   /// The job's ranks of MPI, whose numbers are the global ranks; nullopt: this rank has none. At a
   /// thread level of at least `serialized`, since a thread of the group makes the calls.
-  std::optional<MpiWorld> mpi;
+  std::optional<MpiWorld> mpi = {};
   /// Where no two ranks share memory: true gives Gloo as it is, for tessera::Group, which adds what
   /// Gloo lacks (averages, NaN, half precision rounded once); false gives "hosts",
   /// which does that by itself.
