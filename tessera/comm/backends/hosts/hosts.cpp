@@ -140,22 +140,21 @@ class ByHost {
   /// The group over the hosts of `map`, of which there are several.
   ChosenTransport over_hosts(HostMap map, bool mpi, const std::string& why) {
     const bool alone = map.count() == size_;
+    std::vector<int> leads;  // of each host the first rank; where no two share one, all ranks
+    for (const auto& host : map.hosts) leads.push_back(global(host.front()));
     const std::string way = mpi ? "mpi" : "gloo";
     if (alone && mpi && options_.plain)
-      return {over_mpi_of(everybody()), way,
+      return {over_mpi_of(leads), way,
               concat("no two of its ranks share memory, and all have MPI: ", why), ""};
     const std::string address = options_.find_address ? options_.find_address() : options_.address;
     auto wide = make_gloo_transport(prefixed("wide"), rank_, size_, options_.timeout, address);
     if (alone && options_.plain)
       return {std::move(wide), way, concat("no two of its ranks share memory: ", why, no_mpi_), ""};
     std::shared_ptr<detail::Transport> leaders;
-    if (map.place_of[me()] == 0) {
-      std::vector<int> ranks;
-      for (const auto& host : map.hosts) ranks.push_back(global(host.front()));
-      leaders = mpi ? over_mpi_of(ranks)
+    if (map.place_of[me()] == 0)
+      leaders = mpi ? over_mpi_of(leads)
                     : make_gloo_transport(prefixed("leaders"), map.host_of[me()], map.count(),
                                           options_.timeout, address);
-    }
     const std::string text = alone ? concat("no two of its ranks share memory: ", way,
                                             " between them (", why, no_mpi_, ")")
                                    : concat("its ", size_, " ranks are on ", map.count(),
@@ -166,12 +165,6 @@ class ByHost {
     return {
         detail::make_hosts_transport(std::move(links), rank_, options_.timeout, !options_.watch),
         "hosts", text, ""};
-  }
-
-  std::vector<int> everybody() const {
-    std::vector<int> ranks;
-    for (int r = 0; r < size_; ++r) ranks.push_back(global(r));
-    return ranks;
   }
 
   std::shared_ptr<detail::Transport> over_mpi_of(const std::vector<int>& ranks) const {
