@@ -317,8 +317,9 @@ MessageCards::MessageCards(const RequestState& call, const std::vector<Message>&
     for (const auto kind : {Message::Kind::receive, Message::Kind::send})
       for (std::int64_t i = 0; i < n; ++i) {
         const bool sends = kind == Message::Kind::send;
-        exchange_one(request, endpoint, {kind, (sends ? mine_ : theirs_).select(0, i), peers_[i]},
-                     sends == sent_[i] ? kSendersCard : kReceiversCard, nullptr);
+        hand_messages(request, endpoint,
+                      {{kind, (sends ? mine_ : theirs_).select(0, i), peers_[i]}},
+                      sends == sent_[i] ? kSendersCard : kReceiversCard);
       }
   });
 }

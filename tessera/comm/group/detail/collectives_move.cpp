@@ -246,7 +246,7 @@ void exchange_compared(RequestState& call, const std::vector<Message>& messages,
     if (!stream) {
       for (std::size_t i = 0; i < travelling.size(); ++i)
         if (travelling[i].tensor.numel() > 0)
-          exchange_one(call, endpoint, travelling[i], cards->tag(i), nullptr);
+          hand_messages(call, endpoint, {travelling[i]}, cards->tag(i));
       return;
     }
     const c10::OptionalStreamGuard on(stream);

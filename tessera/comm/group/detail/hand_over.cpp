@@ -13,22 +13,6 @@ const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) 
   return call.group().endpoint(tensor.device().type());
 }
 
-// Hands messages to the transport: as one call, or each with a `tag`.
-void hand_messages(RequestState& call, const Endpoint& endpoint, std::vector<Message> messages,
-                   int tag, const MessageCard* card) {
-  call.launch([&] {
-    TransportCall given;
-    given.messages = std::move(messages);
-    given.tag = tag;
-    given.timeout = call.limit() + endpoint.abilities.slack;
-    given.blocking = call.blocking() && tag == TransportCall::kInOrder;
-    endpoint.transport->exchange(given);
-    if (card)
-      for (auto& started : given.works) started.card = *card;
-    take_works(call, given, endpoint.abilities.ends_messages ? Wait::for_all : Wait::in_slices);
-  });
-}
-
 }  // namespace
 
 const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor) {
@@ -94,15 +78,24 @@ void exchange_flat(RequestState& call, const std::vector<Message>& messages) {
                            .sends = sends,
                            .dtype = m.tensor.scalar_type(),
                            .elements = m.tensor.numel()};
-    exchange_one(call, endpoint, m, card.tag(), &card);
+    hand_messages(call, endpoint, {m}, card.tag(), &card);
   }
-  if (!batch.empty())
-    hand_messages(call, endpoint, std::move(batch), TransportCall::kInOrder, nullptr);
+  if (!batch.empty()) hand_messages(call, endpoint, std::move(batch), TransportCall::kInOrder);
 }
 
-void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
-                  const MessageCard* card) {
-  hand_messages(call, endpoint, {message}, tag, card);
+void hand_messages(RequestState& call, const Endpoint& endpoint, std::vector<Message> messages,
+                   int tag, const MessageCard* card) {
+  call.launch([&] {
+    TransportCall given;
+    given.messages = std::move(messages);
+    given.tag = tag;
+    given.timeout = call.limit() + endpoint.abilities.slack;
+    given.blocking = call.blocking() && tag == TransportCall::kInOrder;
+    endpoint.transport->exchange(given);
+    if (card)
+      for (auto& started : given.works) started.card = *card;
+    take_works(call, given, endpoint.abilities.ends_messages ? Wait::for_all : Wait::in_slices);
+  });
 }
 
 }  // namespace tessera::detail

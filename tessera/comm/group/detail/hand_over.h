@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <vector>
 
 #include "tessera/comm/backends/transport.h"
 #include "tessera/comm/group/detail/request_state.h"
@@ -42,9 +43,9 @@ void hand_over(RequestState& call, const Endpoint& endpoint, TransportCall& give
 
 /// Sends and receives `messages`, none of which is empty or from this rank to itself.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
-/// Sends or receives one message with a tag. With a `card`, the message is not delivered to a
-/// receive with another card.
-void exchange_one(RequestState& call, const Endpoint& endpoint, const Message& message, int tag,
-                  const MessageCard* card);
+/// Hands such messages to the transport: as one call in order, or each with a tag. With a `card`, a
+/// message is not delivered to a receive with another card.
+void hand_messages(RequestState& call, const Endpoint& endpoint, std::vector<Message> messages,
+                   int tag, const MessageCard* card = nullptr);
 
 }  // namespace tessera::detail
