@@ -54,14 +54,8 @@ ManagerState::~ManagerState() {
   const WithoutHostLock released;  // an interpreter may be what drops the last mesh
   // While an exception unwinds the stack, the other ranks must not wait for this one.
   const bool unwinding = std::uncaught_exceptions() > 0;
-  if (unwinding) {
-    std::vector<std::shared_ptr<Made>> made;
-    {
-      const std::lock_guard lock(mutex_);
-      made = order_;
-    }
-    for (const auto& group : made) group->watch->announce("it ended with an exception");
-  }
+  if (unwinding)
+    for (const auto& group : all_made()) group->watch->announce("it ended with an exception");
   shutdown();
   {
     const std::lock_guard lock(delayed_mutex_);
@@ -266,14 +260,14 @@ std::shared_ptr<GroupWatch> ManagerState::watch(const std::string& group) const 
   return nullptr;
 }
 
+std::vector<std::shared_ptr<ManagerState::Made>> ManagerState::all_made() const {
+  const std::lock_guard lock(mutex_);
+  return order_;
+}
+
 std::vector<std::shared_ptr<GroupState>> ManagerState::groups() const {
-  std::vector<std::shared_ptr<Made>> made;
-  {
-    const std::lock_guard lock(mutex_);
-    made = order_;
-  }
   std::vector<std::shared_ptr<GroupState>> states;
-  for (const auto& group : made) {
+  for (const auto& group : all_made()) {
     const std::lock_guard making(group->making);
     if (group->state) states.push_back(group->state);
   }

@@ -122,6 +122,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState>, Pinned {
     std::shared_ptr<GroupState> state;
     std::shared_ptr<GroupWatch> watch;
   };
+  std::vector<std::shared_ptr<Made>> all_made() const;
   std::string name_of(const Key& key, int round, std::uint64_t failures) const;
   std::shared_ptr<const GroupPlan> plan_of(const std::string& family, bool or_mesh) const;
   void check_members(const std::vector<int>& ranks) const;
