@@ -86,9 +86,10 @@ bool summands_keep_type(const OpCall& call, const TensorInfo& t) {
 
 Plan linear_together(const OpCall& call) {
   LabelProblem p = broadcast(call);
-  const bool linear = std::ranges::all_of(
-      call.tensors(), [&](const TensorInfo& t) { return summands_keep_type(call, t); });
-  if (linear && tensors_only(call)) p.linear = LabelProblem::Linear::together;
+  p.linear_together =
+      tensors_only(call) && std::ranges::all_of(call.tensors(), [&](const TensorInfo& t) {
+        return summands_keep_type(call, t);
+      });
   return solve(p);
 }
 
@@ -153,7 +154,6 @@ void with_any_number(const OpCall& call, Plan& plan, bool divides) {
 
 Plan linear_in_each(const OpCall& call) {
   LabelProblem p = broadcast(call);
-  p.linear = LabelProblem::Linear::one;
   for (std::size_t i = 0; i < call.tensors().size(); ++i)
     if (summands_keep_type(call, call.tensor(i))) p.linear_in.insert(static_cast<int>(i));
   Plan plan = solve(p);
@@ -166,10 +166,8 @@ Plan linear_in_each(const OpCall& call) {
 Plan linear_by_numbers(const OpCall& call) {
   LabelProblem p = broadcast(call);
   if (call.tensors().size() == 1 && call.tensor(0).argument == 0 &&
-      summands_keep_type(call, call.tensor(0))) {
-    p.linear = LabelProblem::Linear::one;
+      summands_keep_type(call, call.tensor(0)))
     p.linear_in = {0};
-  }
   Plan plan = solve(p);
   with_any_number(call, plan, true);
   return plan;
@@ -179,9 +177,8 @@ Plan linear_by_numbers(const OpCall& call) {
 Plan copy(const OpCall& call) {
   LabelProblem p = broadcast(call);
   const auto* out = call.outputs();
-  const bool floating = at::isFloatingType(call.tensor(0).dtype) &&
-                        (!out || out->empty() || at::isFloatingType((*out)[0].dtype));
-  if (floating) p.linear = LabelProblem::Linear::together;
+  p.linear_together = at::isFloatingType(call.tensor(0).dtype) &&
+                      (!out || out->empty() || at::isFloatingType((*out)[0].dtype));
   return solve(p);
 }
 

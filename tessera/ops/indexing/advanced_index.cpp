@@ -90,7 +90,6 @@ Plan index(const OpCall& call) {
   }
   p.outputs = {a.result_labels};
   p.output_shapes = {a.result};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   if (const auto* out = call.outputs(); out && (*out)[0].shape == a.result)

@@ -111,7 +111,6 @@ Plan embedding(const OpCall& call) {
   shape.push_back(weight.spec.shape()[1]);
   p.output_shapes = {shape};
   p.contract = {kIndex};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(0)) return plan;

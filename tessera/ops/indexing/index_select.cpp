@@ -28,7 +28,6 @@ Plan index_select(const OpCall& call) {
   shape[d] = index.spec.shape()[0];
   p.output_shapes = {shape};
   if (has_sums(x.dtype)) p.contract = {d};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
@@ -58,7 +57,6 @@ Plan gather(const OpCall& call) {
   p.outputs = {of_index};
   p.output_shapes = {index.spec.shape()};
   if (has_sums(x.dtype)) p.contract = {d};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;

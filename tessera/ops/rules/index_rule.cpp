@@ -163,7 +163,6 @@ void apply(const IndexRuleOptions& options, const std::vector<std::size_t>& plac
       p.additive.insert(static_cast<int>(i));
     else if (options.linear)
       p.linear_in.insert(static_cast<int>(i));
-  if (options.linear) p.linear = detail::LabelProblem::Linear::one;
 }
 
 Plan planned(const OpCall& call, const Notation& n, const IndexRuleOptions& options) {

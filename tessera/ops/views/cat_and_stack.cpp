@@ -11,13 +11,12 @@ namespace tessera::detail::cat_and_stack_rules {
 namespace {
 
 // The values of a joined Partial result are made of the inputs' values, each converted to the
-// result's dtype.
-LabelProblem::Linear linear_if_summands_can_be_cast(const OpCall& call) {
+// result's dtype: true if summands can be.
+bool joins_summands(const OpCall& call) {
   const auto* out = call.outputs();
   const auto to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
-  for (const TensorInfo& t : call.tensors())
-    if (!summands_can_be_cast(t.dtype, to)) return LabelProblem::Linear::no;
-  return LabelProblem::Linear::together;
+  return std::ranges::all_of(
+      call.tensors(), [&](const TensorInfo& t) { return summands_can_be_cast(t.dtype, to); });
 }
 
 // What a rank takes of one input: if that is sharded along the joined dim, by an exchange.
@@ -146,7 +145,7 @@ Plan cat(const OpCall& call) {
   for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kUnsharded));
   p.outputs = {labels};
-  p.linear = linear_if_summands_can_be_cast(call);
+  p.linear_together = joins_summands(call);
   return solve(p);
 }
 
@@ -158,7 +157,7 @@ Plan stack(const OpCall& call) {
   Labels out = all_labels(n);
   out.insert(out.begin() + d, kUnsharded);
   p.outputs = {out};
-  p.linear = linear_if_summands_can_be_cast(call);
+  p.linear_together = joins_summands(call);
   return solve(p);
 }
 

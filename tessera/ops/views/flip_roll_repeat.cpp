@@ -60,7 +60,6 @@ Plan rearranged(const OpCall& call) {
   p.inputs = {r.flattened ? unsharded_labels(x) : all_labels(n)};
   p.outputs = p.inputs;
   p.output_shapes = {x.spec.shape()};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   // flip keeps a dense memory order, roll returns row-major.
@@ -128,7 +127,6 @@ Plan triangle(const OpCall& call) {
   p.inputs = {all_labels(n)};
   p.outputs = {all_labels(n)};
   p.output_shapes = {call.tensor(0).spec.shape()};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   Plan plan = solve(p);
   if (n < 2) return plan;
@@ -160,7 +158,6 @@ Plan diag_embed(const OpCall& call) {
   p.inputs = {in};
   p.outputs = {out};
   p.output_shapes = {shape};
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0};
   return solve(p);
 }

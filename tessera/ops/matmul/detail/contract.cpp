@@ -107,7 +107,6 @@ Plan contract_rule(const OpCall& c) {
     extent.erase(l);
   }
   for (const auto& [l, n] : extent) p.contract.insert(l);
-  p.linear = LabelProblem::Linear::one;
   p.linear_in = {0, 1};
   return solve(p);
 }

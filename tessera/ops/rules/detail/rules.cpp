@@ -80,9 +80,8 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
       all.push_back({Choice::Kind::label, label, -1, p.reduce});
     } else if (placement.is_partial(ReduceOp::Kind::sum) ||
                placement.is_partial(ReduceOp::Kind::avg)) {
-      if (p.linear == LabelProblem::Linear::together)
-        all.push_back({Choice::Kind::partial, kUnsharded, -1, placement.op});
-      if (p.linear == LabelProblem::Linear::one && p.linear_in.contains(static_cast<int>(i)))
+      if (p.linear_together) all.push_back({Choice::Kind::partial, kUnsharded, -1, placement.op});
+      if (p.linear_in.contains(static_cast<int>(i)))
         all.push_back({Choice::Kind::partial, kUnsharded, static_cast<int>(i), placement.op});
     }
   }

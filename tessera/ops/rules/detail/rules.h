@@ -76,9 +76,9 @@ struct LabelProblem {
   /// Inputs that are added to what is reduced (a bias): one rank adds them where it is Partial.
   std::set<int> additive;
 
-  /// How a partial input (sum or avg) is used. `together`: the operator is linear in all its tensor
-  /// inputs at once (add). `one`: in each of `linear_in`, the others fixed (mul, mm).
-  enum class Linear : unsigned char { no, together, one } linear = Linear::no;
+  /// Where a partial input (sum or avg) may stay so: the operator is linear in all its tensors at
+  /// once (add), or in each of these, the others fixed (mul, mm).
+  bool linear_together = false;
   std::set<int> linear_in;
 };
 
