@@ -207,9 +207,8 @@ Plan fake_quantize(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   LabelProblem p(call);
   p.inputs = {all_labels(n)};
-  const Labels channel = call.argument("axis") < 0
-                             ? Labels{}
-                             : Labels{static_cast<int>(normal_dim(call.integer("axis"), n))};
+  const Labels channel =
+      call.argument("axis") < 0 ? Labels{} : Labels{normal_dim(call.integer("axis"), n)};
   for (std::size_t i = 1; i < call.tensors().size(); ++i) {
     const bool one = call.tensor(i).spec.dims() == 1 && !channel.empty();
     p.inputs.push_back(one ? channel : unsharded_labels(call.tensor(i)));

@@ -20,7 +20,7 @@ Plan index_select(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const int n = x.spec.dims();
   if (n == 0 || index.spec.dims() == 0) return on_gathered(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   LabelProblem p(call);
   p.inputs = {has_sums(x.dtype) ? all_labels(n) : except(n, d, kUnsharded), {kIndex}};
   p.outputs = {except(n, d, kIndex)};
@@ -47,7 +47,7 @@ Plan gather(const OpCall& call) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
   const int n = x.spec.dims();
   if (n == 0 || index.spec.dims() != n) return on_gathered(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   Labels labels = aligned_labels(call, d);
   LabelProblem p(call);
   Labels of_index = labels;

@@ -51,7 +51,7 @@ Plan slices(const OpCall& call, bool adds) {
   const TensorInfo* source = call.find("source");
   const int n = x.spec.dims();
   if (n == 0) return on_gathered(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   if (index.spec.dims() > 1)
     throw InvalidArgument(call.name(), ": index has ", index.spec.dims(), " dims, and needs one");
   if (source) require_slices(call, x, index, *source, d);
@@ -109,7 +109,7 @@ Plan scatter(const OpCall& call, bool adds) {
   for (const TensorInfo& t : call.tensors())
     same_dims &= t.spec.dims() == n || (&t != &x && &t != &index && &t != src);
   if (!same_dims) return on_gathered(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   require_elements(call, x, index, d);
   const Labels labels = aligned_labels(call, d);
   const bool sums = adds && src && src->spec.shape()[d] == index.spec.shape()[d];

@@ -69,7 +69,7 @@ bool mean_of_sum(Stack* stack, bool of_dims) {
   for (const std::int64_t d : dims) {
     if (d < -n || d >= n) return false;
     elements *= static_cast<double>(self.size(d));
-    sharded |= meta->spec().is_sharded(static_cast<int>(normal_dim(d, n)));
+    sharded |= meta->spec().is_sharded(normal_dim(d, n));
   }
   if (!sharded || elements == 0) return false;
   const at::Tensor mean = self.sum(dims, of_dims && (*stack)[first + 2].toBool()) / elements;

@@ -174,7 +174,7 @@ Plan along(const OpCall& call) {
   std::set<int> whole;
   for (const char* name : {"dim", "dims"}) {
     if (call.argument(name) < 0 || !call.has(name)) continue;
-    for (const auto d : call.integers(name)) whole.insert(static_cast<int>(normal_dim(d, n)));
+    for (const auto d : call.integers(name)) whole.insert(normal_dim(d, n));
   }
   if (whole.empty())
     for (int d = 0; d < n; ++d) whole.insert(d);
@@ -212,7 +212,7 @@ Plan topk(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
   if (n == 0 || call.in_place()) return along(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   const std::int64_t k = call.integer("k");
   if (!is_distributed(x.spec, d) || k < 0 || k > x.spec.shape()[d]) return along(call);
   LabelProblem p(call);
@@ -348,7 +348,7 @@ bool scan_in_place(Stack* stack) {
   const auto dtype = (*stack)[first + 2].toOptional<at::ScalarType>();
   const std::int64_t n = self.dim();
   if (!meta_of(self) || n == 0 || dim < -n || dim >= n ||
-      !meta_of(self)->spec().is_sharded(static_cast<int>(normal_dim(dim, n))) ||
+      !meta_of(self)->spec().is_sharded(normal_dim(dim, n)) ||
       (dtype && *dtype != self.scalar_type()))
     return false;
   // What backward saves must not be written over.

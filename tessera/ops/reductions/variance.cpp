@@ -123,7 +123,7 @@ Plan renorm(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   if (n < 2)
     throw InvalidArgument("aten::renorm: the tensor has ", n, " dims, and needs at least 2");
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   LabelProblem p(call);
   p.inputs = {Labels(n, kUnsharded)};
   p.inputs[0][d] = d;

@@ -105,7 +105,7 @@ Plan loss_backward(const OpCall& call) {
 // the ranks share rows.
 template <class Local>
 Plan along_dim(const OpCall& call, const TensorInfo& x, const Local& local) {
-  const int n = x.spec.dims(), dim = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int n = x.spec.dims(), dim = normal_dim(call.integer("dim"), n);
   LabelProblem p(call);
   p.inputs.assign(call.tensors().size(), all_labels(n));
   p.outputs = {all_labels(n)};

@@ -137,7 +137,7 @@ Plan cat(const OpCall& call) {
   for (const TensorInfo& t : call.tensors())
     if (t.spec.dims() == 0)
       throw InvalidArgument("aten::cat: a tensor without dims cannot be concatenated; use stack");
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   if (auto plan = across_ranks(call, n, d)) return *plan;
   LabelProblem p(call);
   Labels labels = all_labels(n);
@@ -151,7 +151,7 @@ Plan cat(const OpCall& call) {
 
 Plan stack(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n + 1));
+  const int d = normal_dim(call.integer("dim"), n + 1);
   LabelProblem p(call);
   p.inputs.assign(call.tensors().size(), all_labels(n));
   Labels out = all_labels(n);

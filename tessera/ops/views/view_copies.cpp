@@ -100,7 +100,7 @@ Shape before_slicing(const Partition& slice, std::int64_t start, std::int64_t st
 Plan slice_backward(const OpCall& call) {
   const ShardSpec& g = call.tensor(0).spec;
   const Shape sizes = call.integers("input_sizes");
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), g.dims()));
+  const int d = normal_dim(call.integer("dim"), g.dims());
   const std::int64_t step = call.integer("step"), extent = sizes[d];
   const auto clamp = [&](std::int64_t i) {
     return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent);
@@ -143,7 +143,7 @@ Plan with_input_sizes(const OpCall& call, const std::vector<int>& from, const st
 
 Plan select_backward(const OpCall& call) {
   const int n = static_cast<int>(call.integers("input_sizes").size());
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   std::vector<int> from;
   for (int i = 0; i < n; ++i) from.push_back(i == d ? -1 : i < d ? i : i - 1);
   return with_input_sizes(call, from, {});
@@ -151,7 +151,7 @@ Plan select_backward(const OpCall& call) {
 
 Plan unfold_backward(const OpCall& call) {
   const int n = static_cast<int>(call.integers("input_sizes").size());
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   auto from = identity(n);
   const ShardSpec& g = call.tensor(0).spec;
   const std::int64_t step = call.integer("step");

@@ -64,7 +64,7 @@ Plan transpose(const OpCall& call) {
 Plan permute(const OpCall& call) {
   std::vector<int> from;
   for (const auto d : call.integers("dims"))
-    from.push_back(static_cast<int>(normal_dim(d, call.tensor(0).spec.dims())));
+    from.push_back(normal_dim(d, call.tensor(0).spec.dims()));
   return by_dims(call, from);
 }
 
@@ -82,7 +82,7 @@ Plan squeeze(const OpCall& call) {
   const int n = static_cast<int>(shape.size());
   std::set<int> gone;
   if (call.argument("dim") >= 0)
-    for (const auto d : call.integers("dim")) gone.insert(static_cast<int>(normal_dim(d, n)));
+    for (const auto d : call.integers("dim")) gone.insert(normal_dim(d, n));
   else
     for (int d = 0; d < n; ++d) gone.insert(d);
   std::erase_if(gone, [&](int d) { return d >= n || shape[d] != 1; });
@@ -118,7 +118,7 @@ Plan expand(const OpCall& call) {
 Plan slice(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   require_dims(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), in.dims()));
+  const int d = normal_dim(call.integer("dim"), in.dims());
   if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
   const std::int64_t step = call.integer("step"), extent = in.shape()[d];
   std::int64_t start = call.has("start") ? call.integer("start") : 0;
@@ -139,7 +139,7 @@ Plan slice(const OpCall& call) {
 Plan split(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   require_dims(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), in.dims()));
+  const int d = normal_dim(call.integer("dim"), in.dims());
   if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
   Plan plan;
   Shape sizes;
@@ -160,7 +160,7 @@ Plan split(const OpCall& call) {
 Plan select(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   require_dims(call);
-  const int d = static_cast<int>(normal_dim(call.integer("dim"), n));
+  const int d = normal_dim(call.integer("dim"), n);
   auto from = identity(n);
   from.erase(from.begin() + d);
   return by_dims(call, from, {d});
@@ -190,8 +190,7 @@ bool select_row(Stack* stack) {
 
 Plan diagonal(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  const int a = static_cast<int>(normal_dim(call.integer("dim1"), n)),
-            b = static_cast<int>(normal_dim(call.integer("dim2"), n));
+  const int a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
   std::vector<int> from;
   for (int d = 0; d < n; ++d)
     if (d != a && d != b) from.push_back(d);
@@ -203,7 +202,7 @@ Plan diagonal(const OpCall& call) {
 // are moved between them, if they are not there; windows that overlap are taken of all rows.
 Plan unfold(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
-  const int d = static_cast<int>(normal_dim(call.integer("dimension"), in.dims()));
+  const int d = normal_dim(call.integer("dimension"), in.dims());
   auto from = identity(in.dims());
   from.push_back(-1);
   const std::int64_t size = call.integer("size"), step = call.integer("step");

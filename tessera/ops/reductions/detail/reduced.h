@@ -10,7 +10,7 @@ inline std::set<int> reduced_dims(const OpCall& call) {
   std::set<int> dims;
   if (call.argument("dim") >= 0 && call.has("dim")) {
     for (const auto d : call.integers("dim"))
-      if (!dims.insert(static_cast<int>(normal_dim(d, n))).second)
+      if (!dims.insert(normal_dim(d, n)).second)
         throw InvalidArgument(call.name(), ": dim ", d, " is given twice");
   }
   if (dims.empty())

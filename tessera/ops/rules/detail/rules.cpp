@@ -296,10 +296,10 @@ Labels all_labels(std::int64_t n) {
   return labels;
 }
 
-std::int64_t normal_dim(std::int64_t dim, std::int64_t dims) {
+int normal_dim(std::int64_t dim, std::int64_t dims) {
   const std::int64_t n = std::max<std::int64_t>(dims, 1);
   if (dim < -n || dim >= n) throw InvalidArgument("dim ", dim, " of a tensor of ", dims, " dims");
-  return dim < 0 ? dim + n : dim;
+  return static_cast<int>(dim < 0 ? dim + n : dim);
 }
 
 Labels first_dims_free(int n, int free) {

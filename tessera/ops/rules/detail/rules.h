@@ -89,7 +89,7 @@ Plan solve(const LabelProblem& problem);
 
 /// The labels 0, 1, ..., n - 1.
 Labels all_labels(std::int64_t n);
-std::int64_t normal_dim(std::int64_t dim, std::int64_t dims);
+int normal_dim(std::int64_t dim, std::int64_t dims);
 
 /// Labels 0, 1, ... for the first `free` of n dims; those after them must not be sharded.
 Labels first_dims_free(int n, int free);
