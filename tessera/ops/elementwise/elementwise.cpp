@@ -205,16 +205,15 @@ Plan zero(const OpCall& call) {
 // number, or one for each channel.
 Plan fake_quantize(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
+  const Labels all = all_labels(n);
+  const Shape& shape = call.tensor(0).spec.shape();
+  LabelProblem p(call, {all}, {all, all}, {shape, shape});
   const Labels channel =
       call.argument("axis") < 0 ? Labels{} : Labels{normal_dim(call.integer("axis"), n)};
   for (std::size_t i = 1; i < call.tensors().size(); ++i) {
     const bool one = call.tensor(i).spec.dims() == 1 && !channel.empty();
     p.inputs.push_back(one ? channel : unsharded_labels(call.tensor(i)));
   }
-  p.outputs = {all_labels(n), all_labels(n)};
-  p.output_shapes = {call.tensor(0).spec.shape(), call.tensor(0).spec.shape()};
   return solve(p);
 }
 

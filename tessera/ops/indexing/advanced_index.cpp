@@ -72,13 +72,11 @@ Plan index(const OpCall& call) {
   const Advanced a(call);
   if (a.masks || a.indices.empty() || x.argument != 0) return on_gathered(call);
   const int n = x.spec.dims();
-  LabelProblem p(call);
-  Labels self = all_labels(n);
+  LabelProblem p(call, {all_labels(n)}, {a.result_labels}, {a.result});
   if (a.dims.size() > 1 || !has_sums(x.dtype))
-    for (const int d : a.dims) self[d] = kUnsharded;
+    for (const int d : a.dims) p.inputs[0][d] = kUnsharded;
   else
     p.contract = {a.dims[0]};
-  p.inputs = {self};
   for (const TensorInfo* t : a.indices) {
     const Shape& s = t->spec.shape();
     Labels labels;
@@ -88,8 +86,6 @@ Plan index(const OpCall& call) {
     }
     p.inputs.push_back(std::move(labels));
   }
-  p.outputs = {a.result_labels};
-  p.output_shapes = {a.result};
   p.linear_in = {0};
   Plan plan = solve(p);
   if (const auto* out = call.outputs(); out && (*out)[0].shape == a.result)
@@ -118,11 +114,9 @@ Plan put_where(const OpCall& call, const Advanced& a) {
   if (values.dtype != x.dtype)
     throw InvalidArgument(call.name(), ": values are ", c10::toString(values.dtype),
                           ", and self is ", c10::toString(x.dtype), "; convert them");
-  LabelProblem p(call);
-  p.inputs = {all_labels(n), Labels(covered, kUnsharded), Labels(values.spec.dims(), kUnsharded)};
-  p.outputs = {all_labels(n)};
-  p.output_shapes = {x.spec.shape()};
-  Plan plan = solve(p);
+  const Labels all = all_labels(n);
+  Plan plan = solve(
+      {call, {all, unsharded_labels(mask), unsharded_labels(values)}, {all}, {x.spec.shape()}});
   const ShardSpec& spec = *plan.inputs[0];
   plan.local = [first, covered, shape = spec.shape(), offset = spec.local_offset(),
                 local = spec.local_shape(),
@@ -162,9 +156,7 @@ Plan put_where(const OpCall& call, const Advanced& a) {
 Plan put_by_masks(const OpCall& call, const Advanced& a) {
   const TensorInfo &x = *call.find("self"), &values = *call.find("values");
   const int n = x.spec.dims();
-  LabelProblem p(call);
-  p.outputs = {all_labels(n)};
-  p.output_shapes = {x.spec.shape()};
+  LabelProblem p(call, {}, {all_labels(n)}, {x.spec.shape()});
   if (a.indices.size() == 1 && a.indices[0]->spec.dims() > 0) {
     const Shape& mask = a.indices[0]->spec.shape();
     const auto covered = static_cast<std::ptrdiff_t>(mask.size());
@@ -184,7 +176,7 @@ Plan put_by_masks(const OpCall& call, const Advanced& a) {
     for (int i = 0; one && i < t->spec.dims(); ++i) labels[i] = a.dims[0] + i;
     p.inputs.push_back(std::move(labels));
   }
-  p.inputs.push_back(Labels(values.spec.dims(), kUnsharded));
+  p.inputs.push_back(unsharded_labels(values));
   if (!one) p.outputs = {Labels(n, kUnsharded)};
   return solve(p);
 }
@@ -194,11 +186,8 @@ Plan index_put(const OpCall& call) {
   const int n = x.spec.dims();
   const Advanced a(call);
   if (a.masks) return put_by_masks(call, a);
-  LabelProblem p(call);
-  p.outputs = {all_labels(n)};
-  p.output_shapes = {x.spec.shape()};
-  p.inputs = {all_labels(n)};
-  for (const TensorInfo* t : a.indices) p.inputs.push_back(Labels(t->spec.dims(), kUnsharded));
+  LabelProblem p(call, {all_labels(n)}, {all_labels(n)}, {x.spec.shape()});
+  for (const TensorInfo* t : a.indices) p.inputs.push_back(unsharded_labels(*t));
   Labels of_values;
   const Shape& s = values.spec.shape();
   for (std::size_t i = 0; i < s.size(); ++i) {

@@ -104,12 +104,9 @@ Plan embedding(const OpCall& call) {
                           " dims, and needs 2: rows and columns");
   if (auto plan = exchanged(call, weight, indices)) return *plan;
   const int n = indices.spec.dims();
-  LabelProblem p(call);
-  p.inputs = {{kIndex, n}, all_labels(n)};
-  p.outputs = {all_labels(n + 1)};
   Shape shape = indices.spec.shape();
   shape.push_back(weight.spec.shape()[1]);
-  p.output_shapes = {shape};
+  LabelProblem p(call, {{kIndex, n}, all_labels(n)}, {all_labels(n + 1)}, {shape});
   p.contract = {kIndex};
   p.linear_in = {0};
   Plan plan = solve(p);
@@ -128,10 +125,9 @@ Plan embedding_backward(const OpCall& call) {
   const TensorInfo& indices = *call.find("indices");
   const TensorInfo& g = *call.find("grad_output");
   const int n = indices.spec.dims();
-  LabelProblem p(call);
+  const Shape table{call.integer("num_weights"), g.spec.shape()[n]};
+  LabelProblem p(call, {}, {{kUnsharded, n}}, {table});
   label_arguments(p, {{"grad_output", all_labels(n + 1)}, {"indices", all_labels(n)}});
-  p.outputs = {{kUnsharded, n}};
-  p.output_shapes = {{call.integer("num_weights"), g.spec.shape()[n]}};
   p.contract = first_dims(n);
   // the frequency is that of the global batch
   if (call.argument("scale_grad_by_freq") >= 0 && call.boolean("scale_grad_by_freq"))

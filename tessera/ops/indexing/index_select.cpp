@@ -21,12 +21,10 @@ Plan index_select(const OpCall& call) {
   const int n = x.spec.dims();
   if (n == 0 || index.spec.dims() == 0) return on_gathered(call);
   const int d = normal_dim(call.integer("dim"), n);
-  LabelProblem p(call);
-  p.inputs = {has_sums(x.dtype) ? all_labels(n) : except(n, d, kUnsharded), {kIndex}};
-  p.outputs = {except(n, d, kIndex)};
   Shape shape = x.spec.shape();
   shape[d] = index.spec.shape()[0];
-  p.output_shapes = {shape};
+  const Labels of_x = has_sums(x.dtype) ? all_labels(n) : except(n, d, kUnsharded);
+  LabelProblem p(call, {of_x, {kIndex}}, {except(n, d, kIndex)}, {shape});
   if (has_sums(x.dtype)) p.contract = {d};
   p.linear_in = {0};
   Plan plan = solve(p);
@@ -48,14 +46,10 @@ Plan gather(const OpCall& call) {
   const int n = x.spec.dims();
   if (n == 0 || index.spec.dims() != n) return on_gathered(call);
   const int d = normal_dim(call.integer("dim"), n);
-  Labels labels = aligned_labels(call, d);
-  LabelProblem p(call);
-  Labels of_index = labels;
+  Labels labels = aligned_labels(call, d), of_index = labels;
   if (!has_sums(x.dtype)) labels[d] = kUnsharded;
   of_index[d] = kIndex;
-  p.inputs = {labels, of_index};
-  p.outputs = {of_index};
-  p.output_shapes = {index.spec.shape()};
+  LabelProblem p(call, {labels, of_index}, {of_index}, {index.spec.shape()});
   if (has_sums(x.dtype)) p.contract = {d};
   p.linear_in = {0};
   Plan plan = solve(p);
@@ -93,10 +87,9 @@ Plan looked_up(const OpCall& call) {
   const auto* outputs = call.outputs();
   const Shape& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
-  LabelProblem p(call);
+  LabelProblem p(call, {}, {all_labels(n)});
   for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : Labels(t.spec.dims(), kUnsharded));
-  p.outputs = {all_labels(n)};
+    p.inputs.push_back(&t == &call.tensor(0) ? all_labels(n) : unsharded_labels(t));
   if (!outputs) p.output_shapes = {shape};
   return solve(p);
 }
@@ -108,17 +101,15 @@ Plan searchsorted(const OpCall& call) {
   const TensorInfo &sequence = *call.find("sorted_sequence"), &values = *call.find("self");
   const int n = values.spec.dims();
   const bool by_row = sequence.spec.dims() > 1;
-  LabelProblem p(call);
+  LabelProblem p(call, {}, {all_labels(n)});
   for (const TensorInfo& t : call.tensors()) {
-    Labels labels =
-        by_row && t.spec.dims() == n ? all_labels(n) : Labels(t.spec.dims(), kUnsharded);
+    Labels labels = by_row && t.spec.dims() == n ? all_labels(n) : unsharded_labels(t);
     if (&t == &values)
       labels = all_labels(n);
     else if (!labels.empty())
       labels.back() = kUnsharded;
     p.inputs.push_back(labels);
   }
-  p.outputs = {all_labels(n)};
   if (!call.outputs()) p.output_shapes = {values.spec.shape()};
   return solve(p);
 }

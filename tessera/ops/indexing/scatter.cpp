@@ -223,16 +223,12 @@ Plan diagonal_scatter(const OpCall& call) {
   const TensorInfo& x = *call.find("self");
   const int n = x.spec.dims();
   const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
-  LabelProblem p(call);
   Labels self = all_labels(n), src;
   self[a] = self[b] = kUnsharded;
   for (int d = 0; d < n; ++d)
     if (d != a && d != b) src.push_back(d);
   src.push_back(kUnsharded);
-  p.inputs = {self, src};
-  p.outputs = {self};
-  p.output_shapes = {x.spec.shape()};
-  return solve(p);
+  return solve({call, {self, src}, {self}, {x.spec.shape()}});
 }
 
 // The elements of the source that were taken, the first ones, have a gradient; the others have

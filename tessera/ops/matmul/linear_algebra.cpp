@@ -111,14 +111,12 @@ Plan distances(const OpCall& call) {
   Labels x1 = last_dims_unsharded(n, 2), x2 = x1, out = x1;
   x1[n - 2] = out[n - 2] = kRows;
   x2[n - 2] = out[n - 1] = kOthers;
-  LabelProblem p(call);
   const bool backward = call.argument("cdist") >= 0;
-  for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
-  p.outputs = {backward ? x1 : out};
   Shape shape = a.spec.shape();
   if (!backward) shape[n - 1] = b.spec.shape()[n - 2];
-  p.output_shapes = {shape};
+  LabelProblem p(call, {}, {backward ? x1 : out}, {shape});
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
   if (backward) p.contract = {kOthers};
   return solve(p);
 }

@@ -116,11 +116,10 @@ void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
 Plan group_norm(const OpCall& call) {
   const Groups g(call, call.tensor(0));
   require_norm_dtypes(call, g.x);
-  LabelProblem p(call);
-  label_arguments(p, {{"input", g.data}, {"weight", g.channels}, {"bias", g.channels}});
   const Labels samples = first_dims_free(2, 1);
-  p.outputs = {g.data, samples, samples};
-  p.output_shapes = {g.x.spec.shape(), g.statistics, g.statistics};
+  LabelProblem p(call, {}, {g.data, samples, samples},
+                 {g.x.spec.shape(), g.statistics, g.statistics});
+  label_arguments(p, {{"input", g.data}, {"weight", g.channels}, {"bias", g.channels}});
   if (g.sharded)
     for (int d = 1; d < g.n; ++d) p.contract.insert(d);
   Plan plan = solve(p);
@@ -178,16 +177,15 @@ Plan group_norm(const OpCall& call) {
 // group; dw = sum(dy x^) and db = sum(dy) over samples and space.
 Plan group_norm_backward(const OpCall& call) {
   const Groups g(call, *call.find("input"));
-  LabelProblem p(call);
   const Labels samples = first_dims_free(2, 1);
+  const Shape of_channels{g.x.spec.shape()[1]};
+  LabelProblem p(call, {}, {g.data, g.channels, g.channels},
+                 {g.x.spec.shape(), of_channels, of_channels});
   label_arguments(p, {{"grad_out", g.data},
                       {"input", g.data},
                       {"mean", samples},
                       {"rstd", samples},
                       {"weight", g.channels}});
-  const Shape of_channels{g.x.spec.shape()[1]};
-  p.outputs = {g.data, g.channels, g.channels};
-  p.output_shapes = {g.x.spec.shape(), of_channels, of_channels};
   p.contract = {0};
   if (g.sharded)
     for (int d = 2; d < g.n; ++d) p.contract.insert(d);

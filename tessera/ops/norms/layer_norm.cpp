@@ -55,11 +55,9 @@ struct Rows {
 Plan layer_norm(const OpCall& call) {
   const Rows r(call, call.tensor(0));
   require_norm_dtypes(call, r.x);
-  LabelProblem p(call);
   const Labels rows = first_dims_free(r.n, r.free);
+  LabelProblem p(call, {}, {r.data, rows, rows}, {r.x.spec.shape(), r.statistics, r.statistics});
   label_arguments(p, {{"input", r.data}, {"weight", r.inner}, {"bias", r.inner}});
-  p.outputs = {r.data, rows, rows};
-  p.output_shapes = {r.x.spec.shape(), r.statistics, r.statistics};
   if (r.sharded) p.contract.insert(r.inner.begin(), r.inner.end());
   Plan plan = solve(p);
   // in the dtype that the kernel returns
@@ -113,15 +111,14 @@ Plan layer_norm(const OpCall& call) {
 Plan layer_norm_backward(const OpCall& call) {
   const Rows r(call, *call.find("input"));
   const Labels rows = first_dims_free(r.n, r.free);
-  LabelProblem p(call);
+  LabelProblem p(call, {}, {r.data, r.inner, r.inner},
+                 {r.x.spec.shape(), r.normalized, r.normalized});
   label_arguments(p, {{"grad_out", r.data},
                       {"input", r.data},
                       {"mean", rows},
                       {"rstd", rows},
                       {"weight", r.inner},
                       {"bias", r.inner}});
-  p.outputs = {r.data, r.inner, r.inner};
-  p.output_shapes = {r.x.spec.shape(), r.normalized, r.normalized};
   p.contract = first_dims(r.free);
   Plan plan = solve(p);
   plan.outputs[0].strides = contiguous_strides(r.x.spec.shape());

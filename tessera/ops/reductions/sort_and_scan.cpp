@@ -215,14 +215,11 @@ Plan topk(const OpCall& call) {
   const int d = normal_dim(call.integer("dim"), n);
   const std::int64_t k = call.integer("k");
   if (!is_distributed(x.spec, d) || k < 0 || k > x.spec.shape()[d]) return along(call);
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
   Labels out = all_labels(n);
   out[d] = kUnsharded;
-  p.outputs.assign(2, out);
   auto shape = x.spec.shape();
   shape[d] = k;
-  p.output_shapes.assign(2, shape);
+  LabelProblem p(call, {all_labels(n)}, {out, out}, {shape, shape});
   p.contract = {d};
   Plan plan = solve(p);
   const bool sharded = !reduce_inside(plan.outputs[0]).empty();

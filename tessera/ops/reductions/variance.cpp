@@ -124,10 +124,9 @@ Plan renorm(const OpCall& call) {
   if (n < 2)
     throw InvalidArgument("aten::renorm: the tensor has ", n, " dims, and needs at least 2");
   const int d = normal_dim(call.integer("dim"), n);
-  LabelProblem p(call);
-  p.inputs = {Labels(n, kUnsharded)};
-  p.inputs[0][d] = d;
-  p.outputs = p.inputs;
+  Labels labels(n, kUnsharded);
+  labels[d] = d;
+  LabelProblem p(call, {labels}, {labels});
   if (!call.outputs()) p.output_shapes = {call.tensor(0).spec.shape()};
   return solve(p);
 }

@@ -55,12 +55,13 @@ bool is_weight(const OpCall& call, const TensorInfo& t) {
 }
 
 Plan loss(const OpCall& call) {
-  LabelProblem p(call);
   const Shape& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
   const std::int64_t reduction = call.integer("reduction");
   if (reduction < at::Reduction::None || reduction > at::Reduction::Sum)
     throw InvalidArgument(call.name(), ": reduction ", reduction, " is none of 0 to 2");
+  const bool each = reduction == at::Reduction::None;
+  LabelProblem p(call, {}, {each ? all_labels(n) : Labels{}}, {each ? shape : Shape{}});
   for (const TensorInfo& t : call.tensors()) {
     if (is_weight(call, t)) {
       p.inputs.push_back(broadcast_labels(call, t, shape));
@@ -72,8 +73,6 @@ Plan loss(const OpCall& call) {
           " of sharded tensors of different shapes has no rule: expand the target first");
     p.inputs.push_back(all_labels(n));
   }
-  p.outputs = {reduction == at::Reduction::None ? all_labels(n) : Labels{}};
-  p.output_shapes = {reduction == at::Reduction::None ? shape : Shape{}};
   p.contract = first_dims(n);
   Plan plan = solve(p);
   return reduction == at::Reduction::Mean
@@ -82,14 +81,12 @@ Plan loss(const OpCall& call) {
 }
 
 Plan loss_backward(const OpCall& call) {
-  LabelProblem p(call);
   const TensorInfo& x = *call.find("self");
   const int n = x.spec.dims();
   const std::int64_t reduction = call.integer("reduction");
+  LabelProblem p(call, {}, {all_labels(n)}, {x.spec.shape()});
   for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : unsharded_labels(t));
-  p.outputs = {all_labels(n)};
-  p.output_shapes = {x.spec.shape()};
   Plan plan = solve(p);
   plan.outputs[0].strides = x.strides;
   return reduction == at::Reduction::Mean
@@ -106,10 +103,7 @@ Plan loss_backward(const OpCall& call) {
 template <class Local>
 Plan along_dim(const OpCall& call, const TensorInfo& x, const Local& local) {
   const int n = x.spec.dims(), dim = normal_dim(call.integer("dim"), n);
-  LabelProblem p(call);
-  p.inputs.assign(call.tensors().size(), all_labels(n));
-  p.outputs = {all_labels(n)};
-  Plan plan = solve(p);
+  Plan plan = solve({call, std::vector(call.tensors().size(), all_labels(n)), {all_labels(n)}});
   if (const auto axes = axes_that_shard(*plan.inputs[0], dim); !axes.empty())
     plan.local = local(OverRanks{context_of(x.spec), axes, "softmax"}, dim);
   return plan;

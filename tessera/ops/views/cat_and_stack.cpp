@@ -139,12 +139,11 @@ Plan cat(const OpCall& call) {
       throw InvalidArgument("aten::cat: a tensor without dims cannot be concatenated; use stack");
   const int d = normal_dim(call.integer("dim"), n);
   if (auto plan = across_ranks(call, n, d)) return *plan;
-  LabelProblem p(call);
   Labels labels = all_labels(n);
   labels[d] = kUnsharded;
+  LabelProblem p(call, {}, {labels});
   for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(t.spec.dims() == n ? labels : Labels(t.spec.dims(), kUnsharded));
-  p.outputs = {labels};
+    p.inputs.push_back(t.spec.dims() == n ? labels : unsharded_labels(t));
   p.linear_together = joins_summands(call);
   return solve(p);
 }
@@ -152,11 +151,9 @@ Plan cat(const OpCall& call) {
 Plan stack(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   const int d = normal_dim(call.integer("dim"), n + 1);
-  LabelProblem p(call);
-  p.inputs.assign(call.tensors().size(), all_labels(n));
   Labels out = all_labels(n);
   out.insert(out.begin() + d, kUnsharded);
-  p.outputs = {out};
+  LabelProblem p(call, std::vector(call.tensors().size(), all_labels(n)), {out});
   p.linear_together = joins_summands(call);
   return solve(p);
 }

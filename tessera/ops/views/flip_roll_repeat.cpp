@@ -56,10 +56,8 @@ Plan rearranged(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const int n = x.spec.dims();
   const Rearranging r(call);
-  LabelProblem p(call);
-  p.inputs = {r.flattened ? unsharded_labels(x) : all_labels(n)};
-  p.outputs = p.inputs;
-  p.output_shapes = {x.spec.shape()};
+  const Labels labels = r.flattened ? unsharded_labels(x) : all_labels(n);
+  LabelProblem p(call, {labels}, {labels}, {x.spec.shape()});
   p.linear_in = {0};
   Plan plan = solve(p);
   // flip keeps a dense memory order, roll returns row-major.
@@ -107,31 +105,24 @@ Plan repeat(const OpCall& call) {
     throw InvalidArgument("aten::repeat of a tensor of ", shape.size(), " dims ", times.size(),
                           " numbers of repeats: give one per dim or more");
   const std::size_t lead = times.size() - shape.size();
-  LabelProblem p(call);
   Labels in(shape.size(), kUnsharded), out(times.size(), kUnsharded);
   Shape result = times;
   for (std::size_t d = 0; d < shape.size(); ++d) {
     result[lead + d] *= shape[d];
     if (times[lead + d] == 1) in[d] = out[lead + d] = static_cast<int>(d);
   }
-  p.inputs = {in};
-  p.outputs = {out};
-  p.output_shapes = {result};
-  return solve(p);
+  return solve({call, {in}, {out}, {result}});
 }
 
 // tril, triu: the start of a rank's rows and columns shifts its diagonal.
 Plan triangle(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  LabelProblem p(call);
-  p.inputs = {all_labels(n)};
-  p.outputs = {all_labels(n)};
-  p.output_shapes = {call.tensor(0).spec.shape()};
+  const Shape& shape = call.tensor(0).spec.shape();
+  LabelProblem p(call, {all_labels(n)}, {all_labels(n)}, {shape});
   p.linear_in = {0};
   Plan plan = solve(p);
   if (n < 2) return plan;
   const auto& offset = plan.inputs[0]->local_offset();
-  const Shape& shape = call.tensor(0).spec.shape();
   // Beyond the corners nothing changes; far beyond, the sum would overflow.
   const std::int64_t corners = shape[n - 2] + shape[n - 1],
                      diagonal = std::clamp(call.integer("diagonal"), -corners, corners);
@@ -146,7 +137,6 @@ Plan diag_embed(const OpCall& call) {
   const int n = x.spec.dims() + 1;
   const auto a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
   const std::int64_t length = x.spec.shape().back() + std::abs(call.integer("offset"));
-  LabelProblem p(call);
   Labels in = all_labels(n - 1), out;
   in.back() = kUnsharded;
   Shape shape;
@@ -155,9 +145,7 @@ Plan diag_embed(const OpCall& call) {
     shape.push_back(diagonal ? length : x.spec.shape()[next]);
     out.push_back(diagonal ? kUnsharded : next++);
   }
-  p.inputs = {in};
-  p.outputs = {out};
-  p.output_shapes = {shape};
+  LabelProblem p(call, {in}, {out}, {shape});
   p.linear_in = {0};
   return solve(p);
 }

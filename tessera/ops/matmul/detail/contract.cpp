@@ -82,14 +82,12 @@ Plan contract_rule(const OpCall& c) {
   if (c.tensor(0).dtype != c.tensor(1).dtype)
     throw InvalidArgument("a product of ", toString(c.tensor(0).dtype), " and ",
                           toString(c.tensor(1).dtype), ": convert one of them");
-  LabelProblem p(c);
   const auto labels = [&](const char* name) {
     Labels all;
     for (const auto l : c.integers(name)) all.push_back(static_cast<int>(l));
     return all;
   };
-  p.inputs = {labels("of_a"), labels("of_b")};
-  p.outputs = {labels("of_result")};
+  LabelProblem p(c, {labels("of_a"), labels("of_b")}, {labels("of_result")});
   std::map<int, std::int64_t> extent;
   for (int i = 0; i < 2; ++i) {
     for (std::size_t d = 0; d < p.inputs[i].size(); ++d) {

@@ -6,9 +6,7 @@
 // too, and leaves a Partial result. solve() searches, axis by axis, the placement that moves the
 // least.
 //
-//   LabelProblem p(call);
-//   p.inputs = {{M, K}, {K, N}};
-//   p.outputs = {{M, N}};
+//   LabelProblem p(call, {{M, K}, {K, N}}, {{M, N}});
 //   p.contract = {K};
 //   return solve(p);
 //
@@ -61,6 +59,12 @@ using Labels = std::vector<int>;
 
 struct LabelProblem {
   explicit LabelProblem(const OpCall& c) : call(c) {}
+  LabelProblem(const OpCall& c, std::vector<Labels> of_inputs, std::vector<Labels> of_outputs,
+               std::vector<Shape> shapes = {})
+      : call(c),
+        inputs(std::move(of_inputs)),
+        outputs(std::move(of_outputs)),
+        output_shapes(std::move(shapes)) {}
 
   const OpCall& call;
   /// Labels of each of call.tensors().
@@ -68,7 +72,7 @@ struct LabelProblem {
   /// Labels of each tensor returned.
   std::vector<Labels> outputs;
   /// Shapes of the outputs; empty: those of call.outputs().
-  std::vector<std::vector<std::int64_t>> output_shapes;
+  std::vector<Shape> output_shapes;
   /// Labels that an output may lack; it is Partial where they are sharded.
   std::set<int> contract;
   /// How such a Partial output is reduced.
