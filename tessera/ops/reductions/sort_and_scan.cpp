@@ -52,21 +52,12 @@ std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
 // Results with and without the reduced dim, all of one shape, and the dim not sharded: max.dim,
 // argmax, median...
 Plan along_reduced(const OpCall& call) {
-  const int n = call.tensor(0).spec.dims();
   const auto dims = reduced_dims(call);
-  if (n > 0) {
-    if (auto plan = on_other_dims(call, dims, remaining(n, dims, keeps(call)),
-                                  shape_without(call.tensor(0).spec.shape(), dims, keeps(call))))
-      return *std::move(plan);
-  }
-  LabelProblem p(call);
-  Labels in = all_labels(n);
-  for (const int d : dims) in[d] = kUnsharded;
-  p.inputs = {in};
-  p.outputs.assign(call.schema().returns().size(), remaining(n, dims, keeps(call)));
-  if (!call.outputs())
-    p.output_shapes.assign(p.outputs.size(),
-                           shape_without(call.tensor(0).spec.shape(), dims, keeps(call)));
+  LabelProblem p = over_dims(call, dims, call.schema().returns().size());
+  if (auto plan = on_other_dims(call, dims, p.outputs[0], p.output_shapes[0]))
+    return *std::move(plan);
+  for (const int d : dims) p.inputs[0][d] = kUnsharded;
+  if (call.outputs()) p.output_shapes.clear();
   return solve(p);
 }
 

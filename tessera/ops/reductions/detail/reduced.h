@@ -23,35 +23,26 @@ inline bool keeps(const OpCall& call) {
   return call.argument("keepdim") >= 0 && call.boolean("keepdim");
 }
 
-inline Labels remaining(int n, const std::set<int>& dims, bool keep) {
-  Labels out;
-  for (int d = 0; d < n; ++d)
+/// What `each` has of each dim, without `dims`, or with `instead` of them if they are kept.
+template <class T>
+std::vector<T> without(const std::vector<T>& each, const std::set<int>& dims, bool keep,
+                       T instead) {
+  std::vector<T> out;
+  for (int d = 0; d < static_cast<int>(each.size()); ++d)
     if (!dims.contains(d))
-      out.push_back(d);
+      out.push_back(each[d]);
     else if (keep)
-      out.push_back(kUnsharded);
-  return out;
-}
-
-inline std::vector<std::int64_t> shape_without(const std::vector<std::int64_t>& shape,
-                                               const std::set<int>& dims, bool keep) {
-  std::vector<std::int64_t> out;
-  for (int d = 0; d < static_cast<int>(shape.size()); ++d)
-    if (!dims.contains(d))
-      out.push_back(shape[d]);
-    else if (keep)
-      out.push_back(1);
+      out.push_back(instead);
   return out;
 }
 
 /// The problem of an operator with `outputs` results that lack `dims`, or keep them with size 1.
 inline LabelProblem over_dims(const OpCall& call, const std::set<int>& dims,
                               std::size_t outputs = 1) {
-  const TensorInfo& x = call.tensor(0);
-  LabelProblem p(call);
-  p.inputs = {all_labels(x.spec.dims())};
-  p.outputs.assign(outputs, remaining(x.spec.dims(), dims, keeps(call)));
-  p.output_shapes.assign(outputs, shape_without(x.spec.shape(), dims, keeps(call)));
+  const Shape& shape = call.tensor(0).spec.shape();
+  const Labels all = all_labels(call.tensor(0).spec.dims());
+  LabelProblem p(call, {all}, std::vector(outputs, without(all, dims, keeps(call), kUnsharded)),
+                 std::vector(outputs, without<std::int64_t>(shape, dims, keeps(call), 1)));
   p.contract = dims;
   return p;
 }
