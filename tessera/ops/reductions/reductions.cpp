@@ -78,8 +78,11 @@ bool mean_of_sum(Stack* stack, bool of_dims) {
   return true;
 }
 
-// Sums of a function that is not linear in the input.
-Plan count(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::sum)); }
+// Of a function that is not linear in the input.
+template <ReduceOp::Kind op>
+Plan reduced(const OpCall& call) {
+  return solve(reduction(call, op));
+}
 
 // An empty shard has no maximum: it contributes the neutral value.
 Plan extremum(const OpCall& call, bool max) {
@@ -98,10 +101,6 @@ Plan extremum(const OpCall& call, bool max) {
   }
   return plan;
 }
-
-Plan product(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::product)); }
-Plan any(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::max)); }
-Plan all(const OpCall& call) { return solve(reduction(call, ReduceOp::Kind::min)); }
 
 at::Tensor count_nonzero(const at::Tensor& self, at::IntArrayRef dim) {
   return self.ne(0).sum(dim);
@@ -150,12 +149,12 @@ const AtStart registered([] {
   register_rules({"aten::mean", "aten::mean.dim"}, mean);
   register_above("aten::mean", [](Stack* stack) { return mean_of_sum(stack, false); });
   register_above("aten::mean.dim", [](Stack* stack) { return mean_of_sum(stack, true); });
-  register_rules({"aten::nansum", "aten::count_nonzero.dim_IntList"}, count);
+  register_rules({"aten::nansum", "aten::count_nonzero.dim_IntList"}, reduced<ReduceOp::Kind::sum>);
   register_rules({"aten::amax", "aten::max"}, [](const OpCall& c) { return extremum(c, true); });
   register_rules({"aten::amin", "aten::min"}, [](const OpCall& c) { return extremum(c, false); });
-  register_rules({"aten::prod", "aten::prod.dim_int"}, product);
-  register_rules({"aten::any", "aten::any.dim", "aten::any.dims"}, any);
-  register_rules({"aten::all", "aten::all.dim", "aten::all.dims"}, all);
+  register_rules({"aten::prod", "aten::prod.dim_int"}, reduced<ReduceOp::Kind::product>);
+  register_rules({"aten::any", "aten::any.dim", "aten::any.dims"}, reduced<ReduceOp::Kind::max>);
+  register_rules({"aten::all", "aten::all.dim", "aten::all.dims"}, reduced<ReduceOp::Kind::min>);
   register_decomposition("_is_any_true", [](const at::Tensor& t) { return t.any(); });
   register_decomposition("_is_all_true", [](const at::Tensor& t) { return t.all(); });
   register_decomposition("count_nonzero.dim_IntList", count_nonzero);

@@ -3,6 +3,8 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cumprod.h>
+#include <ATen/ops/cumsum.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/gather.h>
@@ -34,9 +36,8 @@ std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
                                   const std::vector<int>& from, const Shape& result) {
   const TensorInfo& x = call.tensor(0);
   if (call.in_place() || call.tensors().size() != 1 || x.spec.has_partial()) return std::nullopt;
-  const bool distributed =
-      std::ranges::any_of(dims, [&](int d) { return is_distributed(x.spec, d); });
-  if (!distributed) return std::nullopt;
+  if (std::ranges::none_of(dims, [&](int d) { return is_distributed(x.spec, d); }))
+    return std::nullopt;
   const ShardSpec in = with_other_dims_sharded(x.spec, dims);
   for (std::size_t a = 0; a < in.placements().size(); ++a)
     if (context_of(in)->sizes[a] > 1 && x.spec.placements()[a].is_shard() &&
@@ -131,8 +132,7 @@ Plan extreme_along(const OpCall& call, bool largest, bool with_values) {
 Plan logsumexp(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const auto dims = reduced_dims(call);
-  bool sharded = false;
-  for (const int d : dims) sharded |= x.spec.is_sharded(d);
+  const bool sharded = std::ranges::any_of(dims, [&](int d) { return x.spec.is_sharded(d); });
   if (!sharded || !at::isFloatingType(x.dtype)) return along_reduced(call);
   Plan plan = solve(over_dims(call, dims));
   const std::vector<int> axes = reduce_inside(plan.outputs[0]);
@@ -158,39 +158,22 @@ Plan logsumexp(const OpCall& call) {
   return plan;
 }
 
-// Same number of dims in and out, `dim` not sharded, the others free: softmax, cumsum, sort, topk,
-// flip...
+// Same number of dims in and out, `dim` not sharded, the others free: cumsum, sort, topk...
 Plan along(const OpCall& call) {
-  const int n = call.tensor(0).spec.dims();
-  std::set<int> whole;
-  for (const char* name : {"dim", "dims"}) {
-    if (call.argument(name) < 0 || !call.has(name)) continue;
-    for (const auto d : call.integers(name)) whole.insert(normal_dim(d, n));
-  }
-  if (whole.empty())
-    for (int d = 0; d < n; ++d) whole.insert(d);
+  const int n = call.tensor(0).spec.dims(), dim = normal_dim(call.integer("dim"), n);
   const auto* made = call.outputs();
   const Shape& shape = call.tensor(0).spec.shape();
   if (n > 0 && (!made || (!made->empty() && (*made)[0].shape == shape))) {
-    if (auto plan = on_other_dims(call, whole, all_labels(n), shape)) return *std::move(plan);
+    if (auto plan = on_other_dims(call, {dim}, all_labels(n), shape)) return *std::move(plan);
   }
-  LabelProblem p(call);
   Labels labels = all_labels(n);
-  for (const int d : whole)
-    if (d < n) labels[d] = kUnsharded;
-  for (const TensorInfo& t : call.tensors()) {
-    Labels own = t.spec.dims() == n ? labels : Labels(t.spec.dims(), kUnsharded);
-    for (int d = 0; d < t.spec.dims() && t.spec.dims() == n; ++d) {
-      if (t.spec.shape()[d] == call.tensor(0).spec.shape()[d]) continue;
-      own[d] = labels[d] = kUnsharded;  // gather with a smaller index
-    }
-    p.inputs.push_back(own);
-  }
-  for (Labels& own : p.inputs) {
-    for (std::size_t d = 0; d < own.size() && own.size() == labels.size(); ++d)
-      if (labels[d] == kUnsharded) own[d] = kUnsharded;
-  }
-  p.outputs.assign(call.schema().returns().size(), labels);
+  if (n > 0) labels[dim] = kUnsharded;
+  for (const TensorInfo& t : call.tensors())
+    for (int d = 0; d < n && t.spec.dims() == n; ++d)
+      if (t.spec.shape()[d] != shape[d]) labels[d] = kUnsharded;
+  LabelProblem p(call, {}, std::vector(call.schema().returns().size(), labels));
+  for (const TensorInfo& t : call.tensors())
+    p.inputs.push_back(t.spec.dims() == n ? labels : unsharded_labels(t));
   // the result of a backward has the shape of what was differentiated
   const TensorInfo* self = call.find("self");
   if (!call.outputs())
@@ -240,9 +223,8 @@ at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, std::int64
                                               const at::Tensor& indices, c10::SymIntArrayRef sizes,
                                               bool keepdim) {
   if (sizes.empty()) return grad.reshape({}) * 1;
-  const bool unsqueeze = !keepdim;
-  const at::Tensor g = unsqueeze ? grad.unsqueeze(dim) : grad,
-                   at = unsqueeze ? indices.unsqueeze(dim) : indices;
+  const at::Tensor g = keepdim ? grad : grad.unsqueeze(dim),
+                   at = keepdim ? indices : indices.unsqueeze(dim);
   return zeros_along(g, dim, sizes).scatter(dim, at, g);
 }
 
@@ -291,9 +273,10 @@ void check_quantile(const char* name, const at::Tensor& x, const at::Tensor& q) 
 
 // The value at the place q * (n - 1) of n sorted ones. NaN stands last: it is the result wherever
 // there is one, or is not counted (`skip_nan`).
-at::Tensor quantile_of(const char* name, const at::Tensor& self, const at::Tensor& q,
-                       std::optional<std::int64_t> dim, bool keepdim, c10::string_view how,
-                       bool skip_nan) {
+template <bool skip_nan>
+at::Tensor quantile(const at::Tensor& self, const at::Tensor& q, std::optional<std::int64_t> dim,
+                    bool keepdim, c10::string_view how) {
+  constexpr const char* name = skip_nan ? "nanquantile" : "quantile";
   const Between between(name, how);
   check_quantile(name, self, q);
   const bool one_dim = dim && self.dim() > 0;
@@ -312,12 +295,6 @@ at::Tensor quantile_of(const char* name, const at::Tensor& self, const at::Tenso
     value = value.view(shape);
   }
   return q.dim() == 0 ? value.squeeze(-1) : value.movedim(-1, 0);
-}
-
-template <bool skip_nan>
-at::Tensor quantile(const at::Tensor& self, const at::Tensor& q, std::optional<std::int64_t> dim,
-                    bool keepdim, c10::string_view how) {
-  return quantile_of(skip_nan ? "nanquantile" : "quantile", self, q, dim, keepdim, how, skip_nan);
 }
 
 template <bool skip_nan>
@@ -347,13 +324,6 @@ bool scan_in_place(Stack* stack) {
   return true;
 }
 
-at::Tensor sums(const at::Tensor& self, std::int64_t dim, std::optional<at::ScalarType> dtype) {
-  return self.cumsum(dim, dtype);
-}
-at::Tensor products(const at::Tensor& self, std::int64_t dim, std::optional<at::ScalarType> dtype) {
-  return self.cumprod(dim, dtype);
-}
-
 const AtStart registered([] {
   register_rules({"aten::median.dim", "aten::nanmedian.dim", "aten::mode", "aten::kthvalue"},
                  along_reduced);
@@ -369,8 +339,8 @@ const AtStart registered([] {
                  along);
   register_decomposition("value_selecting_reduction_backward", value_selecting_reduction_backward);
   register_decomposition("cummaxmin_backward", cummaxmin_backward);
-  register_above("aten::cumsum_", scan_in_place<sums>);
-  register_above("aten::cumprod_", scan_in_place<products>);
+  register_above("aten::cumsum_", scan_in_place<at::cumsum>);
+  register_above("aten::cumprod_", scan_in_place<at::cumprod>);
   register_decomposition("quantile", quantile<false>);
   register_decomposition("quantile.scalar", quantile_scalar<false>);
   register_decomposition("nanquantile", quantile<true>);

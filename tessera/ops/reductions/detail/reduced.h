@@ -8,15 +8,12 @@ namespace tessera::detail {
 inline std::set<int> reduced_dims(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   std::set<int> dims;
-  if (call.argument("dim") >= 0 && call.has("dim")) {
+  if (call.has("dim")) {
     for (const auto d : call.integers("dim"))
       if (!dims.insert(normal_dim(d, n)).second)
         throw InvalidArgument(call.name(), ": dim ", d, " is given twice");
   }
-  if (dims.empty())
-    for (int d = 0; d < n; ++d) dims.insert(d);
-  if (n == 0) dims.clear();
-  return dims;
+  return dims.empty() || n == 0 ? first_dims(n) : dims;
 }
 
 inline bool keeps(const OpCall& call) {
