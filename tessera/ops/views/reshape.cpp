@@ -2,7 +2,6 @@
 // is possible.
 
 #include <numeric>
-#include <span>
 
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
@@ -76,7 +75,7 @@ DimSharding sharded_over(std::vector<int> axes, const std::vector<int>& mesh, co
       at[axes[i]] = rest % mesh[axes[i]];
     sizes.push_back(rows(at));
   }
-  return {std::move(axes), Partition(std::span<const std::int64_t>(sizes))};
+  return {std::move(axes), Partition(sizes)};
 }
 
 // A dim of `extent`, sharded as `own` says (without axes: not), whose rows are held where all of
@@ -193,9 +192,9 @@ struct Reshaping {
       move_boundaries(a, inner_out / std::gcd(inner_in, inner_out));
     DimSharding own;
     if (spec.is_sharded(a)) {
-      Shape sizes;
-      for (const auto n : spec.dim(a).partition.sizes()) sizes.push_back(n * inner_in / inner_out);
-      own = {spec.dim(a).axes, Partition(std::span<const std::int64_t>(sizes))};
+      own = {spec.dim(a).axes, with_boundaries(spec.dim(a).partition, [&](std::int64_t end) {
+               return end * inner_in / inner_out;
+             })};
     }
     if (!ones.empty()) {
       joined.emplace_back(b, held_with(own, ones, target[b], mesh));
@@ -215,12 +214,7 @@ struct Reshaping {
   void move_boundaries(int a, std::int64_t rows) {
     const Partition& held = spec.dim(a).partition;
     const auto units = in_whole_units(held, held.extent() / rows, rows);
-    if (!units) {
-      spec = with_unsharded_dims(spec, {a});
-      return;
-    }
-    const Partition moved{std::span<const std::int64_t>(*units)};
-    spec = with_parts(spec, {{a, scaled(moved, rows)}});
+    spec = units ? with_parts(spec, {{a, scaled(*units, rows)}}) : with_unsharded_dims(spec, {a});
   }
 
   // Dim `d`, merged behind dim `a`: its axis shards `a`, if that has two elements or more.
@@ -229,10 +223,7 @@ struct Reshaping {
     const std::vector<int> axes = spec.dim(d).axes;
     const bool room = axes.size() == 1 && !spec.is_sharded(a) && spec.shape()[a] >= 2;
     spec = with_unsharded_dims(spec, {d});
-    if (!room) return;
-    auto placements = spec.placements();
-    placements[axes[0]] = Shard(a);
-    spec = spec.with_placements(placements);
+    if (room) spec = spec.with_placement(axes[0], Shard(a));
   }
 
   ShardSpec spec;
@@ -257,7 +248,7 @@ Plan view(const OpCall& call) {
   source.plan.outputs = {{out}};
   if (!source.plan.view_copied &&
       (call.name() == "aten::view" || call.name() == "aten::_unsafe_view")) {
-    source.plan.arguments = {{1, int_list(out.local_shape())}};
+    source.plan.arguments = {{1, out.local_shape()}};
     return std::move(source.plan);
   }
   // What was gathered for an operator that returns no view may be in any memory order.

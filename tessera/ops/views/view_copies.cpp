@@ -76,10 +76,10 @@ at::Tensor select_scatter(const at::Tensor& self, const at::Tensor& source, std:
 // The shards along the dim that was sliced, of which the gradient only says where its elements lie.
 // Even ones, if the slice may be of such; else what lies between the elements of two ranks belongs
 // to the first, and what is around those of one rank to the ranks that even shards would give it.
-Shape before_slicing(const Partition& slice, std::int64_t start, std::int64_t step,
-                     std::int64_t extent) {
+Partition before_slicing(const Partition& slice, std::int64_t start, std::int64_t step,
+                         std::int64_t extent) {
   const Partition even = Partition::even(extent, slice.parts());
-  if (kept(even, start, step, slice.extent()) == slice) return even.sizes();
+  if (kept(even, start, step, slice.extent()) == slice) return even;
   const Shape given = slice.sizes();
   const bool on_one = std::ranges::count_if(given, [](std::int64_t n) { return n > 0; }) == 1;
   const std::int64_t behind = start + (slice.extent() - 1) * step + 1;
@@ -94,7 +94,7 @@ Shape before_slicing(const Partition& slice, std::int64_t start, std::int64_t st
     sizes.push_back(std::max<std::int64_t>(to - at, 0));
     at = std::max(at, to);
   }
-  return sizes;
+  return Partition(sizes);
 }
 
 Plan slice_backward(const OpCall& call) {
@@ -106,26 +106,19 @@ Plan slice_backward(const OpCall& call) {
     return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent);
   };
   const std::int64_t start = clamp(call.integer("start"));
+  const std::int64_t length = g.local_shape()[d];
+  std::vector<std::pair<int, Partition>> parts;
+  if (g.is_sharded(d)) parts = {{d, before_slicing(g.dim(d).partition, start, step, extent)}};
+  const ShardSpec out = mapped_spec(g, sizes, all_labels(g.dims()), true, parts);
+  const std::int64_t first =
+      g.is_sharded(d) ? local_start(out, d, start + g.local_offset()[d] * step, step, length)
+                      : start;
+  const std::int64_t end = length == 0 ? first : first + (length - 1) * step + 1;
   Plan plan;
-  Shape local_sizes, parts;
-  std::int64_t local_start = start;
-  if (g.is_sharded(d)) parts = before_slicing(g.dim(d).partition, start, step, extent);
-  std::vector<std::pair<int, Partition>> given;
-  if (!parts.empty()) given.emplace_back(d, Partition(std::span<const std::int64_t>(parts)));
-  const ShardSpec out = mapped_spec(g, sizes, identity(g.dims()), true, given);
-  if (!parts.empty()) {
-    const LocalSlice mine =
-        local_slice(out, d, start + g.local_offset()[d] * step, step, g.local_shape()[d]);
-    local_start = mine.start;
-  }
-  const std::int64_t local_end =
-      std::min(local_start + std::max<std::int64_t>(g.local_shape()[d] - 1, 0) * step +
-                   (g.local_shape()[d] > 0 ? 1 : 0),
-               out.local_shape()[d]);
   plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())},
-                    {call.argument("start"), local_start},
-                    {call.argument("end"), local_end}};
+  plan.arguments = {{call.argument("input_sizes"), out.local_shape()},
+                    {call.argument("start"), first},
+                    {call.argument("end"), std::min(end, out.local_shape()[d])}};
   return plan;
 }
 
@@ -137,7 +130,7 @@ Plan with_input_sizes(const OpCall& call, const std::vector<int>& from, const st
   const ShardSpec out = mapped_spec(g, sizes, from, true, parts);
   plan.inputs = {g};
   plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), int_list(out.local_shape())}};
+  plan.arguments = {{call.argument("input_sizes"), out.local_shape()}};
   return plan;
 }
 
@@ -152,7 +145,7 @@ Plan select_backward(const OpCall& call) {
 Plan unfold_backward(const OpCall& call) {
   const int n = static_cast<int>(call.integers("input_sizes").size());
   const int d = normal_dim(call.integer("dim"), n);
-  auto from = identity(n);
+  auto from = all_labels(n);
   const ShardSpec& g = call.tensor(0).spec;
   const std::int64_t step = call.integer("step");
   if (call.integer("size") > step || g.dims() != n + 1 || !g.is_sharded(d)) {

@@ -4,8 +4,6 @@
 
 #include <ATen/core/function_schema.h>
 
-#include <span>
-
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/views/detail/view_parts.h"
@@ -28,7 +26,7 @@ Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<in
   return std::move(source.plan);
 }
 
-Plan same(const OpCall& call) { return by_dims(call, identity(call.tensor(0).spec.dims())); }
+Plan same(const OpCall& call) { return by_dims(call, all_labels(call.tensor(0).spec.dims())); }
 
 // Views of other values than the tensor's: for a sum they are the sum of the ranks' views. The real
 // part of a product is not the product of the real parts, and the minimum of all negatives not the
@@ -52,7 +50,7 @@ Plan linear_view(const OpCall& call, const std::vector<int>& from,
 
 Plan transpose(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  auto from = identity(n);
+  auto from = all_labels(n);
   if (n > 1 || call.has("dim0")) {
     const auto a = call.has("dim0") ? normal_dim(call.integer("dim0"), n) : 0,
                b = call.has("dim1") ? normal_dim(call.integer("dim1"), n) : n - 1;
@@ -70,7 +68,7 @@ Plan permute(const OpCall& call) {
 
 Plan unsqueeze(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
-  auto from = identity(n);
+  auto from = all_labels(n);
   from.insert(from.begin() + normal_dim(call.integer("dim"), n + 1), -1);
   return by_dims(call, from);
 }
@@ -110,7 +108,7 @@ Plan expand(const OpCall& call) {
     else
       whole.insert(d);
   Plan plan = by_dims(call, from, whole);
-  plan.arguments = {{call.argument("size"), int_list(plan.outputs[0].spec.local_shape())}};
+  plan.arguments = {{call.argument("size"), plan.outputs[0].spec.local_shape()}};
   return plan;
 }
 
@@ -119,20 +117,20 @@ Plan slice(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   require_dims(call);
   const int d = normal_dim(call.integer("dim"), in.dims());
-  if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
+  if (!in.is_sharded(d)) return same(call);
   const std::int64_t step = call.integer("step"), extent = in.shape()[d];
   std::int64_t start = call.has("start") ? call.integer("start") : 0;
   if (start < 0) start += extent;
   start = std::clamp<std::int64_t>(start, 0, extent);
   const OutputInfo& out = outputs_of(call)[0];
-  Plan plan;
-  const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true,
+  const ShardSpec spec = mapped_spec(in, out.shape, all_labels(in.dims()), true,
                                      {{d, kept(in.dim(d).partition, start, step, out.shape[d])}});
+  const std::int64_t length = spec.local_shape()[d],
+                     first = local_start(in, d, start, step, length);
+  Plan plan;
   plan.outputs = {{spec}};
-  const LocalSlice mine = local_slice(in, d, start, step, spec.local_shape()[d]);
-  plan.arguments = {{call.argument("start"), mine.start},
-                    {call.argument("end"),
-                     mine.length == 0 ? mine.start : mine.start + (mine.length - 1) * step + 1}};
+  plan.arguments = {{call.argument("start"), first},
+                    {call.argument("end"), length == 0 ? first : first + (length - 1) * step + 1}};
   return plan;
 }
 
@@ -140,12 +138,12 @@ Plan split(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   require_dims(call);
   const int d = normal_dim(call.integer("dim"), in.dims());
-  if (!in.is_sharded(d)) return by_dims(call, identity(in.dims()));
+  if (!in.is_sharded(d)) return same(call);
   Plan plan;
   Shape sizes;
   std::int64_t begin = 0;
   for (const OutputInfo& out : outputs_of(call)) {
-    const ShardSpec spec = mapped_spec(in, out.shape, identity(in.dims()), true,
+    const ShardSpec spec = mapped_spec(in, out.shape, all_labels(in.dims()), true,
                                        {{d, kept(in.dim(d).partition, begin, 1, out.shape[d])}});
     sizes.push_back(spec.local_shape()[d]);
     plan.outputs.push_back({spec});
@@ -161,12 +159,10 @@ Plan select(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   require_dims(call);
   const int d = normal_dim(call.integer("dim"), n);
-  auto from = identity(n);
+  auto from = all_labels(n);
   from.erase(from.begin() + d);
   return by_dims(call, from, {d});
 }
-
-Plan unbind(const OpCall& call) { return select(call); }
 
 // Of a dim over several ranks one row is gathered, not all: a slice, which shares memory, of which
 // the dim is then taken off.
@@ -203,17 +199,16 @@ Plan diagonal(const OpCall& call) {
 Plan unfold(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   const int d = normal_dim(call.integer("dimension"), in.dims());
-  auto from = identity(in.dims());
+  auto from = all_labels(in.dims());
   from.push_back(-1);
   const std::int64_t size = call.integer("size"), step = call.integer("step");
   const Shape& shape = outputs_of(call)[0].shape;
-  std::optional<Shape> windows;
+  std::optional<Partition> windows;
   if (in.dims() > 0 && in.is_sharded(d) && size <= step)
     windows = in_whole_units(in.dim(d).partition, shape[d], step);
   if (!windows) return by_dims(call, from, {d});
-  const Partition of_windows{std::span<const std::int64_t>(*windows)};
-  Source source(call, with_parts(in, {{d, rows_of_windows(of_windows, step, in.shape()[d])}}), {});
-  const ShardSpec out = mapped_spec(source.spec, shape, from, true, {{d, of_windows}});
+  Source source(call, with_parts(in, {{d, rows_of_windows(*windows, step, in.shape()[d])}}), {});
+  const ShardSpec out = mapped_spec(source.spec, shape, from, true, {{d, *windows}});
   source.plan.outputs = {{out}};
   if (out.local_shape()[d] == 0) {
     source.plan.local = [size](const OperatorHandle&, Stack arguments) {
@@ -238,16 +233,16 @@ Plan view_dtype(const OpCall& call) {
 const AtStart registered([] {
   register_rules({"aten::alias", "aten::detach", "aten::_conj", "aten::_conj_physical"}, same);
   register_rule("aten::_neg_view", [](const OpCall& call) {
-    return linear_view(call, identity(call.tensor(0).spec.dims()));
+    return linear_view(call, all_labels(call.tensor(0).spec.dims()));
   });
   register_rule("aten::view_as_real", [](const OpCall& call) {
-    auto from = identity(call.tensor(0).spec.dims());
+    auto from = all_labels(call.tensor(0).spec.dims());
     from.push_back(-1);
     return linear_view(call, from);
   });
   register_rule("aten::view_as_complex", [](const OpCall& call) {
     const int n = call.tensor(0).spec.dims();
-    return linear_view(call, identity(n - 1), {n - 1});
+    return linear_view(call, all_labels(n - 1), {n - 1});
   });
   register_rules({"aten::t", "aten::transpose"}, transpose);
   register_rule("aten::permute", permute);
@@ -258,8 +253,7 @@ const AtStart registered([] {
   register_rules({"aten::split.Tensor", "aten::split_with_sizes", "aten::unsafe_split.Tensor",
                   "aten::unsafe_split_with_sizes"},
                  split);
-  register_rule("aten::select.int", select);
-  register_rule("aten::unbind.int", unbind);
+  register_rules({"aten::select.int", "aten::unbind.int"}, select);
   register_rules({"aten::diagonal", "aten::diagonal_copy"}, diagonal);
   register_rule("aten::unfold", unfold);
   register_rule("aten::view.dtype", view_dtype);

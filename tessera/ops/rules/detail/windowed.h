@@ -26,24 +26,29 @@ inline bool any_distributed(const ShardSpec& spec, int first_dim) {
   return false;
 }
 
+/// The partition whose shards end at `to(end)` in place of `end`, or where the one before ends if
+/// that is later.
+template <class To>
+Partition with_boundaries(const Partition& parts, const To& to) {
+  std::vector<std::int64_t> sizes;
+  std::int64_t last = 0;
+  for (int i = 0; i < parts.parts(); ++i) {
+    const std::int64_t boundary = std::max<std::int64_t>(last, to(parts.interval(i).end));
+    sizes.push_back(boundary - last);
+    last = boundary;
+  }
+  return Partition(sizes);
+}
+
 /// The partition with every shard `by` times as large.
 inline Partition scaled(const Partition& parts, std::int64_t by) {
-  std::vector<std::int64_t> sizes = parts.sizes();
-  for (auto& n : sizes) n *= by;
-  return Partition(sizes);
+  return with_boundaries(parts, [by](std::int64_t end) { return end * by; });
 }
 
 /// The partition in units of `by`, which divides the extent: each boundary is moved to the nearest
 /// whole unit. in_units({5, 1, 6}, 4) -> {1, 1, 1}.
 inline Partition in_units(const Partition& parts, std::int64_t by) {
-  std::vector<std::int64_t> sizes;
-  std::int64_t last = 0;
-  for (int i = 0; i < parts.parts(); ++i) {
-    const std::int64_t boundary = std::max(last, (parts.interval(i).end + by / 2) / by);
-    sizes.push_back(boundary - last);
-    last = boundary;
-  }
-  return Partition(sizes);
+  return with_boundaries(parts, [by](std::int64_t end) { return (end + by / 2) / by; });
 }
 
 /// True if libtorch treats the tensor as channels_last. One with one spatial dim is computed as

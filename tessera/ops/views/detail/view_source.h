@@ -27,11 +27,11 @@ inline const std::vector<OutputInfo>& outputs_of(const OpCall& call) {
   return *out;
 }
 
-/// The sizes, in units, with the boundaries moved to the nearest of `units` that begin every `rows`
-/// rows, the last ending with the dim. Of the ranks that have rows as many keep some as there are
-/// units. nullopt if all of it would be on one rank.
-inline std::optional<Shape> in_whole_units(const Partition& parts, std::int64_t units,
-                                           std::int64_t rows) {
+/// The partition, in units, with the boundaries moved to the nearest of `units` that begin every
+/// `rows` rows, the last ending with the dim. Of the ranks that have rows as many keep some as
+/// there are units. nullopt if all of it would be on one rank.
+inline std::optional<Partition> in_whole_units(const Partition& parts, std::int64_t units,
+                                               std::int64_t rows) {
   const Shape given = parts.sizes();
   std::int64_t behind = std::ranges::count_if(given, [](std::int64_t n) { return n > 0; });
   if (std::min(units, behind) < 2) return std::nullopt;
@@ -50,7 +50,7 @@ inline std::optional<Shape> in_whole_units(const Partition& parts, std::int64_t 
     sizes.push_back(boundary - last);
     last = boundary;
   }
-  return sizes;
+  return Partition(sizes);
 }
 
 }  // namespace tessera::detail::views_rules
