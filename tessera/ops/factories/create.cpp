@@ -2,8 +2,6 @@
 
 #include <ATen/ops/zeros_like.h>
 
-#include <numeric>
-
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail::create_rules {
@@ -29,18 +27,16 @@ bool fits(const ShardSpec& in, const Shape& size) {
 Plan sized(const OpCall& call) {
   const ShardSpec& in = call.tensor(0).spec;
   const Shape size = call.integers("size");
-  std::vector<int> from(size.size(), -1);
-  if (fits(in, size)) std::iota(from.begin(), from.end(), 0);
+  const Labels from = fits(in, size) ? all_labels(in.dims()) : Labels(size.size(), -1);
   const ShardSpec out = mapped_spec(in, size, from, false);
   Plan plan;
   plan.outputs = {{out}};
-  plan.arguments = {
-      {call.argument("size"), c10::IValue(c10::List<std::int64_t>(out.local_shape()))}};
+  plan.arguments = {{call.argument("size"), out.local_shape()}};
   if (call.argument("stride") >= 0) {
-    plan.outputs[0].strides = call.integers("stride");
+    const Shape strides = call.integers("stride");
+    plan.outputs[0].strides = strides;
     plan.arguments.emplace_back(call.argument("stride"),
-                                c10::IValue(c10::List<std::int64_t>(
-                                    strides_in_order(out.local_shape(), call.integers("stride")))));
+                                strides_in_order(out.local_shape(), strides));
   }
   return plan;
 }
