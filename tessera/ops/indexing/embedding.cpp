@@ -62,16 +62,9 @@ std::optional<Plan> exchanged(const OpCall& call, const TensorInfo& weight,
     of_result.push_back(t.is_shard(0) && i.is_shard() ? i : of_terms.back());
   }
   if (!together) return std::nullopt;
-  const ShardSpec gathered = asked.with_placements(all_asked);
-  Shape shape = indices.spec.shape();
-  shape.push_back(weight.spec.shape()[1]);
-  const auto result = [&](const ShardSpec& of_indices, std::vector<Placement> placements) {
-    std::vector<const DimSharding*> dims;
-    for (int d = 0; d < n; ++d) dims.push_back(&of_indices.dim(d));
-    dims.push_back(&table.dim(1));
-    return make_spec(context_of(table), shape, std::move(placements), dims);
-  };
-  const ShardSpec summands = result(gathered, of_terms), out = result(asked, of_result);
+  const ShardSpec gathered = asked.with_placements(all_asked),
+                  summands = lookup_spec(gathered, table, of_terms),
+                  out = lookup_spec(asked, table, of_result);
   Plan plan;
   plan.inputs.resize(call.tensors().size());
   plan.inputs[call.index_of(weight)] = table;
@@ -92,9 +85,7 @@ ShardSpec along_sequence(const OpCall& call, const TensorInfo& weight, const Sha
   if (!where || where.dim < 0 || where.dim + 1 >= terms.dims() ||
       !terms.placements()[where.axis].is_partial())
     return terms;
-  auto placements = terms.placements();
-  placements[where.axis] = Shard(where.dim);
-  return terms.with_placements(placements);
+  return terms.with_placement(where.axis, Shard(where.dim));
 }
 
 Plan embedding(const OpCall& call) {
@@ -203,16 +194,14 @@ std::optional<std::int64_t> wrapped(std::optional<std::int64_t> padding, std::in
 
 // Number of indices that are in bags: those behind an offset that ends the last bag are in none.
 std::int64_t used(const at::Tensor& offsets, std::int64_t count, bool include_last) {
-  if (offsets.numel() == 0) return 0;
-  const at::Tensor on_host = offsets.to(c10::kCPU, at::kLong).contiguous();
-  const std::int64_t* at = on_host.const_data_ptr<std::int64_t>();
-  const std::int64_t n = on_host.numel();
+  const Sizes at = host_numbers(offsets);
+  if (at.empty()) return 0;
   TORCH_CHECK(at[0] == 0, "embedding_bag: offsets[0] is ", at[0],
               ", but the first bag must start at index 0");
-  TORCH_CHECK(std::is_sorted(at, at + n), "embedding_bag: offsets must not decrease");
-  TORCH_CHECK(at[n - 1] <= count, "embedding_bag: offsets[-1] is ", at[n - 1], ", but there are ",
+  TORCH_CHECK(std::ranges::is_sorted(at), "embedding_bag: offsets must not decrease");
+  TORCH_CHECK(at.back() <= count, "embedding_bag: offsets[-1] is ", at.back(), ", but there are ",
               count, " indices");
-  return include_last ? at[n - 1] : count;
+  return include_last ? at.back() : count;
 }
 
 // The largest element of each bag; of several that are equal the first gets the gradient, as with

@@ -8,9 +8,9 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/embedding_bag.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -23,11 +23,6 @@
 namespace tessera::detail {
 namespace {
 
-Sizes numbers(const at::Tensor& t) {
-  const at::Tensor here = t.to(at::kCPU, at::kLong).contiguous();
-  return {here.const_data_ptr<std::int64_t>(), here.const_data_ptr<std::int64_t>() + here.numel()};
-}
-
 // Which bags this rank makes of which indices.
 struct BagCut {
   // Where this rank's bags begin among all indices.
@@ -39,11 +34,12 @@ struct BagCut {
 // A tensor of one dim of these sizes over the axes that shard it.
 ShardSpec cut_as(const ShardSpec& like, const std::vector<Placement>& placements,
                  const Sizes& sizes) {
-  std::int64_t all = 0;
-  for (const std::int64_t n : sizes) all += n;
   const bool is_cut =
       std::ranges::any_of(placements, [](const Placement& p) { return p.is_shard(); });
-  return {like.mesh(), {all}, placements, is_cut ? ShardSizes{{0, sizes}} : ShardSizes{}};
+  return {like.mesh(),
+          {c10::sum_integers(sizes)},
+          placements,
+          is_cut ? ShardSizes{{0, sizes}} : ShardSizes{}};
 }
 
 [[noreturn]] void wrong_offsets(const std::string& what) {
@@ -90,18 +86,17 @@ BagCut cut_where_indices_lie(const Sizes& offsets, bool include_last, const Shar
 BagCut cut_where_offsets_lie(const at::Tensor& offsets, bool include_last, std::int64_t count) {
   const ShardSpec& spec = meta_of(offsets)->spec();
   BagCut cut;
-  cut.begins = numbers(meta_of(offsets)->local);
+  cut.begins = host_numbers(meta_of(offsets)->local);
   const bool ordered = std::ranges::is_sorted(cut.begins);
   const Group ranks = context_of(spec)->mesh.group(spec.dim(0).axes);
   const std::int64_t none = -1;
   const at::Tensor ends =
-      at::tensor({cut.begins.empty() ? none : cut.begins.front(),
-                  cut.begins.empty() ? none : cut.begins.back(), std::int64_t{ordered}},
-                 at::TensorOptions(at::kLong))
-          .to(meta_of(offsets)->local.device());
+      tensor_of({cut.begins.empty() ? none : cut.begins.front(),
+                 cut.begins.empty() ? none : cut.begins.back(), std::int64_t{ordered}},
+                meta_of(offsets)->local);
   const at::Tensor all = at::empty({3 * ranks.size()}, ends.options());
   ranks.all_gather(all, ends, {}, {.name = "offsets of bags"});
-  const Sizes of_all = numbers(all);
+  const Sizes of_all = host_numbers(all);
   Sizes bags = spec.dim(0).partition.sizes(), lengths(bags.size(), 0);
   std::int64_t end = include_last ? none : count, before = 0;
   for (std::size_t r = 0; r < bags.size(); ++r) {
@@ -145,7 +140,7 @@ Bags local_bags(const at::Tensor& table, const at::Tensor& given, const at::Tens
     const at::NoGradGuard no_grad;
     const auto longs = at::TensorOptions(at::kLong).device(given.device());
     const std::int64_t first = cut.indices.local_offset()[0];
-    begins = at::tensor(cut.begins, at::TensorOptions(at::kLong)).to(given.device()) - first;
+    begins = tensor_of(cut.begins, given) - first;
     bag_of = at::bucketize(at::arange(ids.numel(), longs), begins, false, true) - 1;
     if (options.table.padding >= 0) {
       // What counts for nothing is not asked for.
@@ -156,9 +151,7 @@ Bags local_bags(const at::Tensor& table, const at::Tensor& given, const at::Tens
       ids = given.index_select(0, places);
       if (weights.defined()) samples = places;
     }
-    size = at::cat(
-               {begins, at::tensor({ids.numel()}, at::TensorOptions(at::kLong)).to(longs.device())})
-               .diff();
+    size = at::cat({begins, tensor_of({ids.numel()}, given)}).diff();
   }
   if (weights.defined() && options.table.padding >= 0) samples = weights.index_select(0, samples);
   const TableRows found = table_rows(table, ids, cut.indices.placements(), options.table);
@@ -198,7 +191,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bags_of_table(
     if (by_offsets && spec(near).is_sharded(0)) {
       cut = cut_where_offsets_lie(near, options.include_last, count);
     } else {
-      cut = cut_where_indices_lie(numbers(by_offsets ? to_local(near) : near), options.include_last,
+      cut = cut_where_indices_lie(host_numbers(by_offsets ? to_local(near) : near),
+                                  options.include_last,
                                   without_partial(spec(indices)).with_placements(beside));
     }
   }
@@ -218,9 +212,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bags_of_table(
   } catch (...) {
     rethrow_to_all("aten::embedding_bag", *context);
   }
-  const ShardSpec made =
-      make_spec(context, {cut.bags.shape()[0], rows.shape()[1]}, with_columns(rows, beside, 1),
-                std::vector<const DimSharding*>{&cut.bags.dim(0), &rows.dim(1)});
+  const ShardSpec made = lookup_spec(cut.bags, rows, with_columns(rows, beside, 1));
   at::Tensor result = from_local(local.made, made);
   if (auto out = with_columns(rows, wanted, 1); out != made.placements())
     result = redistribute(result, out);

@@ -14,10 +14,10 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "tessera/comm/group/group.h"
 #include "tessera/ops/rules/detail/rules.h"
@@ -36,19 +36,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-std::int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-}
-
-Sizes sizes_of(const at::Tensor& counts) {
-  const at::Tensor here = counts.to(at::kCPU, at::kLong).contiguous();
-  return {here.const_data_ptr<std::int64_t>(), here.const_data_ptr<std::int64_t>() + here.numel()};
-}
-
-at::Tensor tensor_of(const Sizes& values, const at::Tensor& like) {
-  return at::tensor(values, at::TensorOptions(at::kLong)).to(like.device());
-}
 
 // Rows that travel between the ranks that share the table, and which those are here and at their
 // owners, by rank.
@@ -73,7 +60,7 @@ struct Exchange {
                   const char* name) const {
     if (ranks.size() == 1) return input;
     auto shape = input.sizes().vec();
-    shape[0] = total(out);
+    shape[0] = c10::sum_integers(out);
     const at::Tensor output = at::empty(shape, input.options());
     ranks.all_to_all(output, input.contiguous(), out, in, {.name = name});
     return output;
@@ -143,7 +130,7 @@ void agree_on_rows(Exchange& e, const at::Tensor& ids, const std::vector<Placeme
   const at::Tensor wanted = ids.reshape({-1}).to(at::kLong);
   const auto [unique, place, none] = at::_unique2(wanted, true, true);
   if (const std::int64_t n = unique.numel(); n > 0) {
-    const Sizes ends = sizes_of(unique.index_select(0, tensor_of({0, n - 1}, unique)));
+    const Sizes ends = host_numbers(unique.index_select(0, tensor_of({0, n - 1}, unique)));
     const std::int64_t wrong = ends[0] < 0 ? ends[0] : ends[1];
     TORCH_CHECK_INDEX(wrong >= 0 && wrong < extent, "embedding: index ", wrong, " on rank ",
                       context_of(e.table)->mesh.all().rank(), " is out of range for a table of ",
@@ -154,12 +141,12 @@ void agree_on_rows(Exchange& e, const at::Tensor& ids, const std::vector<Placeme
   for (int r = 0; r < e.ranks.size(); ++r) begins.push_back(e.ranks.size() > 1 ? rows.begin(r) : 0);
   begins.push_back(extent);
   const at::Tensor counts = at::searchsorted(unique, tensor_of(begins, unique)).diff();
-  e.values.asked = sizes_of(counts);
+  e.values.asked = host_numbers(counts);
   e.values.given = e.values.asked;
   if (e.ranks.size() > 1) {
     const at::Tensor theirs = at::empty_like(counts);
     e.ranks.all_to_all(theirs, counts.contiguous(), {}, {}, {.name = "numbers of rows"});
-    e.values.given = sizes_of(theirs);
+    e.values.given = host_numbers(theirs);
   }
   e.values.rows = e.to_owners(unique, e.values, "rows of an embedding") - e.table.local_offset()[0];
   e.gradients = of_gradients(e, unique, sharded_by);
@@ -175,7 +162,7 @@ at::Tensor look_up(const Exchange& e, const at::Tensor& table) {
 
 // How often each row of this rank occurs, over all ranks.
 at::Tensor frequencies(const Exchange& e) {
-  const at::Tensor mine = at::bincount(e.place, {}, total(e.values.asked));
+  const at::Tensor mine = at::bincount(e.place, {}, c10::sum_integers(e.values.asked));
   const at::Tensor all =
       at::zeros({e.table.local_shape()[0]}, mine.options())
           .index_add(0, e.gradients.rows, e.to_owners(mine, e.gradients, "frequencies"));
@@ -193,9 +180,10 @@ at::Tensor over_others(const Exchange& e, const at::Tensor& rows) {
   const at::Tensor ids = rows._indices().squeeze(0).contiguous(), values = rows._values();
   const at::Tensor counts = at::empty({group.size()}, ids.options());
   group.all_gather(counts, tensor_of({ids.numel()}, ids), {}, {.name = "numbers of rows"});
-  const Sizes sizes = sizes_of(counts);
-  const at::Tensor all_ids = at::empty({total(sizes)}, ids.options());
-  const at::Tensor all = at::empty({total(sizes), values.size(1)}, values.options());
+  const Sizes sizes = host_numbers(counts);
+  const std::int64_t total = c10::sum_integers(sizes);
+  const at::Tensor all_ids = at::empty({total}, ids.options());
+  const at::Tensor all = at::empty({total, values.size(1)}, values.options());
   group.all_gather(all_ids, ids, sizes, {.name = "rows of a gradient"});
   group.all_gather(all, values.contiguous(), sizes, {.name = "gradient of an embedding"});
   return summed_rows(all_ids, all, rows.sizes());
@@ -276,8 +264,7 @@ variable_list GradientOfTable::backward(AutogradContext* ctx, const variable_lis
                               "embedding: no second derivative with scale_grad_by_freq or sparse");
   at::Tensor table = redistribute(sharded_gradient(g[0], e->table), e->table);
   if (e->options.padding >= 0) {
-    const at::Tensor none = at::tensor({e->options.padding}, at::TensorOptions(at::kLong));
-    table = table.index_fill(0, none.to(table.device()), 0);
+    table = table.index_fill(0, tensor_of({e->options.padding}, table), 0);
   }
   return {Lookup::apply(table, e), at::Tensor()};
 }
@@ -302,13 +289,7 @@ bool embedding(Stack* stack) {
       table_rows(weight, meta_of(indices)->local, ids.placements(),
                  {.padding = a[2].toInt(), .by_frequency = a[3].toBool(), .sparse = sparse});
   const int n = ids.dims();
-  auto shape = ids.shape();
-  shape.push_back(where.shape()[1]);
-  std::vector<const DimSharding*> dims;
-  for (int d = 0; d < n; ++d) dims.push_back(&ids.dim(d));
-  dims.push_back(&where.dim(1));
-  const ShardSpec made =
-      make_spec(context_of(where), shape, with_columns(where, ids.placements(), n), dims);
+  const ShardSpec made = lookup_spec(ids, where, with_columns(where, ids.placements(), n));
   // On the CPU backward of libtorch's embedding() takes four times as long as index_select()'s; on
   // a device it is the one that adds in float, and in the same order every time.
   const at::Tensor picked = found.rows.is_cpu() ? found.rows.index_select(0, found.place)
@@ -346,6 +327,25 @@ bool rows_are_asked_for(const at::Tensor& weight, bool sparse) {
         "embedding with sparse=True: fully_shard gathers this table, whose gradient is dense then. "
         "Name it in FullyShardOptions::stay, or make the layer with sparse=False.");
   return stays || sparse;
+}
+
+Sizes host_numbers(const at::Tensor& t) {
+  const at::Tensor here = t.to(at::kCPU, at::kLong).contiguous();
+  return {here.const_data_ptr<std::int64_t>(), here.const_data_ptr<std::int64_t>() + here.numel()};
+}
+
+at::Tensor tensor_of(const Sizes& numbers, const at::Tensor& like) {
+  return at::tensor(numbers, at::TensorOptions(at::kLong)).to(like.device());
+}
+
+ShardSpec lookup_spec(const ShardSpec& ids, const ShardSpec& table,
+                      std::vector<Placement> placements) {
+  Shape shape = ids.shape();
+  shape.push_back(table.shape()[1]);
+  std::vector<const DimSharding*> dims;
+  for (int d = 0; d < ids.dims(); ++d) dims.push_back(&ids.dim(d));
+  dims.push_back(&table.dim(1));
+  return make_spec(context_of(table), std::move(shape), std::move(placements), dims);
 }
 
 std::vector<Placement> beside_columns(const ShardSpec& table, std::vector<Placement> placements) {

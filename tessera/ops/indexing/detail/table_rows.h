@@ -40,6 +40,13 @@ struct TableRows {
 TableRows table_rows(const at::Tensor& weight, const at::Tensor& ids,
                      const std::vector<Placement>& sharded_by, const TableOptions& options);
 
+/// The integers of a tensor, in host memory; and a tensor of such on the device of `like`.
+Sizes host_numbers(const at::Tensor& t);
+at::Tensor tensor_of(const Sizes& numbers, const at::Tensor& like);
+
+/// The spec of what these ids name: their dims, then the columns of the table.
+ShardSpec lookup_spec(const ShardSpec& ids, const ShardSpec& table,
+                      std::vector<Placement> placements);
 /// The placements with Replicate in place of Partial and on the axes that shard the table's
 /// columns.
 std::vector<Placement> beside_columns(const ShardSpec& table, std::vector<Placement> placements);
