@@ -198,7 +198,7 @@ at::Tensor matmul(const at::Tensor& given_a, const at::Tensor& given_b) {
   ParameterCasts casts;
   const ShardMeta* meta = meta_of(a) ? meta_of(a) : meta_of(b);
   if (meta && casts_parameters(*meta)) casts = cast_tensors({&a, &b});
-  const auto y = sequence_matmul(a, b);
+  const auto y = sequence_linear(a, b, std::nullopt, /*transposed=*/true);
   return cast_result(y ? *y : matmul_of_shards(a, b), casts);
 }
 

@@ -31,10 +31,10 @@ at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b);
 /// linear(x, w, bias), or nothing where the weight does not ask for it or the data do not lie so.
 /// With a graph, layers that are given one `x` after the other (query, key and value; gate and up)
 /// share one gathered copy, forward and backward, and one reduce-scatter of its gradient. What is
-/// saved for backward is the shard: it is gathered again.
+/// saved for backward is the shard: it is gathered again. `transposed`: matmul(x, w), of a weight
+/// that is given as w.t() is, as torch::nn::Linear calls it.
 std::optional<at::Tensor> sequence_linear(const at::Tensor& x, const at::Tensor& w,
-                                          const std::optional<at::Tensor>& bias);
-/// The same for matmul(x, w.t()), as torch::nn::Linear calls it.
-std::optional<at::Tensor> sequence_matmul(const at::Tensor& x, const at::Tensor& transposed);
+                                          const std::optional<at::Tensor>& bias,
+                                          bool transposed = false);
 
 }  // namespace tessera::detail

@@ -1,4 +1,3 @@
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -24,12 +23,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-ShardSpec with_axis(const ShardSpec& spec, int axis, Placement placement) {
-  auto placements = spec.placements();
-  placements[axis] = placement;
-  return spec.with_placements(placements);
-}
 
 // The input that several layers share: one gathered copy of it. The graph of the layers owns it, so
 // that nothing outlives them.
@@ -239,7 +232,7 @@ at::Tensor reduced_gradient(const at::Tensor& gradient, int axis) {
   if (!meta || axis >= meta->spec().mesh_dims() || !meta->spec().placements()[axis].is_partial())
     return {};
   if (!at::GradMode::is_enabled() && reduce_intermediate(gradient)) return gradient;
-  return redistribute(gradient, with_axis(meta->spec(), axis, Replicate()));
+  return redistribute(gradient, meta->spec().with_placement(axis, Replicate()));
 }
 
 // A row layer of a tensor-parallel plan whose data are replicated between layers.
@@ -256,8 +249,10 @@ std::optional<at::Tensor> between_replicated(const at::Tensor& x, const at::Tens
   return y;
 }
 
-std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& w,
-                                         const std::optional<at::Tensor>& bias, bool transposed) {
+}  // namespace
+
+std::optional<at::Tensor> sequence_linear(const at::Tensor& x, const at::Tensor& w,
+                                          const std::optional<at::Tensor>& bias, bool transposed) {
   const ShardMeta* weight = meta_of(w);
   if (!weight || !weight->layout->sequence || w.dim() != 2) return std::nullopt;
   const SequenceSharding where = weight->layout->sequence;
@@ -269,7 +264,7 @@ std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& 
                   of_data = data->spec().placements()[where.axis];
   const int out = transposed ? 1 : 0;
   if (of_weight.is_shard(out) && of_data.is_shard(where.dim)) {
-    const Gathered in = gather(x, with_axis(data->spec(), where.axis, Replicate()));
+    const Gathered in = gather(x, data->spec().with_placement(where.axis, Replicate()));
     return LinearOfGathered::apply(in.value, x, w, bias, transposed, in.shared);
   }
   LastGathered::clear();
@@ -277,20 +272,9 @@ std::optional<at::Tensor> along_sequence(const at::Tensor& x, const at::Tensor& 
     at::Tensor y = product(x, w, bias, transposed);
     const ShardSpec made = spec(y);
     if (!made.placements()[where.axis].is_partial()) return y;
-    return redistribute(y, with_axis(made, where.axis, Shard(where.dim)));
+    return redistribute(y, made.with_placement(where.axis, Shard(where.dim)));
   }
   return std::nullopt;
-}
-
-}  // namespace
-
-std::optional<at::Tensor> sequence_linear(const at::Tensor& x, const at::Tensor& w,
-                                          const std::optional<at::Tensor>& bias) {
-  return along_sequence(x, w, bias, false);
-}
-
-std::optional<at::Tensor> sequence_matmul(const at::Tensor& x, const at::Tensor& transposed) {
-  return along_sequence(x, transposed, std::nullopt, true);
 }
 
 }  // namespace tessera::detail
