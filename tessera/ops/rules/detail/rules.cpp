@@ -20,8 +20,8 @@ struct Choice {
   ReduceOp::Kind op = ReduceOp::Kind::sum;
 };
 
-bool has(const Labels& labels, int label) {
-  return std::ranges::find(labels, label) != labels.end();
+bool has(const std::vector<int>& labels_or_axes, int one) {
+  return std::ranges::find(labels_or_axes, one) != labels_or_axes.end();
 }
 int dim_of(const Labels& labels, int label) {
   return static_cast<int>(std::ranges::find(labels, label) - labels.begin());
@@ -29,25 +29,16 @@ int dim_of(const Labels& labels, int label) {
 
 // True if some output lacks the label and so becomes partial.
 bool leaves_partial(const LabelProblem& p, int label) {
-  for (const Labels& out : p.outputs)
-    if (!has(out, label)) return true;
-  return false;
+  return std::ranges::any_of(p.outputs, [&](const Labels& out) { return !has(out, label); });
 }
 
 Placement required(const LabelProblem& p, const Choice& choice, int input) {
-  switch (choice.kind) {
-    case Choice::Kind::replicate:
-      return Replicate();
-    case Choice::Kind::label:
-      if (has(p.inputs[input], choice.label)) return Shard(dim_of(p.inputs[input], choice.label));
-      return p.additive.contains(input) && leaves_partial(p, choice.label) ? Partial(p.reduce)
-                                                                           : Replicate();
-    case Choice::Kind::partial:
-      return choice.input < 0 || choice.input == input || p.additive.contains(input)
-                 ? Partial(choice.op)
-                 : Replicate();
-  }
-  return Replicate();
+  if (choice.kind == Choice::Kind::replicate) return Replicate();
+  const bool added = p.additive.contains(input);
+  if (choice.kind == Choice::Kind::partial)
+    return choice.input < 0 || choice.input == input || added ? Partial(choice.op) : Replicate();
+  if (has(p.inputs[input], choice.label)) return Shard(dim_of(p.inputs[input], choice.label));
+  return added && leaves_partial(p, choice.label) ? Partial(p.reduce) : Replicate();
 }
 
 Placement placed(const LabelProblem& p, const Choice& choice, std::size_t output) {
@@ -89,10 +80,6 @@ std::vector<Choice> choices(const LabelProblem& p, int axis) {
   return all;
 }
 
-bool contains(const std::vector<int>& axes, int axis) {
-  return std::ranges::find(axes, axis) != axes.end();
-}
-
 // Null: not a parameter, or one of a list.
 const Layout* layout_of_parameter(const LabelProblem& p, const TensorInfo& t) {
   if (!t.parameter || t.element >= 0) return nullptr;
@@ -105,14 +92,14 @@ const Layout* layout_of_parameter(const LabelProblem& p, const TensorInfo& t) {
 // tensor-parallel plan has sharded over it, or one of which fully_shard gathers others.
 bool computed_in_shards(const LabelProblem& p, const TensorInfo& t, int axis) {
   const Layout* layout = layout_of_parameter(p, t);
-  return layout && (layout->sequence.axis == axis ||
-                    (layout->unit_axes && !contains(*layout->unit_axes, axis)));
+  return layout &&
+         (layout->sequence.axis == axis || (layout->unit_axes && !has(*layout->unit_axes, axis)));
 }
 
 // Whether the parameter's unit is gathered over this axis.
 bool in_unit(const LabelProblem& p, const TensorInfo& t, int axis) {
   const Layout* layout = layout_of_parameter(p, t);
-  return layout && layout->unit_axes && contains(*layout->unit_axes, axis);
+  return layout && layout->unit_axes && has(*layout->unit_axes, axis);
 }
 
 // Whether a choice would compute with shards of a parameter whose unit is gathered over this axis,
@@ -269,20 +256,14 @@ Plan solve(const LabelProblem& p) {
   const auto* inferred = p.output_shapes.empty() ? p.call.outputs() : nullptr;
   if (p.output_shapes.empty() && !inferred && !p.call.in_place())
     throw ShardingError("the rule of ", p.call.name(), " does not know the shape of its result");
-  for (std::size_t o = 0; o < p.outputs.size(); ++o) {
-    std::vector<std::int64_t> shape;
-    if (inferred) {
-      if (o >= inferred->size()) break;  // written in place: the target has its spec
-      if (!(*inferred)[o].defined) {
-        plan.outputs.push_back({});
-        continue;
-      }
-      shape = (*inferred)[o].shape;
-    } else if (o < p.output_shapes.size()) {
-      shape = p.output_shapes[o];
-    } else {
-      break;
+  // Of a target that is written in place no shape is given: it has its spec.
+  const std::size_t given = inferred ? inferred->size() : p.output_shapes.size();
+  for (std::size_t o = 0; o < std::min(given, p.outputs.size()); ++o) {
+    if (inferred && !(*inferred)[o].defined) {
+      plan.outputs.push_back({});
+      continue;
     }
+    const Shape& shape = inferred ? (*inferred)[o].shape : p.output_shapes[o];
     std::vector<Placement> placements;
     for (const Choice& c : chosen) placements.push_back(placed(p, c, o));
     plan.outputs.push_back({spec_of(p.outputs[o], shape, std::move(placements))});
@@ -429,38 +410,28 @@ Rule guarded(Rule rule) {
     Plan plan = rule(call);
     if (plan.gathered || call.in_place() || !empty_here(call, plan)) return plan;
     struct Made {
-      std::vector<std::int64_t> shape;
+      Shape shape;
       std::optional<at::ScalarType> dtype;
-      bool defined;
     };
-    std::vector<Made> made;
+    std::vector<std::optional<Made>> made(plan.outputs.size());  // nullopt: undefined
     const auto* known = call.outputs();
-    for (std::size_t o = 0; o < plan.outputs.size(); ++o) {
+    for (std::size_t o = 0; o < made.size(); ++o) {
       const ShardSpec& spec = plan.outputs[o].spec;
-      if (!spec) {
-        made.push_back({{}, std::nullopt, false});
-        continue;
-      }
+      if (!spec) continue;
       // the rank has a value here: the kernel must compute it
       if (spec.local_numel() > 0 && !spec.has_partial()) return plan;
-      made.push_back({spec.local_shape(),
-                      known && o < known->size() ? std::optional((*known)[o].dtype) : std::nullopt,
-                      true});
+      made[o] = Made{spec.local_shape(), std::nullopt};
+      if (known && o < known->size()) made[o]->dtype = (*known)[o].dtype;
     }
-    plan.local = [made](const c10::OperatorHandle&, torch::jit::Stack arguments) {
-      at::TensorOptions options;
-      for (const c10::IValue& v : arguments) {
-        if (v.isTensor() && v.toTensor().defined()) {
-          options = v.toTensor().options();
-          break;
-        }
-      }
-      torch::jit::Stack results;
-      for (const Made& m : made) {
-        results.emplace_back(m.defined
-                                 ? at::zeros(m.shape, m.dtype ? options.dtype(m.dtype) : options)
-                                 : at::Tensor());
-      }
+    plan.local = [made](const OperatorHandle&, const Stack& arguments) {
+      const auto tensor = std::ranges::find_if(
+          arguments, [](const c10::IValue& v) { return v.isTensor() && v.toTensor().defined(); });
+      const at::TensorOptions options =
+          tensor == arguments.end() ? at::TensorOptions() : tensor->toTensor().options();
+      Stack results;
+      for (const auto& m : made)
+        results.emplace_back(m ? at::zeros(m->shape, m->dtype ? options.dtype(m->dtype) : options)
+                               : at::Tensor());
       return results;
     };
     return plan;
