@@ -94,13 +94,9 @@ Plan index(const OpCall& call) {
   if (a.dims.size() > 1 || !plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
                    const OperatorHandle&, Stack s) {
-    const at::Tensor t = s[0].toTensor(), given = s[1].toListRef()[d].toTensor();
-    part.check(given, "index", true);
-    if (part.size == 0) return Stack{nothing_like(t, local)};
-    const at::Tensor at = part.global(given);
-    const at::Tensor rows =
-        t.index_select(d, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(local);
-    return Stack{masked(rows, part.mine(at), d)};
+    const at::Tensor at = s[1].toListRef()[d].toTensor();
+    part.check(at, "index", true);
+    return Stack{slices_here(s[0].toTensor(), d, part.global(at), part, local)};
   };
   return plan;
 }

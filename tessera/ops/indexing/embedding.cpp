@@ -37,10 +37,7 @@ at::Tensor rows_here(const at::Tensor& table, const at::Tensor& at, const DimSha
   require_range(at, part.extent, "embedding");
   Shape shape = at.sizes().vec();
   shape.push_back(table.size(1));
-  if (part.size == 0) return nothing_like(table, shape);
-  const at::Tensor rows =
-      table.index_select(0, (at - part.begin).clamp(0, part.size - 1).reshape(-1)).view(shape);
-  return masked(rows, part.mine(at), 0);
+  return slices_here(table, 0, at, part, shape);
 }
 
 // If rows of the table and indices are sharded by the same axes: the indices are gathered, each

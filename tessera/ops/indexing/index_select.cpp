@@ -31,12 +31,9 @@ Plan index_select(const OpCall& call) {
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), local = plan.outputs[0].spec.local_shape()](
                    const OperatorHandle&, Stack a) {
-    const at::Tensor &t = a[0].toTensor(), &given = a[2].toTensor();
-    part.check(given, "index_select", false);
-    if (part.size == 0) return Stack{nothing_like(t, local)};
-    const at::Tensor at = part.global(given);
-    return Stack{
-        masked(t.index_select(d, (at - part.begin).clamp(0, part.size - 1)), part.mine(at), d)};
+    const at::Tensor& at = a[2].toTensor();
+    part.check(at, "index_select", false);
+    return Stack{slices_here(a[0].toTensor(), d, at, part, local)};
   };
   return plan;
 }

@@ -69,6 +69,15 @@ inline at::Tensor masked(const at::Tensor& picked, const at::Tensor& mine, std::
   return picked.masked_fill(mine.logical_not().view(shape), no_summand(picked.scalar_type()));
 }
 
+/// The slices of `t` along dim d that `at`, an index of the global tensor, names: `shape`, in which
+/// the index' dims are in place of d; zeros that change no sum where another rank has the slice.
+inline at::Tensor slices_here(const at::Tensor& t, std::int64_t d, const at::Tensor& at,
+                              const DimShard& part, at::IntArrayRef shape) {
+  if (part.size == 0) return nothing_like(t, shape);
+  const at::Tensor here = (at - part.begin).clamp(0, part.size - 1).reshape(-1);
+  return masked(t.index_select(d, here).view(shape), part.mine(at), d);
+}
+
 /// Labels of the index' dims: dims in which the index is as large as the tensors may be sharded; in
 /// the others, positions of index and tensor would be on different ranks.
 inline Labels aligned_labels(const OpCall& call, int d) {
