@@ -27,21 +27,12 @@ LabelProblem broadcast(const OpCall& call) {
   } else if (call.in_place()) {
     shape = call.tensor(0).spec.shape();
   } else {
-    for (const TensorInfo& t : call.tensors()) {
-      const auto& s = t.spec.shape();
-      if (s.size() > shape.size()) shape.insert(shape.begin(), s.size() - shape.size(), 1);
-      for (std::size_t d = 0; d < s.size(); ++d) {
-        auto& n = shape[shape.size() - s.size() + d];
-        if (s[d] != 1) n = s[d];
-      }
-    }
+    for (const TensorInfo& t : call.tensors()) broadcast_with(shape, t.spec.shape());
   }
   for (const TensorInfo& t : call.tensors()) p.inputs.push_back(broadcast_labels(call, t, shape));
   const std::size_t outputs = inferred ? inferred->size() : call.schema().returns().size();
-  for (std::size_t i = 0; i < outputs; ++i) {
-    p.outputs.push_back(all_labels(static_cast<std::int64_t>(shape.size())));
-    if (!inferred) p.output_shapes.push_back(shape);
-  }
+  p.outputs.assign(outputs, all_labels(static_cast<std::int64_t>(shape.size())));
+  if (!inferred) p.output_shapes.assign(outputs, shape);
   return p;
 }
 

@@ -31,13 +31,7 @@ struct Advanced {
       indices.push_back(&t);
       dims.push_back(t.element);
       masks |= is_mask(t);
-      const Shape& s = t.spec.shape();
-      if (s.size() > broadcast.size())
-        broadcast.insert(broadcast.begin(), s.size() - broadcast.size(), 1);
-      for (std::size_t i = 0; i < s.size(); ++i) {
-        auto& n = broadcast[broadcast.size() - s.size() + i];
-        if (s[i] != 1) n = s[i];
-      }
+      broadcast_with(broadcast, t.spec.shape());
     }
     // A mask covers several dims from where it stands on.
     TORCH_CHECK_INDEX(masks || dims.empty() || dims.back() < x.spec.dims(), call.name(), ": ",
@@ -78,12 +72,9 @@ Plan index(const OpCall& call) {
   else
     p.contract = {a.dims[0]};
   for (const TensorInfo* t : a.indices) {
-    const Shape& s = t->spec.shape();
-    Labels labels;
-    for (std::size_t i = 0; i < s.size(); ++i) {
-      const std::size_t b = a.broadcast.size() - s.size() + i;
-      labels.push_back(s[i] == a.broadcast[b] ? kIndex + static_cast<int>(b) : kUnsharded);
-    }
+    Labels labels = broadcast_labels(call, *t, a.broadcast);
+    for (int& label : labels)
+      if (label != kUnsharded) label += kIndex;
     p.inputs.push_back(std::move(labels));
   }
   p.linear_in = {0};

@@ -48,14 +48,11 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     const int n = it == trailing.end() ? 2 : it->second;
     return n < 0 ? (is_vector_of(call, t, call.tensor(0)) ? 1 : 2) : n;
   };
-  int batches = 0;
-  for (const TensorInfo& t : call.tensors()) batches = std::max(batches, t.spec.dims() - own(t));
-  Shape extent(batches, 1);
-  for (const TensorInfo& t : call.tensors()) {
-    const int lead = t.spec.dims() - own(t);
-    for (int d = 0; d < lead; ++d)
-      if (t.spec.shape()[d] != 1) extent[batches - lead + d] = t.spec.shape()[d];
-  }
+  Shape extent;
+  for (const TensorInfo& t : call.tensors())
+    broadcast_with(extent,
+                   at::IntArrayRef(t.spec.shape()).slice(0, std::max(t.spec.dims() - own(t), 0)));
+  const int batches = static_cast<int>(extent.size());
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
     Labels labels(t.spec.dims(), kUnsharded);

@@ -101,6 +101,12 @@ Labels first_dims_free(int n, int free);
 Labels last_dims_unsharded(int n, int whole);
 /// Labels of a tensor of which no dim may be sharded.
 Labels unsharded_labels(const TensorInfo& tensor);
+/// Makes `shape` the one that tensors of it and of shape `s` are broadcast to, if they can be.
+inline void broadcast_with(Shape& shape, at::IntArrayRef s) {
+  if (s.size() > shape.size()) shape.insert(shape.begin(), s.size() - shape.size(), 1);
+  for (std::size_t d = 0; d < s.size(); ++d)
+    if (s[d] != 1) shape[shape.size() - s.size() + d] = s[d];
+}
 /// The dims of a tensor that is broadcast to `shape`, by those of `shape`: they are aligned at the
 /// end, and those of size 1 have no label. Throws InvalidArgument if it is not broadcast to that:
 /// some meta kernels do not check it (masked_fill_), and a shard of the target may fit by chance.
