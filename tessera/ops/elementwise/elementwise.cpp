@@ -250,31 +250,21 @@ Plan foreach (const OpCall& call) {
 // tensors, each with its own placements.
 
 // Element j of every list has the spec of parameter j; steps, rates and scales are replicated.
-std::vector<std::optional<ShardSpec>> like_parameters(const OpCall& call) {
-  const ListsOf lists(call, 0);
-  std::vector<std::optional<ShardSpec>> inputs;
-  for (const TensorInfo& t : call.tensors()) inputs.emplace_back(lists.placed(t));
-  return inputs;
-}
-
 Plan fused(const OpCall& call) {
+  const ListsOf lists(call, 0);
   Plan plan;
-  plan.inputs = like_parameters(call);
+  for (const TensorInfo& t : call.tensors()) plan.inputs.emplace_back(lists.placed(t));
   return plan;
 }
 
 // Each rank checks its shards; whether any value is not finite is known when all ranks have.
 Plan non_finite_check_and_unscale(const OpCall& call) {
-  Plan plan;
-  plan.inputs = like_parameters(call);
+  Plan plan = fused(call);
   std::vector<int> axes;
-  for (std::size_t a = 0; a < call.mesh().mesh().axes().size(); ++a) {
-    for (const auto& spec : plan.inputs) {
-      if (!spec->placements()[a].is_shard()) continue;
-      axes.push_back(static_cast<int>(a));
-      break;
-    }
-  }
+  for (int a = 0; a < call.tensor(0).spec.mesh_dims(); ++a)
+    if (std::ranges::any_of(plan.inputs,
+                            [&](const auto& spec) { return spec->placements()[a].is_shard(); }))
+      axes.push_back(a);
   plan.local = [over = OverRanks{context_of(call.tensor(0).spec), axes, "found_inf"}](
                    const OperatorHandle& op, Stack a) {
     const at::Tensor found = a[1].toTensor();
