@@ -4,6 +4,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/broadcast_tensors.h>
 
+#include <numeric>
+
 #include "tessera/ops/indexing/detail/dim_shard.h"
 #include "tessera/ops/rules/detail/rules.h"
 
@@ -40,25 +42,16 @@ struct Advanced {
     for (std::size_t i = 1; i < dims.size(); ++i) adjacent &= dims[i] == dims[i - 1] + 1;
     at = adjacent && !dims.empty() ? dims.front() : 0;
     for (int d = 0; d < x.spec.dims(); ++d) {
-      if (static_cast<int>(result.size()) == at) insert();
-      if (covers(d)) continue;
+      if (std::ranges::find(dims, d) != dims.end()) continue;
       result.push_back(x.spec.shape()[d]);
       result_labels.push_back(d);
     }
-    if (!inserted_) insert();
+    const auto before = std::min<std::ptrdiff_t>(at, std::ssize(result));
+    result.insert(result.begin() + before, broadcast.begin(), broadcast.end());
+    Labels of_index(broadcast.size());
+    std::iota(of_index.begin(), of_index.end(), kIndex);
+    result_labels.insert(result_labels.begin() + before, of_index.begin(), of_index.end());
   }
-  bool covers(int d) const { return std::ranges::find(dims, d) != dims.end(); }
-
- private:
-  void insert() {
-    if (inserted_) return;
-    inserted_ = true;
-    for (std::size_t i = 0; i < broadcast.size(); ++i) {
-      result.push_back(broadcast[i]);
-      result_labels.push_back(kIndex + static_cast<int>(i));
-    }
-  }
-  bool inserted_ = false;
 };
 
 Plan index(const OpCall& call) {
