@@ -146,11 +146,9 @@ Plan written_part(const OpCall& call) {
   return solve_written(p, p.inputs[0], call.tensor(0), false);
 }
 
-const TensorInfo& given(const OpCall& call, const char* name) { return *call.find(name); }
-
 // Checks what libtorch refuses, before any rank begins.
 void require_type(const OpCall& call, const char* name, at::ScalarType type) {
-  if (const auto got = given(call, name).dtype; got != type)
+  if (const auto got = call.find(name)->dtype; got != type)
     throw InvalidArgument(call.name(), ": ", name, " is ", c10::toString(got), ", and must be ",
                           c10::toString(type), "; convert it");
 }
@@ -187,8 +185,8 @@ Plan masked_scatter(const OpCall& call) {
 Plan put(const OpCall& call) {
   if (call.tensors().size() != 3) return on_gathered(call);
   require_type(call, "index", at::kLong);
-  require_type(call, "source", given(call, "self").dtype);
-  if (const auto n = given(call, "index").spec.numel(), values = given(call, "source").spec.numel();
+  require_type(call, "source", call.find("self")->dtype);
+  if (const auto n = call.find("index")->spec.numel(), values = call.find("source")->spec.numel();
       n != values)
     throw InvalidArgument(call.name(), ": ", values, " values for ", n,
                           " indices; give one per index");

@@ -302,12 +302,11 @@ bool embedding(Stack* stack) {
   return true;
 }
 
-// In inference mode nothing has run above.
-bool embedding_below(const OpInfo&, Stack* stack) { return embedding(stack); }
-
 const AtStart registered([] {
   register_above("aten::embedding", embedding);
-  register_before_rule("aten::embedding", embedding_below);
+  // In inference mode nothing has run above.
+  register_before_rule("aten::embedding",
+                       [](const OpInfo&, Stack* stack) { return embedding(stack); });
 });
 
 }  // namespace

@@ -109,10 +109,6 @@ struct Part {
   double elements, here;
 };
 
-void take_local_counts(const OpCall& call, Plan& plan, const ShardSpec& x) {
-  plan.arguments = {{call.argument("N"), x.local_shape()[0]}};
-}
-
 Plan group_norm(const OpCall& call) {
   const Groups g(call, call.tensor(0));
   require_norm_dtypes(call, g.x);
@@ -126,7 +122,7 @@ Plan group_norm(const OpCall& call) {
   const ShardSpec& in = *plan.inputs[0];
   const std::vector<int> axes = axes_within(in, 1);
   if (axes.empty()) {
-    take_local_counts(call, plan, in);
+    plan.arguments = {{call.argument("N"), in.local_shape()[0]}};
     // Statistics of no sample have the dtype of the other ranks': backward is given them.
     if (in.local_numel() == 0 && in.numel() > 0)
       plan.local = [local = in.local_shape(), of = plan.outputs[1].spec.local_shape()](
@@ -193,7 +189,7 @@ Plan group_norm_backward(const OpCall& call) {
   const ShardSpec& in = *plan.inputs[call.index_of(g.x)];
   const std::vector<int> axes = axes_within(in, 1);
   if (axes.empty()) {
-    take_local_counts(call, plan, in);
+    plan.arguments = {{call.argument("N"), in.local_shape()[0]}};
     return plan;
   }
   plan.local = [part = Part(in, g.count, OverRanks{context_of(in), axes, "statistics"})](

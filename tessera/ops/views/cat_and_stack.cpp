@@ -52,11 +52,6 @@ Partition joined(const std::vector<ShardSpec>& inputs, int d, int parts) {
   return Partition(sizes);
 }
 
-Interval common(const Interval& a, const Interval& b) {
-  const Interval both = intersect(a, b);
-  return both.empty() ? Interval{0, 0} : both;
-}
-
 at::Tensor put_together(const std::vector<Piece>& pieces, const std::vector<at::Tensor>& given,
                         int d) {
   std::vector<HaloValues> values(given.size());
@@ -105,7 +100,8 @@ std::optional<Plan> across_ranks(const OpCall& call, int n, int d) {
   for (const ShardSpec& t : inputs) {
     const Interval whole{0, t.shape()[d]};
     const auto wanted = [=](const Interval& of_out) {
-      return common(of_out.shifted(-begin), whole);
+      const Interval common = intersect(of_out.shifted(-begin), whole);
+      return common.empty() ? Interval() : common;
     };
     Piece piece;
     if (t.is_sharded(d)) {

@@ -132,6 +132,30 @@ at::Tensor linear(const at::Tensor& given_x, const at::Tensor& given_w,
   return cast_result(y ? *y : linear_of_shards(x, w, bias), casts);
 }
 
+at::Tensor matmul(const at::Tensor& given_a, const at::Tensor& given_b) {
+  at::Tensor a = given_a, b = given_b;
+  ParameterCasts casts;
+  const ShardMeta* meta = meta_of(a) ? meta_of(a) : meta_of(b);
+  if (meta && casts_parameters(*meta)) casts = cast_tensors({&a, &b});
+  const auto y = sequence_linear(a, b, std::nullopt, /*transposed=*/true);
+  return cast_result(y ? *y : matmul_of_shards(a, b), casts);
+}
+
+// The product of each of the last rows of `a` and a matrix or vector.
+at::Tensor of_rows(const at::Tensor& a, const at::Tensor& b) {
+  std::vector<std::int64_t> shape = a.sizes().vec();
+  shape.pop_back();
+  const at::Tensor rows = a.reshape({c10::multiply_integers(shape), a.size(-1)});
+  if (b.dim() == 2) shape.push_back(b.size(1));
+  return at::_unsafe_view(b.dim() == 2 ? rows.mm(b) : rows.mv(b), shape);
+}
+
+const AtStart contract_registered([] {
+  register_rule("tessera::contract", contract_rule);
+  register_decomposition("linear", linear);
+  register_decomposition("matmul", matmul);
+});
+
 }  // namespace
 
 at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
@@ -144,15 +168,6 @@ at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
   lo[n - 1] = n;
   const at::Tensor y = contract(x, w, lx, {n, n - 1}, lo);
   return bias && bias->defined() ? y + *bias : y;
-}
-
-// The product of each of the last rows of `a` and a matrix or vector.
-static at::Tensor of_rows(const at::Tensor& a, const at::Tensor& b) {
-  std::vector<std::int64_t> shape = a.sizes().vec();
-  shape.pop_back();
-  const at::Tensor rows = a.reshape({c10::multiply_integers(shape), a.size(-1)});
-  if (b.dim() == 2) shape.push_back(b.size(1));
-  return at::_unsafe_view(b.dim() == 2 ? rows.mm(b) : rows.mv(b), shape);
 }
 
 at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
@@ -190,25 +205,6 @@ at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
   if (b.dim() > 1) lb.push_back(batches + 2), lo.push_back(batches + 2);
   return contract(x, y, la, lb, lo);
 }
-
-namespace {
-
-at::Tensor matmul(const at::Tensor& given_a, const at::Tensor& given_b) {
-  at::Tensor a = given_a, b = given_b;
-  ParameterCasts casts;
-  const ShardMeta* meta = meta_of(a) ? meta_of(a) : meta_of(b);
-  if (meta && casts_parameters(*meta)) casts = cast_tensors({&a, &b});
-  const auto y = sequence_linear(a, b, std::nullopt, /*transposed=*/true);
-  return cast_result(y ? *y : matmul_of_shards(a, b), casts);
-}
-
-const AtStart contract_registered([] {
-  register_rule("tessera::contract", contract_rule);
-  register_decomposition("linear", linear);
-  register_decomposition("matmul", matmul);
-});
-
-}  // namespace
 
 at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const Indices& of_a,
                     const Indices& of_b, const Indices& of_result) {
