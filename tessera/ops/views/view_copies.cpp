@@ -3,7 +3,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <functional>
 #include <string>
 
 #include "tessera/ops/rules/detail/rules.h"
@@ -41,33 +40,27 @@ at::Tensor narrow_copy(const at::Tensor& self, std::int64_t dim, c10::SymInt sta
       .clone(at::MemoryFormat::Contiguous);
 }
 
-at::Tensor written(const at::Tensor& self, const std::function<at::Tensor(const at::Tensor&)>& view,
-                   const at::Tensor& source) {
+// A copy of `self` in which the slice is `source`.
+at::Tensor slice_scatter(const at::Tensor& self, const at::Tensor& source, std::int64_t dim,
+                         std::optional<c10::SymInt> start, std::optional<c10::SymInt> end,
+                         c10::SymInt step) {
   at::Tensor copy = self.clone(at::MemoryFormat::Preserve);
-  const at::Tensor target = view(copy);
+  const at::Tensor target =
+      copy.slice_symint(dim, std::move(start), std::move(end), std::move(step));
   TORCH_CHECK(target.sizes() == source.sizes(),
               "expected src to have a size equal to the slice of self: ", target.sizes(), ", got ",
               source.sizes());
   target.copy_(source);
   return copy;
 }
-at::Tensor slice_scatter(const at::Tensor& self, const at::Tensor& source, std::int64_t dim,
-                         std::optional<c10::SymInt> start, std::optional<c10::SymInt> end,
-                         c10::SymInt step) {
-  return written(
-      self, [&](const at::Tensor& t) { return t.slice_symint(dim, start, end, step); }, source);
-}
 at::Tensor select_scatter(const at::Tensor& self, const at::Tensor& source, std::int64_t dim,
                           c10::SymInt index) {
-  return written(
-      self,
-      [&](const at::Tensor& t) {
-        TORCH_CHECK_INDEX(index >= -t.sym_size(dim) && index < t.sym_size(dim),
-                          "select_scatter: index ", index, " of a dim of size ", t.sym_size(dim));
-        const c10::SymInt at = index < 0 ? index + t.sym_size(dim) : index;
-        return t.slice_symint(dim, at, at + 1, 1);
-      },
-      source.unsqueeze(dim < 0 ? dim + self.dim() : dim));
+  const at::Tensor row = source.unsqueeze(dim < 0 ? dim + self.dim() : dim);
+  const c10::SymInt size = self.sym_size(dim);
+  TORCH_CHECK_INDEX(index >= -size && index < size, "select_scatter: index ", index,
+                    " of a dim of size ", size);
+  const c10::SymInt at = index < 0 ? index + size : index;
+  return slice_scatter(self, row, dim, at, at + 1, 1);
 }
 
 // ----
