@@ -95,18 +95,10 @@ Plan looked_up(const OpCall& call) {
 // sorter all ranks see all, since libtorch checks its numbers.
 Plan searchsorted(const OpCall& call) {
   if (call.find("sorter")) return on_gathered(call);
-  const TensorInfo &sequence = *call.find("sorted_sequence"), &values = *call.find("self");
+  const TensorInfo& values = *call.find("self");
   const int n = values.spec.dims();
-  const bool by_row = sequence.spec.dims() > 1;
   LabelProblem p(call, {}, {all_labels(n)});
-  for (const TensorInfo& t : call.tensors()) {
-    Labels labels = by_row && t.spec.dims() == n ? all_labels(n) : unsharded_labels(t);
-    if (&t == &values)
-      labels = all_labels(n);
-    else if (!labels.empty())
-      labels.back() = kUnsharded;
-    p.inputs.push_back(labels);
-  }
+  label_arguments(p, {{"sorted_sequence", last_dims_unsharded(n, 1)}, {"self", all_labels(n)}});
   if (!call.outputs()) p.output_shapes = {values.spec.shape()};
   return solve(p);
 }

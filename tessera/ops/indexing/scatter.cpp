@@ -57,14 +57,10 @@ Plan slices(const OpCall& call, bool adds) {
   if (source) require_slices(call, x, index, *source, d);
   require_elements(call, x, index, d);
   const bool sums = adds && index.spec.dims() == 1;
+  const int along = sums ? kIndex : kUnsharded;
   LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors())
-    if (&t == &x)
-      p.inputs.push_back(all_labels(n));
-    else if (&t == source && t.spec.dims() == n)
-      p.inputs.push_back(except(n, d, sums ? kIndex : kUnsharded));
-    else
-      p.inputs.push_back(Labels(t.spec.dims(), &t == &index && sums ? kIndex : kUnsharded));
+  label_arguments(p,
+                  {{"self", all_labels(n)}, {"index", {along}}, {"source", except(n, d, along)}});
   Plan plan = solve_written(p, all_labels(n), x, sums);
   plan.local = [d, part = part_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
@@ -113,12 +109,10 @@ Plan scatter(const OpCall& call, bool adds) {
   require_elements(call, x, index, d);
   const Labels labels = aligned_labels(call, d);
   const bool sums = adds && src && src->spec.shape()[d] == index.spec.shape()[d];
+  Labels of_index = labels;
+  of_index[d] = sums ? kIndex : kUnsharded;
   LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors()) {
-    Labels own = &t == &x || &t == &index || &t == src ? labels : Labels(t.spec.dims(), kUnsharded);
-    if (&t == &index || &t == src) own[d] = sums ? kIndex : kUnsharded;
-    p.inputs.push_back(std::move(own));
-  }
+  label_arguments(p, {{"self", labels}, {"index", of_index}, {"src", of_index}});
   Plan plan = solve_written(p, labels, x, sums);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
