@@ -18,6 +18,7 @@
 #include <string>
 
 #include "tessera/ops/rules/detail/rules.h"
+#include "tessera/ops/rules/index_rule.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 
 namespace tessera::detail::linear_algebra_rules {
@@ -96,26 +97,13 @@ Plan factors_kept(const OpCall& call, const Trailing& trailing) {
 
 // ---- distances between the rows of two matrices ----
 
-enum : int { kRows = 100, kOthers };
-
-Plan distances(const OpCall& call) {
-  const TensorInfo& a = *call.find("x1");
-  const TensorInfo& b = *call.find("x2");
-  const int n = a.spec.dims();
-  if (n != b.spec.dims() ||
-      !std::equal(a.spec.shape().begin(), a.spec.shape().end() - 2, b.spec.shape().begin()))
-    return on_gathered(call);
-  Labels x1 = last_dims_unsharded(n, 2), x2 = x1, out = x1;
-  x1[n - 2] = out[n - 2] = kRows;
-  x2[n - 2] = out[n - 1] = kOthers;
-  const bool backward = call.argument("cdist") >= 0;
-  Shape shape = a.spec.shape();
-  if (!backward) shape[n - 1] = b.spec.shape()[n - 2];
-  LabelProblem p(call, {}, {backward ? x1 : out}, {shape});
-  for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(&t == &a ? x1 : &t == &b ? x2 : out);
-  if (backward) p.contract = {kOthers};
-  return solve(p);
+// Of batches that are broadcast nothing is sharded.
+Rule distances(const char* notation) {
+  return guarded([of_rows = index_rule(notation)](const OpCall& call) {
+    const Shape &a = call.find("x1")->spec.shape(), &b = call.find("x2")->spec.shape();
+    const bool alike = a.size() == b.size() && std::equal(a.begin(), a.end() - 2, b.begin());
+    return alike ? of_rows(call) : on_gathered(call);
+  });
 }
 
 // For checks of each rank's shard: a rank reports an error by itself.
@@ -212,8 +200,10 @@ const AtStart registered([] {
                 guarded([](const OpCall& c) { return batched(c, {{"atol", 0}, {"rtol", 0}}); }),
                 {.composed = true});
   register_rule("aten::_linalg_check_errors", checked);
-  for (const char* op : {"_cdist_forward", "_cdist_backward", "_euclidean_dist"})
-    register_rule(concat("aten::", op), guarded(distances));
+  register_rules({"aten::_cdist_forward", "aten::_euclidean_dist"},
+                 distances("... r d!, ... o d! -> ... r o"));
+  register_rule("aten::_cdist_backward",
+                distances("... r o, ... r d!, ... o d!, ... r o -> ... r d!"));
   register_rules({"aten::_pdist_forward", "aten::_pdist_backward", "aten::_trilinear",
                   "aten::_cholesky_solve_helper", "aten::_compute_linear_combination"},
                  on_gathered);
