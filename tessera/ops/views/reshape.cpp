@@ -6,7 +6,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/views/detail/view_parts.h"
-#include "tessera/ops/views/detail/view_source.h"
 
 namespace tessera::detail::views_rules {
 namespace {

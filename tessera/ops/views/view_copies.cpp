@@ -95,11 +95,9 @@ Plan slice_backward(const OpCall& call) {
   const Shape sizes = call.integers("input_sizes");
   const int d = normal_dim(call.integer("dim"), g.dims());
   const std::int64_t step = call.integer("step"), extent = sizes[d];
-  const auto clamp = [&](std::int64_t i) {
-    return std::clamp<std::int64_t>(i < 0 ? i + extent : i, 0, extent);
-  };
-  const std::int64_t start = clamp(call.integer("start"));
-  const std::int64_t length = g.local_shape()[d];
+  const std::int64_t given = call.integer("start"), length = g.local_shape()[d];
+  const std::int64_t start =
+      std::clamp<std::int64_t>(given < 0 ? given + extent : given, 0, extent);
   std::vector<std::pair<int, Partition>> parts;
   if (g.is_sharded(d)) parts = {{d, before_slicing(g.dim(d).partition, start, step, extent)}};
   const ShardSpec out = mapped_spec(g, sizes, all_labels(g.dims()), true, parts);

@@ -7,7 +7,6 @@
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/views/detail/view_parts.h"
-#include "tessera/ops/views/detail/view_source.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 
 namespace tessera::detail::views_rules {
@@ -20,7 +19,7 @@ void require_dims(const OpCall& call) {
 
 // Dims of the result that are dims of the input, by position; the others come from none.
 Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
-  Source source(call, whole);
+  Source source(call, call.tensor(0).spec, whole);
   for (const OutputInfo& out : outputs_of(call))
     source.plan.outputs.push_back({mapped_spec(source.spec, out.shape, from, true)});
   return std::move(source.plan);
@@ -33,7 +32,7 @@ Plan same(const OpCall& call) { return by_dims(call, all_labels(call.tensor(0).s
 // negative of the minimum: these are reduced first.
 Plan linear_view(const OpCall& call, const std::vector<int>& from,
                  const std::set<int>& whole = {}) {
-  Source source(call, whole);
+  Source source(call, call.tensor(0).spec, whole);
   const auto placements = source.spec.placements();
   const bool linear = std::ranges::all_of(placements, [](const Placement& p) {
     return !p.is_partial() || p.is_partial(ReduceOp::Kind::sum) ||
