@@ -74,24 +74,6 @@ bool nothing_here(const Plan& plan, const OpCall& call) {
   return false;
 }
 
-// Zeros for the field, then for two tensors by channels, as a kernel would have made them.
-// `of_channels` returns the latter's dtype.
-LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_channels)(const Stack& arguments)) {
-  std::vector<Shape> shapes;
-  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
-  return [shapes, of_channels](const OperatorHandle&, Stack a) {
-    const at::TensorOptions field = a[0].toTensor().options();
-    Stack results;
-    for (const Shape& shape : shapes)
-      results.emplace_back(at::zeros(shape, results.empty() ? field : field.dtype(of_channels(a))));
-    return results;
-  };
-}
-// The dtype of the statistics that a forward pass returns.
-at::ScalarType of_statistics(const Stack& a) {
-  return wide_statistics_dtype(a[0].toTensor(), {optional_tensor(a[1]), optional_tensor(a[2]),
-                                                 optional_tensor(a[3]), optional_tensor(a[4])});
-}
 // The dtype of the gradients of weight and bias.
 at::ScalarType of_gradients(const Stack& a) {
   const at::Tensor weight = optional_tensor(a[2]);
@@ -138,14 +120,14 @@ Plan batch_norm(const OpCall& call) {
     // Sample by sample; the statistics that are returned are empty, like libtorch's.
     const ShardSpec none = mapped_spec(call.tensor(0).spec, {0}, {-1}, false);
     plan.outputs[1] = plan.outputs[2] = {none, Shape{1}};
-    if (nothing_here(plan, call)) plan.local = zeros_of(plan, of_statistics);
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan, wide_statistics_dtype);
     return plan;
   }
   const std::vector<int> axes = reduce_inside(plan.outputs[1]);
   reduce_inside(plan.outputs[2]);
   const Running running(call, plan);
   if (axes.empty() && running.in_place()) {
-    if (nothing_here(plan, call)) plan.local = zeros_of(plan, of_statistics);
+    if (nothing_here(plan, call)) plan.local = zeros_of(plan, wide_statistics_dtype);
     return plan;
   }
   plan.local = [running, total = OverRanks{context_of(call.tensor(0).spec), axes, "statistics"},
@@ -165,7 +147,7 @@ Plan batch_norm(const OpCall& call) {
             ? at::empty_like(wide)
             : std::get<0>(at::native_batch_norm(wide, given(a[1], type), given(a[2], type), mean,
                                                 var, /*training=*/false, 0, eps));
-    const auto returned = of_statistics(a);
+    const auto returned = wide_statistics_dtype(a);
     return Stack{y.to(x.scalar_type()), mean.to(returned), invstd.to(returned)};
   };
   return plan;

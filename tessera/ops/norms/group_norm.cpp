@@ -6,7 +6,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
@@ -124,15 +123,7 @@ Plan group_norm(const OpCall& call) {
   if (axes.empty()) {
     plan.arguments = {{call.argument("N"), in.local_shape()[0]}};
     // Statistics of no sample have the dtype of the other ranks': backward is given them.
-    if (in.local_numel() == 0 && in.numel() > 0)
-      plan.local = [local = in.local_shape(), of = plan.outputs[1].spec.local_shape()](
-                       const c10::OperatorHandle&, torch::jit::Stack a) {
-        const at::Tensor x = a[0].toTensor();
-        const auto statistics = at::empty(
-            of,
-            x.options().dtype(statistics_dtype(x, {optional_tensor(a[1]), optional_tensor(a[2])})));
-        return torch::jit::Stack{at::empty(local, x.options()), statistics, statistics.clone()};
-      };
+    if (in.local_numel() == 0 && in.numel() > 0) plan.local = zeros_of(plan, statistics_dtype);
     return plan;
   }
   reduce_inside(plan.outputs[1]);
@@ -163,7 +154,7 @@ Plan group_norm(const OpCall& call) {
       y = at::addcmul(b, y, w);
     else if (w.defined() || b.defined())
       y = w.defined() ? y.mul_(w) : y.add_(b);
-    const auto returned = statistics_dtype(x, {optional_tensor(a[1]), optional_tensor(a[2])});
+    const auto returned = statistics_dtype(a);
     return Stack{y.flatten(1, 2).to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;

@@ -70,13 +70,7 @@ Plan layer_norm(const OpCall& call) {
   const bool empty = plan.inputs[0]->local_numel() == 0;
   if (axes.empty()) {
     // Kernels disagree on the shape of the statistics of an empty input.
-    if (empty)
-      plan.local = [local, b = plan.outputs[1].spec.local_shape()](const OperatorHandle&, Stack a) {
-        const at::Tensor& t = a[0].toTensor();
-        const auto of_rows = t.options().dtype(
-            wide_statistics_dtype(t, {optional_tensor(a[2]), optional_tensor(a[3])}));
-        return Stack{t.new_empty(local), at::zeros(b, of_rows), at::zeros(b, of_rows)};
-      };
+    if (empty) plan.local = zeros_of(plan, wide_statistics_dtype);
     return plan;
   }
   double here = 1;
@@ -100,7 +94,7 @@ Plan layer_norm(const OpCall& call) {
     at::Tensor y = (wide - mean) * rstd;
     if (const at::Tensor w = given(a[2], type); w.defined()) y = y * w;
     if (const at::Tensor b = given(a[3], type); b.defined()) y = y + b;
-    const auto returned = wide_statistics_dtype(x, {optional_tensor(a[2]), optional_tensor(a[3])});
+    const auto returned = wide_statistics_dtype(a);
     return Stack{y.to(x.scalar_type()), mean.to(returned), rstd.to(returned)};
   };
   return plan;

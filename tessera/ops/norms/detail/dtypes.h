@@ -1,14 +1,14 @@
 #pragma once
-// Which dtypes norms take, the dtype of their statistics, which are passed to their backward, and
-// over which axes these are reduced.
+// Which dtypes norms take, the dtype of their statistics, which are passed to their backward, over
+// which axes these are reduced, and the results of a rank that has nothing to compute.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <initializer_list>
 
-#include "tessera/tensor/dispatch/rule.h"
+#include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail {
 
@@ -24,19 +24,34 @@ inline at::Tensor given(const c10::IValue& v, at::ScalarType type) {
 
 /// The dtype in which libtorch's CPU kernels return mean and inverse deviation, and expect them in
 /// backward: the input's dtype, or float32 if a half-precision input is combined with parameters of
-/// another dtype.
-inline at::ScalarType statistics_dtype(const at::Tensor& x,
-                                       std::initializer_list<at::Tensor> parameters) {
-  const auto own = x.scalar_type();
-  const bool mixed = std::ranges::any_of(
-      parameters, [&](const at::Tensor& p) { return p.defined() && p.scalar_type() != own; });
+/// another dtype. `arguments`: of the forward pass, the input first.
+inline at::ScalarType statistics_dtype(const Stack& arguments) {
+  const auto own = arguments[0].toTensor().scalar_type();
+  const bool mixed = std::ranges::any_of(arguments, [&](const c10::IValue& v) {
+    const at::Tensor t = optional_tensor(v);
+    return t.defined() && t.scalar_type() != own;
+  });
   return mixed ? at::toOpMathType(own) : own;
 }
 
 /// As statistics_dtype(), where kernels for other devices return the dtype that they compute in.
-inline at::ScalarType wide_statistics_dtype(const at::Tensor& x,
-                                            std::initializer_list<at::Tensor> parameters) {
-  return x.is_cpu() ? statistics_dtype(x, parameters) : at::toOpMathType(x.scalar_type());
+inline at::ScalarType wide_statistics_dtype(const Stack& arguments) {
+  const at::Tensor& x = arguments[0].toTensor();
+  return x.is_cpu() ? statistics_dtype(arguments) : at::toOpMathType(x.scalar_type());
+}
+
+/// Zeros for the field, then for two tensors by channels or rows, as a kernel would have made them.
+/// `of_others` returns the latter's dtype.
+inline LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_others)(const Stack&)) {
+  std::vector<Shape> shapes;
+  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
+  return [shapes, of_others](const OperatorHandle&, Stack a) {
+    const at::TensorOptions field = a[0].toTensor().options();
+    Stack results;
+    for (const Shape& shape : shapes)
+      results.emplace_back(at::zeros(shape, results.empty() ? field : field.dtype(of_others(a))));
+    return results;
+  };
 }
 
 /// Throws InvalidArgument for dtypes that libtorch's kernels refuse, before any rank is in one.
