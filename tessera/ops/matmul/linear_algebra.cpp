@@ -170,34 +170,30 @@ bool differentiable_exp(Stack* stack) {
   return true;
 }
 
-// Of which each argument is matrices.
-constexpr const char* kOfMatrices =
-    "linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_cholesky_ex cholesky_inverse linalg_qr "
-    "geqrf _linalg_svd _linalg_eigh linalg_eig linalg_eigvals _linalg_eigvals "
-    "linalg_ldl_factor_ex linalg_matrix_exp cholesky_solve linalg_solve_triangular "
-    "triangular_solve linalg_matrix_sqrth linalg_polar cholesky inverse";
+// The rule of an operator on matrices, but for the arguments that are named.
+Rule of_matrices(const Trailing& trailing) {
+  return guarded([trailing](const OpCall& call) { return batched(call, trailing); });
+}
 
 const AtStart registered([] {
-  const std::vector<std::pair<std::vector<const char*>, Trailing>> linear_algebra = {
-      {{"lu_unpack"}, {{"LU_pivots", 1}}},
-      {{"linalg_lu_solve"}, {{"pivots", 1}}},
-      {{"linalg_ldl_solve"}, {{"pivots", 1}}},
-      {{"linalg_householder_product", "ormqr"}, {{"tau", 1}, {"input2", 1}}},
-      {{"linalg_lstsq"}, {{"b", -1}}}};
-  for (const auto& [ops, trailing] : linear_algebra)
-    for (const char* op : ops)
-      register_rule(concat("aten::", op), guarded([trailing = trailing](const OpCall& c) {
-                      return batched(c, trailing);
-                    }));
-  for (const char* op : {"_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"})
-    register_rule(concat("aten::", op),
-                  guarded([](const OpCall& c) { return factors_kept(c, {{"B", -1}}); }));
-  TextReader of_matrices(kOfMatrices);
-  for (std::string op; of_matrices >> op;)
-    register_rule("aten::" + op, guarded([](const OpCall& c) { return batched(c, {}); }));
+  register_rules({"aten::linalg_lu_factor_ex", "aten::linalg_lu", "aten::linalg_cholesky_ex",
+                  "aten::linalg_qr", "aten::geqrf", "aten::_linalg_svd", "aten::_linalg_eigh",
+                  "aten::linalg_eig", "aten::linalg_eigvals", "aten::_linalg_eigvals",
+                  "aten::linalg_ldl_factor_ex", "aten::linalg_polar", "aten::cholesky"},
+                 of_matrices({}));
+  register_rules({"aten::linalg_inv_ex", "aten::inverse", "aten::cholesky_inverse",
+                  "aten::cholesky_solve", "aten::linalg_solve_triangular", "aten::triangular_solve",
+                  "aten::linalg_matrix_exp", "aten::linalg_matrix_sqrth"},
+                 of_matrices({}));
+  register_rule("aten::lu_unpack", of_matrices({{"LU_pivots", 1}}));
+  register_rules({"aten::linalg_lu_solve", "aten::linalg_ldl_solve"}, of_matrices({{"pivots", 1}}));
+  register_rules({"aten::linalg_householder_product", "aten::ormqr"},
+                 of_matrices({{"tau", 1}, {"input2", 1}}));
+  register_rule("aten::linalg_lstsq", of_matrices({{"b", -1}}));
+  register_rules({"aten::_linalg_det", "aten::_linalg_slogdet", "aten::_linalg_solve_ex"},
+                 guarded([](const OpCall& c) { return factors_kept(c, {{"B", -1}}); }));
   // Made of a factorisation and products, which autocast casts.
-  register_rule("aten::linalg_pinv.atol_rtol_tensor",
-                guarded([](const OpCall& c) { return batched(c, {{"atol", 0}, {"rtol", 0}}); }),
+  register_rule("aten::linalg_pinv.atol_rtol_tensor", of_matrices({{"atol", 0}, {"rtol", 0}}),
                 {.composed = true});
   register_rule("aten::_linalg_check_errors", checked);
   register_rules({"aten::_cdist_forward", "aten::_euclidean_dist"},
