@@ -234,32 +234,24 @@ at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input,
   return at::zeros_like(input).scatter_add(dim, indices, grad);
 }
 
-// What neighbouring values a quantile is made of.
-struct Between {
-  explicit Between(const char* name, c10::string_view how)
-      : nearest(how == "nearest"),
-        lower(how == "lower"),
-        higher(how == "higher"),
-        midpoint(how == "midpoint") {
-    TORCH_CHECK(nearest || lower || higher || midpoint || how == "linear", name,
-                ": no interpolation is called ", how,
-                "; there are linear, lower, higher, midpoint and nearest");
-  }
-  // x is sorted; `at` are places along its last dim.
-  at::Tensor pick(const at::Tensor& x, at::Tensor at) const {
-    if (nearest) at = at.round();
-    if (lower) at = at.floor();
-    if (higher) at = at.ceil();
-    const at::Tensor below = at.to(at::kLong);
-    at::Tensor value = at::gather(x, -1, below);
-    if (nearest || lower || higher) return value;
-    const at::Tensor above = at::gather(x, -1, at.ceil().to(at::kLong));
-    return at::lerp(value, above, midpoint ? at::full_like(at, 0.5) : at - below.to(at));
-  }
-  bool nearest, lower, higher, midpoint;
-};
+// The values at places `at` along the last dim of x, which is sorted; `how`: between two of them.
+at::Tensor interpolated(const at::Tensor& x, at::Tensor at, c10::string_view how) {
+  if (how == "nearest") at = at.round();
+  if (how == "lower") at = at.floor();
+  if (how == "higher") at = at.ceil();
+  const at::Tensor below = at.to(at::kLong);
+  at::Tensor value = at::gather(x, -1, below);
+  if (how != "linear" && how != "midpoint") return value;
+  const at::Tensor above = at::gather(x, -1, at.ceil().to(at::kLong));
+  return at::lerp(value, above, how == "midpoint" ? at::full_like(at, 0.5) : at - below.to(at));
+}
 
-void check_quantile(const char* name, const at::Tensor& x, const at::Tensor& q) {
+void check_quantile(const char* name, const at::Tensor& x, const at::Tensor& q,
+                    c10::string_view how) {
+  TORCH_CHECK(
+      how == "linear" || how == "lower" || how == "higher" || how == "midpoint" || how == "nearest",
+      name, ": no interpolation is called ", how,
+      "; there are linear, lower, higher, midpoint and nearest");
   const auto type = x.scalar_type();
   TORCH_CHECK(x.numel() > 0, name, ": the input has no elements");
   TORCH_CHECK(type == at::kFloat || type == at::kDouble, name, ": the input is ", type,
@@ -277,8 +269,7 @@ template <bool skip_nan>
 at::Tensor quantile(const at::Tensor& self, const at::Tensor& q, std::optional<std::int64_t> dim,
                     bool keepdim, c10::string_view how) {
   constexpr const char* name = skip_nan ? "nanquantile" : "quantile";
-  const Between between(name, how);
-  check_quantile(name, self, q);
+  check_quantile(name, self, q, how);
   const bool one_dim = dim && self.dim() > 0;
   const std::int64_t d = dim ? normal_dim(*dim, std::max<std::int64_t>(self.dim(), 1)) : 0;
   const at::Tensor x = std::get<0>((one_dim ? self.movedim(d, -1) : self.flatten()).sort());
@@ -287,7 +278,7 @@ at::Tensor quantile(const at::Tensor& self, const at::Tensor& q, std::optional<s
   const at::Tensor place =
       skip_nan ? (unknown.logical_not().sum(-1, true) - 1).clamp_min(0).to(x.scalar_type()) * share
                : at::where(unknown.any(-1, true), last, share * last);
-  at::Tensor value = between.pick(x, place);
+  at::Tensor value = interpolated(x, place, how);
   if (keepdim && one_dim) value = value.unsqueeze(d);
   if (keepdim && !one_dim) {
     std::vector<std::int64_t> shape(self.dim(), 1);
