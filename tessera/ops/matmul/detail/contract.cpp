@@ -22,16 +22,6 @@ using Indices = std::vector<std::int64_t>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor call_contract(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la,
-                         at::IntArrayRef lb, at::IntArrayRef lo) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tessera::contract", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
-                            at::IntArrayRef)>();
-  return op.call(a, b, la, lb, lo);
-}
-
 at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la,
                     at::IntArrayRef lb, at::IntArrayRef lo) {
   std::string equation;
@@ -56,7 +46,7 @@ struct Contract : torch::autograd::Function<Contract> {
     ctx->saved_data["b"] = lb;
     ctx->saved_data["o"] = lo;
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_contract(a, b, la, lb, lo);
+    return contract(a, b, la, lb, lo);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     const auto saved = ctx->get_saved_variables();
@@ -208,7 +198,12 @@ at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
 
 at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const Indices& of_a,
                     const Indices& of_b, const Indices& of_result) {
-  return call_contract(a, b, of_a, of_b, of_result);
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tessera::contract", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
+                            at::IntArrayRef)>();
+  return op.call(a, b, of_a, of_b, of_result);
 }
 
 TORCH_LIBRARY_FRAGMENT(tessera, m) {
