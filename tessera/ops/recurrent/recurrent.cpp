@@ -121,44 +121,36 @@ at::Tensor sharded_as_samples(const at::Tensor& state, const at::Tensor& input, 
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Two = std::tuple<at::Tensor, at::Tensor>;
+using One = const at::Tensor&;
 using List = at::TensorList;
+
+// An LSTM has two states.
+std::vector<at::Tensor> sharded_as_samples(List states, const at::Tensor& input, int batch) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& state : states) all.push_back(sharded_as_samples(state, input, batch));
+  return all;
+}
 
 std::int64_t cells(std::int64_t layers, bool bidirectional) {
   return layers * (bidirectional ? 2 : 1);
 }
 
-Three lstm(const at::Tensor& x, List hx, List w, bool biases, std::int64_t layers, double p,
-           bool train, bool both, bool batch_first) {
-  std::vector<at::Tensor> states;
-  for (const at::Tensor& state : hx)
-    states.push_back(sharded_as_samples(state, x, batch_first ? 0 : 1));
-  return gathered_once(x, w, cells(layers, both), [&] {
-    return at::native::lstm(x, states, w, biases, layers, p, train, both, batch_first);
-  });
-}
-Three lstm_packed(const at::Tensor& x, const at::Tensor& sizes, List hx, List w, bool biases,
-                  std::int64_t layers, double p, bool train, bool both) {
-  return gathered_once(x, w, cells(layers, both), [&] {
-    return at::native::lstm(x, sizes, hx, w, biases, layers, p, train, both);
-  });
-}
+template <class Results, class States>
+using Steps = Results (*)(One, States, List, bool, std::int64_t, double, bool, bool, bool);
+template <class Results, class States>
+using PackedSteps = Results (*)(One, One, States, List, bool, std::int64_t, double, bool, bool);
 
-using Steps = Two (*)(const at::Tensor&, const at::Tensor&, List, bool, std::int64_t, double, bool,
-                      bool, bool);
-using PackedSteps = Two (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&, List, bool,
-                            std::int64_t, double, bool, bool);
-
-template <Steps native>
-Two recurrent(const at::Tensor& x, const at::Tensor& hx, List w, bool biases, std::int64_t layers,
-              double p, bool train, bool both, bool batch_first) {
-  const at::Tensor state = sharded_as_samples(hx, x, batch_first ? 0 : 1);
+template <class Results, class States, Steps<Results, States> native>
+Results recurrent(const at::Tensor& x, States hx, List w, bool biases, std::int64_t layers,
+                  double p, bool train, bool both, bool batch_first) {
+  const auto states = sharded_as_samples(hx, x, batch_first ? 0 : 1);
   return gathered_once(x, w, cells(layers, both), [&] {
-    return native(x, state, w, biases, layers, p, train, both, batch_first);
+    return native(x, states, w, biases, layers, p, train, both, batch_first);
   });
 }
-template <PackedSteps native>
-Two recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Tensor& hx, List w,
-                     bool biases, std::int64_t layers, double p, bool train, bool both) {
+template <class Results, class States, PackedSteps<Results, States> native>
+Results recurrent_packed(const at::Tensor& x, const at::Tensor& sizes, States hx, List w,
+                         bool biases, std::int64_t layers, double p, bool train, bool both) {
   return gathered_once(x, w, cells(layers, both),
                        [&] { return native(x, sizes, hx, w, biases, layers, p, train, both); });
 }
@@ -242,14 +234,14 @@ at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double paddi
 }
 
 const AtStart registered([] {
-  register_decomposition("lstm.input", lstm);
-  register_decomposition("lstm.data", lstm_packed);
-  register_decomposition("gru.input", recurrent<at::native::gru>);
-  register_decomposition("gru.data", recurrent_packed<at::native::gru>);
-  register_decomposition("rnn_tanh.input", recurrent<at::native::rnn_tanh>);
-  register_decomposition("rnn_tanh.data", recurrent_packed<at::native::rnn_tanh>);
-  register_decomposition("rnn_relu.input", recurrent<at::native::rnn_relu>);
-  register_decomposition("rnn_relu.data", recurrent_packed<at::native::rnn_relu>);
+  register_decomposition("lstm.input", recurrent<Three, List, at::native::lstm>);
+  register_decomposition("lstm.data", recurrent_packed<Three, List, at::native::lstm>);
+  register_decomposition("gru.input", recurrent<Two, One, at::native::gru>);
+  register_decomposition("gru.data", recurrent_packed<Two, One, at::native::gru>);
+  register_decomposition("rnn_tanh.input", recurrent<Two, One, at::native::rnn_tanh>);
+  register_decomposition("rnn_tanh.data", recurrent_packed<Two, One, at::native::rnn_tanh>);
+  register_decomposition("rnn_relu.input", recurrent<Two, One, at::native::rnn_relu>);
+  register_decomposition("rnn_relu.data", recurrent_packed<Two, One, at::native::rnn_relu>);
   register_decomposition("mkldnn_rnn_layer", mkldnn_rnn_layer);
   register_decomposition("_pack_padded_sequence", pack);
   register_decomposition("_pad_packed_sequence", unpack);
