@@ -158,16 +158,10 @@ at::Tensor rot90(const at::Tensor& self, std::int64_t k, at::IntArrayRef dims) {
     TORCH_CHECK_INDEX(d >= -n && d < n, "rot90: dim ", d, " of a tensor of ", n, " dims");
   TORCH_CHECK((dims[0] + n) % n != (dims[1] + n) % n, "rot90: the plane's two dims are both ",
               dims[0]);
-  switch (((k % 4) + 4) % 4) {
-    case 1:
-      return self.flip({dims[1]}).transpose_(dims[0], dims[1]);
-    case 2:
-      return self.flip(dims);
-    case 3:
-      return self.flip({dims[0]}).transpose_(dims[0], dims[1]);
-    default:
-      return self.clone(at::MemoryFormat::Contiguous);
-  }
+  const auto turns = ((k % 4) + 4) % 4;
+  if (turns == 0) return self.clone(at::MemoryFormat::Contiguous);
+  if (turns == 2) return self.flip(dims);
+  return self.flip({dims[turns == 1 ? 1 : 0]}).transpose_(dims[0], dims[1]);
 }
 
 // libtorch writes through other strides; here by a mask, of which each rank makes its shard.

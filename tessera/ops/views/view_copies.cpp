@@ -169,8 +169,7 @@ const AtStart registered([] {
     const auto dot = full.find('.');
     const std::string base = full.substr(0, dot),
                       overload = dot == std::string::npos ? "" : full.substr(dot + 1);
-    const std::string copy = (base == "_neg_view" ? "_neg_view_copy" : base + "_copy") +
-                             (overload.empty() ? "" : "." + overload);
+    const std::string copy = base + "_copy" + (overload.empty() ? "" : "." + overload);
     const auto view =
         c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + base).c_str(), overload.c_str());
     register_decomposition(copy.c_str(), [&view] {
