@@ -68,19 +68,9 @@ bool tensors_only(const OpCall& call) {
   return given == call.tensors().size();
 }
 
-// True if the ranks' values of a Partial input may be computed with separately.
-bool summands_keep_type(const OpCall& call, const TensorInfo& t) {
-  const auto* out = call.outputs();
-  return summands_can_be_cast(t.dtype,
-                              out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype);
-}
-
 Plan linear_together(const OpCall& call) {
   LabelProblem p = broadcast(call);
-  p.linear_together =
-      tensors_only(call) && std::ranges::all_of(call.tensors(), [&](const TensorInfo& t) {
-        return summands_keep_type(call, t);
-      });
+  p.linear_together = tensors_only(call) && all_summands_keep_type(call);
   return solve(p);
 }
 

@@ -21,8 +21,7 @@ namespace {
 Plan sum(const OpCall& call) {
   LabelProblem p = reduction(call, ReduceOp::Kind::sum);
   const auto* out = call.outputs();
-  if (out && !out->empty() && summands_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype))
-    p.linear_in = {0};
+  if (out && !out->empty() && summands_keep_type(call, call.tensor(0))) p.linear_in = {0};
   return solve(p);
 }
 
@@ -31,7 +30,7 @@ Plan mean(const OpCall& call) {
   const auto* out = call.outputs();
   if (!out || out->empty())
     throw ShardingError(call.name(), " with out= has no rule: use the form that returns");
-  if (summands_can_be_cast(call.tensor(0).dtype, (*out)[0].dtype)) p.linear_in = {0};
+  if (summands_keep_type(call, call.tensor(0))) p.linear_in = {0};
   Plan plan = solve(p);
   double count = 1;
   for (const int d : p.contract) count *= static_cast<double>(call.tensor(0).spec.shape()[d]);

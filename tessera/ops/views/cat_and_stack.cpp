@@ -10,15 +10,6 @@
 namespace tessera::detail::cat_and_stack_rules {
 namespace {
 
-// The values of a joined Partial result are made of the inputs' values, each converted to the
-// result's dtype: true if summands can be.
-bool joins_summands(const OpCall& call) {
-  const auto* out = call.outputs();
-  const auto to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
-  return std::ranges::all_of(
-      call.tensors(), [&](const TensorInfo& t) { return summands_can_be_cast(t.dtype, to); });
-}
-
 // What a rank takes of one input: if that is sharded along the joined dim, by an exchange.
 struct Piece {
   Halo halo;
@@ -140,7 +131,7 @@ Plan cat(const OpCall& call) {
   LabelProblem p(call, {}, {labels});
   for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.spec.dims() == n ? labels : unsharded_labels(t));
-  p.linear_together = joins_summands(call);
+  p.linear_together = all_summands_keep_type(call);
   return solve(p);
 }
 
@@ -150,7 +141,7 @@ Plan stack(const OpCall& call) {
   Labels out = all_labels(n);
   out.insert(out.begin() + d, kUnsharded);
   LabelProblem p(call, std::vector(call.tensors().size(), all_labels(n)), {out});
-  p.linear_together = joins_summands(call);
+  p.linear_together = all_summands_keep_type(call);
   return solve(p);
 }
 

@@ -302,10 +302,17 @@ void label_arguments(LabelProblem& problem,
   }
 }
 
-bool summands_can_be_cast(at::ScalarType from, at::ScalarType to) {
+bool summands_keep_type(const OpCall& call, const TensorInfo& t) {
+  const auto* out = call.outputs();
+  const auto from = t.dtype, to = out && !out->empty() ? (*out)[0].dtype : call.tensor(0).dtype;
   if (from == at::kBool) return false;
   const auto whole_number = [](at::ScalarType t) { return at::isIntegralType(t, true); };
   return from == to || from == at::kLong || (!whole_number(from) && !whole_number(to));
+}
+
+bool all_summands_keep_type(const OpCall& call) {
+  return std::ranges::all_of(call.tensors(),
+                             [&](const TensorInfo& t) { return summands_keep_type(call, t); });
 }
 
 std::set<int> first_dims(int n) {

@@ -127,10 +127,12 @@ inline Labels broadcast_labels(const OpCall& call, const TensorInfo& t,
 /// may be sharded.
 void label_arguments(LabelProblem& problem,
                      const std::vector<std::pair<const char*, Labels>>& labels);
-/// True if the ranks' values of a Partial tensor of dtype `from` may be converted to `to`
-/// separately: not floating-point ones to integers (each would be rounded), nor booleans (their sum
-/// is "any"), nor narrow integers to wider ones (their sum may wrap).
-bool summands_can_be_cast(at::ScalarType from, at::ScalarType to);
+/// True if the ranks' values of this input, if it is Partial, may be converted to the dtype of the
+/// first result separately: not floating-point ones to integers (each would be rounded), nor
+/// booleans (their sum is "any"), nor narrow integers to wider ones (their sum may wrap).
+bool summands_keep_type(const OpCall& call, const TensorInfo& t);
+/// The same of all inputs.
+bool all_summands_keep_type(const OpCall& call);
 /// {0, 1, ..., n - 1}.
 std::set<int> first_dims(int n);
 
