@@ -34,10 +34,8 @@ using Trailing = std::map<std::string, int>;
 bool is_vector_of(const OpCall& call, const TensorInfo& b, const TensorInfo& a) {
   if (b.spec.dims() == 1) return true;
   const Shape& m = a.spec.shape();
-  return call.argument("left") != -1
-             ? b.spec.dims() == a.spec.dims() - 1 &&
-                   std::equal(m.begin(), m.end() - 1, b.spec.shape().begin())
-             : b.spec.dims() == a.spec.dims() - 1;
+  return b.spec.dims() == a.spec.dims() - 1 &&
+         (call.argument("left") < 0 || std::equal(m.begin(), m.end() - 1, b.spec.shape().begin()));
 }
 
 Plan batched(const OpCall& call, const Trailing& trailing) {
@@ -63,17 +61,14 @@ Plan batched(const OpCall& call, const Trailing& trailing) {
     p.inputs.push_back(std::move(labels));
   }
   for (const OutputInfo& out : *outputs) {
-    Labels labels(out.shape.size(), kUnsharded);
-    for (int d = 0; d < batches && d < static_cast<int>(out.shape.size()) && out.defined; ++d)
-      if (out.shape[d] == extent[d]) labels[d] = d;
-    p.outputs.push_back(std::move(labels));
+    const int n = static_cast<int>(out.shape.size());
     // A result without some batch dim would be wrong on every rank but one: then nothing is
     // sharded.
-    for (int d = 0; d < batches; ++d)
-      if (out.defined && out.shape != Shape{0} &&
-          (d >= static_cast<int>(out.shape.size()) || out.shape[d] != extent[d]))
-        return on_gathered(call);
-    if (out.defined && out.shape == Shape{0} && batches > 0) return on_gathered(call);
+    if (out.defined && batches > 0 &&
+        (n < batches || out.shape == Shape{0} ||
+         !std::equal(extent.begin(), extent.end(), out.shape.begin())))
+      return on_gathered(call);
+    p.outputs.push_back(first_dims_free(n, out.defined ? batches : 0));
   }
   return solve(p);
 }
