@@ -25,11 +25,13 @@
 namespace tessera::detail::losses_rules {
 namespace {
 
-// A mean: the sum, divided by the global count. In float32 if the inputs are of half precision: the
-// sum may exceed its range though the mean does not.
-Plan divided(Plan plan, const OpCall& call, double count) {
+// If the call asks for a mean: the sum, divided by the global count of x. In float32 if the inputs
+// are of half precision: the sum may exceed its range though the mean does not.
+Plan divided(Plan plan, const OpCall& call, const TensorInfo& x) {
+  if (call.integer("reduction") != at::Reduction::Mean) return plan;
   plan.arguments = {{call.argument("reduction"), static_cast<std::int64_t>(at::Reduction::Sum)}};
-  plan.local = [count](const OperatorHandle& op, Stack arguments) {
+  plan.local = [count = static_cast<double>(x.spec.numel())](const OperatorHandle& op,
+                                                             Stack arguments) {
     at::ScalarType type = at::ScalarType::Undefined;
     bool narrow = false;
     for (c10::IValue& v : arguments) {
@@ -48,12 +50,6 @@ Plan divided(Plan plan, const OpCall& call, double count) {
   return plan;
 }
 
-// True for weights of the elements or of the positive ones: they are broadcast to the target.
-bool is_weight(const OpCall& call, const TensorInfo& t) {
-  const std::string& name = call.schema().arguments()[t.argument].name();
-  return name == "weight" || name == "pos_weight";
-}
-
 Plan loss(const OpCall& call) {
   const Shape& shape = call.tensor(0).spec.shape();
   const int n = static_cast<int>(shape.size());
@@ -63,7 +59,8 @@ Plan loss(const OpCall& call) {
   const bool each = reduction == at::Reduction::None;
   LabelProblem p(call, {}, {each ? all_labels(n) : Labels{}}, {each ? shape : Shape{}});
   for (const TensorInfo& t : call.tensors()) {
-    if (is_weight(call, t)) {
+    // Weights of the elements or of the positive ones are broadcast to the target.
+    if (&t == call.find("weight") || &t == call.find("pos_weight")) {
       p.inputs.push_back(broadcast_labels(call, t, shape));
       continue;
     }
@@ -74,24 +71,18 @@ Plan loss(const OpCall& call) {
     p.inputs.push_back(all_labels(n));
   }
   p.contract = first_dims(n);
-  Plan plan = solve(p);
-  return reduction == at::Reduction::Mean
-             ? divided(std::move(plan), call, static_cast<double>(call.tensor(0).spec.numel()))
-             : plan;
+  return divided(solve(p), call, call.tensor(0));
 }
 
 Plan loss_backward(const OpCall& call) {
   const TensorInfo& x = *call.find("self");
   const int n = x.spec.dims();
-  const std::int64_t reduction = call.integer("reduction");
   LabelProblem p(call, {}, {all_labels(n)}, {x.spec.shape()});
   for (const TensorInfo& t : call.tensors())
     p.inputs.push_back(t.spec.shape() == x.spec.shape() ? all_labels(n) : unsharded_labels(t));
   Plan plan = solve(p);
   plan.outputs[0].strides = x.strides;
-  return reduction == at::Reduction::Mean
-             ? divided(std::move(plan), call, static_cast<double>(x.spec.numel()))
-             : plan;
+  return divided(std::move(plan), call, x);
 }
 
 // ----
