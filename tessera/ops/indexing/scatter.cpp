@@ -33,18 +33,6 @@ void require_elements(const OpCall& call, const TensorInfo& x, const TensorInfo&
     throw InvalidArgument(call.name(), ": there are indices along dim ", d, ", which has size 0");
 }
 
-// The plan of a result that is placed as `out`; if it `sums` along the index, what ranks write is
-// added up.
-Plan solve_written(LabelProblem& p, const Labels& out, const TensorInfo& x, bool sums) {
-  p.outputs = {out};
-  p.output_shapes = {x.spec.shape()};
-  if (sums) {
-    p.contract = {kIndex};
-    p.additive = {0};
-  }
-  return solve(p);
-}
-
 // index_add, index_copy, index_fill, index_reduce: complete slices along a dim.
 Plan slices(const OpCall& call, bool adds) {
   const TensorInfo &x = *call.find("self"), &index = *call.find("index");
@@ -58,10 +46,12 @@ Plan slices(const OpCall& call, bool adds) {
   require_elements(call, x, index, d);
   const bool sums = adds && index.spec.dims() == 1;
   const int along = sums ? kIndex : kUnsharded;
-  LabelProblem p(call);
+  LabelProblem p(call, {}, {all_labels(n)}, {x.spec.shape()});
   label_arguments(p,
                   {{"self", all_labels(n)}, {"index", {along}}, {"source", except(n, d, along)}});
-  Plan plan = solve_written(p, all_labels(n), x, sums);
+  p.contract = {kIndex};  // what ranks write is added up
+  p.additive = {0};
+  Plan plan = solve(p);
   plan.local = [d, part = part_of(*plan.inputs[0], d), sharded = plan.inputs[0]->is_sharded(d),
                 has_source = source != nullptr, name = call.name(),
                 fills = call.find("source") == nullptr && call.argument("source") < 0,
@@ -111,9 +101,11 @@ Plan scatter(const OpCall& call, bool adds) {
   const bool sums = adds && src && src->spec.shape()[d] == index.spec.shape()[d];
   Labels of_index = labels;
   of_index[d] = sums ? kIndex : kUnsharded;
-  LabelProblem p(call);
+  LabelProblem p(call, {}, {labels}, {x.spec.shape()});
   label_arguments(p, {{"self", labels}, {"index", of_index}, {"src", of_index}});
-  Plan plan = solve_written(p, labels, x, sums);
+  p.contract = {kIndex};
+  p.additive = {0};
+  Plan plan = solve(p);
   if (!plan.inputs[0]->is_sharded(d)) return plan;
   plan.local = [d, part = part_of(*plan.inputs[0], d), in_place = call.in_place()](
                    const OperatorHandle& op, Stack a) {
@@ -133,11 +125,10 @@ Plan scatter(const OpCall& call, bool adds) {
 
 // The first input is written to, however it is sharded; all others are replicated.
 Plan written_part(const OpCall& call) {
-  LabelProblem p(call);
-  for (const TensorInfo& t : call.tensors())
-    p.inputs.push_back(t.argument == 0 ? all_labels(t.spec.dims())
-                                       : Labels(t.spec.dims(), kUnsharded));
-  return solve_written(p, p.inputs[0], call.tensor(0), false);
+  const Labels all = all_labels(call.tensor(0).spec.dims());
+  LabelProblem p(call, {}, {all}, {call.tensor(0).spec.shape()});
+  label_arguments(p, {{"self", all}});
+  return solve(p);
 }
 
 // Checks what libtorch refuses, before any rank begins.
