@@ -13,6 +13,7 @@
 #include <ATen/ops/rnn_relu_native.h>
 #include <ATen/ops/rnn_tanh_native.h>
 #include <ATen/ops/stack.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -20,7 +21,6 @@
 #include <tuple>
 
 #include "tessera/base/error.h"
-#include "tessera/base/pinned.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/tensor/dispatch/internal/gathered_parameters.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
@@ -66,15 +66,6 @@ struct AtNode final : torch::autograd::FunctionPreHook {
   bool begins;
 };
 
-// Lives while a layer computes.
-struct AtWork : Pinned {
-  explicit AtWork(const Call& call) {
-    GatheredParameters::set_current(
-        std::make_shared<GatheredParameters>(call.parameters, call.at_a_time));
-  }
-  ~AtWork() { GatheredParameters::set_current(nullptr); }
-};
-
 template <class Run>
 auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int64_t cells,
                    Run run) {
@@ -83,7 +74,9 @@ auto gathered_once(const at::Tensor& input, at::TensorList parameters, std::int6
   if (at_a_time == 0 || GatheredParameters(parameters, at_a_time).empty()) return run();
   const auto call = std::make_shared<Call>(Call{parameters.vec(), at_a_time});
   auto results = [&] {
-    const AtWork at_work(*call);
+    GatheredParameters::set_current(
+        std::make_shared<GatheredParameters>(call->parameters, at_a_time));
+    const auto reset = c10::make_scope_exit([] { GatheredParameters::set_current(nullptr); });
     return run();
   }();
   std::set<torch::autograd::Node*> hooked;
