@@ -17,9 +17,11 @@ void require_dims(const OpCall& call) {
     throw InvalidArgument(call.name(), " of a tensor without dims");
 }
 
-// Dims of the result that are dims of the input, by position; the others come from none.
-Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {}) {
-  Source source(call, call.tensor(0).spec, whole);
+// Dims of the result that are dims of the input, by position; the others come from none. `as`: how
+// the input must be; empty: as it is.
+Plan by_dims(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole = {},
+             const ShardSpec& as = {}) {
+  Source source(call, as ? as : call.tensor(0).spec, whole);
   for (const OutputInfo& out : outputs_of(call))
     source.plan.outputs.push_back({mapped_spec(source.spec, out.shape, from, true)});
   return std::move(source.plan);
@@ -32,19 +34,12 @@ Plan same(const OpCall& call) { return by_dims(call, all_labels(call.tensor(0).s
 // negative of the minimum: these are reduced first.
 Plan linear_view(const OpCall& call, const std::vector<int>& from,
                  const std::set<int>& whole = {}) {
-  Source source(call, call.tensor(0).spec, whole);
-  const auto placements = source.spec.placements();
-  const bool linear = std::ranges::all_of(placements, [](const Placement& p) {
+  const ShardSpec& given = call.tensor(0).spec;
+  const bool linear = std::ranges::all_of(given.placements(), [](const Placement& p) {
     return !p.is_partial() || p.is_partial(ReduceOp::Kind::sum) ||
            p.is_partial(ReduceOp::Kind::avg);
   });
-  if (!linear) {
-    source.spec = without_partial(source.spec);
-    source.plan.inputs = {source.spec};
-    source.plan.view_copied = true;
-  }
-  source.plan.outputs = {{mapped_spec(source.spec, outputs_of(call)[0].shape, from, true)}};
-  return std::move(source.plan);
+  return by_dims(call, from, whole, linear ? given : without_partial(given));
 }
 
 Plan transpose(const OpCall& call) {
