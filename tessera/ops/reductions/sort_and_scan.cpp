@@ -28,24 +28,45 @@
 namespace tessera::detail::sort_and_scan_rules {
 namespace {
 
+// The spec in which every axis that shards one of `dims` over several ranks shards another dim
+// instead, the longest that no axis shards and that has an element for each rank: what moves is one
+// shard per rank, not the whole to all. nullopt if an axis finds no other dim.
+std::optional<ShardSpec> with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& dims) {
+  auto placements = spec.placements();
+  std::set<int> taken = dims;
+  for (int d = 0; d < spec.dims(); ++d)
+    if (spec.is_sharded(d)) taken.insert(d);
+  for (std::size_t a = 0; a < placements.size(); ++a) {
+    if (!placements[a].is_shard() || !dims.contains(placements[a].dim)) continue;
+    placements[a] = Replicate();
+    const int ranks = context_of(spec)->sizes[a];
+    if (ranks == 1) continue;
+    int longest = -1;
+    for (int d = 0; d < spec.dims(); ++d) {
+      if (taken.contains(d) || spec.shape()[d] < ranks) continue;
+      if (longest < 0 || spec.shape()[d] > spec.shape()[longest]) longest = d;
+    }
+    if (longest < 0) return std::nullopt;
+    placements[a] = Shard(longest);
+    taken.insert(longest);
+  }
+  return spec.with_placements(placements);
+}
+
 // For an operator of one tensor that needs complete lines along `dims`, which are sharded: the axes
-// that shard them shard another dim, which is one all-to-all, and so do the results. `from`: the
-// input's dim that each dim of the results is. nullopt if an axis finds no other dim: then the
-// tensor is gathered along it.
+// that shard them shard other dims, and so do the results. `from`: the input's dim that each dim of
+// the results is. nullopt where the tensor is to be gathered along `dims`.
 std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
                                   const std::vector<int>& from, const Shape& result) {
   const TensorInfo& x = call.tensor(0);
   if (call.in_place() || call.tensors().size() != 1 || x.spec.has_partial()) return std::nullopt;
   if (std::ranges::none_of(dims, [&](int d) { return is_distributed(x.spec, d); }))
     return std::nullopt;
-  const ShardSpec in = with_other_dims_sharded(x.spec, dims);
-  for (std::size_t a = 0; a < in.placements().size(); ++a)
-    if (context_of(in)->sizes[a] > 1 && x.spec.placements()[a].is_shard() &&
-        in.placements()[a].is_replicate())
-      return std::nullopt;
+  const auto in = with_other_dims_sharded(x.spec, dims);
+  if (!in) return std::nullopt;
   Plan plan;
-  plan.inputs = {in};
-  const ShardSpec out = mapped_spec(in, result, from, false);
+  plan.inputs = {*in};
+  const ShardSpec out = mapped_spec(*in, result, from, false);
   for (std::size_t i = 0; i < call.schema().returns().size(); ++i) plan.outputs.push_back({out});
   return plan;
 }

@@ -360,27 +360,6 @@ ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& sh
   return make_spec(context_of(like), shape, std::move(placements), std::move(dims));
 }
 
-ShardSpec with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& dims) {
-  auto placements = spec.placements();
-  std::set<int> taken = dims;
-  for (int d = 0; d < spec.dims(); ++d)
-    if (spec.is_sharded(d)) taken.insert(d);
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (!placements[a].is_shard() || !dims.contains(placements[a].dim)) continue;
-    placements[a] = Replicate();
-    const int ranks = context_of(spec)->sizes[a];
-    int longest = -1;
-    for (int d = 0; d < spec.dims() && ranks > 1; ++d) {
-      if (taken.contains(d) || spec.shape()[d] < ranks) continue;
-      if (longest < 0 || spec.shape()[d] > spec.shape()[longest]) longest = d;
-    }
-    if (longest < 0) continue;
-    placements[a] = Shard(longest);
-    taken.insert(longest);
-  }
-  return spec.with_placements(placements);
-}
-
 ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims) {
   auto placements = spec.placements();
   for (Placement& p : placements)

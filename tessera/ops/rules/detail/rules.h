@@ -149,11 +149,6 @@ Plan on_gathered(const OpCall& call);
 ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
                       const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts = {});
-/// The spec in which every axis that shards one of `dims` over several ranks shards another dim
-/// instead, the longest that no axis shards and that has an element for each rank; if there is none
-/// it is replicated. Each rank then holds complete lines along `dims`, of fewer places: what moves
-/// there is one shard per rank, not the whole to all.
-ShardSpec with_other_dims_sharded(const ShardSpec& spec, const std::set<int>& dims);
 /// The spec with Replicate on every axis.
 ShardSpec replicated(const ShardSpec& spec);
 /// The spec with Replicate on every axis that shards one of `dims`.
