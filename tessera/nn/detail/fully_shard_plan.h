@@ -9,7 +9,6 @@
 #include <set>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "tessera/nn/detail/flat_plan.h"
@@ -36,16 +35,12 @@ struct Further {
   ShardSpec spec;
 };
 
-class FullyShardPlan {
- public:
-  FullyShardPlan(const torch::nn::Module& module, const DeviceMesh& mesh,
-                 const FullyShardOptions& options);
-
+struct FullyShardPlan {
   ParameterPlacement placement(const std::string& name) const;
   /// Gradients of equal numbers are reduced together.
   std::size_t message_of(const at::Tensor& parameter) const;
-  std::string describe() const;
 
+  int mesh_dims = 0;
   std::vector<NamedTensor> all;
   std::vector<Further> further;
   std::vector<int> axes;
@@ -58,49 +53,11 @@ class FullyShardPlan {
   std::vector<UnitPrecision> precisions;
   std::vector<Flat> flats;
   std::unordered_map<const void*, std::size_t> unit_of;
-
- private:
-  std::vector<std::string> described_precisions() const;
-  std::string described_further() const;
-  bool lies_here(const at::Tensor& p) const;
-  void check_further(const NamedTensor& p, const UnitPrecision& precision) const;
-  // The one whose slices are cheapest to gather of those that no axis shards.
-  static int dim_to_cut(const at::Tensor& p);
-  // By name, in mesh order. `use`: "to shard over".
-  std::vector<int> find(const std::vector<std::string>& names, std::string_view use) const;
-  void check_numbers() const;
-  void take_parameters(const torch::nn::Module& module, const UnitNames& names,
-                       UnitPrecisions& precision);
-  void take_buffers(const torch::nn::Module& module);
-  // Whether the name is to be ignored; notes which patterns were used.
-  bool ignored(const std::string& name);
-  void find_axes();
-  void find_device();
-  void find_kept_axes();
-  // One tensor under two names is one tensor.
-  bool first_time(const at::Tensor& t);
-  void keep(const NamedTensor& p);
-  void add(const std::string& unit, const NamedTensor& p);
-  void cut();
-  // Of the global tensor.
-  static std::int64_t bytes_of(const NamedTensor& p);
-  // A flat buffer becomes up to four, of which no rank holds little: backward has the gradients of
-  // one of them rather than of the unit, and sends sooner, evenly to all ranks. By the bytes of the
-  // global tensors, from the last parameter, whose gradient comes first.
-  void divide(int ranks);
-  // The ranks of the other axes cut alike, whatever they hold of a row.
-  void cut_further(Flat& flat);
-
-  const DeviceMesh& mesh_;
-  const FullyShardOptions& options_;
-  std::unordered_map<const void*, std::size_t> message_of_;
-  std::unordered_set<const void*> seen_;
-  std::map<std::string, std::size_t> unit_index_;
   // By name of a parameter that is sharded: rows of each rank, or none for even ones.
-  std::map<std::string, Sizes> rows_;
-  std::set<std::string> staying_;
-  // Patterns of `ignore` that have matched nothing so far.
-  std::set<std::string> unused_;
+  std::map<std::string, Sizes> rows;
+  std::set<std::string> staying;
+  // The messages of parameters that lie in a flat buffer.
+  std::unordered_map<const void*, std::size_t> messages;
 };
 
 /// The plan of all ranks of the mesh. Collective.
