@@ -194,19 +194,16 @@ std::vector<Box> boxes_over(const ShardedDims& layout, const Axes& axes,
   return all;
 }
 
-// Size of the group over `axes`, and this rank's position in it.
-std::pair<int, int> place(const MeshContext& context, const Axes& axes) {
-  int size = 1, rank = 0;
-  for (const int a : axes) {
-    size *= context.sizes[a];
-    rank = rank * context.sizes[a] + context.coordinate[a];
-  }
-  return {size, rank};
+// The place of the rank at a mesh position in its group over `axes`.
+int rank_along(const MeshContext& context, const Axes& axes, int position) {
+  const Mesh& mesh = context.mesh.mesh();
+  return mesh.group_rank(axes, mesh.ranks()[position]);
 }
 
 RedistributionPlan::Reduction reduction(const MeshContext& context, Axes axes, ReduceOp::Kind op,
                                         Box whole, std::vector<Box> pieces = {}) {
-  const auto [size, rank] = place(context, axes);
+  const int size = context.mesh.mesh().group_size(axes);
+  const int rank = rank_along(context, axes, context.position);
   return {std::move(axes), op, std::move(whole), std::move(pieces), size, rank};
 }
 
@@ -249,7 +246,7 @@ RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& t
   }
   if (gathers(sliced, to, move.axes)) {
     move.kind = Kind::all_gather;
-    move.rank = place(context, move.axes).second;
+    move.rank = rank_along(context, move.axes, context.position);
     move.pieces = boxes_over(sliced, move.axes, context.coordinate);
     int holders = 0;
     for (std::size_t r = 0; r < move.pieces.size(); ++r) {
@@ -266,22 +263,12 @@ RedistributionPlan::Move plan_move(const ShardedDims& from, const ShardedDims& t
     if (!(from.dims[d] == to.dims[d]))
       move.axes.insert(move.axes.end(), from.dims[d].axes.begin(), from.dims[d].axes.end());
   std::ranges::sort(move.axes);
-  const auto [group, rank] = place(context, move.axes);
-  move.rank = rank;
-  move.kind = most_peers(from, to) >= group ? Kind::all_to_all : Kind::exchange;
+  move.rank = rank_along(context, move.axes, context.position);
+  const int ranks = context.mesh.mesh().group_size(move.axes);
+  move.kind = most_peers(from, to) >= ranks ? Kind::all_to_all : Kind::exchange;
   move.transfer = transfer_plan(from.sharding(), to.sharding(), context.position);
-  const auto rank_in_group = [&](int position) {
-    std::vector<int> coordinate(context.sizes.size());
-    for (std::size_t a = coordinate.size(); a-- > 0;) {
-      coordinate[a] = position % context.sizes[a];
-      position /= context.sizes[a];
-    }
-    int rank = 0;
-    for (const int a : move.axes) rank = rank * context.sizes[a] + coordinate[a];
-    return rank;
-  };
   for (auto* pieces : {&move.transfer.sends, &move.transfer.receives}) {
-    for (Piece& p : *pieces) p.rank = rank_in_group(p.rank);
+    for (Piece& p : *pieces) p.rank = rank_along(context, move.axes, p.rank);
     std::ranges::stable_sort(*pieces,
                              [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   }
@@ -418,12 +405,6 @@ std::int64_t RedistributionPlan::received(const Reduction& r) {
   if (!r.pieces.empty()) return volume(r.pieces[r.rank]) * (r.ranks - 1);
   const std::int64_t all = volume(r.whole), mine = all / r.ranks + (r.rank < all % r.ranks ? 1 : 0);
   return mine * (r.ranks - 1) + all - mine;
-}
-
-std::int64_t RedistributionPlan::received() const {
-  std::int64_t n = moved();
-  for (const Reduction& r : reductions) n += received(r);
-  return n;
 }
 
 std::shared_ptr<const RedistributionPlan> RedistributionPlans::of(const ShardSpec& from,

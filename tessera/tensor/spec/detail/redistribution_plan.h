@@ -62,11 +62,10 @@ struct RedistributionPlan {
   // Of a redistribution that no operator asks for.
   std::shared_ptr<const CallOrigin> origin;
 
-  /// Number of elements that this rank receives; a reduction counts as a reduce-scatter, an
-  /// all-reduce as a reduce-scatter and an all-gather.
-  std::int64_t received() const;
+  /// Number of elements that this rank receives in a reduction, which counts as a reduce-scatter, or
+  /// as one and an all-gather.
   static std::int64_t received(const Reduction& reduction);
-  /// As received(), without the reductions.
+  /// Number of elements that it receives in the move.
   std::int64_t moved() const;
 };
 
