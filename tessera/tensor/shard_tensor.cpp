@@ -315,7 +315,7 @@ std::vector<std::vector<std::int64_t>> gather_shapes(
 ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
                         const std::vector<Placement>& placements, const ShardSizes& given,
                         const std::string& kind, const std::exception_ptr& wrong) {
-  const auto context = detail::MeshContext::of(mesh);
+  const Mesh& layout = mesh.mesh();
   const auto shapes = gather_shapes(local, mesh, placements, given, kind, wrong);
   const auto say = [&](const char* what, int dim) {
     std::string all;
@@ -331,27 +331,18 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
   ShardSizes sizes;
   for (std::size_t d = 0; d < dims; ++d) {
     std::vector<int> axes;
-    int parts = 1;
     for (std::size_t a = 0; a < placements.size(); ++a) {
       if (placements[a].is_shard() &&
           (placements[a].dim == static_cast<int>(d) ||
-           placements[a].dim + static_cast<int>(dims) == static_cast<int>(d))) {
+           placements[a].dim + static_cast<int>(dims) == static_cast<int>(d)))
         axes.push_back(static_cast<int>(a));
-        parts *= context->sizes[a];
-      }
     }
-    Sizes of_part(parts, -1);
+    Sizes of_part(layout.group_size(axes), -1);
     for (std::size_t position = 0; position < shapes.size(); ++position) {
-      int part = 0, rest = static_cast<int>(position);
-      std::vector<int> coordinate(context->sizes.size());
-      for (std::size_t a = context->sizes.size(); a-- > 0;) {
-        coordinate[a] = rest % context->sizes[a];
-        rest /= context->sizes[a];
-      }
-      for (const int a : axes) part = part * context->sizes[a] + coordinate[a];
-      if (of_part[part] >= 0 && of_part[part] != shapes[position][d])
+      std::int64_t& size = of_part[layout.group_rank(axes, layout.ranks()[position])];
+      if (size >= 0 && size != shapes[position][d])
         throw say("ranks that should hold the same shard disagree", static_cast<int>(d));
-      of_part[part] = shapes[position][d];
+      size = shapes[position][d];
     }
     for (const auto n : of_part) shape[d] += n;
     if (!axes.empty()) sizes[static_cast<int>(d)] = of_part;
