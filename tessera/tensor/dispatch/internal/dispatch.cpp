@@ -22,17 +22,21 @@
 namespace tessera::detail {
 namespace {
 
-std::map<std::string, BeforeRule>& functions_before_rules() {
-  static std::map<std::string, BeforeRule> all;
+// What takes the place of operators, by their full names: above autograd, or before their rules.
+template <class Function>
+std::map<std::string, Function>& replacements() {
+  static std::map<std::string, Function> all;
   return all;
+}
+template <class Function>
+Function replacement_of(const OpInfo& info) {
+  const auto at = replacements<Function>().find(info.name);
+  return at == replacements<Function>().end() ? nullptr : at->second;
 }
 
 struct Below final : c10::OperatorKernel {
-  explicit Below(std::shared_ptr<const OpInfo> i) : info(std::move(i)) {
-    if (const auto at = functions_before_rules().find(info->name);
-        at != functions_before_rules().end())
-      instead = at->second;
-  }
+  explicit Below(std::shared_ptr<const OpInfo> i)
+      : info(std::move(i)), instead(replacement_of<BeforeRule>(*info)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
     if (instead) {
       bool done = false;
@@ -41,8 +45,8 @@ struct Below final : c10::OperatorKernel {
     }
     run_sharded(*info, stack);
   }
-  std::shared_ptr<const OpInfo> info;
-  BeforeRule instead = nullptr;
+  const std::shared_ptr<const OpInfo> info;
+  const BeforeRule instead;
 };
 
 struct Seen {
@@ -86,38 +90,38 @@ PromotedTargets prepare_above(const OpInfo& info, torch::jit::Stack* stack, Para
   return promote_arguments(info, arguments, context_of(seen.sharded->spec()), true);
 }
 
-std::map<std::string, AboveFunction>& above_functions() {
-  static std::map<std::string, AboveFunction> all;
-  return all;
+// Casts and promotes the arguments for what `onward` calls.
+template <class Onward>
+void run_above(const OpInfo& info, torch::jit::Stack* stack, const Onward& onward) {
+  raising([&] {
+    if (run_plain_elements_apart(info, stack)) return;
+    ParameterCasts casts;
+    const PromotedTargets promoted = prepare_above(info, stack, casts);
+    after_promotion(promoted, onward);
+    cast_result(info, stack, casts);
+  });
+}
+
+void redispatch_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack) {
+  op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
+                     stack);
 }
 
 // The generated autograd kernel is registered for the alias Autograd, which our own entry hides;
 // the AutogradOther slot holds the same kernel.
 struct Above final : c10::OperatorKernel {
   Above(std::shared_ptr<const OpInfo> i, bool has_autograd)
-      : info(std::move(i)), autograd(has_autograd) {
-    if (const auto at = above_functions().find(info->name); at != above_functions().end())
-      instead = at->second;
-  }
+      : info(std::move(i)), autograd(has_autograd), instead(replacement_of<AboveFunction>(*info)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    raising([&] {
-      if (run_plain_elements_apart(*info, stack)) return;
-      ParameterCasts casts;
-      const PromotedTargets promoted = prepare_above(*info, stack, casts);
-      after_promotion(promoted, [&] {
-        if (!instead || !instead(stack)) onward(op, keys, stack);
-      });
-      cast_result(*info, stack, casts);
+    run_above(*info, stack, [&] {
+      if (!instead || !instead(stack)) onward(op, keys, stack);
     });
   }
   void onward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
               torch::jit::Stack* stack) const {
-    if (!autograd) {
-      op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
-                         stack);
-      return;
-    }
+    if (!autograd) return redispatch_below(op, keys, stack);
     // A plain zero without memory has been promoted to one with: its kernels would return a plain
     // tensor.
     const auto rest = keys.remove(c10::DispatchKey::AutogradFunctionality)
@@ -126,9 +130,9 @@ struct Above final : c10::OperatorKernel {
     const ViewReplay replay(info->view);
     op.redispatchBoxed(rest, stack);
   }
-  std::shared_ptr<const OpInfo> info;
-  bool autograd;
-  AboveFunction instead = nullptr;
+  const std::shared_ptr<const OpInfo> info;
+  const bool autograd;
+  const AboveFunction instead;
 };
 
 // Namespaces of what is no operator on tensors, or made for other kinds of tensors; a blank on
@@ -139,7 +143,7 @@ constexpr std::string_view kSkipped =
     "symm_mem _dtensor ";
 
 // The kernels belong to the process, like the dispatcher's table that contains them.
-class Registrar final : public c10::OpRegistrationListener {
+class Registrar {
  public:
   static Registrar& instance() {
     // never destroyed: the dispatcher may outlive static objects of this library
@@ -166,17 +170,6 @@ class Registrar final : public c10::OpRegistrationListener {
     }
   }
 
-  // The dispatcher's lock is held here: only note the name.
-  void onOperatorRegistered(const c10::OperatorHandle& op) override {
-    const std::lock_guard lock(pending_mutex_);
-    queue_.push_back(op.operator_name());
-    pending_ = true;
-  }
-  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-    const std::lock_guard lock(pending_mutex_);
-    std::erase(queue_, op.operator_name());
-  }
-
   // For operators that are in none of our libraries yet.
   std::shared_ptr<const OpInfo> info_of(const c10::OperatorHandle& op) {
     const std::lock_guard lock(fallback_mutex_);
@@ -186,13 +179,19 @@ class Registrar final : public c10::OpRegistrationListener {
   }
 
  private:
-  // Forwards to the registrar, which the dispatcher must not own.
-  struct Forward final : c10::OpRegistrationListener {
+  // The dispatcher owns it, and holds its lock while it tells it of an operator: only the name is
+  // noted.
+  struct Listener final : c10::OpRegistrationListener {
     void onOperatorRegistered(const c10::OperatorHandle& op) override {
-      instance().onOperatorRegistered(op);
+      Registrar& all = instance();
+      const std::lock_guard lock(all.pending_mutex_);
+      all.queue_.push_back(op.operator_name());
+      all.pending_ = true;
     }
     void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-      instance().onOperatorDeregistered(op);
+      Registrar& all = instance();
+      const std::lock_guard lock(all.pending_mutex_);
+      std::erase(all.queue_, op.operator_name());
     }
   };
 
@@ -226,7 +225,7 @@ class Registrar final : public c10::OpRegistrationListener {
           torch::CppFunction::makeFromBoxedFunction<&Registrar::refuse_layout>());
     }
     // The listener reports every operator that exists, then those to come.
-    listening_ = dispatcher.addRegistrationListener(std::make_unique<Forward>());
+    listening_ = dispatcher.addRegistrationListener(std::make_unique<Listener>());
     ready_.store(true, std::memory_order_release);
   }
 
@@ -244,16 +243,7 @@ class Registrar final : public c10::OpRegistrationListener {
   }
   static void above_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                              torch::jit::Stack* stack) {
-    raising([&] {
-      ParameterCasts casts;
-      const auto info = instance().info_of(op);
-      const PromotedTargets promoted = prepare_above(*info, stack, casts);
-      after_promotion(promoted, [&] {
-        op.redispatchBoxed((keys & c10::after_autograd_keyset).remove(c10::DispatchKey::ZeroTensor),
-                           stack);
-      });
-      cast_result(*info, stack, casts);
-    });
+    run_above(*instance().info_of(op), stack, [&] { redispatch_below(op, keys, stack); });
   }
 
   void add(const c10::OperatorName& name) {
@@ -309,11 +299,11 @@ class Registrar final : public c10::OpRegistrationListener {
 }  // namespace
 
 void register_above(const std::string& name, AboveFunction function) {
-  above_functions()[name] = function;
+  replacements<AboveFunction>()[name] = function;
 }
 
 void register_before_rule(const std::string& name, BeforeRule function) {
-  functions_before_rules()[name] = function;
+  replacements<BeforeRule>()[name] = function;
 }
 
 void ensure_registered() { Registrar::instance().ensure(); }
