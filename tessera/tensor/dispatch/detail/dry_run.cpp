@@ -155,21 +155,12 @@ std::int64_t product_of_sizes(const OpInfo& info, const torch::jit::Stack& stack
 }
 
 // For an operator that is told how large its result is: `elements` are those of the stand-ins.
-void require_few_results(const OpInfo& info, torch::jit::Stack stack, std::int64_t elements) {
-  const std::int64_t at_most = std::max<std::int64_t>(elements, 1) * product_of_sizes(info, stack);
-  for (c10::IValue& v : stack) {
-    const auto as_meta = [](const at::Tensor& t) -> at::Tensor {
-      if (!t.defined()) return t;
-      return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
-    };
-    if (v.isTensor()) {
-      v = as_meta(v.toTensor());
-    } else if (v.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const c10::IValue& t : v.toListRef()) list.push_back(as_meta(t.toTensor()));
-      v = std::move(list);
-    }
-  }
+void require_few_results(const OpInfo& info, const torch::jit::Stack& given,
+                         std::int64_t elements) {
+  const std::int64_t at_most = std::max<std::int64_t>(elements, 1) * product_of_sizes(info, given);
+  torch::jit::Stack stack = replaced(info, given, [](const at::Tensor& t) -> at::Tensor {
+    return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+  });
   std::int64_t made = 0;
   try {
     if (!run_on_meta(info, {}, stack)) {
