@@ -10,6 +10,7 @@
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
+#include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
@@ -53,11 +54,6 @@ bool only_reduces(const ShardSpec& from, const ShardSpec& to, bool scattered) {
   return true;
 }
 
-void add_layout(const c10::IValue& v, std::vector<LayoutPtr>& all) {
-  if (!v.isTensor() || !v.toTensor().defined()) return;
-  if (const auto* meta = meta_of(v.toTensor())) all.push_back(meta->layout);
-}
-
 // If this rank's shard of every result is empty the operator has nothing to compute, and some
 // kernels refuse that. Returns whether it is.
 bool skip_if_nothing(ReadyPlan& ready) {
@@ -81,14 +77,9 @@ bool skip_if_nothing(ReadyPlan& ready) {
 // The layouts whose addresses are in the key; a plan keeps them alive.
 std::vector<LayoutPtr> layouts_of(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
   std::vector<LayoutPtr> all;
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const OpInfo::Kind kind = info.kinds[i];
-    if (kind == OpInfo::Kind::tensor) add_layout(arguments[i], all);
-    if ((kind == OpInfo::Kind::tensor_list || kind == OpInfo::Kind::optional_tensor_list) &&
-        arguments[i].isList()) {
-      for (const c10::IValue& v : arguments[i].toListRef()) add_layout(v, all);
-    }
-  }
+  each_tensor(info, arguments.data(), [&](const at::Tensor& t, bool) {
+    if (const ShardMeta* meta = meta_of(t)) all.push_back(meta->layout);
+  });
   return all;
 }
 
@@ -124,6 +115,13 @@ bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
                                      const ShardSpec& to) {
   throw ShardingError(call.name(), " would change the placement of what it writes to, from ", from,
                       " to ", to, ". Inputs: ", describe_inputs(call), ". Redistribute it first.");
+}
+
+std::vector<std::optional<ShardSpec>> gathered_inputs(const OpCall& call) {
+  std::vector<std::optional<ShardSpec>> all;
+  for (const TensorInfo& t : call.tensors())
+    all.emplace_back(ShardSpec::replicated(t.spec.mesh(), t.spec.shape()));
+  return all;
 }
 
 // True if a parameter is gathered over an axis on which the other inputs are summands: where data
@@ -229,12 +227,7 @@ void plan_by_rule(const OpInfo& info, const OpCall& call, const Rule& rule, cons
                   ReadyPlan& ready) {
   require_possible(info, call, like.device);
   Plan plan = rule(call);
-  if (plan.gathered) {
-    plan.inputs.clear();
-    for (const TensorInfo& t : call.tensors())
-      plan.inputs.push_back(
-          t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
-  }
+  if (plan.gathered) plan.inputs = gathered_inputs(call);
   ready.mode = plan.gathered ? ReadyPlan::Mode::replicated : ReadyPlan::Mode::ruled;
   ready.arguments = std::move(plan.arguments);
   if (ready.arguments.size() == 1 && ready.arguments[0].second.isIntList())
@@ -264,9 +257,7 @@ ReadyPlan gathered_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments)
   ready.view_copied = info.view;
   const OpCall call(info, arguments);
   Plan plan;
-  for (const TensorInfo& t : call.tensors())
-    plan.inputs.emplace_back(
-        t.spec.with_placements(std::vector<Placement>(t.spec.placements().size())));
+  plan.inputs = gathered_inputs(call);
   plan_moves(call, plan, ready);
   return ready;
 }
