@@ -155,30 +155,22 @@ void reduce_gradients(const std::vector<at::Tensor>& parameters) {
   for (const auto& sync : gradient_syncs(parameters)) sync->reduce();
 }
 
-class NoSync::Pause {
- public:
-  explicit Pause(std::shared_ptr<GradientSync> sync) : sync_(std::move(sync)) { sync_->pause(); }
-  ~Pause() {
-    try {
-      sync_->resume();
-    } catch (const std::exception& e) {  // of a user's own set_syncing()
-      TORCH_WARN("gradients could not be switched back to being reduced: ", e.what());
-    }
-  }
-  Pause(const Pause&) = delete;
-  Pause& operator=(const Pause&) = delete;
-
- private:
-  std::shared_ptr<GradientSync> sync_;
-};
-
 NoSync::NoSync(const std::vector<at::Tensor>& parameters) {
-  for (auto& sync : gradient_syncs(parameters))
-    pauses_.push_back(std::make_unique<Pause>(std::move(sync)));
+  const auto syncs = gradient_syncs(parameters);
+  paused_.reserve(syncs.size());
+  for (const auto& sync : syncs) {
+    sync->pause();
+    paused_.emplace_back(sync.get(), Resume{sync});
+  }
 }
-NoSync::NoSync(NoSync&&) noexcept = default;
-NoSync& NoSync::operator=(NoSync&&) noexcept = default;
-NoSync::~NoSync() = default;
+
+void NoSync::Resume::operator()(GradientSync*) const {
+  try {
+    sync->resume();
+  } catch (const std::exception& e) {  // of a user's own set_syncing()
+    TORCH_WARN("gradients could not be switched back to being reduced: ", e.what());
+  }
+}
 
 namespace detail {
 

@@ -130,13 +130,15 @@ void reduce_gradients(const std::vector<at::Tensor>& parameters);
 class NoSync {
  public:
   explicit NoSync(const std::vector<at::Tensor>& parameters);
-  NoSync(NoSync&&) noexcept;
-  NoSync& operator=(NoSync&&) noexcept;
-  ~NoSync();
+  NoSync(NoSync&&) noexcept = default;
+  NoSync& operator=(NoSync&&) noexcept = default;
 
  private:
-  class Pause;
-  std::vector<std::unique_ptr<Pause>> pauses_;
+  struct Resume {
+    std::shared_ptr<GradientSync> sync;
+    void operator()(GradientSync*) const;
+  };
+  std::vector<std::unique_ptr<GradientSync, Resume>> paused_;
 };
 
 }  // namespace tessera
