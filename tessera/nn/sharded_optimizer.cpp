@@ -33,23 +33,17 @@ bool is_shardable(const at::Tensor& p) {
 }  // namespace
 
 struct OptimizerShards::State {
-  // Of one parameter in a chunk: where its rows of this rank begin, and the spec of its states.
-  struct Owned {
-    ShardSpec spec;
-    std::int64_t offset = 0;
-  };
-
   // Parameters of one dtype and device that are gathered in one message.
   struct Chunk {
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> parameters;
-    std::vector<std::int64_t> offsets;
     FlatPlan plan;
   };
 
   std::shared_ptr<MeshContext> context;
   std::vector<int> axes;
   std::int64_t chunk_bytes;
-  std::unordered_map<const void*, Owned> shards;
+  // The specs of the states of parameters in chunks.
+  std::unordered_map<const void*, ShardSpec> shards;
   // Of those that are no longer, the address may be another's.
   std::unordered_map<const void*, c10::weak_intrusive_ptr<c10::TensorImpl>> known;
   std::vector<Chunk> chunks;
@@ -76,24 +70,22 @@ void OptimizerShards::State::add_chunk(const std::vector<at::Tensor>& parameters
   const std::vector<Placement> placements(context->sizes.size(), Shard(0));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& p = parameters[i];
-    const void* key = p.unsafeGetTensorImpl();
-    shards[key] = {ShardSpec(context->mesh, p.sizes().vec(), placements, {{0, chunk.plan.rows[i]}}),
-                   chunk.plan.offset[i]};
+    shards[p.unsafeGetTensorImpl()] =
+        ShardSpec(context->mesh, p.sizes().vec(), placements, {{0, chunk.plan.rows[i]}});
     chunk.parameters.emplace_back(p.getIntrusivePtr());
   }
-  chunk.offsets = chunk.plan.offset;
   chunks.push_back(std::move(chunk));
 }
 
 // The rows of this rank: of a parameter itself or of its gradient.
 at::Tensor OptimizerShards::State::rows_of(const at::Tensor& parameter,
                                            const at::Tensor& of) const {
-  const ShardSpec& spec = shards.at(parameter.unsafeGetTensorImpl()).spec;
+  const ShardSpec& spec = shards.at(parameter.unsafeGetTensorImpl());
   return of.detach().narrow(0, spec.local_offset()[0], spec.local_shape()[0]);
 }
 
 at::Tensor OptimizerShards::State::shard(const at::Tensor& parameter, const at::Tensor& of) const {
-  const ShardSpec& spec = shards.at(parameter.unsafeGetTensorImpl()).spec;
+  const ShardSpec& spec = shards.at(parameter.unsafeGetTensorImpl());
   return wrap(rows_of(parameter, of), make_layout(spec, of.scalar_type(), of.device()));
 }
 
@@ -125,7 +117,7 @@ void OptimizerShards::State::gather() {
     t.request.wait();
     for (std::size_t i = 0; i < t.parameters.size(); ++i) {
       const at::Tensor& p = t.parameters[i];
-      p.detach().copy_(t.flat.narrow(0, t.chunk->offsets[i], p.numel()).view(p.sizes()));
+      p.detach().copy_(t.flat.narrow(0, t.chunk->plan.offset[i], p.numel()).view(p.sizes()));
     }
   };
   std::optional<Traveling> before;
@@ -146,7 +138,7 @@ void OptimizerShards::State::gather() {
     for (std::size_t i = 0; i < now.parameters.size(); ++i) {
       const at::Tensor rows = rows_of(now.parameters[i], now.parameters[i]);
       if (rows.numel() == 0) continue;
-      const std::int64_t at = std::max<std::int64_t>(chunk.offsets[i] - chunk.plan.cuts[me], 0);
+      const std::int64_t at = std::max<std::int64_t>(chunk.plan.offset[i] - chunk.plan.cuts[me], 0);
       now.sent.narrow(0, at, rows.numel()).copy_(rows.reshape({-1}));
     }
     now.request =
@@ -158,17 +150,13 @@ void OptimizerShards::State::gather() {
 }
 
 OptimizerShards::OptimizerShards(const DeviceMesh& mesh, std::int64_t chunk_bytes)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_shared<State>()) {
   ensure_registered();
   state_->context = MeshContext::of(mesh);
   state_->axes.resize(state_->context->sizes.size());
   std::iota(state_->axes.begin(), state_->axes.end(), 0);
   state_->chunk_bytes = chunk_bytes;
 }
-
-OptimizerShards::~OptimizerShards() = default;
-OptimizerShards::OptimizerShards(OptimizerShards&&) noexcept = default;
-OptimizerShards& OptimizerShards::operator=(OptimizerShards&&) noexcept = default;
 
 std::vector<at::Tensor> OptimizerShards::plan(const std::vector<at::Tensor>& parameters) {
   State& s = *state_;

@@ -51,9 +51,6 @@ namespace detail {
 class OptimizerShards {
  public:
   OptimizerShards(const DeviceMesh& mesh, std::int64_t chunk_bytes);
-  ~OptimizerShards();
-  OptimizerShards(OptimizerShards&&) noexcept;
-  OptimizerShards& operator=(OptimizerShards&&) noexcept;
 
   /// Plans parameters that are not known yet. Collective over the mesh.
   void plan(const torch::optim::Optimizer& optimizer);
@@ -75,7 +72,7 @@ class OptimizerShards {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace detail
