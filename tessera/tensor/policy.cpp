@@ -56,7 +56,7 @@ void set_random_state(const DistributedManager& manager, const RandomState& rand
 }
 
 RefusalScope::RefusalScope(const DistributedManager& manager)
-    : state_(detail::rank_state(manager)), notes_(std::make_shared<detail::RefusalNotes>()) {
+    : state_(detail::rank_state(manager)), notes_(std::make_shared<std::vector<Refusal>>()) {
   const std::lock_guard lock(state_->mutex);
   before_ = std::exchange(state_->refusals, notes_);
 }
@@ -66,6 +66,9 @@ RefusalScope::~RefusalScope() {
   state_->refusals = std::move(before_);
 }
 
-std::vector<Refusal> RefusalScope::refusals() const { return notes_->all(); }
+std::vector<Refusal> RefusalScope::refusals() const {
+  const std::lock_guard lock(state_->mutex);
+  return *notes_;
+}
 
 }  // namespace tessera

@@ -96,7 +96,6 @@ struct Refusal {
 
 namespace detail {
 struct RankState;
-class RefusalNotes;
 }  // namespace detail
 
 /// While it lives, an operator on this manager's sharded tensors that has no rule for its arguments
@@ -113,7 +112,7 @@ class RefusalScope : Pinned {
 
  private:
   std::shared_ptr<detail::RankState> state_;
-  std::shared_ptr<detail::RefusalNotes> notes_, before_;
+  std::shared_ptr<std::vector<Refusal>> notes_, before_;
 };
 
 }  // namespace tessera

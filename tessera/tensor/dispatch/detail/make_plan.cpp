@@ -262,12 +262,6 @@ ReadyPlan gathered_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments)
   return ready;
 }
 
-std::shared_ptr<RefusalNotes> refusals_of(const Scan& scan) {
-  RankState& state = *context_of(scan.first->spec())->state;
-  const std::lock_guard lock(state.mutex);
-  return state.refusals;
-}
-
 void require_strided(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
   for (std::size_t i = 0; i < arguments.size(); ++i)
     if (info.op.schema().arguments()[i].name() == "layout" && arguments[i].isInt() &&
@@ -335,9 +329,12 @@ ReadyPlan make_plan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, con
   try {
     return completed(strict_plan(info, arguments, scan, asked_for_numbers));
   } catch (const ShardingError& refusal) {
-    const auto notes = refusals_of(scan);
-    if (!notes || info.writes || info.random) throw;
-    notes->add({info.name, refusal.what()});
+    RankState& state = *context_of(scan.first->spec())->state;
+    {
+      const std::lock_guard lock(state.mutex);
+      if (!state.refusals || info.writes || info.random) throw;
+      state.refusals->push_back({info.name, refusal.what()});
+    }
     return completed(gathered_plan(info, arguments));
   }
 }

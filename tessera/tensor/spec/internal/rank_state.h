@@ -84,23 +84,6 @@ class ViewCopies {
   std::vector<ViewCopy*> live_;
 };
 
-/// The refusals recorded while a RefusalScope lives.
-class RefusalNotes {
- public:
-  void add(Refusal refusal) {
-    const std::lock_guard lock(mutex_);
-    all_.push_back(std::move(refusal));
-  }
-  std::vector<Refusal> all() const {
-    const std::lock_guard lock(mutex_);
-    return all_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::vector<Refusal> all_;
-};
-
 struct RankState {
   std::mutex mutex;
   // The generator of sharded tensors: a seed and the stream of the next draw, alike on all ranks.
@@ -117,7 +100,7 @@ struct RankState {
   std::set<std::string> warned;  // warnings that were given once
   ViewCopies copies;
   ParameterSources sources;
-  std::shared_ptr<RefusalNotes> refusals;  // of the innermost RefusalScope
+  std::shared_ptr<std::vector<Refusal>> refusals;  // of the innermost RefusalScope
 };
 
 }  // namespace tessera::detail
