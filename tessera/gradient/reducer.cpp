@@ -68,15 +68,6 @@ double take_factor(ReduceOp& op, int ranks, c10::ScalarType dtype) {
   return 1.0 / ranks;
 }
 
-struct AccumulatedHook final : detail::ChainedHook {
-  AccumulatedHook(const std::weak_ptr<GradientSync>& of, std::function<void()> c)
-      : call(std::move(c)) {
-    sync = of;
-  }
-  void accumulated(const at::Tensor&) override { call(); }
-  std::function<void()> call;
-};
-
 void require_sound(const std::vector<ReducedParameter>& parameters, const ReducerOptions& options,
                    std::size_t groups) {
   if (options.first_bucket_bytes < 1 || options.bucket_bytes < 1)
@@ -167,9 +158,10 @@ void GradientReducer::State::add_hooks(const std::vector<ReducedParameter>& give
         return reducer ? at::TensorBase(reducer->accumulating(i, at::Tensor(gradient))) : gradient;
       });
     }
-    detail::add_hook_after(parameter, std::make_unique<AccumulatedHook>(weak, [weak, i] {
-                             if (auto reducer = weak.lock()) reducer->accumulated(i);
-                           }));
+    const auto accumulated = [weak, i](const at::Tensor&) {
+      if (auto reducer = weak.lock()) reducer->accumulated(i);
+    };
+    detail::add_hook_after(parameter, accumulated, weak);
   }
 }
 

@@ -45,11 +45,7 @@ void attach_gradient_sync(const std::vector<at::Tensor>& parameters,
       throw InvalidArgument(
           "attach_gradient_sync takes leaves that require grad; only such have a gradient to "
           "reduce");
-  for (const at::Tensor& p : parameters) {
-    auto hook = std::make_unique<detail::ChainedHook>();
-    hook->sync = sync;
-    detail::add_hook_after(p, std::move(hook));
-  }
+  for (const at::Tensor& p : parameters) detail::add_hook_after(p, nullptr, sync);
 }
 
 namespace {
@@ -174,7 +170,11 @@ void NoSync::Resume::operator()(GradientSync*) const {
 
 namespace detail {
 
-void add_hook_after(const at::Tensor& leaf, std::unique_ptr<ChainedHook> hook) {
+void add_hook_after(const at::Tensor& leaf, std::function<void(const at::Tensor& leaf)> accumulated,
+                    const std::weak_ptr<GradientSync>& sync) {
+  auto hook = std::make_unique<ChainedHook>();
+  hook->accumulated = std::move(accumulated);
+  hook->sync = sync;
   hook->before = std::move(torch::autograd::impl::post_acc_grad_hooks(leaf));
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::move(hook));
 }

@@ -109,14 +109,6 @@ void offload(const NamedTensor& entry, c10::Device device, bool pinned) {
   tensor.set_data(detail::wrap_shown(std::move(local), std::move(layout), device));
 }
 
-struct AccumulatedInUnit final : detail::ChainedHook {
-  explicit AccumulatedInUnit(const std::shared_ptr<GatherUnits>& u) : units(u) {}
-  void accumulated(const at::Tensor&) override {
-    if (const auto of = units.lock()) of->accumulated();
-  }
-  std::weak_ptr<GatherUnits> units;
-};
-
 template <class Call>
 void of_units(const torch::nn::Module& module, std::string_view name, const Call& call) {
   // In the order of the parameters, which all ranks share.
@@ -158,6 +150,9 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     units->add_unit(plan.units[u], {plan.precisions[u].parameters, plan.precisions[u].output});
   const int rank = mesh.group(plan.axes).rank();
   for (const Flat& flat : plan.flats) make_flat(flat, rank, plan.further, units);
+  const auto accumulated = [weak = std::weak_ptr(units)](const at::Tensor&) {
+    if (const auto of = weak.lock()) of->accumulated();
+  };
   std::vector<detail::UnitParameter> reduced;
   const auto add = [&](const NamedTensor& entry) {
     const std::size_t unit = plan.unit_of.at(entry.tensor.unsafeGetTensorImpl());
@@ -166,7 +161,7 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     const detail::ShardMeta& meta = *detail::meta_of(entry.tensor);
     detail::install(entry.tensor, meta.local, detail::as_in_unit(meta.layout, plan.axes));
     if (entry.tensor.requires_grad())
-      detail::add_hook_after(entry.tensor, std::make_unique<AccumulatedInUnit>(units));
+      detail::add_hook_after(entry.tensor, accumulated);
     return unit;
   };
   for (const NamedTensor& entry : placed) {

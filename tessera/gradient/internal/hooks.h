@@ -13,19 +13,20 @@
 namespace tessera::detail {
 
 /// Runs after a leaf's gradient was accumulated. What had been set before runs first.
-struct ChainedHook : torch::autograd::PostAccumulateGradHook {
+struct ChainedHook final : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& leaf) final {
     if (before) (*before)(leaf);
-    raising([&] { accumulated(leaf); });
+    if (accumulated) raising([&] { accumulated(leaf); });
   }
-  virtual void accumulated(const at::Tensor&) {}
 
+  std::function<void(const at::Tensor& leaf)> accumulated;
   /// What reduces the leaf's gradient, if this hook is its.
   std::weak_ptr<GradientSync> sync;
   std::unique_ptr<PostAccumulateGradHook> before;
 };
 
-void add_hook_after(const at::Tensor& leaf, std::unique_ptr<ChainedHook> hook);
+void add_hook_after(const at::Tensor& leaf, std::function<void(const at::Tensor& leaf)> accumulated,
+                    const std::weak_ptr<GradientSync>& sync = {});
 
 /// Runs before a leaf's gradient is accumulated, also for autograd::grad(), and gives what is.
 /// Stays when others are added by Tensor::register_hook() of C++.

@@ -215,9 +215,8 @@ struct Accumulate {
 
 // After accumulation, a gradient that the reducer does not deal with is redistributed at once to
 // its parameter's placements. The reducer's own hook follows.
-struct Accumulated final : ChainedHook {
-  explicit Accumulated(std::shared_ptr<KnownGradients> k) : known(std::move(k)) {}
-  void accumulated(const at::Tensor& parameter) override {
+struct Accumulated {
+  void operator()(const at::Tensor& parameter) const {
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) return;
     if (!is_sharded(parameter))
@@ -232,7 +231,7 @@ struct Accumulated final : ChainedHook {
     if (const ShardSpec& have = meta_of(grad)->spec(); !(have == wanted)) {
       if (at::GradMode::is_enabled() || !known->reduction(have, wanted)->possible) {
         grad = redistribute(grad, wanted);
-      } else if (!offloaded || reducer->syncing()) {
+      } else if (!offloaded || (*reducer)->syncing()) {
         return;
       }
     }
@@ -243,9 +242,9 @@ struct Accumulated final : ChainedHook {
       grad = wrap_shown(beside(own, made.local), made.layout, made.layout->device);
   }
 
-  const std::shared_ptr<KnownGradients> known;
-  // Set once it is made; the parameters own it.
-  std::shared_ptr<GradientReducer> reducer;
+  std::shared_ptr<KnownGradients> known;
+  // Made after the hooks, which own it.
+  std::shared_ptr<std::optional<GradientReducer>> reducer;
 };
 
 }  // namespace
@@ -257,7 +256,7 @@ void reduce_parameters(const std::vector<UnitParameter>& parameters, const Devic
   const auto known = std::make_shared<KnownGradients>();
   std::map<std::optional<at::ScalarType>, std::shared_ptr<ParameterAccess>> access;
   std::vector<ReducedParameter> reduced;
-  std::vector<Accumulated*> hooks;
+  const Accumulated accumulated{known, std::make_shared<std::optional<GradientReducer>>()};
   for (const auto& [name, parameter, unit, message] : parameters) {
     auto& of = access[message];
     if (!of) of = std::make_shared<ParameterAccess>(message, known);
@@ -265,12 +264,9 @@ void reduce_parameters(const std::vector<UnitParameter>& parameters, const Devic
     add_hook_before(
         parameter,
         Accumulate{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr())});
-    auto after = std::make_unique<Accumulated>(known);
-    hooks.push_back(after.get());
-    add_hook_after(parameter, std::move(after));
+    add_hook_after(parameter, accumulated);
   }
-  const auto reducer = std::make_shared<GradientReducer>(std::move(reduced), options);
-  for (Accumulated* hook : hooks) hook->reducer = reducer;
+  accumulated.reducer->emplace(std::move(reduced), options);
 }
 
 }  // namespace tessera::detail
