@@ -186,9 +186,11 @@ std::vector<NamedTensor> place_unless(const std::exception_ptr& refused,
       sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const detail::ShardMeta& meta = *detail::meta_of(sharded);
-      detail::install(sharded, meta.local,
-                      targets[i].stays ? detail::as_staying(meta.layout)
-                                       : detail::as_parameter(meta.layout, targets[i].sequence));
+      const detail::ParameterMarks marks =
+          targets[i].stays
+              ? detail::ParameterMarks{.stays = true}
+              : detail::ParameterMarks{.parameter = true, .sequence = targets[i].sequence};
+      detail::install(sharded, meta.local, detail::marked(meta.layout, marks));
     }
     changes.emplace_back(entry.tensor, sharded);
   }
@@ -261,7 +263,7 @@ at::Tensor copy_parameter(const at::Tensor& parameter) {
   at::Tensor copy = parameter.detach().clone();
   const detail::ShardMeta& meta = *detail::meta_of(copy);
   detail::install(copy, meta.local,
-                  detail::marked_like(meta.layout, *detail::meta_of(parameter)->layout));
+                  detail::marked(meta.layout, detail::meta_of(parameter)->layout->marks()));
   return copy.requires_grad_(parameter.requires_grad());
 }
 

@@ -71,10 +71,10 @@ void make_flat(const Flat& flat, int rank, const std::vector<Further>& further,
     place.copy_(local);
     bool elsewhere = false;
     for (int d = 0; d < to.dims(); ++d) elsewhere |= d != dim && to.is_sharded(d);
-    detail::install(
-        parameter, place,
-        detail::as_parameter(detail::make_layout(to, strides, 0, parameter.scalar_type(), device),
-                             sequence));
+    detail::install(parameter, place,
+                    detail::marked(
+                        detail::make_layout(to, strides, 0, parameter.scalar_type(), device),
+                        {.parameter = true, .sequence = sequence}));
     units->add_parameter(flat.unit, buffer, flat.plan.offset[i], place, elsewhere ? to.numel() : 0);
   }
 }
@@ -98,8 +98,8 @@ void offload(const NamedTensor& entry, c10::Device device, bool pinned) {
   const at::NoGradGuard no_grad;
   const detail::ShardMeta& meta = *detail::meta_of(entry.tensor);
   const detail::Layout& have = *meta.layout;
-  detail::LayoutPtr layout = detail::marked_like(
-      detail::make_layout(have.spec, have.strides, have.offset, have.dtype, device), have);
+  detail::LayoutPtr layout = detail::marked(
+      detail::make_layout(have.spec, have.strides, have.offset, have.dtype, device), have.marks());
   at::Tensor local;
   {
     const detail::LocalCallGuard guard;
@@ -159,9 +159,10 @@ void fully_shard(torch::nn::Module& module, const DeviceMesh& mesh,
     if (!source_of(entry.tensor).first)
       units->add_parameter(unit, GatherUnits::kNoBuffer, 0, keep_units(entry.tensor, units));
     const detail::ShardMeta& meta = *detail::meta_of(entry.tensor);
-    detail::install(entry.tensor, meta.local, detail::as_in_unit(meta.layout, plan.axes));
-    if (entry.tensor.requires_grad())
-      detail::add_hook_after(entry.tensor, accumulated);
+    detail::ParameterMarks marks = meta.layout->marks();
+    marks.unit_axes = plan.axes;
+    detail::install(entry.tensor, meta.local, detail::marked(meta.layout, marks));
+    if (entry.tensor.requires_grad()) detail::add_hook_after(entry.tensor, accumulated);
     return unit;
   };
   for (const NamedTensor& entry : placed) {

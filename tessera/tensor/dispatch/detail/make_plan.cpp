@@ -215,9 +215,11 @@ void plan_outputs(const OpInfo& info, const OpCall& call, const Layout& like, Pl
                              like.device);
       // a weight that is cast or transposed is still that of its layer, another view of it is not
       const bool whole = !info.view || info.name == "aten::t" || info.name == "aten::transpose.int";
-      if (stays_parameter)
-        o.layout =
-            as_parameter(marked_like(o.layout, like), whole ? like.sequence : SequenceSharding());
+      if (stays_parameter) {
+        ParameterMarks marks = like.marks();
+        if (!whole) marks.sequence = {};
+        o.layout = marked(o.layout, marks);
+      }
     }
     ready.outputs.push_back(std::move(o));
   }

@@ -24,9 +24,9 @@ ParameterSources& sources_of(const ShardMeta& meta) {
 // counts as one to it, so that backward refuses what has changed since.
 at::Tensor alias_in(const at::Tensor& parameter, at::Tensor local) {
   const Layout& layout = *meta_of(parameter)->layout;
-  LayoutPtr own = marked_like(
+  LayoutPtr own = marked(
       make_layout(layout.spec, layout.strides, layout.offset, local.scalar_type(), layout.device),
-      layout);
+      layout.marks());
   at::Tensor made = wrap_shown(std::move(local), std::move(own), layout.device);
   if (!made.is_inference() && !parameter.is_inference())
     made.unsafeGetTensorImpl()->set_version_counter(

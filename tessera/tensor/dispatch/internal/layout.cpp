@@ -196,7 +196,7 @@ LayoutPtr interned(std::shared_ptr<Layout> layout) {
 
 LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset,
                       at::ScalarType dtype, c10::Device device) {
-  auto layout = std::make_shared<Layout>(Layout{spec, strides.vec(), offset, dtype, device});
+  auto layout = std::make_shared<Layout>(Layout{{}, spec, strides.vec(), offset, dtype, device});
   layout->dense = is_dense(spec.shape(), strides);
   layout->local_strides = strides_in_order(spec.local_shape(), strides);
   auto shown =
@@ -206,34 +206,10 @@ LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64
   return interned(std::move(layout));
 }
 
-LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence) {
-  if (layout->parameter && layout->sequence == sequence) return layout;
+LayoutPtr marked(const LayoutPtr& layout, const ParameterMarks& marks) {
+  if (layout->marks() == marks) return layout;
   auto own = std::make_shared<Layout>(*layout);
-  own->parameter = true;
-  own->sequence = sequence;
-  return interned(std::move(own));
-}
-
-LayoutPtr as_staying(const LayoutPtr& layout) {
-  if (layout->stays) return layout;
-  auto own = std::make_shared<Layout>(*layout);
-  own->stays = true;
-  return interned(std::move(own));
-}
-
-LayoutPtr as_in_unit(const LayoutPtr& layout, const std::vector<int>& axes) {
-  if (layout->unit_axes == axes) return layout;
-  auto own = std::make_shared<Layout>(*layout);
-  own->unit_axes = axes;
-  return interned(std::move(own));
-}
-
-LayoutPtr marked_like(const LayoutPtr& layout, const Layout& like) {
-  auto own = std::make_shared<Layout>(*layout);
-  own->parameter = like.parameter;
-  own->stays = like.stays;
-  own->sequence = like.sequence;
-  own->unit_axes = like.unit_axes;
+  static_cast<ParameterMarks&>(*own) = marks;
   return interned(std::move(own));
 }
 

@@ -26,13 +26,9 @@ inline constexpr auto kShardAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 
 using Dims = std::vector<std::int64_t>;
 
-struct Layout {
-  ShardSpec spec;
-  Dims strides;             // global
-  std::int64_t offset = 0;  // global storage offset
-  at::ScalarType dtype = at::kFloat;
-  c10::Device device = c10::Device(c10::kCPU);
-  // a sharded parameter or a view of it: gathered where it is used, rather than moving the data
+/// What a layout says of a parameter, or of a view of one.
+struct ParameterMarks {
+  // a sharded parameter: gathered where it is used, rather than moving the data
   bool parameter = false;
   // a sharded parameter that is not: what is needed of it moves
   bool stays = false;
@@ -42,6 +38,16 @@ struct Layout {
   // compute with its shards over others
   std::optional<std::vector<int>> unit_axes = {};
 
+  bool operator==(const ParameterMarks&) const = default;
+};
+
+struct Layout : ParameterMarks {
+  ShardSpec spec;
+  Dims strides;             // global
+  std::int64_t offset = 0;  // global storage offset
+  at::ScalarType dtype = at::kFloat;
+  c10::Device device = c10::Device(c10::kCPU);
+
   // Derived by make_layout:
   // non-overlapping and dense, so that local_strides determines the memory order of a fresh local
   bool dense = true;
@@ -50,24 +56,18 @@ struct Layout {
   c10::intrusive_ptr<c10::TensorImpl> shown = {};
 
   const Dims& sizes() const { return spec.shape(); }
+  const ParameterMarks& marks() const { return *this; }
   bool same(const Layout& o) const {
     return spec == o.spec && strides == o.strides && offset == o.offset && dtype == o.dtype &&
-           device == o.device && parameter == o.parameter && stays == o.stays &&
-           sequence == o.sequence && unit_axes == o.unit_axes;
+           device == o.device && marks() == o.marks();
   }
 };
 using LayoutPtr = std::shared_ptr<const Layout>;
 
 LayoutPtr make_layout(const ShardSpec& spec, at::IntArrayRef strides, std::int64_t offset,
                       at::ScalarType dtype, c10::Device device);
-/// The layout marked as that of a parameter.
-LayoutPtr as_parameter(const LayoutPtr& layout, SequenceSharding sequence = {});
-/// The layout marked as that of a parameter that stays where it is.
-LayoutPtr as_staying(const LayoutPtr& layout);
-/// The layout marked as that of a parameter in a unit that is gathered over these axes of its mesh.
-LayoutPtr as_in_unit(const LayoutPtr& layout, const std::vector<int>& axes);
-/// The layout with the marks of the parameter that `like` is one of, if it is.
-LayoutPtr marked_like(const LayoutPtr& layout, const Layout& like);
+/// The layout with these marks in place of its own.
+LayoutPtr marked(const LayoutPtr& layout, const ParameterMarks& marks);
 /// A row-major layout.
 LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device device);
 
