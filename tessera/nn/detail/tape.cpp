@@ -41,23 +41,7 @@ bool is_random(const c10::OperatorHandle& op) {
   throw NotAvailable("deferred construction: ", op.schema().name(), " ", why);
 }
 
-// Calls `take` with each defined tensor of a value and its place in a list (-1: in none).
-template <class Take>
-void each_tensor(const c10::IValue& value, const Take& take) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) take(value.toTensor(), -1);
-  } else if (value.isTensorList()) {
-    const auto list = value.toTensorVector();
-    for (std::size_t i = 0; i < list.size(); ++i)
-      if (list[i].defined()) take(list[i], static_cast<int>(i));
-  } else if (value.isOptionalTensorList()) {
-    const auto list = value.toOptionalTensorVector();
-    for (std::size_t i = 0; i < list.size(); ++i)
-      if (list[i] && list[i]->defined()) take(*list[i], static_cast<int>(i));
-  }
-}
-
-// `value` with the tensors that `keep` gives in place of its own.
+// `value` with the tensors that `keep` gives for its own and their places in a list (-1: in none).
 template <class Keep>
 c10::IValue with_tensors(const c10::IValue& value, const Keep& keep) {
   if (value.isTensor()) return keep(value.toTensor(), -1);
@@ -74,6 +58,15 @@ c10::IValue with_tensors(const c10::IValue& value, const Keep& keep) {
     return list;
   }
   return value;
+}
+
+// Calls `take` with each defined tensor of a value and its place.
+template <class Take>
+void each_tensor(const c10::IValue& value, const Take& take) {
+  with_tensors(value, [&](const at::Tensor& t, int element) {
+    if (t.defined()) take(t, element);
+    return t;
+  });
 }
 
 // What initialisation moves (a row that it writes to, a whole that it computes) is asked for, and
