@@ -13,8 +13,6 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
-#include <locale>
-#include <sstream>
 
 #include "tessera/base/hash.h"
 #include "tessera/base/pinned.h"
@@ -199,14 +197,14 @@ bool CheckReport::safe() const {
 }
 
 std::string CheckReport::to_string(std::size_t most) const {
-  std::ostringstream text;
-  text.imbue(std::locale::classic());
+  TextStream text;
   text << (safe() ? "safe" : "NOT SAFE") << ": " << values.size() << " values and "
        << gradients.size() << " gradients compared with one process\n";
-  const auto show = [&](const std::vector<std::string>& lines) {
-    for (std::size_t i = 0; i < std::min(lines.size(), most); ++i) text << "  " << lines[i] << "\n";
-    if (lines.size() > most)
-      text << "  and " << lines.size() - most << " more (to_string(" << lines.size() << "))\n";
+  const auto show = [&](const auto& all, const auto& line_of) {
+    for (std::size_t i = 0; i < std::min(all.size(), most); ++i)
+      text << "  " << line_of(all[i]) << "\n";
+    if (all.size() > most)
+      text << "  and " << all.size() - most << " more (to_string(" << all.size() << "))\n";
   };
   Checked differ;
   for (const auto* list_of : {&values, &gradients})
@@ -215,19 +213,13 @@ std::string CheckReport::to_string(std::size_t most) const {
   std::ranges::stable_sort(differ, [](const CheckedValue& a, const CheckedValue& b) {
     return a.difference > b.difference;
   });
-  std::vector<std::string> lines;
-  for (const CheckedValue& v : differ)
-    lines.push_back(
-        concat("differs: ", v.name, " by ", v.difference, " (tolerance ", v.tolerance, ")"));
-  show(lines);
-  lines.clear();
-  for (const Refusal& r : refused) lines.push_back(concat("refused: ", r.why));
-  show(lines);
-  lines.clear();
-  for (const CheckedValue& v : values)
-    lines.push_back(
-        concat(v.name, " lies as ", v.placements ? list(*v.placements) : "a plain tensor"));
-  show(lines);
+  show(differ, [](const CheckedValue& v) {
+    return concat("differs: ", v.name, " by ", v.difference, " (tolerance ", v.tolerance, ")");
+  });
+  show(refused, [](const Refusal& r) { return concat("refused: ", r.why); });
+  show(values, [](const CheckedValue& v) {
+    return concat(v.name, " lies as ", v.placements ? list(*v.placements) : "a plain tensor");
+  });
   double rounding = 0;
   for (const auto* list_of : {&values, &gradients})
     for (const CheckedValue& v : *list_of) rounding = std::max(rounding, v.rounding.value_or(0));
