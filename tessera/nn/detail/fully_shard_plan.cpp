@@ -81,7 +81,7 @@ struct UnitPlanner {
     if (options.coalesce_bytes < 0)
       throw InvalidArgument("fully_shard: coalesce_bytes is ", options.coalesce_bytes,
                             ", but must be at least 0");
-    take_parameters(module, UnitNames(module, options.units));
+    take_parameters(module, unit_names(module, options.units));
     for (const std::string& unit : plan.units) plan.precisions.push_back(precision.of(unit));
     for (const auto& b : module.named_buffers()) {
       if (!ignored(b.key()) && b.value().defined() && !is_sharded(b.value()))
@@ -160,7 +160,7 @@ struct UnitPlanner {
                             ", the manager's device, on this rank");
   }
 
-  void take_parameters(const torch::nn::Module& module, const UnitNames& names) {
+  void take_parameters(const torch::nn::Module& module, const std::set<std::string>& names) {
     std::set<std::string> unmatched(options.stay.begin(), options.stay.end());
     // Under any of its names.
     std::unordered_set<const void*> staying;
@@ -178,7 +178,7 @@ struct UnitPlanner {
           !seen.insert(t.unsafeGetTensorImpl()).second)
         continue;
       const NamedTensor entry{p.key(), t, true};
-      const std::string unit = names.of(p.key());
+      const std::string unit = unit_of(names, p.key());
       precision.check_parameter(unit, entry);
       if (staying.contains(t.unsafeGetTensorImpl())) keep(entry);
       if (is_sharded(t) && context_of(spec(t)) == MeshContext::of(mesh)) {

@@ -35,54 +35,57 @@ void check_dtypes(const std::string& where, const UnitPrecision& precision) {
                           "`parameters` too");
 }
 
-}  // namespace
-
-UnitNames::UnitNames(const torch::nn::Module& module, const std::vector<std::string>& patterns)
-    : patterns_(patterns), unused_(patterns.begin(), patterns.end()) {
-  const std::vector<bool> none(patterns.size(), false);
-  if (patterns.empty()) {
-    default_units(module, "");
-  } else {
-    matched_units(module, "", none);
-  }
-  if (!unused_.empty())
-    throw InvalidArgument("fully_shard: no module has a name like ", list(unused_),
-                          "; names are as in named_modules()");
-}
-
-std::string UnitNames::of(const std::string& parameter) const {
-  std::string name = parameter;
-  for (std::size_t dot; (dot = name.rfind('.')) != std::string::npos;) {
-    name.resize(dot);
-    if (names_.contains(name)) return name;
-  }
-  return "";
-}
-
-void UnitNames::default_units(const torch::nn::Module& module, const std::string& prefix) {
+void add_default_units(const torch::nn::Module& module, const std::string& prefix,
+                       std::set<std::string>& names) {
   for (const auto& child : module.named_children()) {
     const std::string name = joined(prefix, child.key());
     if (is_list(module)) {
-      names_.insert(name);
+      names.insert(name);
     } else {
-      default_units(*child.value(), name);
+      add_default_units(*child.value(), name, names);
     }
   }
 }
 
-void UnitNames::matched_units(const torch::nn::Module& module, const std::string& prefix,
-                              const std::vector<bool>& inside) {
+// `patterns`: those that match no module around this one. Those that match leave `unused`.
+void add_matched_units(const torch::nn::Module& module, const std::string& prefix,
+                       const std::vector<std::string>& patterns, std::set<std::string>& unused,
+                       std::set<std::string>& names) {
   for (const auto& child : module.named_children()) {
     const std::string name = joined(prefix, child.key());
-    std::vector<bool> matched = inside;
-    for (std::size_t p = 0; p < patterns_.size(); ++p) {
-      if (inside[p] || !matches(name, patterns_[p])) continue;
-      matched[p] = true;
-      unused_.erase(patterns_[p]);
-      names_.insert(name);
+    std::vector<std::string> others;
+    for (const std::string& pattern : patterns) {
+      if (!matches(name, pattern)) {
+        others.push_back(pattern);
+        continue;
+      }
+      unused.erase(pattern);
+      names.insert(name);
     }
-    matched_units(*child.value(), name, matched);
+    add_matched_units(*child.value(), name, others, unused, names);
   }
+}
+
+}  // namespace
+
+std::set<std::string> unit_names(const torch::nn::Module& module,
+                                 const std::vector<std::string>& patterns) {
+  std::set<std::string> names, unused(patterns.begin(), patterns.end());
+  if (patterns.empty()) add_default_units(module, "", names);
+  add_matched_units(module, "", patterns, unused, names);
+  if (!unused.empty())
+    throw InvalidArgument("fully_shard: no module has a name like ", list(unused),
+                          "; names are as in named_modules()");
+  return names;
+}
+
+std::string unit_of(const std::set<std::string>& units, const std::string& parameter) {
+  std::string name = parameter;
+  for (std::size_t dot; (dot = name.rfind('.')) != std::string::npos;) {
+    name.resize(dot);
+    if (units.contains(name)) return name;
+  }
+  return "";
 }
 
 UnitPrecisions::UnitPrecisions(const FullyShardOptions& options) : options_(options) {

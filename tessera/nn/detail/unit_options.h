@@ -12,24 +12,14 @@
 
 namespace tessera::detail {
 
-/// The modules that are units, by name. The whole module, "", is none of them.
+/// The names of the modules that are units. The whole module, "", is none of them.
 ///
 /// Throws InvalidArgument for a pattern that matches no module.
-class UnitNames {
- public:
-  UnitNames(const torch::nn::Module& module, const std::vector<std::string>& patterns);
+std::set<std::string> unit_names(const torch::nn::Module& module,
+                                 const std::vector<std::string>& patterns);
 
-  /// The innermost unit that holds the parameter of this full name.
-  std::string of(const std::string& parameter) const;
-
- private:
-  void default_units(const torch::nn::Module& module, const std::string& prefix);
-  void matched_units(const torch::nn::Module& module, const std::string& prefix,
-                     const std::vector<bool>& inside);
-
-  const std::vector<std::string>& patterns_;
-  std::set<std::string> unused_, names_;
-};
+/// The innermost of these units that holds the parameter of this full name; "": none does.
+std::string unit_of(const std::set<std::string>& units, const std::string& parameter);
 
 /// The precision of each unit, by its name.
 ///
