@@ -46,15 +46,6 @@ struct GroupSum {
   double sum = 0;
 };
 
-/// The axes over which a gradient's elements are spread.
-std::vector<int> sharded_axes(const ShardSpec& spec) {
-  std::vector<int> axes;
-  for (int a = 0; a < spec.mesh_dims(); ++a) {
-    if (spec.placements()[a].is_shard()) axes.push_back(a);
-  }
-  return axes;
-}
-
 /// The parameters, each once: a tied one is given under each of its names. Throws InvalidArgument
 /// if the arguments contradict.
 std::vector<at::Tensor> checked(const std::vector<at::Tensor>& given, const ClipOptions& options,
@@ -93,37 +84,36 @@ struct Sums {
   // takes part whether or not this rank has a gradient of it: the calls must be the same.
   std::vector<GroupSum> over{};
 
-  void add_to(const Group& group, double sum) {
-    auto it = std::ranges::find_if(over, [&](const GroupSum& s) { return s.group == group; });
-    if (it == over.end()) it = over.insert(over.end(), GroupSum{group, 0});
-    it->sum = norm.add(it->sum, sum);
-  }
-
   void add(const at::Tensor& p, const std::vector<OwnedShard>& by_hand) {
-    const at::Tensor& gradient = p.grad();
+    at::Tensor gradient = p.grad();
+    std::optional<Group> group;  // none: the gradient is replicated
     const auto hand = std::ranges::find_if(
         by_hand, [&](const OwnedShard& owned) { return p.is_same(owned.parameter); });
     if (hand != by_hand.end()) {
-      add_to(hand->group, gradient.defined() ? norm.of(gradient) : 0);
+      group = hand->group;
     } else if (is_sharded(p)) {
       // After backward a gradient has its parameter's placements.
       const ShardSpec where = spec(p);
-      const std::vector<int> axes = sharded_axes(where);
       if (gradient.defined() && !(is_sharded(gradient) && spec(gradient) == where)) {
         throw ShardingError(
             "clip_gradients: the gradient of a parameter that lies as ", where, " lies as ",
             is_sharded(gradient) ? spec(gradient).to_string() : std::string("a plain tensor"),
             ": clip after the backward that reduces it, outside no_sync()");
       }
-      const double mine = gradient.defined() ? norm.of(to_local(gradient)) : 0;
-      if (axes.empty()) {
-        replicated = norm.add(replicated, mine);
-      } else {
-        add_to(where.mesh().group(axes), mine);
-      }
-    } else if (gradient.defined()) {
-      replicated = norm.add(replicated, norm.of(gradient));
+      if (gradient.defined()) gradient = to_local(gradient);
+      std::vector<int> axes;
+      for (int a = 0; a < where.mesh_dims(); ++a)
+        if (where.placements()[a].is_shard()) axes.push_back(a);
+      if (!axes.empty()) group = where.mesh().group(axes);
     }
+    const double mine = gradient.defined() ? norm.of(gradient) : 0;
+    if (!group) {
+      replicated = norm.add(replicated, mine);
+      return;
+    }
+    auto it = std::ranges::find_if(over, [&](const GroupSum& s) { return s.group == *group; });
+    if (it == over.end()) it = over.insert(over.end(), GroupSum{*group, 0});
+    it->sum = norm.add(it->sum, mine);
   }
 };
 
