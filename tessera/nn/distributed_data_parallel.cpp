@@ -60,44 +60,64 @@ std::string description(const at::Tensor& t) {
                        : concat("shape ", t.sizes(), ", ", t.scalar_type());
 }
 
+void require_replicas(const std::vector<NamedTensor>& tensors, const Group& group,
+                      ReduceOp::Kind kind) {
+  if (kind != ReduceOp::Kind::avg && kind != ReduceOp::Kind::sum &&
+      kind != ReduceOp::Kind::premultiplied)
+    throw InvalidArgument("DistributedDataParallelOptions::reduction is ", to_string(kind),
+                          ", but must be avg, sum or premultiplied");
+  for (const auto& [name, t, parameter] : tensors) {
+    if (!is_sharded(t)) continue;
+    const ShardSpec where = spec(t);
+    const Mesh& mesh = where.mesh().mesh();
+    const int me = group.ranks()[group.rank()];
+    for (int axis = 0; axis < where.mesh_dims(); ++axis) {
+      const bool spread = !where.placements()[axis].is_replicate();
+      // A mean over ranks whose gradients are equal changes nothing, a sum does.
+      if (!spread && kind == ReduceOp::Kind::avg) continue;
+      const int shared = shared_ranks(mesh.group(std::vector<int>{axis}, me), group.ranks());
+      if (shared > 1)
+        throw ShardingError(
+            "DistributedDataParallel over group '", group.name(), "': ", name, " is ", where,
+            ", and ", shared, " ranks of the group lie along axis ", axis, ", where ",
+            spread ? "they hold different shards" : "its gradient is complete on each of them",
+            ": its own mesh reduces its gradient. Give a group of ranks "
+            "that hold the same shards, or list it in ignore.");
+    }
+  }
+}
+
 }  // namespace
 
 DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module, Group group,
                                        DistributedDataParallelOptions options)
     : module_(std::move(module)), group_(std::move(group)), options_(std::move(options)) {
   std::set<std::string> unknown(options_.ignore.begin(), options_.ignore.end());
-  auto ignored = [&](const std::string& name) {
-    unknown.erase(name);
-    return !reduces(name);
-  };
+  std::vector<NamedTensor> kept = named_tensors(*module_);
+  std::erase_if(kept, [&](const NamedTensor& entry) {
+    unknown.erase(entry.name);
+    return !reduces(entry.name);
+  });
   std::vector<at::Tensor> state;
   std::vector<ReducedParameter> reduced;
   std::set<const c10::TensorImpl*> seen;  // a tensor registered under two names is sent once
   std::string text;
-  for (const auto& item : module_->named_parameters()) {
-    const at::Tensor& parameter = item.value();
-    if (ignored(item.key()) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    state.push_back(local_of(parameter));
-    text += concat("parameter '", item.key(), "', ", description(parameter),
-                   parameter.requires_grad() ? "" : ", frozen", "\n");
-    if (!parameter.requires_grad()) continue;
-    reduced.push_back({parameter, item.key(), group_, options_.reduction,
-                       is_sharded(parameter) ? std::make_shared<LocalGradient>() : nullptr});
-  }
-  for (const auto& item : module_->named_buffers()) {
-    if (ignored(item.key()) || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    state.push_back(local_of(item.value()));
-    text += concat("buffer '", item.key(), "', ", description(item.value()), "\n");
+  for (const auto& [name, t, parameter] : kept) {
+    if (!seen.insert(t.unsafeGetTensorImpl()).second) continue;
+    state.push_back(local_of(t));
+    text += concat(parameter ? "parameter '" : "buffer '", name, "', ", description(t),
+                   parameter && !t.requires_grad() ? ", frozen" : "", "\n");
+    if (parameter && t.requires_grad())
+      reduced.push_back({t, name, group_, options_.reduction,
+                         is_sharded(t) ? std::make_shared<LocalGradient>() : nullptr});
   }
   for (const std::string& name : unknown)
     text += concat("to ignore, but not in the module: '", name, "'\n");
   // What one rank refuses is refused on all.
   std::exception_ptr refused;
   try {
-    std::vector<NamedTensor> sent = named_tensors(*module_);
-    std::erase_if(sent, [&](const NamedTensor& entry) { return !reduces(entry.name); });
-    require_values("DistributedDataParallel", sent);
-    require_replicas();
+    require_values("DistributedDataParallel", kept);
+    require_replicas(kept, group_, options_.reduction.kind);
   } catch (const Error& e) {
     refused = std::current_exception();
     text += concat(e.what(), "\n");
@@ -109,35 +129,6 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
   if (refused) std::rethrow_exception(refused);
   broadcast_coalesced(state, group_, 0);
   reducer_ = std::make_unique<GradientReducer>(std::move(reduced), options_.reducer);
-}
-
-void DataParallelEngine::require_replicas() const {
-  const ReduceOp::Kind kind = options_.reduction.kind;
-  if (kind != ReduceOp::Kind::avg && kind != ReduceOp::Kind::sum &&
-      kind != ReduceOp::Kind::premultiplied)
-    throw InvalidArgument("DistributedDataParallelOptions::reduction is ", to_string(kind),
-                          ", but must be avg, sum or premultiplied");
-  const auto check = [&](const std::string& name, const at::Tensor& t) {
-    if (!is_sharded(t) || !reduces(name)) return;
-    const ShardSpec where = spec(t);
-    const Mesh& mesh = where.mesh().mesh();
-    const int me = group_.ranks()[group_.rank()];
-    for (int axis = 0; axis < where.mesh_dims(); ++axis) {
-      const bool spread = !where.placements()[axis].is_replicate();
-      // A mean over ranks whose gradients are equal changes nothing, a sum does.
-      if (!spread && kind == ReduceOp::Kind::avg) continue;
-      const int shared = shared_ranks(mesh.group(std::vector<int>{axis}, me), group_.ranks());
-      if (shared > 1)
-        throw ShardingError(
-            "DistributedDataParallel over group '", group_.name(), "': ", name, " is ", where,
-            ", and ", shared, " ranks of the group lie along axis ", axis, ", where ",
-            spread ? "they hold different shards" : "its gradient is complete on each of them",
-            ": its own mesh reduces its gradient. Give a group of ranks "
-            "that hold the same shards, or list it in ignore.");
-    }
-  };
-  for (const auto& item : module_->named_parameters()) check(item.key(), item.value());
-  for (const auto& item : module_->named_buffers()) check(item.key(), item.value());
 }
 
 bool DataParallelEngine::reduces(const std::string& name) const {
