@@ -20,23 +20,16 @@ namespace tessera::detail {
 /// Nothing is recorded: autograd has already run on the sharded tensor. Autocast has cast the
 /// arguments of an operator that it knows, and sees nothing of what that calls; what one that it
 /// does not know is made of it casts, as on one process.
-class BelowAutogradGuard {
- public:
-  BelowAutogradGuard() : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView) {}
-
- private:
-  c10::impl::ExcludeDispatchKeyGuard exclude_;
+struct BelowAutogradGuard : c10::impl::ExcludeDispatchKeyGuard {
+  BelowAutogradGuard()
+      : ExcludeDispatchKeyGuard(c10::autograd_dispatch_keyset_with_ADInplaceOrView) {}
 };
 
 /// Calls on locals go straight to the device's own kernels.
-class LocalCallGuard {
- public:
+struct LocalCallGuard : c10::impl::ExcludeDispatchKeyGuard {
   LocalCallGuard()
-      : exclude_(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                 c10::autocast_dispatch_keyset) {}
-
- private:
-  c10::impl::ExcludeDispatchKeyGuard exclude_;
+      : ExcludeDispatchKeyGuard(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                c10::autocast_dispatch_keyset) {}
 };
 
 /// Tells the other ranks that `op` cannot continue on this rank, for the reason `what`, before this
