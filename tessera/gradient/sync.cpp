@@ -195,6 +195,22 @@ void add_hook_before(const at::Tensor& leaf,
                std::make_move_iterator(others.end()));
 }
 
+const void* at_end_of_backward(std::function<void(const void* backward, bool completed)> then) {
+  struct End : Pinned {
+    explicit End(std::function<void(const void*, bool)> t) : then(std::move(t)) {}
+    ~End() {
+      if (then) then(this, false);
+    }
+    std::function<void(const void*, bool)> then;
+  };
+  const auto end = std::make_shared<End>(std::move(then));
+  torch::autograd::Engine::get_default_engine().queue_callback([end] {
+    const auto call = std::exchange(end->then, nullptr);
+    raising([&] { call(end.get(), true); });
+  });
+  return end.get();
+}
+
 namespace {
 
 using torch::autograd::AccumulateGrad;

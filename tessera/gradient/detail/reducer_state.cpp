@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/strides.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -10,10 +9,10 @@
 #include <numeric>
 #include <utility>
 
-#include "tessera/base/host_lock.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
+#include "tessera/gradient/internal/hooks.h"
 
 namespace tessera {
 
@@ -156,31 +155,14 @@ void GradientReducer::State::forget_order() {
 void GradientReducer::State::begin() {
   forget_order();
   open = true;
-  // At the end of this backward. A nested one ends first and reduces what it has; the rest follows
-  // when the outer one ends. A backward that an exception ends calls nobody back: it destroys what
-  // was queued, which is how we learn of it.
-  struct End {
-    explicit End(std::weak_ptr<State> s) : state(std::move(s)) {}
-    ~End() {
-      if (auto s = called ? nullptr : state.lock()) {
-        const std::lock_guard lock(s->mutex);
-        if (s->backward == this) s->abandon();
-      }
-    }
-    void operator()() {
-      called = true;
-      if (auto s = state.lock()) {
-        const std::lock_guard lock(s->mutex);
-        if (s->open) s->finish();
-      }
-    }
-    std::weak_ptr<State> state;
-    bool called = false;
-  };
-  auto end = std::make_shared<End>(weak_from_this());
-  backward = end.get();
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [end] { detail::raising([&] { (*end)(); }); });
+  // A nested backward reduces what it has; the rest follows when the outer one ends.
+  backward = detail::at_end_of_backward([weak = weak_from_this()](const void* of, bool completed) {
+    const auto state = weak.lock();
+    if (!state) return;
+    const std::lock_guard lock(state->mutex);
+    if (completed && state->open) state->finish();
+    if (!completed && state->backward == of) state->abandon();
+  });
 }
 
 // Buckets that have started are completed, as on the other ranks, so that groups stay in step and

@@ -1,5 +1,5 @@
 #pragma once
-// Hooks of leaves, beside those that others have set.
+// Hooks of leaves, beside those that others have set, and of the end of a backward.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -32,5 +32,10 @@ void add_hook_after(const at::Tensor& leaf, std::function<void(const at::Tensor&
 /// Stays when others are added by Tensor::register_hook() of C++.
 void add_hook_before(const at::Tensor& leaf,
                      std::function<at::TensorBase(const at::TensorBase&)> hook);
+
+/// Calls `then` with what this returns, which stands for the backward that runs on this thread: with
+/// true at its end, or with false where an exception ends it. That calls nobody back, but destroys
+/// what was queued. A nested backward ends before the one around it.
+const void* at_end_of_backward(std::function<void(const void* backward, bool completed)> then);
 
 }  // namespace tessera::detail

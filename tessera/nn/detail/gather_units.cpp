@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/job/internal/failures.h"
+#include "tessera/gradient/internal/hooks.h"
 #include "tessera/nn/detail/parameter_copy.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -255,21 +255,6 @@ void GatherUnits::let_go(std::size_t unit) {
 
 // ---- the order of use ----
 
-// Learns of the end of a backward, and, by being destroyed without a call, of one that an exception
-// ended.
-struct GatherUnits::EndOfBackward {
-  explicit EndOfBackward(std::weak_ptr<GatherUnits> u) : units(std::move(u)) {}
-  ~EndOfBackward() { finish(false); }
-  void finish(bool learn) {
-    const auto of = units.lock();
-    units.reset();
-    if (!of) return;
-    const std::lock_guard lock(of->mutex_);
-    if (of->end_ == this) of->end(learn);
-  }
-  std::weak_ptr<GatherUnits> units;
-};
-
 // Before the first use after a failure of one rank alone: on all ranks as if nothing had been used.
 // What is held is gathered again when it is used.
 void GatherUnits::catch_up() {
@@ -359,9 +344,12 @@ void GatherUnits::begin(Pass pass) {
   starts_.assign(1, 0);
   following_ = order().learnt;
   if (pass != Pass::backward) return;
-  auto last = std::make_shared<EndOfBackward>(weak_from_this());
-  end_ = last.get();
-  torch::autograd::Engine::get_default_engine().queue_callback([last] { last->finish(true); });
+  end_ = at_end_of_backward([weak = weak_from_this()](const void* of, bool completed) {
+    const auto units = weak.lock();
+    if (!units) return;
+    const std::lock_guard lock(units->mutex_);
+    if (units->end_ == of) units->end(completed);
+  });
 }
 
 void GatherUnits::end(bool learn) {

@@ -167,7 +167,6 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
     bool learnt = false;
   };
   enum class Pass : unsigned char { none, forward, evaluation, backward };
-  struct EndOfBackward;
 
   void catch_up();
   void visit(std::size_t index);
