@@ -75,6 +75,8 @@ class OptimizerShards {
   std::shared_ptr<State> state_;
 };
 
+[[noreturn]] void refuse_archive();
+
 }  // namespace detail
 
 /// Parameters are plain, row-major tensors that are equal on all ranks of the mesh, as their
@@ -120,24 +122,11 @@ class ShardedOptimizer final : public Base, public ShardedStates {
 
   /// Not these: they know nothing of shards. Throws NotAvailable; see add_optimizer() and
   /// load_optimizer().
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  void save(torch::serialize::OutputArchive&) const override { detail::refuse_archive(); }
+  void load(torch::serialize::InputArchive&) override { detail::refuse_archive(); }
 
  private:
   detail::OptimizerShards shards_;
 };
-
-namespace detail {
-[[noreturn]] void refuse_archive();
-}  // namespace detail
-
-template <class Base>
-void ShardedOptimizer<Base>::save(torch::serialize::OutputArchive&) const {
-  detail::refuse_archive();
-}
-template <class Base>
-void ShardedOptimizer<Base>::load(torch::serialize::InputArchive&) {
-  detail::refuse_archive();
-}
 
 }  // namespace tessera
