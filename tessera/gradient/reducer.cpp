@@ -224,8 +224,6 @@ GradientReducer::GradientReducer(std::vector<ReducedParameter> parameters, Reduc
   state.add_hooks(parameters);
 }
 
-GradientReducer::~GradientReducer() = default;
-
 void GradientReducer::reduce() { state_->reduce(); }
 
 bool GradientReducer::syncing() const { return state_->syncing(); }

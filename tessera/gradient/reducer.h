@@ -127,7 +127,6 @@ class GradientReducer : Pinned {
   /// sharded tensors leave as parts of a sum, a sum of what they leave complete, a sum of losses
   /// that mean_loss() scaled for a mean; and where a gradient has another shape than expected.
   explicit GradientReducer(std::vector<ReducedParameter> parameters, ReducerOptions options = {});
-  ~GradientReducer();
 
   /// False inside a NoSync scope.
   bool syncing() const;

@@ -121,8 +121,6 @@ Deferral::Deferral(const std::vector<NamedTensor>& tensors, bool host_too)
   for (const auto& [name, t, parameter] : fresh) mark(t, tape_, tape_->blank(t, name));
 }
 
-Deferral::~Deferral() = default;
-
 bool Deferral::begin(const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& own) {
   const auto here = [&](const at::Tensor& t) { return taken_.contains(t.unsafeGetTensorImpl()); };

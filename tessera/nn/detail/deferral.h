@@ -21,7 +21,6 @@ class Deferral {
   /// Leaves out what is not on the meta device, and what is deferred already. Errors as of defer(),
   /// with nothing changed. `host_too`: see DeferredScope.
   Deferral(const std::vector<NamedTensor>& tensors, bool host_too);
-  ~Deferral();
 
   /// Begins to record what one module does, if all `parameters` of its tree are of this deferral,
   /// or some of its `buffers` are and it has none. What another module has written to before is not

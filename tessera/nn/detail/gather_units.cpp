@@ -42,8 +42,6 @@ GatherUnits::GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> 
   if (options_.device) uploads_.emplace(*options_.device);
 }
 
-GatherUnits::~GatherUnits() = default;
-
 std::size_t GatherUnits::add_unit(std::string name, ParameterPrecision precision) {
   Unit unit;
   unit.precision = precision;

@@ -72,7 +72,6 @@ class GatherUnits final : public ParameterSource, public std::enable_shared_from
   };
   /// `axes`: over which parameters are sharded, in mesh order.
   GatherUnits(std::shared_ptr<MeshContext> context, std::vector<int> axes, Options options);
-  ~GatherUnits() override;
 
   std::size_t add_unit(std::string name, ParameterPrecision precision = {});
   /// A flat buffer of a unit: what this rank keeps of it, and how much every rank keeps.
