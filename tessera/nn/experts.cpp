@@ -7,6 +7,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
@@ -115,12 +116,6 @@ variable_list GroupedOuter::backward(AutogradContext* ctx, const variable_list& 
   return result;
 }
 
-std::int64_t rows_of(const Routes& routes) {
-  std::int64_t all = 0;
-  for (const std::int64_t n : routes.mine) all += n;
-  return all;
-}
-
 // What all ranks see alike of their weights.
 void check_weights(const at::Tensor& weights, const Routes& routes) {
   const std::int64_t experts = routes.probabilities.size(1);
@@ -136,7 +131,7 @@ void check_weights(const at::Tensor& weights, const Routes& routes) {
 
 // And of this rank's rows it alone.
 void check_rows(const at::Tensor& rows, const at::Tensor& weights, const Routes& routes) {
-  const std::int64_t n = rows_of(routes), in = weights.size(1);
+  const std::int64_t n = c10::sum_integers(routes.mine), in = weights.size(1);
   if (!rows.defined() || is_sharded(rows) || rows.dim() != 2 || rows.size(0) != n ||
       rows.size(1) != in)
     throw InvalidArgument("grouped_product: rows are plain, [", n, ", ", in, "]; given is ",

@@ -4,10 +4,10 @@
 #include <ATen/ops/sort.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -30,10 +30,6 @@ int axis_named(const DeviceMesh& mesh, const std::string& name, const char* who)
   for (std::size_t a = 0; a < axes.size(); ++a)
     if (axes[a].name == name) return static_cast<int>(a);
   throw InvalidArgument(who, ": the mesh has no axis '", name, "': ", mesh.mesh());
-}
-
-std::int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
 }
 
 void check_routing(const at::Tensor& p, const RoutingOptions& options) {
@@ -64,17 +60,22 @@ void place_rows(Routes& routes, const at::Tensor& p, const RoutingOptions& optio
     routes.rows = given.with_placements(rows);
   }
   routes.experts = options.sizes.empty() ? Partition::even(experts, parts).sizes() : options.sizes;
-  if (static_cast<int>(routes.experts.size()) != parts || total(routes.experts) != experts ||
+  if (static_cast<int>(routes.experts.size()) != parts ||
+      c10::sum_integers(routes.experts) != experts ||
       std::ranges::any_of(routes.experts, [](auto n) { return n < 0; }))
     throw InvalidArgument("Routing: ", list(routes.experts), " experts on the ranks of '",
                           options.axis, "' are not ", experts, " on ", parts, " ranks");
+}
+
+at::Tensor indices(const std::vector<std::int64_t>& values, c10::Device device) {
+  return at::tensor(values, at::TensorOptions(at::kLong)).to(device);
 }
 
 // The counts of all ranks that have tokens. `mine`: of this rank alone; `what` they all ask for.
 ChoiceCounts gathered(const ChoiceCounts& mine, const std::optional<Group>& ranks,
                       c10::Device device, const std::string& what) {
   if (!ranks || ranks->size() == 1) return mine;
-  const at::Tensor sent = at::tensor(mine.of, at::TensorOptions(at::kLong)).to(device);
+  const at::Tensor sent = indices(mine.of, device);
   const at::Tensor all = at::empty({ranks->size() * sent.numel()}, sent.options());
   ranks->all_gather(all, sent, {}, {.name = what});
   const at::Tensor here = all.cpu();
@@ -98,25 +99,19 @@ ChoiceCounts within(const ChoiceCounts& counts, std::int64_t room) {
   return kept;
 }
 
-at::Tensor indices(const std::vector<std::int64_t>& values, c10::Device device) {
-  return at::tensor(values, at::TensorOptions(at::kLong)).to(device);
-}
-
 // Of the choices of this rank's tokens, choice by choice, those that leave: by expert, first
 // choices first.
 std::vector<std::int64_t> leaving(const std::int64_t* expert, std::int64_t tokens,
                                   const ChoiceCounts& kept, std::int64_t me) {
-  std::vector<std::int64_t> next(static_cast<std::size_t>(kept.experts * kept.choices)), left;
+  std::vector<std::int64_t> next, left;
   std::int64_t at = 0;
   for (std::int64_t e = 0; e < kept.experts; ++e)
     for (std::int64_t j = 0; j < kept.choices; ++j) {
-      next[static_cast<std::size_t>(e * kept.choices + j)] = at;
-      at += kept.at(me, j, e);
+      next.push_back(at);
+      left.push_back(kept.at(me, j, e));
+      at += left.back();
     }
   std::vector<std::int64_t> entries(static_cast<std::size_t>(at));
-  left.reserve(next.size());
-  for (std::int64_t e = 0; e < kept.experts; ++e)
-    for (std::int64_t j = 0; j < kept.choices; ++j) left.push_back(kept.at(me, j, e));
   for (std::int64_t j = 0; j < kept.choices; ++j)
     for (std::int64_t t = 0; t < tokens; ++t) {
       const auto run = static_cast<std::size_t>(expert[j * tokens + t] * kept.choices + j);
@@ -210,7 +205,7 @@ void make_routes(Routes& routes, const at::Tensor& p, const RoutingOptions& opti
   for (std::int64_t e = 0; e < experts; ++e)
     for (std::int64_t r = 0; r < counts.ranks; ++r)
       routes.chosen[static_cast<std::size_t>(e)] += counts.sum(r, e);
-  routes.left_out = total(counts.of) - total(kept.of);
+  routes.left_out = c10::sum_integers(counts.of) - c10::sum_integers(kept.of);
 
   const std::vector<std::int64_t> entries = leaving(expert, tokens, kept, all ? all->rank() : 0);
   std::vector<std::int64_t> token;
@@ -269,8 +264,9 @@ at::Tensor Routing::to_tokens(const at::Tensor& made) const {
   const Routes& r = *routes_;
   const std::int64_t tokens = r.rows ? r.rows->local_shape()[0] : r.probabilities.size(0);
   at::Tensor local = r.told("to_tokens", [&] {
-    if (!made.defined() || is_sharded(made) || made.dim() != 2 || made.size(0) != total(r.mine))
-      throw InvalidArgument("Routing: what experts made is plain, [", total(r.mine),
+    const std::int64_t rows = c10::sum_integers(r.mine);
+    if (!made.defined() || is_sharded(made) || made.dim() != 2 || made.size(0) != rows)
+      throw InvalidArgument("Routing: what experts made is plain, [", rows,
                             ", features], a row for each of to_experts()");
     at::Tensor x = made.index_select(0, r.departure);
     if (r.ranks && r.ranks->size() > 1) x = functional::all_to_all(*r.ranks, x, r.sent, r.received);
@@ -294,9 +290,8 @@ at::Tensor Routing::balance() const {
   const Routes& r = *routes_;
   const at::Tensor& p = r.probabilities;
   const auto tokens = static_cast<double>(std::max<std::int64_t>(p.size(0), 1));
-  at::Tensor share = at::tensor(r.chosen, at::TensorOptions(at::kLong))
-                         .to(p.scalar_type())
-                         .div(tokens * static_cast<double>(r.choices));
+  at::Tensor share =
+      indices(r.chosen, at::kCPU).to(p.scalar_type()).div(tokens * static_cast<double>(r.choices));
   if (r.rows) {
     const DeviceMesh& mesh = r.rows->mesh();
     share = distribute_tensor(share.to(mesh.manager().device()),

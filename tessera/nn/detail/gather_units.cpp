@@ -7,10 +7,10 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -52,7 +52,7 @@ std::size_t GatherUnits::add_unit(std::string name, ParameterPrecision precision
 }
 
 std::size_t GatherUnits::add_buffer(std::size_t unit, at::Tensor shard, Sizes sizes) {
-  const std::int64_t numel = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  const std::int64_t numel = c10::sum_integers(sizes);
   const auto compute = units_[unit].precision.compute;
   at::Tensor low, memory;
   if (compute && *compute != shard.scalar_type()) {

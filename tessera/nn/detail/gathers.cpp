@@ -3,10 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "tessera/base/text.h"
@@ -142,9 +142,8 @@ void GatherUnits::take_apart(Message& message) {
     std::int64_t begin = 0;
     for (const std::size_t u : message.units) {
       for (const Buffer& buffer : units_[u].buffers) {
-        const std::int64_t before =
-            std::accumulate(buffer.sizes.begin(),
-                            buffer.sizes.begin() + static_cast<std::ptrdiff_t>(r), std::int64_t{0});
+        const auto own = buffer.sizes.begin() + static_cast<std::ptrdiff_t>(r);
+        const std::int64_t before = c10::sum_integers(buffer.sizes.begin(), own);
         copy_interval(all, begin + before, message.received, from, buffer.sizes[r]);
         from += buffer.sizes[r];
         begin += buffer.numel;
@@ -257,8 +256,7 @@ void GatherUnits::keep_near(std::size_t u) {
     const auto rank = static_cast<std::ptrdiff_t>(context_->mesh.group(options_.kept_axes).rank());
     for (Buffer& buffer : unit.buffers) {
       const Sizes sizes = kept_sizes(buffer.numel);
-      const std::int64_t begin =
-          std::accumulate(sizes.begin(), sizes.begin() + rank, std::int64_t{0});
+      const std::int64_t begin = c10::sum_integers(sizes.begin(), sizes.begin() + rank);
       buffer.kept = buffer.full.narrow(0, begin, sizes[rank]).clone();
     }
     unit.kept = true;
