@@ -41,42 +41,43 @@ namespace {
 
 using detail::matches;
 
-// Ranks that drew other initial values would train different models, and nobody would notice.
-void broadcast_from_first(const std::vector<NamedTensor>& all, const DeviceMesh& mesh) {
-  const Group ranks = mesh.all();
-  if (ranks.size() == 1) return;
-  std::vector<at::Tensor> state;
-  for (const NamedTensor& entry : all)
-    if (!is_deferred(entry.tensor)) state.push_back(entry.tensor.detach());
-  const at::NoGradGuard no_grad;
-  broadcast_coalesced(state, ranks, 0);
-}
-
 struct Target {
+  NamedTensor entry;
   ShardSpec spec;
   SequenceSharding sequence;
   bool stays = false;
 };
 
-void require_rows(const NamedTensor& entry, const Target& target) {
+// Ranks that drew other initial values would train different models, and nobody would notice.
+void broadcast_from_first(const std::vector<Target>& all, const DeviceMesh& mesh) {
+  const Group ranks = mesh.all();
+  if (ranks.size() == 1) return;
+  std::vector<at::Tensor> state;
+  for (const Target& to : all)
+    if (!is_deferred(to.entry.tensor)) state.push_back(to.entry.tensor.detach());
+  const at::NoGradGuard no_grad;
+  broadcast_coalesced(state, ranks, 0);
+}
+
+void require_rows(const Target& target) {
   if (!target.stays || !target.spec.has_shard()) return;
   for (const Placement& p : target.spec.placements()) {
     if (p.is_shard() && !p.is_shard(0))
-      throw InvalidArgument("distribute_module: ", entry.name, " is ", target.spec,
+      throw InvalidArgument("distribute_module: ", target.entry.name, " is ", target.spec,
                             ", and shall stay: shard its rows (dim 0) alone");
   }
   if (target.sequence)
-    throw InvalidArgument("distribute_module: ", entry.name,
+    throw InvalidArgument("distribute_module: ", target.entry.name,
                           " shall stay, and is of a layer whose data are sharded along "
                           "their sequence: give one of the two");
 }
 
-void require_sequence(const NamedTensor& entry, const Target& target) {
+void require_sequence(const Target& target) {
   const auto& [axis, dim] = target.sequence;
   if (axis < 0) return;
   // -1: of a tensor-parallel plan whose data are replicated over the axis between layers
   if (axis >= target.spec.mesh_dims() || dim < -1 || !target.spec.placements()[axis].is_shard())
-    throw InvalidArgument("distribute_module: ", entry.name, " is ", target.spec,
+    throw InvalidArgument("distribute_module: ", target.entry.name, " is ", target.spec,
                           ", and its data shall be sharded along dim ", dim, " over axis ", axis,
                           ": give an axis that shards it, and a dim from 0 on");
 }
@@ -86,10 +87,11 @@ Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleR
   const ParameterPlacement where =
       given ? *given : ParameterPlacement{std::vector<Placement>(mesh.mesh().dims())};
   try {
-    Target target{ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
+    Target target{entry,
+                  ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
                   where.sequence, where.stays};
-    require_sequence(entry, target);
-    require_rows(entry, target);
+    require_sequence(target);
+    require_rows(target);
     if (!target.spec.has_partial()) return target;
   } catch (const InvalidArgument& e) {
     throw InvalidArgument("distribute_module: ", entry.name, ": ", e.what());
@@ -135,23 +137,17 @@ std::vector<NamedTensor> collected(const std::vector<NamedTensor>& tensors) {
   return all;
 }
 
-struct Targets {
-  std::vector<NamedTensor> tensors;
-  std::vector<Target> of;
-};
-
 // Where each tensor goes. What one rank refuses is refused on all, before anything has changed;
 // `refused`: what this rank refuses already.
-Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
-                       const ModuleRule& rule, const std::exception_ptr& refused) {
-  Targets targets;
+std::vector<Target> agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
+                                   const ModuleRule& rule, const std::exception_ptr& refused) {
+  std::vector<Target> targets;
   detail::agree_on_plan(mesh, "the module to distribute", [&] {
     std::string text;
     if (refused) std::rethrow_exception(refused);
     detail::require_no_scope("distribute_module");
-    targets.tensors = collected(tensors);
-    for (const NamedTensor& entry : targets.tensors) {
-      const Target& target = targets.of.emplace_back(target_of(entry, mesh, rule));
+    for (const NamedTensor& entry : collected(tensors)) {
+      const Target& target = targets.emplace_back(target_of(entry, mesh, rule));
       text +=
           concat(entry.parameter ? "parameter '" : "buffer '", entry.name, "', ", target.spec, ", ",
                  entry.tensor.scalar_type(), entry.tensor.requires_grad() ? ", requires grad" : "");
@@ -168,46 +164,11 @@ Targets agreed_targets(const std::vector<NamedTensor>& tensors, const DeviceMesh
   return targets;
 }
 
-std::vector<NamedTensor> place_unless(const std::exception_ptr& refused,
-                                      const std::vector<NamedTensor>& tensors,
-                                      const DeviceMesh& mesh, const ModuleRule& rule) {
-  // Whatever is refused is refused before anything is changed.
-  const auto [all, targets] = agreed_targets(tensors, mesh, rule, refused);
-  broadcast_from_first(all, mesh);
-  std::vector<std::pair<at::Tensor, at::Tensor>> changes;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const NamedTensor& entry = all[i];
-    const at::NoGradGuard no_grad;
-    const detail::Recorded* deferred = detail::recorded(entry.tensor);
-    at::Tensor sharded =
-        deferred ? deferred->tape->placed(deferred->value, targets[i].spec, mesh.manager().device())
-                 : distribute_tensor(entry.tensor.detach(), targets[i].spec);
-    if (!deferred && spec(sharded).has_shard())
-      sharded = sharded.clone();  // a slice would keep the full tensor alive
-    if (spec(sharded).has_shard() && entry.parameter) {
-      const detail::ShardMeta& meta = *detail::meta_of(sharded);
-      const detail::ParameterMarks marks =
-          targets[i].stays
-              ? detail::ParameterMarks{.stays = true}
-              : detail::ParameterMarks{.parameter = true, .sequence = targets[i].sequence};
-      detail::install(sharded, meta.local, detail::marked(meta.layout, marks));
-    }
-    changes.emplace_back(entry.tensor, sharded);
-  }
-  for (auto& [tensor, sharded] : changes) {
-    if (is_deferred(tensor))
-      detail::fill_in(tensor, sharded);
-    else
-      tensor.set_data(sharded);
-  }
-  return all;
-}
-
 void distribute_unless(const std::exception_ptr& refused, const std::vector<NamedTensor>& tensors,
                        const DeviceMesh& mesh, const ModuleRule& rule,
                        const ReducerOptions& options) {
   std::vector<detail::UnitParameter> reduced;
-  for (const NamedTensor& entry : place_unless(refused, tensors, mesh, rule)) {
+  for (const NamedTensor& entry : detail::place(tensors, mesh, rule, refused)) {
     if (entry.tensor.requires_grad()) reduced.push_back({entry.name, entry.tensor});
   }
   detail::reduce_parameters(reduced, mesh, options);
@@ -221,8 +182,37 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
 }
 
 std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
-                                       const DeviceMesh& mesh, const ModuleRule& rule) {
-  return place_unless(nullptr, tensors, mesh, rule);
+                                       const DeviceMesh& mesh, const ModuleRule& rule,
+                                       const std::exception_ptr& refused) {
+  // Whatever is refused is refused before anything is changed.
+  const std::vector<Target> targets = agreed_targets(tensors, mesh, rule, refused);
+  broadcast_from_first(targets, mesh);
+  std::vector<at::Tensor> values;
+  for (const auto& [entry, to, sequence, stays] : targets) {
+    const at::NoGradGuard no_grad;
+    const Recorded* deferred = recorded(entry.tensor);
+    at::Tensor& sharded = values.emplace_back(
+        deferred ? deferred->tape->placed(deferred->value, to, mesh.manager().device())
+                 : distribute_tensor(entry.tensor.detach(), to));
+    if (!deferred && spec(sharded).has_shard())
+      sharded = sharded.clone();  // a slice would keep the full tensor alive
+    if (spec(sharded).has_shard() && entry.parameter) {
+      const ShardMeta& meta = *meta_of(sharded);
+      const ParameterMarks marks = stays
+                                       ? ParameterMarks{.stays = true}
+                                       : ParameterMarks{.parameter = true, .sequence = sequence};
+      install(sharded, meta.local, marked(meta.layout, marks));
+    }
+  }
+  std::vector<NamedTensor> placed;
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const NamedTensor& entry = placed.emplace_back(targets[i].entry);
+    if (is_deferred(entry.tensor))
+      fill_in(entry.tensor, values[i]);
+    else
+      entry.tensor.set_data(values[i]);
+  }
+  return placed;
 }
 
 void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,

@@ -25,6 +25,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
@@ -99,9 +100,9 @@ void distribute_in_place(const std::vector<NamedTensor>& tensors, const DeviceMe
 
 namespace detail {
 /// distribute_in_place() without the reduction of gradients. Returns what was placed: each tensor
-/// once, by its first name.
+/// once, by its first name. `refused`: what this rank throws in its place, and all with it.
 std::vector<NamedTensor> place(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh,
-                               const ModuleRule& rule);
+                               const ModuleRule& rule, const std::exception_ptr& refused = nullptr);
 /// "*" matches any characters.
 bool matches(std::string_view name, std::string_view pattern);
 }  // namespace detail
