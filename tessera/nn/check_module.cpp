@@ -7,6 +7,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/modules/dropout.h>
 
 #include <algorithm>
@@ -15,7 +16,6 @@
 #include <limits>
 
 #include "tessera/base/hash.h"
-#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/trace.h"
@@ -118,24 +118,6 @@ std::vector<Placement> placements_of(const at::Tensor& input, std::size_t i, con
   if (input.dim() > 0) first[0] = Shard(0);
   return first;
 }
-
-// The policy of moves is the program's own affair: here they are counted. A plain tensor that
-// differs by rank is a fault of any program.
-class AllowMoves : Pinned {
- public:
-  explicit AllowMoves(const DistributedManager& manager)
-      : manager_(manager), before_(policies(manager)) {
-    Policies allow = before_;
-    allow.redistribution = Policy::allow;
-    allow.plain_values = Policy::error;
-    set_policies(manager_, allow);
-  }
-  ~AllowMoves() { set_policies(manager_, before_); }
-
- private:
-  const DistributedManager manager_;
-  const Policies before_;
-};
 
 std::int64_t bytes_of(const CommTraceScope& trace) {
   std::int64_t sum = 0;
@@ -290,7 +272,14 @@ CheckReport checked_once(const torch::nn::Module& module, const ModuleCall& call
   CheckReport report;
   const Tensors expected = call(*alone, plain);
   const DistributedManager& manager = mesh.manager();
-  const AllowMoves allow(manager);
+  // The policy of moves is the program's own affair: here they are counted. A plain tensor that
+  // differs by rank is a fault of any program.
+  const Policies before = policies(manager);
+  Policies allow = before;
+  allow.redistribution = Policy::allow;
+  allow.plain_values = Policy::error;
+  set_policies(manager, allow);
+  const auto restore = c10::make_scope_exit([&] { set_policies(manager, before); });
   const RefusalScope refusals(manager);
   Tensors got;
   {

@@ -3,6 +3,7 @@
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -12,7 +13,6 @@
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/host_lock.h"
-#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
@@ -68,27 +68,6 @@ void each_tensor(const c10::IValue& value, const Take& take) {
     return t;
   });
 }
-
-// What initialisation moves (a row that it writes to, a whole that it computes) is asked for, and
-// the random state is the program's again at the end, by an exception too.
-class Filling : Pinned {
- public:
-  explicit Filling(const DistributedManager& manager)
-      : manager_(manager), policies_(policies(manager)), random_(random_state(manager)) {
-    Policies moves = policies_;
-    moves.redistribution = Policy::allow;
-    set_policies(manager_, moves);
-  }
-  ~Filling() {
-    set_random_state(manager_, random_);
-    set_policies(manager_, policies_);
-  }
-
- private:
-  const DistributedManager& manager_;
-  const Policies policies_;
-  const RandomState random_;
-};
 
 }  // namespace
 
@@ -380,7 +359,16 @@ at::Tensor Tape::placed(std::size_t value, const ShardSpec& spec, c10::Device de
     start_ = random_state(manager);
     set_random_state(manager, {start_->seed, start_->stream + draws_});
   }
-  const Filling filling(manager);
+  // What initialisation moves (a row that it writes to, a whole that it computes) is asked for, and
+  // the random state is the program's again at the end, by an exception too.
+  const Policies before = policies(manager);
+  Policies moves = before;
+  moves.redistribution = Policy::allow;
+  set_policies(manager, moves);
+  const auto restore = c10::make_scope_exit([&, random = random_state(manager)] {
+    set_random_state(manager, random);
+    set_policies(manager, before);
+  });
   const Value& wanted = values_[value];
   Values values;
   for (const Step* step : steps_of({value})) {
