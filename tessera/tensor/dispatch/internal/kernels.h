@@ -7,7 +7,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>

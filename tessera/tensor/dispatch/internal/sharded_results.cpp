@@ -1,7 +1,5 @@
 // The second half of a ShardedCall: the local call, and what becomes of its results.
 
-#include <c10/core/InferenceMode.h>
-
 #include <iterator>
 
 #include "tessera/base/text.h"
