@@ -16,14 +16,9 @@
 namespace tessera {
 
 std::optional<double> scale_of(ReduceOp op, int ranks) {
-  switch (op.kind) {
-    case ReduceOp::Kind::sum:
-      return 1.0;
-    case ReduceOp::Kind::avg:
-      return 1.0 / ranks;
-    default:
-      return std::nullopt;
-  }
+  if (op.kind == ReduceOp::Kind::sum) return 1.0;
+  if (op.kind == ReduceOp::Kind::avg) return 1.0 / ranks;
+  return std::nullopt;
 }
 
 GradientAccess::~GradientAccess() = default;

@@ -34,24 +34,23 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : concat(name.name, ".", name.overload_name);
 }
 
+c10::TypePtr without_optional(const c10::TypePtr& type) {
+  const auto optional = type->cast<c10::OptionalType>();
+  return optional ? optional->getElementType() : type;
+}
+
 OpInfo::Kind kind_of(const c10::TypePtr& type) {
-  c10::TypePtr t = type;
-  if (const auto optional = t->cast<c10::OptionalType>()) t = optional->getElementType();
-  if (t->kind() == c10::TypeKind::TensorType) return OpInfo::Kind::tensor;
-  if (const auto of = t->cast<c10::ListType>()) {
-    const auto element = of->getElementType();
-    if (element->kind() == c10::TypeKind::TensorType) return OpInfo::Kind::tensor_list;
-    if (element->kind() == c10::TypeKind::OptionalType &&
-        element->castRaw<c10::OptionalType>()->getElementType()->kind() ==
-            c10::TypeKind::TensorType) {
-      return OpInfo::Kind::optional_tensor_list;
-    }
-    if (element->kind() == c10::TypeKind::NumberType || element->kind() == c10::TypeKind::FloatType)
-      return OpInfo::Kind::floating;
-  }
-  if (t->kind() == c10::TypeKind::FloatType || t->kind() == c10::TypeKind::NumberType)
-    return OpInfo::Kind::floating;
-  return OpInfo::Kind::other;
+  const c10::TypePtr given = without_optional(type);
+  const auto list = given->cast<c10::ListType>();
+  const c10::TypePtr one = list ? list->getElementType() : given;
+  const auto is_tensor = [](const c10::TypePtr& t) {
+    return t->kind() == c10::TypeKind::TensorType;
+  };
+  if (is_tensor(one)) return list ? OpInfo::Kind::tensor_list : OpInfo::Kind::tensor;
+  if (list && is_tensor(without_optional(one))) return OpInfo::Kind::optional_tensor_list;
+  const bool number =
+      one->kind() == c10::TypeKind::FloatType || one->kind() == c10::TypeKind::NumberType;
+  return number ? OpInfo::Kind::floating : OpInfo::Kind::other;
 }
 
 bool is_write(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
