@@ -143,10 +143,6 @@ at::Tensor stepped(torch::optim::Optimizer& optimizer,
   return loss;
 }
 
-std::vector<torch::optim::OptimizerParamGroup> one_group(std::vector<at::Tensor> tables) {
-  return {torch::optim::OptimizerParamGroup(std::move(tables))};
-}
-
 }  // namespace
 
 namespace detail {
@@ -214,8 +210,6 @@ RowwiseAdagrad::RowwiseAdagrad(const std::vector<torch::optim::OptimizerParamGro
   require_options("RowwiseAdagrad", defaults.lr() >= 0 && defaults.eps() >= 0 &&
                                         defaults.initial_accumulator_value() >= 0);
 }
-RowwiseAdagrad::RowwiseAdagrad(std::vector<at::Tensor> tables, RowwiseAdagradOptions defaults)
-    : RowwiseAdagrad(one_group(std::move(tables)), std::move(defaults)) {}
 
 at::Tensor RowwiseAdagrad::step(LossClosure closure) {
   using State = RowwiseAdagradParamState;
@@ -240,8 +234,6 @@ SparseAdam::SparseAdam(const std::vector<torch::optim::OptimizerParamGroup>& gro
   require_options("SparseAdam", defaults.lr() >= 0 && defaults.eps() >= 0 && first >= 0 &&
                                     first < 1 && second >= 0 && second < 1);
 }
-SparseAdam::SparseAdam(std::vector<at::Tensor> tables, SparseAdamOptions defaults)
-    : SparseAdam(one_group(std::move(tables)), std::move(defaults)) {}
 
 at::Tensor SparseAdam::step(LossClosure closure) {
   using State = SparseAdamParamState;

@@ -69,7 +69,8 @@ class RowwiseAdagrad final : public torch::optim::Optimizer {
   /// Throws InvalidArgument for a negative learning rate, initial value or eps.
   explicit RowwiseAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           RowwiseAdagradOptions defaults = {});
-  explicit RowwiseAdagrad(std::vector<at::Tensor> tables, RowwiseAdagradOptions defaults = {});
+  explicit RowwiseAdagrad(std::vector<at::Tensor> tables, RowwiseAdagradOptions defaults = {})
+      : RowwiseAdagrad({torch::optim::OptimizerParamGroup(std::move(tables))}, defaults) {}
   /// Collective over the axes that shard columns. Throws InvalidArgument for a gradient that is
   /// dense, or does not lie as the table does.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -105,7 +106,8 @@ class SparseAdam final : public torch::optim::Optimizer {
   /// Throws InvalidArgument for a negative learning rate or eps, and betas outside of [0, 1).
   explicit SparseAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                       SparseAdamOptions defaults = {});
-  explicit SparseAdam(std::vector<at::Tensor> tables, SparseAdamOptions defaults = {});
+  explicit SparseAdam(std::vector<at::Tensor> tables, SparseAdamOptions defaults = {})
+      : SparseAdam({torch::optim::OptimizerParamGroup(std::move(tables))}, defaults) {}
   /// Communicates nothing. Throws InvalidArgument for a gradient that is dense, or does not lie as
   /// the table does.
   at::Tensor step(LossClosure closure = nullptr) override;
