@@ -193,23 +193,13 @@ std::vector<std::string> registered_rules() {
 
 OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments)
     : info_(info), arguments_(arguments.vec()) {
-  for (std::size_t i = 0; i < arguments_.size(); ++i) {
-    const auto add = [&](const c10::IValue& v, int element) {
-      if (!v.isTensor() || !v.toTensor().defined()) return;
-      const auto* meta = detail::meta_of(v.toTensor());
-      if (!meta) return;
-      const auto& layout = *meta->layout;
-      tensors_.push_back({static_cast<int>(i), element, info_.written[i], layout.spec,
-                          layout.strides, layout.offset, layout.dtype, layout.parameter,
-                          layout.stays});
-    };
-    if (arguments_[i].isTensor()) add(arguments_[i], -1);
-    if (arguments_[i].isList() && (info_.kinds[i] == detail::OpInfo::Kind::tensor_list ||
-                                   info_.kinds[i] == detail::OpInfo::Kind::optional_tensor_list)) {
-      const auto list = arguments_[i].toListRef();
-      for (std::size_t j = 0; j < list.size(); ++j) add(list[j], static_cast<int>(j));
-    }
-  }
+  detail::each_tensor(info_, arguments_.data(), [&](const at::Tensor& t, int i, int element) {
+    const auto* meta = detail::meta_of(t);
+    if (!meta) return;
+    const auto& layout = *meta->layout;
+    tensors_.push_back({i, element, info_.written[i], layout.spec, layout.strides, layout.offset,
+                        layout.dtype, layout.parameter, layout.stays});
+  });
 }
 
 std::string OpCall::name() const { return info_.name; }

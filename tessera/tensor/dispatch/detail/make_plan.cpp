@@ -10,7 +10,6 @@
 #include "tessera/comm/group/internal/call_origin.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
-#include "tessera/tensor/dispatch/internal/sharded_call.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
@@ -77,7 +76,7 @@ bool skip_if_nothing(ReadyPlan& ready) {
 // The layouts whose addresses are in the key; a plan keeps them alive.
 std::vector<LayoutPtr> layouts_of(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
   std::vector<LayoutPtr> all;
-  each_tensor(info, arguments.data(), [&](const at::Tensor& t, bool) {
+  each_tensor(info, arguments.data(), [&](const at::Tensor& t, int, int) {
     if (const ShardMeta* meta = meta_of(t)) all.push_back(meta->layout);
   });
   return all;

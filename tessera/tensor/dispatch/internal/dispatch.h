@@ -55,6 +55,23 @@ struct OpInfo {
   std::shared_ptr<const RegisteredRule> rule() const;
 };
 
+/// Calls `call` with each tensor among the arguments, the number of its argument, and its place in
+/// a list (-1: in none).
+template <class Call>
+void each_tensor(const OpInfo& info, const c10::IValue* arguments, const Call& call) {
+  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
+    const c10::IValue& v = arguments[i];
+    const auto argument = static_cast<int>(i);
+    if (v.isTensor() && v.toTensor().defined()) call(v.toTensor(), argument, -1);
+    if (info.kinds[i] == OpInfo::Kind::other || !v.isList()) continue;
+    int element = -1;
+    for (const c10::IValue& t : v.toListRef()) {
+      ++element;
+      if (t.isTensor() && t.toTensor().defined()) call(t.toTensor(), argument, element);
+    }
+  }
+}
+
 /// Sets the rule of pointwise operators that have none of their own.
 void set_pointwise_rule(Rule rule);
 

@@ -52,8 +52,8 @@ bool shows_device(const c10::IValue& v) {
 bool in_two_memories(const OpInfo& info, const c10::IValue* arguments) {
   bool host = false, device = false;
   if (!shows_device(arguments[0])) return false;
-  each_tensor(info, arguments, [&](const at::Tensor& t, bool written) {
-    const ShardMeta* meta = written ? meta_of(t) : nullptr;
+  each_tensor(info, arguments, [&](const at::Tensor& t, int argument, int) {
+    const ShardMeta* meta = info.written[argument] ? meta_of(t) : nullptr;
     if (meta) (in_host_memory(*meta) ? host : device) = true;
   });
   return host && device;

@@ -160,7 +160,7 @@ const at::Tensor& memory_of(const ShardMeta& meta) {
 
 bool any_in_host_memory(const OpInfo& info, const c10::IValue* arguments) {
   bool any = false;
-  each_tensor(info, arguments, [&](const at::Tensor& t, bool) {
+  each_tensor(info, arguments, [&](const at::Tensor& t, int, int) {
     const ShardMeta* meta = meta_of(t);
     any |= meta && in_host_memory(*meta);
   });
@@ -188,7 +188,7 @@ ShardedCall::ShardedCall(const OpInfo& info, ReadyPlan& plan, torch::jit::Stack*
 // A view of a base that has changed since is taken again: which ones is known from the program's
 // calls, so that all ranks take the same.
 void ShardedCall::refresh_copies() const {
-  each_tensor(info_, &stack_[first_], [](const at::Tensor& t, bool) {
+  each_tensor(info_, &stack_[first_], [](const at::Tensor& t, int, int) {
     const ShardMeta* meta = meta_of(t);
     if (meta && meta->copy && !meta->copy->fresh()) meta->copy->refresh();
   });
@@ -260,12 +260,12 @@ void ShardedCall::refuse_overlap() const {
 void ShardedCall::choose_memory() {
   bool writes_host = false, writes_device = false;
   std::int64_t host_dims = -1, device_dims = -1;
-  each_tensor(info_, &stack_[first_], [&](const at::Tensor& t, bool written) {
+  each_tensor(info_, &stack_[first_], [&](const at::Tensor& t, int argument, int) {
     const ShardMeta* meta = meta_of(t);
     if (!meta) return;
     if (in_host_memory(*meta)) shown_ = meta->layout->device;
     const bool host = meta->local.is_cpu();
-    if (written) (host ? writes_host : writes_device) = true;
+    if (info_.written[argument]) (host ? writes_host : writes_device) = true;
     std::int64_t& dims = host ? host_dims : device_dims;
     dims = std::max(dims, t.dim());
   });

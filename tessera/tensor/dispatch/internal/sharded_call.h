@@ -103,19 +103,6 @@ class ShardedCall : Pinned {
   std::size_t copied_index_ = 0;
 };
 
-/// Calls `call` with each tensor among the arguments, and whether it is written to.
-template <class Call>
-void each_tensor(const OpInfo& info, const c10::IValue* arguments, const Call& call) {
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    const c10::IValue& v = arguments[i];
-    if (v.isTensor() && v.toTensor().defined()) call(v.toTensor(), info.written[i]);
-    if (info.kinds[i] == OpInfo::Kind::other || !v.isList()) continue;
-    for (const c10::IValue& t : v.toListRef()) {
-      if (t.isTensor() && t.toTensor().defined()) call(t.toTensor(), info.written[i]);
-    }
-  }
-}
-
 /// An intermediate result that is Partial, or a view of all its elements, becomes the reduced
 /// value, with all its aliases. Returns false, with nothing done, if `tensor` is neither.
 /// Collective.
