@@ -65,19 +65,13 @@ Source read(const std::string& text) {
   return s;
 }
 
-std::vector<int> axis_sizes(const Mesh& mesh) {
-  std::vector<int> sizes;
-  for (const Axis& a : mesh.axes()) sizes.push_back(a.size);
-  return sizes;
-}
-
 // This rank's local on the target mesh, from its local on the source mesh; undefined on a rank that
 // is in only one of them.
 at::Tensor move(const at::Tensor& local, const Source& source, const DeviceMesh& from,
                 const DeviceMesh& to, std::vector<DimSharding> dims, const Group& both) {
   const int me = from.manager().rank();
-  const Sharding a(source.shape, axis_sizes(from.mesh()), source.dims, from.mesh().ranks());
-  const Sharding b(source.shape, axis_sizes(to.mesh()), std::move(dims), to.mesh().ranks());
+  const Sharding a(source.shape, detail::axis_sizes(from.mesh()), source.dims, from.mesh().ranks());
+  const Sharding b(source.shape, detail::axis_sizes(to.mesh()), std::move(dims), to.mesh().ranks());
   const TransferPlan plan = transfer_plan(a, b, me);
   const auto peer = [&](int rank) {
     return static_cast<int>(std::ranges::find(both.ranks(), rank) - both.ranks().begin());

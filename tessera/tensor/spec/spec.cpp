@@ -55,12 +55,6 @@ std::shared_ptr<RankState> state_locked(Contexts& all, const DistributedManager&
   return all.states.back().second;
 }
 
-std::vector<int> axis_sizes(const Mesh& mesh) {
-  std::vector<int> sizes;
-  for (const Axis& axis : mesh.axes()) sizes.push_back(axis.size);
-  return sizes;
-}
-
 std::int64_t number_of_elements(const std::vector<std::int64_t>& shape) {
   std::int64_t all = std::ranges::find(shape, 0) == shape.end() ? 1 : 0;
   for (const std::int64_t n : shape)
@@ -78,7 +72,39 @@ std::vector<int> own_coordinate(const DeviceMesh& mesh) {
   return mesh.coordinate();
 }
 
+// Makes negative dims of `placements` non-negative. Throws InvalidArgument unless there is one
+// placement per axis, and for one that a tensor of this shape cannot have.
+void normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
+               std::vector<Placement>& placements) {
+  const int rank_dims = static_cast<int>(shape.size());
+  require_one_per_axis(mesh, placements);
+  for (std::size_t axis = 0; axis < placements.size(); ++axis) {
+    Placement& p = placements[axis];
+    if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
+      throw InvalidArgument(
+          "Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
+    if (!p.is_shard()) continue;
+    const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
+    if (d < 0 || d >= rank_dims) {
+      const auto allowed = rank_dims == 0
+                               ? std::string("it has no dims: give Replicate() or Partial()")
+                               : concat("give Shard(0) to Shard(", rank_dims - 1,
+                                        "), or Shard(-1) for the last dim");
+      throw InvalidArgument(p, " on axis '", mesh.axes()[axis].name,
+                            "' asks for a dim that a tensor of shape ", list(shape),
+                            " does not have; ", allowed);
+    }
+    p.dim = d;
+  }
+}
+
 }  // namespace
+
+std::vector<int> axis_sizes(const Mesh& mesh) {
+  std::vector<int> sizes;
+  for (const Axis& axis : mesh.axes()) sizes.push_back(axis.size);
+  return sizes;
+}
 
 MeshContext::MeshContext(const DeviceMesh& m)
     : mesh(m),
@@ -165,30 +191,6 @@ ShardSpec make_spec(const std::shared_ptr<MeshContext>& context, std::vector<std
 }
 
 }  // namespace detail
-
-void detail::normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
-                       std::vector<Placement>& placements) {
-  const int rank_dims = static_cast<int>(shape.size());
-  require_one_per_axis(mesh, placements);
-  for (std::size_t axis = 0; axis < placements.size(); ++axis) {
-    Placement& p = placements[axis];
-    if (p.is_partial() && p.op == ReduceOp::Kind::premultiplied)
-      throw InvalidArgument(
-          "Partial(premultiplied) has no meaning: use sum, avg, product, min or max");
-    if (!p.is_shard()) continue;
-    const int d = p.dim < 0 ? p.dim + rank_dims : p.dim;
-    if (d < 0 || d >= rank_dims) {
-      const auto allowed = rank_dims == 0
-                               ? std::string("it has no dims: give Replicate() or Partial()")
-                               : concat("give Shard(0) to Shard(", rank_dims - 1,
-                                        "), or Shard(-1) for the last dim");
-      throw InvalidArgument(p, " on axis '", mesh.axes()[axis].name,
-                            "' asks for a dim that a tensor of shape ", list(shape),
-                            " does not have; ", allowed);
-    }
-    p.dim = d;
-  }
-}
 
 void detail::require_one_per_axis(const Mesh& mesh, const std::vector<Placement>& placements) {
   if (placements.size() != mesh.axes().size())

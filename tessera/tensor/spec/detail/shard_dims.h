@@ -12,13 +12,11 @@ namespace tessera::detail {
 /// Throws InvalidArgument if there are fewer or more placements than axes.
 void require_one_per_axis(const Mesh& mesh, const std::vector<Placement>& placements);
 
-/// Makes negative dims of `placements` non-negative. Throws InvalidArgument unless there is one
-/// placement per axis, and for one that a tensor of this shape cannot have.
-void normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
-               std::vector<Placement>& placements);
+/// The size of each axis.
+std::vector<int> axis_sizes(const Mesh& mesh);
 
-/// As normalize(), and returns the partitions of the dims. Throws what ShardSpec's constructor
-/// does.
+/// Makes negative dims of `placements` non-negative, and returns the partitions of the dims. Throws
+/// what ShardSpec's constructor does.
 std::vector<DimSharding> shard_dims(const Mesh& mesh, const std::vector<std::int64_t>& shape,
                                     std::vector<Placement>& placements, const ShardSizes& sizes);
 
