@@ -87,8 +87,7 @@ Target target_of(const NamedTensor& entry, const DeviceMesh& mesh, const ModuleR
   const ParameterPlacement where =
       given ? *given : ParameterPlacement{std::vector<Placement>(mesh.mesh().dims())};
   try {
-    Target target{entry,
-                  ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
+    Target target{entry, ShardSpec(mesh, entry.tensor.sizes().vec(), where.placements, where.sizes),
                   where.sequence, where.stays};
     require_sequence(target);
     require_rows(target);
@@ -198,9 +197,8 @@ std::vector<NamedTensor> detail::place(const std::vector<NamedTensor>& tensors,
       sharded = sharded.clone();  // a slice would keep the full tensor alive
     if (spec(sharded).has_shard() && entry.parameter) {
       const ShardMeta& meta = *meta_of(sharded);
-      const ParameterMarks marks = stays
-                                       ? ParameterMarks{.stays = true}
-                                       : ParameterMarks{.parameter = true, .sequence = sequence};
+      const ParameterMarks marks = stays ? ParameterMarks{.stays = true}
+                                         : ParameterMarks{.parameter = true, .sequence = sequence};
       install(sharded, meta.local, marked(meta.layout, marks));
     }
   }

@@ -71,10 +71,10 @@ void make_flat(const Flat& flat, int rank, const std::vector<Further>& further,
     place.copy_(local);
     bool elsewhere = false;
     for (int d = 0; d < to.dims(); ++d) elsewhere |= d != dim && to.is_sharded(d);
-    detail::install(parameter, place,
-                    detail::marked(
-                        detail::make_layout(to, strides, 0, parameter.scalar_type(), device),
-                        {.parameter = true, .sequence = sequence}));
+    detail::install(
+        parameter, place,
+        detail::marked(detail::make_layout(to, strides, 0, parameter.scalar_type(), device),
+                       {.parameter = true, .sequence = sequence}));
     units->add_parameter(flat.unit, buffer, flat.plan.offset[i], place, elsewhere ? to.numel() : 0);
   }
 }

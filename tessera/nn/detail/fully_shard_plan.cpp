@@ -116,7 +116,8 @@ struct UnitPlanner {
 
   void find_axes() {
     const Mesh& layout = mesh.mesh();
-    std::vector<int> &axes = plan.axes, &kept = plan.kept_axes;
+    std::vector<int>& axes = plan.axes;
+    std::vector<int>& kept = plan.kept_axes;
     axes = find(options.axes, "to shard over");
     for (int a = 0; options.axes.empty() && a < layout.dims(); ++a) axes.push_back(a);
     kept = find(options.reshard_axes, "to stay sharded over after forward");
@@ -321,14 +322,14 @@ struct UnitPlanner {
 std::string text_of(const FullyShardPlan& plan, const FullyShardOptions& options) {
   std::vector<std::string> precisions;
   for (const UnitPrecision& p : plan.precisions) precisions.push_back(described(p));
-  std::string text = concat(
-      "units ", list(plan.units), ", axes ", list(plan.axes), ", reshard_after_forward ",
-      plan.reshard, ", reshard_axes ", list(plan.kept_axes), ", prefetch ", options.prefetch,
-      ", coalesce_bytes ", options.coalesce_bytes, ", bucket_bytes ", options.reducer.bucket_bytes,
-      ", first_bucket_bytes ", options.reducer.first_bucket_bytes, ", learn_order ",
-      options.reducer.learn_order, ", overlap ", options.reducer.overlap, ", precisions ",
-      list(precisions), ", offload ",
-      plan.device ? concat("from ", plan.device->type()) : std::string("none"), "\n");
+  std::string text =
+      concat("units ", list(plan.units), ", axes ", list(plan.axes), ", reshard_after_forward ",
+             plan.reshard, ", reshard_axes ", list(plan.kept_axes), ", prefetch ", options.prefetch,
+             ", coalesce_bytes ", options.coalesce_bytes, ", bucket_bytes ",
+             options.reducer.bucket_bytes, ", first_bucket_bytes ",
+             options.reducer.first_bucket_bytes, ", learn_order ", options.reducer.learn_order,
+             ", overlap ", options.reducer.overlap, ", precisions ", list(precisions), ", offload ",
+             plan.device ? concat("from ", plan.device->type()) : std::string("none"), "\n");
   for (const Further& f : plan.further) text += concat(f.parameter.name, ": ", f.spec, "\n");
   return text;
 }
