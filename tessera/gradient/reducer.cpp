@@ -113,11 +113,6 @@ void compare_parameters(const std::vector<Group>& order,
 void GradientReducer::State::make_buckets(const std::vector<ReducedParameter>& given,
                                           const std::vector<BucketItem>& items) {
   layout = assign_buckets(items, options.first_bucket_bytes, options.bucket_bytes);
-  bucket_of.resize(parameters.size());
-  pending.assign(parameters.size(), false);
-  came.assign(parameters.size(), false);
-  fired.assign(parameters.size(), false);
-  reduced.assign(parameters.size(), false);
   for (std::size_t b = 0; b < layout.size(); ++b) {
     Bucket bucket;
     const ReducedParameter& first = given[layout[b].front()];
@@ -136,7 +131,7 @@ void GradientReducer::State::make_buckets(const std::vector<ReducedParameter>& g
       bucket.slots.push_back({i, bucket.numel, bucket.uniform ? at::Tensor() : like, {}});
       bucket.bytes += items[i].bytes;
       bucket.numel += like.numel();
-      bucket_of[i] = b;
+      parameters[i].bucket = b;
     }
     buckets.push_back(std::move(bucket));
   }

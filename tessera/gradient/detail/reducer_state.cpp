@@ -23,11 +23,10 @@ std::optional<double> GradientReducer::State::scale(const at::Tensor& parameter)
   const auto scale = scale_of(entry.op, entry.group.size());
   if (entry.op.kind != ReduceOp::Kind::avg) return scale;
   const std::lock_guard lock(mutex);
-  const auto form = forms.find(at->second);
-  if (form == forms.end()) return scale;
-  if (form->second.mixed) return std::nullopt;
+  if (!entry.form) return scale;
+  if (entry.form->mixed) return std::nullopt;
   // The mean of complete gradients counts each loss that ranks share once.
-  return *scale * form->second.copies;
+  return *scale * entry.form->copies;
 }
 
 std::vector<int> GradientReducer::State::ranks(const at::Tensor& parameter) const {
@@ -36,13 +35,12 @@ std::vector<int> GradientReducer::State::ranks(const at::Tensor& parameter) cons
 }
 
 // Which of a mean's gradients are complete on several ranks, and which are each rank's own.
-void GradientReducer::State::note_form(std::size_t i) {
-  const auto at = forms.find(i);
-  if (at == forms.end()) return;
-  MeanForm& form = at->second;
+void GradientReducer::State::note_form(Entry& entry) {
+  if (!entry.form) return;
+  MeanForm& form = *entry.form;
   const int copies =
       form.backward == torch::autograd::get_current_graph_task_id() ? form.announced : 1;
-  form.mixed = pending[i] && (form.mixed || form.copies != copies);
+  form.mixed = entry.pending && (form.mixed || form.copies != copies);
   form.copies = copies;
 }
 
@@ -51,7 +49,7 @@ void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm 
   const std::lock_guard lock(mutex);
   const auto at = index.find(parameter.unsafeGetTensorImpl());
   if (at == index.end()) return;
-  const Entry& entry = parameters[at->second];
+  Entry& entry = parameters[at->second];
   if (access(at->second).uniform()) return;  // sharded: it knows what its gradient is
   const int shared = detail::shared_ranks(ranks, entry.group.ranks());
   if (shared < 2) return;
@@ -71,15 +69,15 @@ void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm 
     refuse("is complete on each rank, and its sum would be too large by their number");
   if (entry.op.kind == ReduceOp::Kind::avg) {
     // Before the first announcement gradients were each rank's own.
-    MeanForm& known = forms[at->second];
-    known.backward = torch::autograd::get_current_graph_task_id();
-    known.announced = shared;
+    if (!entry.form) entry.form.emplace();
+    entry.form->backward = torch::autograd::get_current_graph_task_id();
+    entry.form->announced = shared;
   }
   if (entry.op.kind != ReduceOp::Kind::premultiplied) return;
-  auto& known = announced[at->second];
+  auto& known = entry.announced;
   const int backward_now = torch::autograd::get_current_graph_task_id();
   // What a backward announced that failed before it accumulated anything is forgotten.
-  const bool accumulated = pending[at->second] && parameter.grad().defined();
+  const bool accumulated = entry.pending && parameter.grad().defined();
   std::erase_if(known, [&](const Announcement& a) {
     return a.backward != backward_now && (!accumulated || (a.form == form && a.ranks == ranks));
   });
@@ -91,10 +89,10 @@ void GradientReducer::State::receives(const at::Tensor& parameter, GradientForm 
 
 at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex);
-  const Entry& entry = parameters[i];
+  Entry& entry = parameters[i];
   const at::Tensor parameter = entry.tensor();
   if (!parameter.defined() || !detail::accumulates_into(parameter)) return gradient;
-  came[i] = true;
+  entry.came = true;
   const bool weighted = entry.op.kind == ReduceOp::Kind::premultiplied;
   if (!weighted &&
       detail::averaged_above(entry.group.ranks(),
@@ -104,40 +102,41 @@ at::Tensor GradientReducer::State::accumulating(std::size_t i, const at::Tensor&
         "', but comes from a mean_loss that is scaled for a mean over its ranks: it would "
         "be too large by their number. Give mean_loss the operation ReduceOp::sum, or use "
         "DistributedDataParallel::mean_loss, which does.");
-  if (reduced[i] && !pending[i] && !entry.first() && parameter.grad().defined())
+  if (entry.reduced && !entry.pending && !entry.first() && parameter.grad().defined())
     access(i).start_from_nothing(parameter);
   return weighted ? gradient * entry.op.factor : gradient;
 }
 
 void GradientReducer::State::accumulated(std::size_t i) {
   const std::lock_guard lock(mutex);
+  Entry& entry = parameters[i];
   // libtorch says so of an undefined gradient too, which adds nothing. It would make no difference
   // to a mean.
-  const bool adds = came[i] || !parameters[i].sums();
-  came[i] = false;
+  const bool adds = entry.came || !entry.sums();
+  entry.came = false;
   if (adds) {
-    note_form(i);
-    pending[i] = true;
+    note_form(entry);
+    entry.pending = true;
   }
   if (!sync) return;
   if (!open) begin();
-  Bucket& bucket = buckets[bucket_of[i]];
-  if (fired[i]) {
+  Bucket& bucket = buckets[entry.bucket];
+  if (entry.fired) {
     if (!adds) return;
     if (bucket.started && bucket.uniform) {
       late = true;
       return;
     }
     if (bucket.started)
-      throw InvalidArgument("the gradient of parameter '", parameters[i].name,
+      throw InvalidArgument("the gradient of parameter '", entry.name,
                             "' was accumulated a second time in one backward, after its "
                             "reduction had started (a nested backward, such as reentrant "
                             "checkpointing). Give ReducerOptions::overlap = false, which "
                             "reduces at the end of backward.");
     return;
   }
-  fired[i] = true;
-  if (--bucket.missing == 0) arrival.push_back(bucket_of[i]);
+  entry.fired = true;
+  if (--bucket.missing == 0) arrival.push_back(entry.bucket);
   if (!options.overlap) return;
   while (next < buckets.size() && buckets[order[next]].missing == 0) start(buckets[order[next++]]);
 }
@@ -179,7 +178,7 @@ void GradientReducer::State::abandon() {
     TORCH_WARN("gradients of a backward that failed could not be reduced: ", e.what());
     leave_shared_memory();
   }
-  came.assign(came.size(), false);
+  for (Entry& entry : parameters) entry.came = false;
   reset();
 }
 
@@ -241,9 +240,10 @@ void GradientReducer::State::complete(Bucket& bucket) {
   for (detail::BucketMessage& message : bucket.messages) {
     message.wait();
     for (const auto& item : message.items()) {
-      const at::Tensor parameter = parameters[item.parameter].tensor();
+      Entry& entry = parameters[item.parameter];
+      const at::Tensor parameter = entry.tensor();
       if (parameter.defined()) access(item.parameter).store(parameter, item.reduced, true);
-      pending[item.parameter] = false;
+      entry.pending = false;
     }
   }
   bucket.messages.clear();
@@ -264,26 +264,23 @@ void GradientReducer::State::start(Bucket& bucket) {
                       .set_(bucket.flat.storage(), slot.offset, slot.like.sizes(),
                             c10::contiguous_strides(slot.like.sizes()));
   }
-  std::vector<float> used(bucket.slots.size());
-  for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
-    const Slot& slot = bucket.slots[s];
+  for (const Slot& slot : bucket.slots) {
+    Entry& entry = parameters[slot.parameter];
     at::Tensor part = slot.part;
-    const at::Tensor parameter = parameters[slot.parameter].tensor();
+    const at::Tensor parameter = entry.tensor();
     // A sum that has been reduced already, and that nothing was added to, is contributed by one
     // rank.
-    const bool counted = reduced[slot.parameter] && !pending[slot.parameter] &&
-                         parameters[slot.parameter].sums() && !parameters[slot.parameter].first();
+    const bool counted = entry.reduced && !entry.pending && entry.sums() && !entry.first();
     const at::Tensor mine = parameter.defined() && !counted
                                 ? access(slot.parameter).unreduced(parameter, bucket.group).value
                                 : at::Tensor();
     if (mine.defined() && mine.layout() != at::kStrided)
       throw InvalidArgument(
-          "the gradient of parameter '", parameters[slot.parameter].name, "' has layout ",
-          mine.layout(),
+          "the gradient of parameter '", entry.name, "' has layout ", mine.layout(),
           "; only dense gradients are reduced (make the embedding with sparse = false)");
     if (mine.defined() && mine.sizes() != slot.like.sizes())
-      throw GradientError("the gradient of parameter '", parameters[slot.parameter].name,
-                          "' has shape ", mine.sizes(), " here, and ", slot.like.sizes(),
+      throw GradientError("the gradient of parameter '", entry.name, "' has shape ", mine.sizes(),
+                          " here, and ", slot.like.sizes(),
                           " is what is reduced: it has not become the parameter's own yet, "
                           "or the parameter has changed since its reducer was made");
     if (!mine.defined())
@@ -293,13 +290,12 @@ void GradientReducer::State::start(Bucket& bucket) {
     else if (mine.data_ptr() != part.data_ptr() || !mine.is_contiguous())
       part.copy_(mine);
     // A gradient that has been released since contributes nothing.
-    if (!mine.defined()) pending[slot.parameter] = false;
-    used[s] = pending[slot.parameter] ? 1.0f : 0.0f;
+    if (!mine.defined()) entry.pending = false;
   }
   // Filled where they lie: a copy of host memory would make the host wait for the device.
   const at::Tensor flags = bucket.flat.narrow(0, bucket.numel, slots).fill_(1);
   for (std::int64_t s = 0; s < slots; ++s)
-    if (used[s] == 0) flags.narrow(0, s, 1).zero_();
+    if (!parameters[bucket.slots[s].parameter].pending) flags.narrow(0, s, 1).zero_();
   bucket.started = true;
   bucket.request = bucket.group.started().all_reduce(bucket.flat, bucket.op, {.name = "gradients"});
 }
@@ -308,8 +304,8 @@ void GradientReducer::State::write_back(Bucket& bucket) {
   if (bucket.uniform) return complete(bucket);
   const at::NoGradGuard no_grad;
   // The flags are read only where they matter: reading them makes the host wait for the device.
-  const bool all_used_here =
-      std::ranges::all_of(bucket.slots, [&](const Slot& s) { return pending[s.parameter]; });
+  const bool all_used_here = std::ranges::all_of(
+      bucket.slots, [&](const Slot& s) { return parameters[s.parameter].pending; });
   at::Tensor flags;
   if (!all_used_here)
     flags = at::real(
@@ -319,11 +315,12 @@ void GradientReducer::State::write_back(Bucket& bucket) {
   for (std::size_t s = 0; s < bucket.slots.size(); ++s) {
     const Slot& slot = bucket.slots[s];
     if (flags.defined() && flags.const_data_ptr<double>()[s] == 0.0) continue;
-    const at::Tensor parameter = parameters[slot.parameter].tensor();
+    Entry& entry = parameters[slot.parameter];
+    const at::Tensor parameter = entry.tensor();
     if (parameter.defined())
       access(slot.parameter).store(parameter, slot.part, options.gradient_as_bucket_view);
-    pending[slot.parameter] = false;
-    reduced[slot.parameter] = true;
+    entry.pending = false;
+    entry.reduced = true;
   }
 }
 
@@ -427,8 +424,10 @@ void GradientReducer::State::reset() {
     bucket.request = Request();
     bucket.messages.clear();
   }
-  fired.assign(fired.size(), false);
-  announced.clear();
+  for (Entry& entry : parameters) {
+    entry.fired = false;
+    entry.announced.clear();
+  }
   next = 0;
   late = false;
   open = false;

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -78,6 +77,16 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
     ReduceOp op;
     std::shared_ptr<const GradientAccess> access;
 
+    std::size_t bucket = 0;
+    bool pending = false;  // accumulated since the last reduction
+    bool came = false;     // of a sum: a gradient is on its way to the parameter
+    bool fired = false;    // accumulated in this backward
+    bool reduced = false;  // what .grad() holds, but for what is pending
+    // If its gradients are weighted by hand: since they were reduced.
+    std::vector<Announcement> announced = {};
+    // If its gradients are averaged: from the first that is complete.
+    std::optional<MeanForm> form = {};
+
     /// What has been reduced is not to be reduced again: the group's first rank contributes it.
     bool sums() const {
       return (op.kind == ReduceOp::Kind::sum || op.kind == ReduceOp::Kind::premultiplied) &&
@@ -104,15 +113,6 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   ReducerOptions options;
   std::vector<std::vector<std::size_t>> layout;
   std::vector<Bucket> buckets;
-  std::vector<std::size_t> bucket_of;
-  std::vector<bool> pending;  // accumulated since the last reduction
-  std::vector<bool> came;     // of a sum: a gradient is on its way to the parameter
-  std::vector<bool> fired;    // accumulated in this backward
-  std::vector<bool> reduced;  // what .grad() holds, but for what is pending
-  // Of parameters whose gradients are weighted by hand, since they were reduced.
-  std::map<std::size_t, std::vector<Announcement>> announced;
-  // Of parameters whose gradients are averaged, from the first that is complete.
-  std::map<std::size_t, MeanForm> forms;
   // Not under the mutex: a NoSync may end while this thread or another one holds it.
   std::atomic<bool> sync = true;
   bool late = false;  // something uniform was accumulated after its bucket had started
@@ -151,7 +151,7 @@ struct GradientReducer::State : GradientSync, std::enable_shared_from_this<State
   }
 
   at::Tensor accumulating(std::size_t i, const at::Tensor& gradient);
-  void note_form(std::size_t i);
+  void note_form(Entry& entry);
   void accumulated(std::size_t i);
   void forget_order();
   void begin();
