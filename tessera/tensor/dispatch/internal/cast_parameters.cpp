@@ -75,33 +75,26 @@ void look_up(Argument& argument) {
   if (argument.source) argument.precision = argument.source->precision(argument.index);
 }
 
+// Replaces a tensor of the argument `v`, the argument itself or an element of a list; none: it stays.
+std::function<void(at::Tensor)> setter_of(OpInfo::Kind kind, c10::IValue& v, int element) {
+  if (kind == OpInfo::Kind::tensor) return [&v](at::Tensor made) { v = std::move(made); };
+  if (kind != OpInfo::Kind::tensor_list) return nullptr;
+  return [&v, element](const at::Tensor& made) {
+    // Another list: this one may be the caller's.
+    c10::List<at::Tensor> fresh = v.toTensorList().copy();
+    fresh.set(static_cast<std::size_t>(element), made);
+    v = std::move(fresh);
+  };
+}
+
 std::vector<Argument> arguments_of(const OpInfo& info, c10::IValue* values) {
   std::vector<Argument> all;
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    c10::IValue& v = values[i];
-    if (info.kinds[i] == OpInfo::Kind::tensor && v.isTensor() && v.toTensor().defined()) {
-      all.push_back({.tensor = v.toTensor(), .written = info.written[i], .set = [&v](at::Tensor t) {
-                       v = std::move(t);
-                     }});
-    } else if (info.kinds[i] == OpInfo::Kind::tensor_list && v.isList()) {
-      const auto list = v.toListRef();
-      for (std::size_t e = 0; e < list.size(); ++e) {
-        if (!list[e].toTensor().defined()) continue;
-        all.push_back({.tensor = list[e].toTensor(),
-                       .written = info.written[i],
-                       .set = [&v, e](const at::Tensor& t) {
-                         // Another list: this one may be the caller's.
-                         c10::List<at::Tensor> fresh = v.toTensorList().copy();
-                         fresh.set(e, t);
-                         v = std::move(fresh);
-                       }});
-      }
-    } else if (info.kinds[i] == OpInfo::Kind::optional_tensor_list && v.isList()) {
-      for (const c10::IValue& t : v.toListRef())
-        if (t.isTensor() && t.toTensor().defined()) all.push_back({.tensor = t.toTensor()});
-    }
-  }
-  for (Argument& argument : all) look_up(argument);
+  each_tensor(info, values, [&](const at::Tensor& t, int i, int element) {
+    all.push_back({.tensor = t,
+                   .written = info.written[i],
+                   .set = setter_of(info.kinds[i], values[i], element)});
+    look_up(all.back());
+  });
   return all;
 }
 
