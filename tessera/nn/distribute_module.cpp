@@ -56,7 +56,7 @@ void broadcast_from_first(const std::vector<Target>& all, const DeviceMesh& mesh
   for (const Target& to : all)
     if (!is_deferred(to.entry.tensor)) state.push_back(to.entry.tensor.detach());
   const at::NoGradGuard no_grad;
-  broadcast_coalesced(state, ranks, 0);
+  broadcast_coalesced(state, ranks);
 }
 
 void require_rows(const Target& target) {

@@ -127,19 +127,12 @@ DataParallelEngine::DataParallelEngine(std::shared_ptr<torch::nn::Module> module
     throw InvalidArgument("the module has no parameter or buffer named ", list(unknown),
                           "; names to ignore are as in named_parameters() and named_buffers()");
   if (refused) std::rethrow_exception(refused);
-  broadcast_coalesced(state, group_, 0);
+  broadcast_coalesced(state, group_);
   reducer_ = std::make_unique<GradientReducer>(std::move(reduced), options_.reducer);
 }
 
 bool DataParallelEngine::reduces(const std::string& name) const {
   return std::ranges::find(options_.ignore, name) == options_.ignore.end();
-}
-
-std::vector<at::Tensor> DataParallelEngine::buffers() const {
-  std::vector<at::Tensor> tensors;
-  for (const auto& item : module_->named_buffers())
-    if (reduces(item.key())) tensors.push_back(local_of(item.value()));
-  return tensors;
 }
 
 void DataParallelEngine::before_forward() {
@@ -170,6 +163,11 @@ void DataParallelEngine::before_forward() {
   if (std::exchange(buffers_due_, reducer_->syncing())) broadcast_buffers();
 }
 
-void DataParallelEngine::broadcast_buffers() const { broadcast_coalesced(buffers(), group_, 0); }
+void DataParallelEngine::broadcast_buffers() const {
+  std::vector<at::Tensor> buffers;
+  for (const auto& item : module_->named_buffers())
+    if (reduces(item.key())) buffers.push_back(local_of(item.value()));
+  broadcast_coalesced(buffers, group_);
+}
 
 }  // namespace tessera::detail

@@ -57,7 +57,6 @@ class DataParallelEngine {
 
  private:
   bool reduces(const std::string& name) const;
-  std::vector<at::Tensor> buffers() const;
 
   std::shared_ptr<torch::nn::Module> module_;
   Group group_;

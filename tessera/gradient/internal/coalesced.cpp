@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group, int root,
-                         std::int64_t bytes) {
+void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group) {
+  constexpr std::int64_t kBytes = 25 << 20;
   const at::NoGradGuard no_grad;
   std::vector<BucketItem> items;
   for (const at::Tensor& t : tensors)
@@ -16,12 +16,12 @@ void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& gr
                      static_cast<std::uint64_t>(t.scalar_type()) << 16 |
                          static_cast<std::uint64_t>(t.device().type()) << 8 |
                          static_cast<std::uint8_t>(t.device().index())});
-  for (const auto& bucket : assign_buckets(items, bytes, bytes)) {
+  for (const auto& bucket : assign_buckets(items, kBytes, kBytes)) {
     std::vector<at::Tensor> flat_parts;
     for (std::size_t i : bucket) flat_parts.push_back(tensors[i].detach().reshape(-1));
     const at::Tensor flat = at::cat(flat_parts);
-    group.broadcast(flat, root, {.name = "broadcast_coalesced"});
-    if (group.rank() == root) continue;
+    group.broadcast(flat, 0, {.name = "broadcast_coalesced"});
+    if (group.rank() == 0) continue;
     std::int64_t offset = 0;
     for (std::size_t i : bucket) {
       const at::Tensor target = tensors[i].detach();

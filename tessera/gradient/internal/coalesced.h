@@ -12,11 +12,10 @@
 
 namespace tessera {
 
-/// Broadcasts tensors from `root` to the other ranks of the group, which overwrite theirs. Tensors
-/// of one dtype and device are sent together, at most `bytes` per message (a larger tensor has a
-/// message of its own). Collective; the ranks' tensors agree in number, shape, dtype and order.
-void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group, int root,
-                         std::int64_t bytes = 25 << 20);
+/// Broadcasts tensors from the group's first rank to the others, which overwrite theirs. Tensors of
+/// one dtype and device are sent together, about 25 MiB per message (a larger tensor has a message
+/// of its own). Collective; the ranks' tensors agree in number, shape, dtype and order.
+void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const Group& group);
 
 // Which gradients share a bucket. Arithmetic only.
 
