@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "tessera/comm/agree/agree.h"
-#include "tessera/tensor/detail/plain.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"

@@ -14,7 +14,6 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/announce.h"
-#include "tessera/tensor/detail/plain.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -30,6 +29,17 @@
 namespace tessera {
 
 namespace detail {
+
+void require_plain(const at::Tensor& t, const char* call) {
+  if (!t.defined()) throw InvalidArgument(call, ": the tensor is undefined");
+  if (is_sharded(t))
+    throw InvalidArgument(call, ": the tensor is itself a ShardTensor, ", spec(t),
+                          ": tessera::redistribute() gives it other placements");
+  if (t.layout() != c10::kStrided || t.is_quantized() || t.is_nested())
+    throw ShardingError(
+        "a ", t.toString(),
+        " tensor cannot be sharded: sparse, quantized and nested tensors are not supported");
+}
 
 const ShardMeta& meta_or_throw(const at::Tensor& t) {
   const ShardMeta* meta = t.defined() ? meta_of(t) : nullptr;

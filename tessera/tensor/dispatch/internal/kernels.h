@@ -41,6 +41,10 @@ void tell_ranks(const std::string& op, const MeshContext& context, const std::st
 /// next call of each throws PeerFailedError with the reason, and ranks that catch it can go on.
 [[noreturn]] void rethrow_to_all(const std::string& op, const MeshContext& context);
 
+/// Throws InvalidArgument for an undefined or a sharded tensor, ShardingError for one that is not
+/// dense, of which no sharded one can be made; `call` is the function that was given it.
+void require_plain(const at::Tensor& t, const char* call);
+
 /// The meta of a sharded tensor. Throws InvalidArgument for a plain or undefined tensor.
 const ShardMeta& meta_or_throw(const at::Tensor& t);
 /// The same, for those that read its local: a view that had to be copied, of a base that has
