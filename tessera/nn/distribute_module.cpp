@@ -9,9 +9,9 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
+#include "tessera/comm/agree/agree.h"
 #include "tessera/gradient/internal/coalesced.h"
 #include "tessera/nn/deferred.h"
-#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/nn/detail/parameter_gradient.h"
 #include "tessera/nn/detail/tape.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -35,6 +35,20 @@ bool detail::matches(std::string_view name, std::string_view pattern) {
     }
   }
   return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
+
+void detail::agree_on_plan(const DeviceMesh& mesh, const std::string& subject,
+                           const std::function<std::string()>& plan) {
+  std::exception_ptr refused;
+  std::string text;
+  try {
+    text = plan();
+  } catch (const std::exception& e) {
+    refused = std::current_exception();
+    text = e.what();
+  }
+  if (const Group ranks = mesh.all(); ranks.size() > 1) agree::same(ranks, subject, text);
+  if (refused) std::rethrow_exception(refused);
 }
 
 namespace {

@@ -105,6 +105,11 @@ std::vector<NamedTensor> place(const std::vector<NamedTensor>& tensors, const De
                                const ModuleRule& rule, const std::exception_ptr& refused = nullptr);
 /// "*" matches any characters.
 bool matches(std::string_view name, std::string_view pattern);
+/// Runs `plan`, whose text must be the same on all ranks of the mesh, where the message of what it
+/// throws is its text: what one rank refuses to do with a module is refused on all. Throws
+/// MismatchError, which names `subject`, on all ranks if they differ; else on all what `plan` threw.
+void agree_on_plan(const DeviceMesh& mesh, const std::string& subject,
+                   const std::function<std::string()>& plan);
 }  // namespace detail
 
 /// The same of a TorchScript module, as torch::jit::load() gives it:

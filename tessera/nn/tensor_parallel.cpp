@@ -7,7 +7,6 @@
 #include <unordered_map>
 
 #include "tessera/base/text.h"
-#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/partition/partition.h"
 
 namespace tessera {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "tessera/base/text.h"
-#include "tessera/nn/detail/agreed_text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
