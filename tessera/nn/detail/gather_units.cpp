@@ -1,7 +1,6 @@
 #include "tessera/nn/detail/gather_units.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -16,7 +15,6 @@
 #include "tessera/base/text.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/gradient/internal/hooks.h"
-#include "tessera/nn/detail/parameter_copy.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
@@ -165,25 +163,6 @@ at::Tensor GatherUnits::gathered(std::size_t index, const ShardMeta& meta, const
     view = take(index, *meta.layout, whole);
   }
   return as_summand(std::move(view), *meta.layout, whole, to);
-}
-
-at::Tensor GatherUnits::copied(std::size_t index, const Layout& from, const Layout& made,
-                               at::Tensor local) {
-  const Place& place = places_[index];
-  // Else its elements do not lie as those of the parameter do.
-  if (place.buffer == kNoBuffer || place.low || from.offset != 0 || made.offset != 0 ||
-      made.strides != from.strides || made.device != from.device || !made.dense ||
-      !at::isFloatingType(made.dtype))
-    return local;
-  const Unit& unit = units_[place.unit];
-  std::uint64_t writes = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    writes = unit.writes;
-  }
-  return ParameterCopy::make(context_->state->sources, local,
-                             std::make_shared<ParameterCopy>(shared_from_this(), index, writes,
-                                                             made.dtype, unit.precision.output));
 }
 
 at::Tensor GatherUnits::gathered_copy(std::size_t index, std::uint64_t writes,
