@@ -58,20 +58,51 @@ int dim_to_cut(const at::Tensor& p) {
   return largest;
 }
 
+bool is_floating(at::ScalarType t) {
+  return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble;
+}
+
+void check_dtypes(const std::string& where, const UnitPrecision& precision) {
+  for (const auto& dtype : {precision.parameters, precision.reduce, precision.output}) {
+    if (dtype && !is_floating(*dtype))
+      throw InvalidArgument("fully_shard: the precision", where, " names ", toString(*dtype),
+                            "; give float16, bfloat16, float32 or float64");
+  }
+  if (precision.output && !precision.parameters)
+    throw InvalidArgument("fully_shard: the precision", where,
+                          " has an output dtype and none to compute in: give "
+                          "`parameters` too");
+}
+
+// "Half/Float/its own": what is computed in, reduced in and returned.
+std::string precision_text(const UnitPrecision& precision) {
+  const auto name = [](const std::optional<at::ScalarType>& t) {
+    return t ? toString(*t) : "its own";
+  };
+  return concat(name(precision.parameters), "/", name(precision.reduce), "/",
+                name(precision.output));
+}
+
 // Makes the plan of this rank, step by step.
 struct UnitPlanner {
   const DeviceMesh& mesh;
   const FullyShardOptions& options;
-  UnitPrecisions precision{options};
   FullyShardPlan plan = {};
   // One tensor under two names is one tensor.
   std::unordered_set<const void*> seen = {};
   std::map<std::string, std::size_t> unit_index = {};
   // Patterns of `ignore` that have matched nothing so far.
   std::set<std::string> unused{options.ignore.begin(), options.ignore.end()};
+  // And of `unit_precision`.
+  std::set<std::string> unused_precisions = {};
 
   FullyShardPlan make(const torch::nn::Module& module) {
     plan.mesh_dims = mesh.mesh().dims();
+    check_dtypes("", options.precision);
+    for (const auto& [pattern, precision] : options.unit_precision) {
+      check_dtypes(concat(" of '", pattern, "'"), precision);
+      unused_precisions.insert(pattern);
+    }
     find_axes();
     if (options.offload.to_host) find_device();
     if (options.prefetch < 0)
@@ -81,7 +112,7 @@ struct UnitPlanner {
       throw InvalidArgument("fully_shard: coalesce_bytes is ", options.coalesce_bytes,
                             ", but must be at least 0");
     take_parameters(module, unit_names(module, options.units));
-    for (const std::string& unit : plan.units) plan.precisions.push_back(precision.of(unit));
+    for (const std::string& unit : plan.units) plan.precisions.push_back(precision_of(unit));
     for (const auto& b : module.named_buffers()) {
       if (!ignored(b.key()) && b.value().defined() && !is_sharded(b.value()))
         plan.all.push_back({b.key(), b.value(), false});
@@ -89,7 +120,9 @@ struct UnitPlanner {
     if (!unused.empty())
       throw InvalidArgument("fully_shard: no parameter or buffer has a name like ", list(unused),
                             ", which is to be ignored");
-    precision.check_used();
+    if (!unused_precisions.empty())
+      throw InvalidArgument("fully_shard: no unit has a name like ", list(unused_precisions),
+                            ", which unit_precision names");
     cut();
     return std::move(plan);
   }
@@ -98,6 +131,28 @@ struct UnitPlanner {
   bool ignored(const std::string& name) {
     std::erase_if(unused, [&](const std::string& p) { return matches(name, p); });
     return any_matches(name, options.ignore);
+  }
+
+  const UnitPrecision& precision_of(const std::string& unit) {
+    for (const auto& [pattern, precision] : options.unit_precision) {
+      if (!matches(unit, pattern)) continue;
+      unused_precisions.erase(pattern);
+      return precision;
+    }
+    return options.precision;
+  }
+
+  void check_precision(const std::string& unit, const NamedTensor& p) {
+    const UnitPrecision& precision = precision_of(unit);
+    const at::ScalarType dtype = p.tensor.scalar_type();
+    if ((precision.parameters || precision.reduce) && !is_floating(dtype))
+      throw InvalidArgument(
+          "fully_shard: ", p.name, " is ", toString(dtype), ", and its unit '", unit,
+          "' has a precision, which is for real floating-point parameters alone: give the unit "
+          "another one by unit_precision, or leave the parameter out by ignore");
+    if (precision.output && precision.parameters == dtype)
+      throw InvalidArgument("fully_shard: ", p.name, " of unit '", unit, "' is ", toString(dtype),
+                            " already, so that nothing is cast and no output dtype can be given");
   }
 
   // By name, in mesh order. `use`: "to shard over".
@@ -179,10 +234,10 @@ struct UnitPlanner {
         continue;
       const NamedTensor entry{p.key(), t, true};
       const std::string unit = unit_of(names, p.key());
-      precision.check_parameter(unit, entry);
+      check_precision(unit, entry);
       if (staying.contains(t.unsafeGetTensorImpl())) keep(entry);
       if (is_sharded(t) && context_of(spec(t)) == MeshContext::of(mesh)) {
-        check_further(entry, precision.of(unit));
+        check_further(entry, precision_of(unit));
         plan.further.push_back({entry, -1, spec(t)});
       } else {
         plan.all.push_back(entry);
@@ -320,7 +375,7 @@ struct UnitPlanner {
 // What all ranks must plan alike.
 std::string text_of(const FullyShardPlan& plan, const FullyShardOptions& options) {
   std::vector<std::string> precisions;
-  for (const UnitPrecision& p : plan.precisions) precisions.push_back(described(p));
+  for (const UnitPrecision& p : plan.precisions) precisions.push_back(precision_text(p));
   std::string text =
       concat("units ", list(plan.units), ", axes ", list(plan.axes), ", reshard_after_forward ",
              plan.reshard, ", reshard_axes ", list(plan.kept_axes), ", prefetch ", options.prefetch,
