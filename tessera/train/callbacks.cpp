@@ -157,7 +157,7 @@ void CheckpointCallback::loaded(Trainer& trainer, const CheckpointState& state,
 
 // ---- metrics that stop or slow a run ----
 
-detail::Patience::Patience(std::string monitor, EarlyStoppingOptions options)
+detail::PatientCallback::PatientCallback(std::string monitor, EarlyStoppingOptions options)
     : monitor_(std::move(monitor)), options_(options) {
   if (options_.patience < 1 || !(options_.least >= 0))
     throw InvalidArgument("a patience of ", options_.patience,
@@ -165,11 +165,7 @@ detail::Patience::Patience(std::string monitor, EarlyStoppingOptions options)
                           ": the first is at least 1, the other at least 0");
 }
 
-double detail::Patience::value(const Trainer& trainer, const char* who) const {
-  return monitored(trainer, monitor_, who);
-}
-
-bool detail::Patience::waits(double value) {
+bool detail::PatientCallback::waits(double value) {
   if (!std::isnan(value) && (!best_ || improves(value, *best_, options_.better, options_.least))) {
     best_ = value;
     waited_ = 0;
@@ -178,52 +174,50 @@ bool detail::Patience::waits(double value) {
   return ++waited_ >= options_.patience;
 }
 
-void detail::Patience::reset() {
+void detail::PatientCallback::on_setup(Trainer&) {
   best_.reset();
   waited_ = 0;
 }
 
-void detail::Patience::save(CheckpointState& state, const std::string& prefix) const {
+void detail::PatientCallback::save(Trainer&, CheckpointState& state, const std::string& prefix) {
   state.set_integer(prefix + "has_best", best_.has_value());
   state.set_real(prefix + "best", best_.value_or(0));
   state.set_integer(prefix + "waited", waited_);
 }
 
-void detail::Patience::load(const CheckpointState& state, const std::string& prefix) {
-  reset();
+void detail::PatientCallback::loaded(Trainer&, const CheckpointState& state,
+                                     const std::string& prefix) {
+  best_.reset();
   const double best = state.get_real(prefix + "best");
   // Checkpoints of before may have NaN, which nothing improves on.
   if (state.get_integer(prefix + "has_best") != 0 && !std::isnan(best)) best_ = best;
   waited_ = state.get_integer(prefix + "waited");
 }
 
-std::string detail::Patience::to_string() const {
-  return concat(monitor_, " has not improved", best_ ? concat(" on ", *best_) : std::string(),
-                " for ", waited_, " validations");
-}
-
 EarlyStopping::EarlyStopping(std::string monitor, EarlyStoppingOptions options)
-    : PatientCallback({std::move(monitor), options}) {}
+    : PatientCallback(std::move(monitor), options) {}
 
 void EarlyStopping::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || trainer.stage() != RunStage::train) return;
-  const double value = patience_.value(trainer, "EarlyStopping");
+  const double value = monitored(trainer, monitor_, "EarlyStopping");
   if (!std::isfinite(value))
-    trainer.request_stop(concat(patience_.monitor(), " is ", value));
-  else if (patience_.waits(value))
-    trainer.request_stop(patience_.to_string());
+    trainer.request_stop(concat(monitor_, " is ", value));
+  else if (waits(value))
+    trainer.request_stop(concat(monitor_, " has not improved",
+                                best_ ? concat(" on ", *best_) : std::string(), " for ", waited_,
+                                " validations"));
 }
 
 ReduceOnPlateau::ReduceOnPlateau(std::string monitor, double factor, EarlyStoppingOptions options)
-    : PatientCallback({std::move(monitor), options}), factor_(factor) {
+    : PatientCallback(std::move(monitor), options), factor_(factor) {
   if (!(factor > 0 && factor < 1))
     throw InvalidArgument("ReduceOnPlateau: the factor is ", factor, ", not between 0 and 1");
 }
 
 void ReduceOnPlateau::on_validation_end(Trainer& trainer, bool complete) {
   if (!complete || trainer.stage() != RunStage::train) return;
-  if (!patience_.waits(patience_.value(trainer, "ReduceOnPlateau"))) return;
-  patience_.again();
+  if (!waits(monitored(trainer, monitor_, "ReduceOnPlateau"))) return;
+  waited_ = 0;
   trainer.scale_learning_rate(factor_);
 }
 

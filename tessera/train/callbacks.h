@@ -72,44 +72,25 @@ struct EarlyStoppingOptions {
 
 namespace detail {
 
-/// The best value of a metric, and how long it has stood.
-class Patience {
+/// Waits for a metric: knows its best value, and how long that has stood. Each fit() begins anew,
+/// unless it goes on from a checkpoint.
+class PatientCallback : public Callback {
  public:
+  void on_setup(Trainer& trainer) override;
+  void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+
+ protected:
   /// Throws InvalidArgument for options out of range.
-  Patience(std::string monitor, EarlyStoppingOptions options);
-  /// The metric now; throws InvalidArgument with the known names where there is no such metric.
-  double value(const Trainer& trainer, const char* who) const;
+  PatientCallback(std::string monitor, EarlyStoppingOptions options);
   /// True where `value` is at least the `patience`-th in a row that has not improved. NaN never
   /// has.
   bool waits(double value);
-  void again() { waited_ = 0; }
-  void reset();
-  void save(CheckpointState& state, const std::string& prefix) const;
-  void load(const CheckpointState& state, const std::string& prefix);
-  std::string to_string() const;
-  const std::string& monitor() const { return monitor_; }
 
- private:
   std::string monitor_;
   EarlyStoppingOptions options_;
   std::optional<double> best_;
   std::int64_t waited_ = 0;
-};
-
-/// What waits for a metric: each fit() begins anew, unless it goes on from a checkpoint.
-class PatientCallback : public Callback {
- public:
-  void on_setup(Trainer&) override { patience_.reset(); }
-  void save(Trainer&, CheckpointState& state, const std::string& prefix) override {
-    patience_.save(state, prefix);
-  }
-  void loaded(Trainer&, const CheckpointState& state, const std::string& prefix) override {
-    patience_.load(state, prefix);
-  }
-
- protected:
-  explicit PatientCallback(Patience patience) : patience_(std::move(patience)) {}
-  Patience patience_;
 };
 
 }  // namespace detail
