@@ -18,44 +18,7 @@
 #include "tessera/data/sources/detail/hdf5_lock.h"
 
 namespace tessera {
-namespace detail {
-
-struct NetcdfVariable {
-  VariableInfo info;
-  int id = -1;
-  /// The stored value of an element without a value: _FillValue, else the library's own, if it has
-  /// one for the type.
-  std::optional<at::Scalar> fill;
-};
-
-// An open netCDF file: its structure, and raw reads. All calls into the library are here, under
-// one lock.
-class NetcdfFile : Pinned {
- public:
-  explicit NetcdfFile(const std::string& path);
-  ~NetcdfFile();
-
-  const std::string& path() const { return path_; }
-  const std::vector<NetcdfVariable>& variables() const { return variables_; }
-  const std::map<std::string, Attribute>& attributes() const { return attributes_; }
-  const NetcdfVariable& variable(const std::string& name) const;
-  /// The stored values of a complete, non-empty slab, in the variable's `stored` dtype.
-  at::Tensor read(const NetcdfVariable& variable, const Hyperslab& slab) const;
-
- private:
-  void check(int status, const std::string& what) const;
-  std::map<std::string, Attribute> read_attributes(int variable, int count) const;
-  void read_structure();
-
-  std::string path_;
-  int id_ = -1;
-  std::vector<NetcdfVariable> variables_;
-  std::map<std::string, Attribute> attributes_;
-};
-
 namespace {
-
-std::mutex& library() { return hdf5_library(); }
 
 // The dtype that holds every value of a netCDF type; nullopt for text and user-defined types.
 std::optional<at::ScalarType> tensor_type(nc_type type) {
@@ -119,135 +82,149 @@ std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool sta
 
 }  // namespace
 
-void NetcdfFile::check(int status, const std::string& what) const {
-  if (status != NC_NOERR) throw FileError(path_, ": ", what, ": ", nc_strerror(status));
-}
-
-NetcdfFile::NetcdfFile(const std::string& path) : path_(path) {
-  const std::lock_guard lock(library());
-  check(nc_open(path.c_str(), NC_NOWRITE, &id_), "cannot be opened as a netCDF file");
-  try {
-    read_structure();
-  } catch (...) {
-    nc_close(id_);
-    throw;
-  }
-}
-
-NetcdfFile::~NetcdfFile() {
-  const std::lock_guard lock(library());
-  nc_close(id_);
-}
-
-void NetcdfFile::read_structure() {
-  int variables = 0, attributes = 0;
-  check(nc_inq(id_, nullptr, &variables, &attributes, nullptr), "its contents cannot be listed");
-  attributes_ = read_attributes(NC_GLOBAL, attributes);
-  for (int v = 0; v < variables; ++v) {
-    char name[NC_MAX_NAME + 1];
-    nc_type type = 0;
-    int dims = 0, count = 0;
-    check(nc_inq_var(id_, v, name, &type, &dims, nullptr, &count), concat("variable number ", v));
-    const auto stored = tensor_type(type);
-    if (!stored) continue;
-    NetcdfVariable variable{{name, {}, {}, *stored, read_attributes(v, count)}, v, {}};
-    variable.fill = fill_of(id_, v, type, variable.info.attributes.count("_FillValue") != 0);
-    std::vector<int> ids(static_cast<std::size_t>(dims));
-    check(nc_inq_vardimid(id_, v, ids.data()), concat("dimensions of ", name));
-    for (const int id : ids) {
-      char dim[NC_MAX_NAME + 1];
-      std::size_t size = 0;
-      check(nc_inq_dim(id_, id, dim, &size), concat("dimensions of ", name));
-      variable.info.dims.emplace_back(dim);
-      variable.info.shape.push_back(static_cast<std::int64_t>(size));
-    }
-    variables_.push_back(std::move(variable));
-  }
-}
-
-std::map<std::string, Attribute> NetcdfFile::read_attributes(int variable, int count) const {
-  std::map<std::string, Attribute> all;
-  for (int a = 0; a < count; ++a) {
-    char name[NC_MAX_NAME + 1];
-    nc_type type = 0;
-    std::size_t size = 0;
-    check(nc_inq_attname(id_, variable, a, name), "an attribute's name");
-    check(nc_inq_att(id_, variable, name, &type, &size), concat("attribute ", name));
-    if (type == NC_CHAR) {
-      std::string text(size, '\0');
-      check(nc_get_att_text(id_, variable, name, text.data()), concat("attribute ", name));
-      while (!text.empty() && text.back() == '\0') text.pop_back();
-      all[name] = std::move(text);
-    } else if (type == NC_STRING) {
-      std::vector<char*> parts(size);
-      check(nc_get_att_string(id_, variable, name, parts.data()), concat("attribute ", name));
-      std::string text;
-      for (const char* part : parts) text += concat(text.empty() ? "" : "\n", part ? part : "");
-      nc_free_string(size, parts.data());
-      all[name] = std::move(text);
-    } else if (tensor_type(type)) {
-      std::vector<double> numbers(size);
-      check(nc_get_att_double(id_, variable, name, numbers.data()), concat("attribute ", name));
-      all[name] = std::move(numbers);
-    }
-  }
-  return all;
-}
-
-const NetcdfVariable& NetcdfFile::variable(const std::string& name) const {
-  for (const auto& v : variables_)
-    if (v.info.name == name) return v;
-  std::vector<std::string> known;
-  for (const auto& v : variables_) known.push_back(printable(v.info.name));
-  throw VariableError(path_, " has no numeric variable ", name, "; it has ", list(known));
-}
-
-at::Tensor NetcdfFile::read(const NetcdfVariable& variable, const Hyperslab& slab) const {
-  at::Tensor out = at::empty(slab.count, variable.info.stored);
-  const std::vector<std::size_t> start(slab.start.begin(), slab.start.end()),
-      count(slab.count.begin(), slab.count.end());
-  const std::vector<std::ptrdiff_t> stride(slab.stride.begin(), slab.stride.end());
-  const std::lock_guard lock(library());
-  // The call names the type in memory; an unsigned type stored in a wider tensor is converted by
-  // the library.
-  const auto get = [&](auto* function, auto* into) {
-    return function(id_, variable.id, start.data(), count.data(), stride.data(), into);
+// An open netCDF file: its structure, and raw reads. All calls into the library are here, under
+// one lock.
+struct NetcdfSource::File {
+  struct Variable {
+    VariableInfo info;
+    int id = -1;
+    // The stored value of an element without a value: _FillValue, else the library's own, if it has
+    // one for the type.
+    std::optional<at::Scalar> fill;
   };
-  const int status = [&] {
-    switch (variable.info.stored) {
-      case at::kChar:
-        return get(nc_get_vars_schar, out.mutable_data_ptr<std::int8_t>());
-      case at::kByte:
-        return get(nc_get_vars_uchar, out.mutable_data_ptr<std::uint8_t>());
-      case at::kShort:
-        return get(nc_get_vars_short, out.mutable_data_ptr<std::int16_t>());
-      case at::kInt:
-        return get(nc_get_vars_int, out.mutable_data_ptr<std::int32_t>());
-      case at::kLong:
-        return get(nc_get_vars_longlong,
-                   reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
-      case at::kFloat:
-        return get(nc_get_vars_float, out.mutable_data_ptr<float>());
-      default:
-        return get(nc_get_vars_double, out.mutable_data_ptr<double>());
+
+  explicit File(const std::string& path) : path(path) {
+    const std::lock_guard lock(detail::hdf5_library());
+    check(nc_open(path.c_str(), NC_NOWRITE, &id), "cannot be opened as a netCDF file");
+    try {
+      read_structure();
+    } catch (...) {
+      nc_close(id);
+      throw;
     }
-  }();
-  check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ",
-                       list(slab.count), ", stride ", list(slab.stride)));
-  return out;
-}
+  }
+  ~File() {
+    const std::lock_guard lock(detail::hdf5_library());
+    nc_close(id);
+  }
 
-}  // namespace detail
+  void check(int status, const std::string& what) const {
+    if (status != NC_NOERR) throw FileError(path, ": ", what, ": ", nc_strerror(status));
+  }
 
-NetcdfSource::NetcdfSource(const std::string& path)
-    : file_(std::make_unique<detail::NetcdfFile>(path)) {}
+  void read_structure() {
+    int count = 0, count_attributes = 0;
+    check(nc_inq(id, nullptr, &count, &count_attributes, nullptr), "its contents cannot be listed");
+    attributes = read_attributes(NC_GLOBAL, count_attributes);
+    for (int v = 0; v < count; ++v) {
+      char name[NC_MAX_NAME + 1];
+      nc_type type = 0;
+      int dims = 0, own = 0;
+      check(nc_inq_var(id, v, name, &type, &dims, nullptr, &own), concat("variable number ", v));
+      const auto stored = tensor_type(type);
+      if (!stored) continue;
+      Variable variable{{name, {}, {}, *stored, read_attributes(v, own)}, v, {}};
+      variable.fill = fill_of(id, v, type, variable.info.attributes.count("_FillValue") != 0);
+      std::vector<int> ids(static_cast<std::size_t>(dims));
+      check(nc_inq_vardimid(id, v, ids.data()), concat("dimensions of ", name));
+      for (const int d : ids) {
+        char dim[NC_MAX_NAME + 1];
+        std::size_t size = 0;
+        check(nc_inq_dim(id, d, dim, &size), concat("dimensions of ", name));
+        variable.info.dims.emplace_back(dim);
+        variable.info.shape.push_back(static_cast<std::int64_t>(size));
+      }
+      variables.push_back(std::move(variable));
+    }
+  }
+
+  std::map<std::string, Attribute> read_attributes(int variable, int count) const {
+    std::map<std::string, Attribute> all;
+    for (int a = 0; a < count; ++a) {
+      char name[NC_MAX_NAME + 1];
+      nc_type type = 0;
+      std::size_t size = 0;
+      check(nc_inq_attname(id, variable, a, name), "an attribute's name");
+      check(nc_inq_att(id, variable, name, &type, &size), concat("attribute ", name));
+      if (type == NC_CHAR) {
+        std::string text(size, '\0');
+        check(nc_get_att_text(id, variable, name, text.data()), concat("attribute ", name));
+        while (!text.empty() && text.back() == '\0') text.pop_back();
+        all[name] = std::move(text);
+      } else if (type == NC_STRING) {
+        std::vector<char*> parts(size);
+        check(nc_get_att_string(id, variable, name, parts.data()), concat("attribute ", name));
+        std::string text;
+        for (const char* part : parts) text += concat(text.empty() ? "" : "\n", part ? part : "");
+        nc_free_string(size, parts.data());
+        all[name] = std::move(text);
+      } else if (tensor_type(type)) {
+        std::vector<double> numbers(size);
+        check(nc_get_att_double(id, variable, name, numbers.data()), concat("attribute ", name));
+        all[name] = std::move(numbers);
+      }
+    }
+    return all;
+  }
+
+  const Variable& variable(const std::string& name) const {
+    for (const auto& v : variables)
+      if (v.info.name == name) return v;
+    std::vector<std::string> known;
+    for (const auto& v : variables) known.push_back(printable(v.info.name));
+    throw VariableError(path, " has no numeric variable ", name, "; it has ", list(known));
+  }
+
+  // The stored values of a complete, non-empty slab, in the variable's `stored` dtype.
+  at::Tensor read(const Variable& variable, const Hyperslab& slab) const {
+    at::Tensor out = at::empty(slab.count, variable.info.stored);
+    const std::vector<std::size_t> start(slab.start.begin(), slab.start.end()),
+        count(slab.count.begin(), slab.count.end());
+    const std::vector<std::ptrdiff_t> stride(slab.stride.begin(), slab.stride.end());
+    const std::lock_guard lock(detail::hdf5_library());
+    // The call names the type in memory; an unsigned type stored in a wider tensor is converted by
+    // the library.
+    const auto get = [&](auto* function, auto* into) {
+      return function(id, variable.id, start.data(), count.data(), stride.data(), into);
+    };
+    const int status = [&] {
+      switch (variable.info.stored) {
+        case at::kChar:
+          return get(nc_get_vars_schar, out.mutable_data_ptr<std::int8_t>());
+        case at::kByte:
+          return get(nc_get_vars_uchar, out.mutable_data_ptr<std::uint8_t>());
+        case at::kShort:
+          return get(nc_get_vars_short, out.mutable_data_ptr<std::int16_t>());
+        case at::kInt:
+          return get(nc_get_vars_int, out.mutable_data_ptr<std::int32_t>());
+        case at::kLong:
+          return get(nc_get_vars_longlong,
+                     reinterpret_cast<long long*>(out.mutable_data_ptr<std::int64_t>()));
+        case at::kFloat:
+          return get(nc_get_vars_float, out.mutable_data_ptr<float>());
+        default:
+          return get(nc_get_vars_double, out.mutable_data_ptr<double>());
+      }
+    }();
+    check(status, concat("reading ", variable.info.name, " from ", list(slab.start), ", count ",
+                         list(slab.count), ", stride ", list(slab.stride)));
+    return out;
+  }
+
+  std::string path;
+  int id = -1;
+  std::vector<Variable> variables;
+  std::map<std::string, Attribute> attributes;
+};
+
+NetcdfSource::NetcdfSource(const std::string& path) : file_(std::make_unique<File>(path)) {}
 NetcdfSource::~NetcdfSource() = default;
 
-std::string NetcdfSource::name() const { return file_->path(); }
+std::string NetcdfSource::name() const { return file_->path; }
 
 std::vector<std::string> NetcdfSource::variables() const {
   std::vector<std::string> names;
-  for (const auto& v : file_->variables()) names.push_back(v.info.name);
+  for (const auto& v : file_->variables) names.push_back(v.info.name);
   return names;
 }
 
@@ -256,12 +233,12 @@ const VariableInfo& NetcdfSource::info(const std::string& variable) const {
 }
 
 const std::map<std::string, Attribute>& NetcdfSource::attributes() const {
-  return file_->attributes();
+  return file_->attributes;
 }
 
 at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& slab,
                                   const ReadOptions& options) const {
-  const detail::NetcdfVariable& variable = file_->variable(about.name);
+  const File::Variable& variable = file_->variable(about.name);
   const at::Tensor stored = file_->read(variable, slab);
   if (!options.decode) return stored.to(options.dtype);
   return detail::cf_values(stored, about, variable.fill, options, name());

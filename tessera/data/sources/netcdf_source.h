@@ -8,10 +8,6 @@
 
 namespace tessera {
 
-namespace detail {
-class NetcdfFile;
-}
-
 /// A netCDF file, opened for reading. Its variables are those of the root group; text and
 /// user-defined types are not listed and cannot be read.
 ///
@@ -43,7 +39,8 @@ class NetcdfSource : public Source {
                       const ReadOptions& options) const override;
 
  private:
-  std::unique_ptr<detail::NetcdfFile> file_;
+  struct File;
+  std::unique_ptr<File> file_;
 };
 
 }  // namespace tessera

@@ -14,9 +14,7 @@ namespace {
 
 }  // namespace
 
-namespace detail {
-class NetcdfFile {};
-}  // namespace detail
+struct NetcdfSource::File {};
 
 NetcdfSource::NetcdfSource(const std::string&) { refuse_netcdf(); }
 NetcdfSource::~NetcdfSource() = default;
