@@ -23,7 +23,7 @@ namespace tessera {
 namespace detail {
 namespace {
 
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kHugePage = std::size_t{2} << 20, kMostFreeBlocks = 16;
 
 std::align_val_t alignment_of(std::size_t bytes) {
   return std::align_val_t{bytes >= kHugePage ? kHugePage : 64};
@@ -33,40 +33,41 @@ std::align_val_t alignment_of(std::size_t bytes) {
 
 // Memory of batches, reused: the system pages in a fresh large block bit by bit, which costs as
 // much as copying a batch into it. A tensor's memory returns to the pool when its last handle is
-// gone, from any thread, also after the pool itself is destroyed. At most `kept` free blocks are
-// held.
-class BufferPool {
+// gone, from any thread, and keeps the pool alive until then.
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  explicit BufferPool(std::size_t kept = 16);
   // An uninitialised CPU tensor, aligned to 64 bytes; from 2 MiB on, on huge pages if the system
   // provides them.
-  at::Tensor empty(std::span<const std::int64_t> shape, at::ScalarType dtype);
+  at::Tensor empty(std::span<const std::int64_t> shape, at::ScalarType dtype) {
+    std::size_t bytes = c10::elementSize(dtype);
+    for (const std::int64_t n : shape) bytes *= static_cast<std::size_t>(n);
+    Block block = take(bytes);
+    if (!block) block = allocate(bytes);
+    void* data = block.get();
+    auto release = [pool = shared_from_this(), bytes](void* memory) {
+      pool->give_back(bytes, Block(memory, Free{bytes}));
+    };
+    at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()),
+                                      std::move(release), at::TensorOptions(dtype));
+    block.release();  // the tensor owns it from here on
+    return tensor;
+  }
 
  private:
-  struct Blocks;
-  std::shared_ptr<Blocks> blocks_;
-};
-
-struct BufferPool::Blocks {
   struct Free {
     std::size_t bytes = 0;
     void operator()(void* block) const { ::operator delete(block, alignment_of(bytes)); }
   };
   using Block = std::unique_ptr<void, Free>;
 
-  explicit Blocks(std::size_t kept) : kept(kept) {}
-  const std::size_t kept;
-  std::mutex mutex;
-  std::vector<std::pair<std::size_t, Block>> free;  // bytes, oldest first
-
   Block take(std::size_t bytes) {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(mutex_);
     // The last one that was returned is most likely still in the cache.
     const auto found =
-        std::find_if(free.rbegin(), free.rend(), [&](const auto& f) { return f.first == bytes; });
-    if (found == free.rend()) return nullptr;
+        std::find_if(free_.rbegin(), free_.rend(), [&](const auto& f) { return f.first == bytes; });
+    if (found == free_.rend()) return nullptr;
     Block block = std::move(found->second);
-    free.erase(std::next(found).base());
+    free_.erase(std::next(found).base());
     return block;
   }
 
@@ -80,28 +81,14 @@ struct BufferPool::Blocks {
   }
 
   void give_back(std::size_t bytes, Block block) {
-    const std::lock_guard lock(mutex);
-    free.emplace_back(bytes, std::move(block));
-    if (free.size() > kept) free.erase(free.begin());
+    const std::lock_guard lock(mutex_);
+    free_.emplace_back(bytes, std::move(block));
+    if (free_.size() > kMostFreeBlocks) free_.erase(free_.begin());
   }
+
+  std::mutex mutex_;
+  std::vector<std::pair<std::size_t, Block>> free_;  // bytes, oldest first
 };
-
-BufferPool::BufferPool(std::size_t kept) : blocks_(std::make_shared<Blocks>(kept)) {}
-
-at::Tensor BufferPool::empty(std::span<const std::int64_t> shape, at::ScalarType dtype) {
-  std::size_t bytes = c10::elementSize(dtype);
-  for (const std::int64_t n : shape) bytes *= static_cast<std::size_t>(n);
-  Blocks::Block block = blocks_->take(bytes);
-  if (!block) block = Blocks::allocate(bytes);
-  void* data = block.get();
-  auto release = [blocks = blocks_, bytes](void* memory) {
-    blocks->give_back(bytes, Blocks::Block(memory, Blocks::Free{bytes}));
-  };
-  at::Tensor tensor = at::from_blob(data, c10::IntArrayRef(shape.data(), shape.size()),
-                                    std::move(release), at::TensorOptions(dtype));
-  block.release();  // the tensor owns it from here on
-  return tensor;
-}
 
 }  // namespace detail
 
@@ -181,7 +168,7 @@ FunctionDataset::FunctionDataset(std::uint64_t size, std::vector<std::string> na
 
 TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,
                                    std::uint64_t stride)
-    : buffers_(std::make_unique<detail::BufferPool>()),
+    : buffers_(std::make_shared<detail::BufferPool>()),
       dtype_(dtype),
       row_(row),
       stride_(stride == 0 ? row : stride) {

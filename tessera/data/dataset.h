@@ -119,7 +119,7 @@ class TokenFileDataset : public Dataset {
 
  private:
   std::unique_ptr<RandomAccessFile> file_;
-  std::unique_ptr<detail::BufferPool> buffers_;
+  std::shared_ptr<detail::BufferPool> buffers_;
   at::ScalarType dtype_;
   std::uint64_t row_, stride_, rows_;
 };
