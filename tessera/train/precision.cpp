@@ -122,21 +122,6 @@ class ScaledMixed final : public Mixed {
 }  // namespace
 
 PrecisionPlugin::~PrecisionPlugin() = default;
-void PrecisionPlugin::convert_modules(const NamedModules&, bool) {}
-at::Tensor PrecisionPlugin::convert_input(const at::Tensor& tensor) const { return tensor; }
-std::shared_ptr<void> PrecisionPlugin::forward_scope(c10::Device) const { return nullptr; }
-double PrecisionPlugin::loss_scale() const { return 1; }
-bool PrecisionPlugin::skips_overflow() const { return false; }
-void PrecisionPlugin::update(bool) {}
-double PrecisionPlugin::clip(Strategy& strategy, const std::vector<at::Tensor>& parameters,
-                             const ClipOptions& options) {
-  return strategy.clip(parameters, options);
-}
-void PrecisionPlugin::step(torch::optim::Optimizer& optimizer, const LossClosure& closure) {
-  optimizer.step(closure);
-}
-void PrecisionPlugin::add_state(CheckpointState&, const std::string&) {}
-void PrecisionPlugin::restore(const CheckpointState&, const std::string&) {}
 
 constexpr const char* kPrecisionNames[] = {"as_is", "float32", "float64", "bfloat16_mixed",
                                            "float16_mixed"};

@@ -34,29 +34,33 @@ class PrecisionPlugin : Pinned {
   /// Converts parameters and buffers in place. Before Strategy::setup(), which may replace what
   /// they hold. Unless it `moves` modules, the strategy leaves them as the user made them, and what
   /// would have to be converted is an error.
-  virtual void convert_modules(const NamedModules& modules, bool moves);
+  virtual void convert_modules(const NamedModules& /*modules*/, bool /*moves*/) {}
   /// A tensor of a batch, where the strategy moves modules.
-  virtual at::Tensor convert_input(const at::Tensor& tensor) const;
+  virtual at::Tensor convert_input(const at::Tensor& tensor) const { return tensor; }
   /// Around each forward, on this thread, until the result is destroyed.
-  virtual std::shared_ptr<void> forward_scope(c10::Device device) const;
+  virtual std::shared_ptr<void> forward_scope(c10::Device /*device*/) const { return nullptr; }
   /// Losses are multiplied by it before backward, and gradients divided when they are brought to
   /// the mean, before they are clipped. The same on every rank, finite and above 0.
-  virtual double loss_scale() const;
+  virtual double loss_scale() const { return 1; }
   /// True: a gradient that is not finite on any rank leaves the step out on all.
-  virtual bool skips_overflow() const;
+  virtual bool skips_overflow() const { return false; }
   /// When the gradients of a step are final. `overflow`: it is left out; the same on every rank.
-  virtual void update(bool overflow);
+  virtual void update(bool /*overflow*/) {}
   /// Clips by the norm, and returns what it was. Collective.
   virtual double clip(Strategy& strategy, const std::vector<at::Tensor>& parameters,
-                      const ClipOptions& options);
+                      const ClipOptions& options) {
+    return strategy.clip(parameters, options);
+  }
   /// Steps one optimizer, by gradients that are final. With a `closure` it is one that calls the
   /// loss again (Session::step_again()), which puts the parameters back where a search fails.
-  virtual void step(torch::optim::Optimizer& optimizer, const LossClosure& closure);
+  virtual void step(torch::optim::Optimizer& optimizer, const LossClosure& closure) {
+    optimizer.step(closure);
+  }
   /// What a checkpoint keeps, numbers and tensors, under names that begin with `prefix`. Also
   /// called before a load, which writes into the tensors.
-  virtual void add_state(CheckpointState& state, const std::string& prefix);
+  virtual void add_state(CheckpointState& /*state*/, const std::string& /*prefix*/) {}
   /// Goes on from what was loaded. A number may be absent from a checkpoint; a tensor may not.
-  virtual void restore(const CheckpointState& state, const std::string& prefix);
+  virtual void restore(const CheckpointState& /*state*/, const std::string& /*prefix*/) {}
 
  private:
   friend class Session;

@@ -61,14 +61,10 @@ std::vector<at::Tensor> trained_parameters(const NamedModules& modules) {
 
 Strategy::~Strategy() = default;
 
-std::string Strategy::name() const { return "of the user"; }
-
 void Strategy::setup(const NamedModules& modules) {
   check_modules(modules);
   modules_ = modules;
 }
-
-void Strategy::teardown() { modules_.clear(); }
 
 bool Strategy::any(bool mine) {
   if (size() == 1) return mine;
@@ -77,8 +73,6 @@ bool Strategy::any(bool mine) {
   reduce(votes, ReduceOp::max);
   return votes.item<std::int64_t>() != 0;
 }
-
-bool Strategy::all(bool mine) { return !any(!mine); }
 
 std::vector<at::Tensor> Strategy::all_gather(const at::Tensor& mine) {
   std::vector<at::Tensor> tensors;
@@ -97,15 +91,9 @@ void Strategy::place(MicroBatch& batch) {
   move(batch.mask);
 }
 
-void Strategy::before_forward(bool) {}
-
-void Strategy::backward(const at::Tensor& loss) { loss.backward(); }
-
 std::shared_ptr<void> Strategy::no_sync() {
   return std::make_shared<NoSync>(trained_parameters(modules_));
 }
-
-void Strategy::share_buffers() {}
 
 void Strategy::reduce_gradients() { tessera::reduce_gradients(trained_parameters(modules_)); }
 
@@ -140,14 +128,6 @@ ManagedStrategy::ManagedStrategy(DistributedManager manager)
 
 ManagedStrategy::ManagedStrategy(DistributedManager manager, Group ranks)
     : manager_(std::move(manager)), world_(std::move(ranks)) {}
-
-int ManagedStrategy::rank() const { return world_.rank(); }
-
-int ManagedStrategy::size() const { return world_.size(); }
-
-c10::Device ManagedStrategy::root_device() const { return manager_.device(); }
-
-void ManagedStrategy::barrier() { world_.barrier({.name = "strategy"}); }
 
 void ManagedStrategy::broadcast(const at::Tensor& tensor, int root) {
   world_.broadcast(tensor, root, {.name = "strategy"});

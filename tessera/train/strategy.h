@@ -97,15 +97,15 @@ class Strategy : Pinned {
 
   // ---- what has a default ----
 
-  virtual std::string name() const;
+  virtual std::string name() const { return "of the user"; }
   virtual Abilities abilities() const { return {}; }
   /// Prepares the modules for training: moves, wraps, shards. The default does nothing, not even
   /// move. Called once, before the first forward.
   virtual void setup(const NamedModules& modules);
   /// The end of training. What the user made stays. The default does nothing.
-  virtual void teardown();
+  virtual void teardown() { modules_.clear(); }
   /// True if all ranks, or any rank, say so; the same on every rank. By reduce().
-  virtual bool all(bool mine);
+  virtual bool all(bool mine) { return !any(!mine); }
   virtual bool any(bool mine);
   /// Tensors of any sizes, by rank, on the CPU. By all_gather().
   virtual std::vector<at::Tensor> all_gather(const at::Tensor& mine);
@@ -117,9 +117,9 @@ class Strategy : Pinned {
   /// share a loss, which then has one weight. The default returns `mine`.
   virtual double loss_weight(double mine) { return mine; }
   /// Comes before the forward of a training step whose backward is synchronised or not.
-  virtual void before_forward(bool synchronised);
+  virtual void before_forward(bool /*synchronised*/) {}
   /// The default calls backward on the loss.
-  virtual void backward(const at::Tensor& loss);
+  virtual void backward(const at::Tensor& loss) { loss.backward(); }
   /// While the result lives, backward reduces nothing. The default finds every reducer that hangs
   /// on the parameters of the modules given to setup() (tessera::no_sync).
   virtual std::shared_ptr<void> no_sync();
@@ -127,7 +127,7 @@ class Strategy : Pinned {
   /// replicas of a module: called after each optimizer step and each evaluation, so that whatever
   /// looks at them in between, a checkpoint too, finds one state. The default does nothing, and a
   /// checkpoint then has the first rank's.
-  virtual void share_buffers();
+  virtual void share_buffers() {}
   /// Reduces what is still owed, after a step whose last backward was not synchronised.
   virtual void reduce_gradients();
   /// clip_gradients() over all ranks with by_hand(); the norm before, the same on every rank.
@@ -170,10 +170,10 @@ class ManagedStrategy : public Strategy {
   /// Its ranks are these of the manager's alone.
   ManagedStrategy(DistributedManager manager, Group ranks);
 
-  int rank() const override;
-  int size() const override;
-  c10::Device root_device() const override;
-  void barrier() override;
+  int rank() const override { return world_.rank(); }
+  int size() const override { return world_.size(); }
+  c10::Device root_device() const override { return manager_.device(); }
+  void barrier() override { world_.barrier({.name = "strategy"}); }
   void broadcast(const at::Tensor& tensor, int root) override;
   std::string broadcast(const std::string& bytes, int root) override;
   void reduce(const at::Tensor& tensor, ReduceOp op,
