@@ -112,8 +112,6 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
   return batch;
 }
 
-std::vector<std::string> Dataset::field_names() const { return {}; }
-
 TensorDataset::TensorDataset(const Fields& fields) : TensorDataset(fields.tensors()) {
   names_ = fields.names();
 }
@@ -124,10 +122,6 @@ TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::mo
     if (!t.defined() || t.dim() == 0 || t.size(0) != tensors_[0].size(0))
       throw InvalidArgument("the tensors of a TensorDataset have one dim 0, of the same length");
   detail::require_plain(tensors_);
-}
-
-std::uint64_t TensorDataset::size() const {
-  return static_cast<std::uint64_t>(tensors_[0].size(0));
 }
 
 Sample TensorDataset::get(std::uint64_t index) const {
@@ -185,7 +179,6 @@ TokenFileDataset::TokenFileDataset(const std::string& path, at::ScalarType dtype
 
 TokenFileDataset::~TokenFileDataset() = default;
 
-std::uint64_t TokenFileDataset::size() const { return rows_; }
 std::uint64_t TokenFileDataset::tokens() const { return file_->size() / c10::elementSize(dtype_); }
 
 Sample TokenFileDataset::get(std::uint64_t index) const {

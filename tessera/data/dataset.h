@@ -41,7 +41,7 @@ class Dataset {
   virtual std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const;
   /// The names of a sample's tensors, in their order, nested by '/' (see Fields): a batch has them
   /// too. The same on every rank. Empty, as by default: they have none.
-  virtual std::vector<std::string> field_names() const;
+  virtual std::vector<std::string> field_names() const { return {}; }
 };
 
 /// Samples in sequence, without positions: a stream, a generator, a socket. Called from one thread
@@ -71,7 +71,7 @@ class TensorDataset : public Dataset {
   explicit TensorDataset(std::vector<at::Tensor> tensors);
   /// Takes tensors with names: TensorDataset(Fields{{"image", x}, {"about/label", y}}).
   explicit TensorDataset(const Fields& fields);
-  std::uint64_t size() const override;
+  std::uint64_t size() const override { return static_cast<std::uint64_t>(tensors_[0].size(0)); }
   Sample get(std::uint64_t index) const override;
   std::vector<at::Tensor> get_batch(std::span<const std::uint64_t> indices) const override;
   std::vector<std::string> field_names() const override { return names_; }
@@ -110,7 +110,7 @@ class TokenFileDataset : public Dataset {
   TokenFileDataset(const std::string& path, at::ScalarType dtype, std::uint64_t row,
                    std::uint64_t stride = 0);
   ~TokenFileDataset() override;
-  std::uint64_t size() const override;
+  std::uint64_t size() const override { return rows_; }
   /// Number of tokens in the file.
   std::uint64_t tokens() const;
   Sample get(std::uint64_t index) const override;

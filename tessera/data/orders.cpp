@@ -54,8 +54,6 @@ void Order::check(const OrderCursor& cursor) const {
 FixedOrder::FixedOrder(SampleOrderOptions options, BatchSchedule schedule)
     : order_(options, std::move(schedule)) {}
 
-OrderCursor FixedOrder::start() const { return {}; }
-
 OrderBatch FixedOrder::next(OrderCursor& cursor) const {
   const Batch batch = order_.step(cursor.step);
   return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}, 0};
@@ -67,8 +65,6 @@ void FixedOrder::rows(const OrderBatch& batch, std::uint64_t first,
   order_.samples(batch.fixed, first, samples);
   for (std::size_t i = 0; i < out.size(); ++i) out[i] = {0, samples[i]};
 }
-
-std::vector<std::uint64_t> FixedOrder::samples_needed() const { return {order_.options().samples}; }
 
 std::string FixedOrder::describe() const {
   const auto& o = order_.options();
@@ -85,8 +81,6 @@ WeightedOrder::WeightedOrder(std::vector<double> weights, std::uint64_t seed,
                           ", seed ", seed, ", ", samples_per_epoch, " an epoch, ",
                           describe_schedule(order_.schedule()))) {}
 
-OrderCursor WeightedOrder::start() const { return {}; }
-
 OrderBatch WeightedOrder::next(OrderCursor& cursor) const {
   const Batch batch = order_.step(cursor.step);
   return {cursor.step++, batch.epoch, batch.size, batch.real, batch, {}, {}, 0};
@@ -98,19 +92,11 @@ void WeightedOrder::rows(const OrderBatch& batch, std::uint64_t first,
   for (SampleRef& ref : out) ref = {0, draws_(draw++)};
 }
 
-std::vector<std::uint64_t> WeightedOrder::samples_needed() const { return {draws_.size()}; }
-
-std::string WeightedOrder::describe() const { return description_; }
-
 LengthOrder::LengthOrder(std::vector<std::uint64_t> lengths, std::uint64_t seed, bool shuffle)
     : lengths_(std::move(lengths)), seed_(seed), shuffle_(shuffle) {
   if (lengths_.empty())
     throw InvalidArgument("an order by length needs the length of at least one sample");
 }
-
-OrderCursor LengthOrder::start() const { return {0, {0, 0}, {}}; }
-
-std::vector<std::uint64_t> LengthOrder::samples_needed() const { return {lengths_.size()}; }
 
 void LengthOrder::check(const OrderCursor& cursor) const {
   Order::check(cursor);

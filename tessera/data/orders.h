@@ -66,11 +66,11 @@ class Order {
 class FixedOrder : public Order {
  public:
   FixedOrder(SampleOrderOptions options, BatchSchedule schedule);
-  OrderCursor start() const override;
+  OrderCursor start() const override { return {}; }
   OrderBatch next(OrderCursor& cursor) const override;
   void rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const override;
   std::string describe() const override;
-  std::vector<std::uint64_t> samples_needed() const override;
+  std::vector<std::uint64_t> samples_needed() const override { return {order_.options().samples}; }
   const SampleOrder& samples() const { return order_; }
 
  private:
@@ -83,11 +83,11 @@ class WeightedOrder : public Order {
  public:
   WeightedOrder(std::vector<double> weights, std::uint64_t seed, BatchSchedule schedule,
                 std::uint64_t samples_per_epoch);
-  OrderCursor start() const override;
+  OrderCursor start() const override { return {}; }
   OrderBatch next(OrderCursor& cursor) const override;
   void rows(const OrderBatch& batch, std::uint64_t first, std::span<SampleRef> out) const override;
-  std::string describe() const override;
-  std::vector<std::uint64_t> samples_needed() const override;
+  std::string describe() const override { return description_; }
+  std::vector<std::uint64_t> samples_needed() const override { return {draws_.size()}; }
 
  private:
   WeightedDraws draws_;
@@ -115,8 +115,8 @@ class MixtureOrder : public Order {
 /// epoch. The cursor is {epoch, samples taken of it}.
 class LengthOrder : public Order {
  public:
-  OrderCursor start() const override;
-  std::vector<std::uint64_t> samples_needed() const override;
+  OrderCursor start() const override { return {0, {0, 0}, {}}; }
+  std::vector<std::uint64_t> samples_needed() const override { return {lengths_.size()}; }
   void check(const OrderCursor& cursor) const override;
 
  protected:

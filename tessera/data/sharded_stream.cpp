@@ -62,10 +62,6 @@ std::uint64_t ShardedStream::shard_of(int lane, std::uint64_t turn) const {
   return options_.shuffle ? KeyedPermutation(size_, options_.seed, epoch)(at) : at;
 }
 
-void ShardedStream::go_to(int lane, Place place) {
-  lanes_[static_cast<std::size_t>(lane)] = {place, nullptr, 0};
-}
-
 std::optional<Sample> ShardedStream::next(int lane) {
   Lane& of = lanes_[static_cast<std::size_t>(lane)];
   // An epoch without any sample would be followed by others like it.

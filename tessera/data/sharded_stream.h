@@ -73,7 +73,7 @@ class ShardedStream {
   /// and opens its shard again.
   std::optional<Sample> next(int lane);
   Place place(int lane) const { return lanes_[lane].place; }
-  void go_to(int lane, Place place);
+  void go_to(int lane, Place place) { lanes_[lane] = {place, nullptr, 0}; }
   /// The lane at `place` has nothing more.
   bool dry(int lane, Place place) const;
 

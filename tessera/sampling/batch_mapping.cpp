@@ -70,8 +70,6 @@ std::size_t BatchMapping::index_of(int process) const {
   return static_cast<std::size_t>(at - processes_.begin());
 }
 
-std::span<const int> BatchMapping::held_by(int process) const { return held(index_of(process)); }
-
 std::vector<BatchSlice> BatchMapping::slices(int process, std::int64_t size) const {
   if (size < 0) throw InvalidArgument("a global batch of ", size, " samples; give at least 0");
   const auto coordinates = held_by(process);

@@ -49,7 +49,7 @@ class BatchMapping {
   const std::vector<int>& processes() const { return processes_; }
   /// Batch coordinates that a process holds, ascending; valid as long as this object. Throws
   /// InvalidArgument for an unknown process.
-  std::span<const int> held_by(int process) const;
+  std::span<const int> held_by(int process) const { return held(index_of(process)); }
 
   /// The slices that `process` reads of a global batch of `size` samples, which is divided evenly
   /// over the coordinates (the first ones have one more if it does not divide). Valid for every
