@@ -30,12 +30,6 @@ PipelineStrategy::PipelineStrategy(const DeviceMesh& mesh, std::string axis,
   sharing_ *= detail::ranks_sharing("PipelineStrategy", batch_, stages_->mesh());
 }
 
-Abilities PipelineStrategy::abilities() const {
-  Abilities can;
-  can.modules_differ = true;
-  return can;
-}
-
 void PipelineStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
   const NamedModules fresh = detail::not_among(prepared_, modules);

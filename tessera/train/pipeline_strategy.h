@@ -43,7 +43,7 @@ class PipelineStrategy : public ManagedStrategy {
   PipelineStrategy(const DeviceMesh& mesh, std::string axis, Parallelise parallelise = {},
                    std::vector<Placement> batch = {});
   std::string name() const override { return "pipeline"; }
-  Abilities abilities() const override;
+  Abilities abilities() const override { return {.modules_differ = true}; }
   void setup(const NamedModules& modules) override;
   void teardown() override;
   /// The norm is that of all stages, tied parameters once.

@@ -82,11 +82,9 @@ ProcessGroupStrategy::ProcessGroupStrategy(const c10::intrusive_ptr<c10d::Proces
                                                {.backend = "c10d"})) {}
 
 Abilities ProcessGroupStrategy::abilities() const {
-  Abilities can;
-  can.owns_accumulation = true;
-  can.reduces_modules_alone = true;
-  can.gradients = Abilities::Gradients::summed;
-  return can;
+  return {.owns_accumulation = true,
+          .gradients = Abilities::Gradients::summed,
+          .reduces_modules_alone = true};
 }
 
 void ProcessGroupStrategy::reduce(const at::Tensor& tensor, ReduceOp op,

@@ -45,26 +45,16 @@ ManualStrategy::ManualStrategy(DistributedManager manager, ManualOptions options
 }
 
 Abilities ManualStrategy::abilities() const {
-  Abilities can;
-  can.moves_modules = false;
-  can.saves_on_all_ranks = options_.saves_on_all_ranks;
-  can.gradients = options_.gradients;
-  can.owns_accumulation = static_cast<bool>(options_.reduce_gradients);
-  return can;
-}
-
-c10::Device ManualStrategy::root_device() const {
-  return options_.device ? *options_.device : ManagedStrategy::root_device();
+  return {.moves_modules = false,
+          .saves_on_all_ranks = options_.saves_on_all_ranks,
+          .owns_accumulation = static_cast<bool>(options_.reduce_gradients),
+          .gradients = options_.gradients};
 }
 
 void ManualStrategy::place(MicroBatch& batch) {
   if (!options_.device) return;
   for (at::Tensor& t : batch.tensors) t = t.to(*options_.device, /*non_blocking=*/true);
   if (batch.mask.defined()) batch.mask = batch.mask.to(*options_.device, /*non_blocking=*/true);
-}
-
-double ManualStrategy::loss_weight(double mine) {
-  return options_.shared_loss ? summed_weight(mine) : mine;
 }
 
 void ManualStrategy::reduce_gradients() {
@@ -85,12 +75,6 @@ DDPStrategy::DDPStrategy(DistributedManager manager, DistributedDataParallelOpti
     : ManagedStrategy(std::move(manager)), options_(std::move(options)) {}
 
 DDPStrategy::~DDPStrategy() = default;
-
-Abilities DDPStrategy::abilities() const {
-  Abilities can;
-  can.reduces_modules_alone = true;
-  return can;
-}
 
 void DDPStrategy::setup(const NamedModules& modules) {
   Strategy::setup(modules);
@@ -196,7 +180,5 @@ void MeshStrategy::place(MicroBatch& batch) {
     distribute(batch.mask);
   }
 }
-
-double MeshStrategy::loss_weight(double mine) { return summed_weight(mine); }
 
 }  // namespace tessera

@@ -62,14 +62,18 @@ class ManualStrategy : public ManagedStrategy {
   explicit ManualStrategy(DistributedManager manager, ManualOptions options = {});
   std::string name() const override { return "manual"; }
   Abilities abilities() const override;
-  c10::Device root_device() const override;
+  c10::Device root_device() const override {
+    return options_.device.value_or(ManagedStrategy::root_device());
+  }
   void place(MicroBatch& batch) override;
   void reduce_gradients() override;
   std::vector<OwnedShard> by_hand() const override { return options_.by_hand; }
   HandShards hand_shards() const override { return options_.hand_shards; }
   int sharing() const override { return options_.sharing; }
   int loss_sharing() const override { return options_.shared_loss ? size() : options_.sharing; }
-  double loss_weight(double mine) override;
+  double loss_weight(double mine) override {
+    return options_.shared_loss ? summed_weight(mine) : mine;
+  }
 
  private:
   ManualOptions options_;
@@ -83,7 +87,7 @@ class DDPStrategy : public ManagedStrategy {
   explicit DDPStrategy(DistributedManager manager, DistributedDataParallelOptions options = {});
   ~DDPStrategy() override;
   std::string name() const override { return "ddp"; }
-  Abilities abilities() const override;
+  Abilities abilities() const override { return {.reduces_modules_alone = true}; }
   void setup(const NamedModules& modules) override;
   void teardown() override;
   void before_forward(bool synchronised) override;
@@ -165,7 +169,7 @@ class MeshStrategy : public ManagedStrategy {
   std::string name() const override { return "mesh"; }
   void setup(const NamedModules& modules) override;
   void place(MicroBatch& batch) override;
-  double loss_weight(double mine) override;
+  double loss_weight(double mine) override { return summed_weight(mine); }
   int sharing() const override { return sharing_; }
   int loss_sharing() const override { return size(); }
   const DeviceMesh& mesh() const { return mesh_; }
