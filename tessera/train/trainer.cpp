@@ -112,7 +112,8 @@ FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,
     each([&](Callback& c) { c.on_fit_end(*this); });
     safe_point();
     if (checkpointer_) checkpointer_->wait();
-    remove_what_was_asked();
+    remove_all(ready_to_remove_);
+    remove_all(to_remove_);
     pass_on_warnings();
     end_progress();
     stop_ = std::max(stop_, session_->vote());

@@ -161,7 +161,7 @@ class Trainer : Pinned {
   void save_on_exception() { saves_on_exception_ = true; }
   /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
   /// been written, or at the end of the run. All ranks alike.
-  void request_remove(const std::string& name);
+  void request_remove(const std::string& name) { to_remove_.push_back(name); }
   /// Multiplies all learning rates from now on; kept in checkpoints.
   void scale_learning_rate(double factor) {
     rate_scale_ *= factor;
@@ -224,14 +224,12 @@ class Trainer : Pinned {
   void log_window();
   /// What every rank has measured, and given besides (where a place for it is named).
   std::vector<detail::Pace> gather_pace(std::vector<Metrics>* besides);
-  void write_configuration() const;
-  void begin_saved(const std::string& name);
   void show_saved();
   /// Once a run. Collective: the value is the same on every rank; `mine`: it comes from this one.
   void warn_of_loss(double value, bool mine);
   void safe_point();
-  void remove_all(const std::vector<std::string>& names);
-  void remove_what_was_asked();
+  /// Those that are there; none is asked for afterwards.
+  void remove_all(std::vector<std::string>& asked);
   void pass_on_warnings();
   void keep_whole_state();
   void save_whole_state(const std::exception& e) noexcept;
@@ -248,7 +246,7 @@ class Trainer : Pinned {
   std::unique_ptr<CheckpointReader> resumed_from();
   /// One that only reads removes nothing.
   void make_checkpointer(bool writes);
-  bool saves_on_all_ranks() const;
+  bool saves_on_all_ranks() const { return strategy().abilities().saves_on_all_ranks; }
   bool limit_reached() const;
   void tell(const std::exception& e) noexcept;
   /// A handler calls it: it tells the callbacks, and ends the session. `saves`: the last whole

@@ -20,13 +20,9 @@ void Trainer::begin_progress() {
   progress_->start(step_, -1);
   said_how_many_ = false;
   if (!resumed_.empty()) progress_->say(concat("resumed from ", resumed_));
-  write_configuration();
-}
-
-void Trainer::write_configuration() const {
-  const std::string& text = options_.checkpoint.configuration;
-  if (first_rank() && !text.empty() && options_.checkpoint.given())
-    options_.checkpoint.place()->put("config.yaml", text, /*if_absent=*/false);
+  const TrainerCheckpoints& saves = options_.checkpoint;
+  if (first_rank() && !saves.configuration.empty() && saves.given())
+    saves.place()->put("config.yaml", saves.configuration, /*if_absent=*/false);
 }
 
 void Trainer::expect_steps() {
@@ -116,13 +112,6 @@ void Trainer::end_progress() {
     warn(concat("ProgressOptions::metrics has '", name, "', which was not logged; known are ",
                 list(known), ". Give one of these, or log it"));
   }
-}
-
-// ---- checkpoints ----
-
-void Trainer::begin_saved(const std::string& name) {
-  if (first_rank() && checkpointer_ && progress_)
-    saving_.push_back({name, checkpointer_->saves(), std::chrono::steady_clock::now()});
 }
 
 void Trainer::show_saved() {

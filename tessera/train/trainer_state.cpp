@@ -35,8 +35,6 @@ void Trainer::make_checkpointer(bool writes) {
       manager(), saves.place(), options, within ? std::vector<int>{ranks().front()} : ranks());
 }
 
-bool Trainer::saves_on_all_ranks() const { return strategy().abilities().saves_on_all_ranks; }
-
 const DistributedManager& Trainer::manager() {
   if (strategy().manager()) return *strategy().manager();
   if (!alone_) alone_ = std::make_shared<SingleDevice>();
@@ -235,14 +233,13 @@ void Trainer::safe_point() {
   // What is to go has a successor on the disk when the save before this one is.
   if (checkpointer_) checkpointer_->wait();
   pass_on_warnings();
-  std::vector<std::string> removed;
-  removed.swap(ready_to_remove_);
+  remove_all(ready_to_remove_);
   ready_to_remove_.swap(to_remove_);
-  remove_all(removed);
   show_saved();
   for (const std::string& name : names) {
     const CheckpointState all = state();
-    begin_saved(name);
+    if (first_rank() && checkpointer_ && progress_)
+      saving_.push_back({name, checkpointer_->saves(), std::chrono::steady_clock::now()});
     if (checkpointer_ && options_.checkpoint.background && !ends)
       checkpointer_->start_save(name, all);
     else if (checkpointer_)
@@ -332,21 +329,12 @@ void Trainer::pass_on_warnings() {
   for (; passed_on_ < warnings.size(); ++passed_on_) warn(warnings[passed_on_]);
 }
 
-void Trainer::request_remove(const std::string& name) { to_remove_.push_back(name); }
-
-void Trainer::remove_all(const std::vector<std::string>& names) {
+void Trainer::remove_all(std::vector<std::string>& asked) {
+  const auto names = std::exchange(asked, {});
   if (!checkpointer_ || names.empty()) return;
   const auto there = checkpointer_->names();
   for (const std::string& name : names)
     if (std::ranges::find(there, name) != there.end()) checkpointer_->remove(name);
-}
-
-// At the end, when the last save is on the disk.
-void Trainer::remove_what_was_asked() {
-  remove_all(ready_to_remove_);
-  remove_all(to_remove_);
-  ready_to_remove_.clear();
-  to_remove_.clear();
 }
 
 }  // namespace tessera
