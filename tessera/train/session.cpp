@@ -231,29 +231,21 @@ StepResult Session::step(const std::vector<std::size_t>& which,
                          const std::function<void(const StepResult&)>& before) {
   if (optimizers_.empty()) throw InvalidArgument("a step of a session without optimizers");
   require_own();
-  const std::vector<at::Tensor> own = which.empty() ? optimized() : parameters_of(which);
-  const auto refuse = [](const torch::optim::Optimizer& optimizer) {
-    if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer))
+  const std::vector<std::size_t> stepped = which.empty() ? all_optimizers() : which;
+  const std::vector<at::Tensor> own = parameters_of(stepped);
+  for (const std::size_t i : stepped)
+    if (dynamic_cast<const torch::optim::LBFGS*>(optimizers_[i].get()))
       throw NotAvailable(
           "LBFGS calls the loss again: step it by Session::step_again(), in a task whose "
           "automatic() is false");
-  };
-  if (which.empty())
-    for (const auto& optimizer : optimizers_) refuse(*optimizer);
-  for (const std::size_t i : which) refuse(*optimizers_[i]);
   StepResult result;
   try {
     result = finish_gradients(own);
     if (result.stepped && before) before(result);
     // From here on the parameters are no longer those of the step before.
     ++steps_;
-    if (result.stepped) {
-      if (which.empty()) {
-        for (const auto& optimizer : optimizers_) precision_->step(*optimizer, nullptr);
-      } else {
-        for (const std::size_t i : which) precision_->step(*optimizers_[i], nullptr);
-      }
-    }
+    if (result.stepped)
+      for (const std::size_t i : stepped) precision_->step(*optimizers_[i], nullptr);
   } catch (...) {
     clear_gradients();
     throw;
@@ -346,15 +338,14 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
   result.loss = sums[kLoss] / sums[kWeight];
   result.weight = sums[kWeight] / strategy_->loss_sharing();
   result.stepped = sums[kOverflow] == 0;
+  const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
   if (result.stepped) {
     scale_gradients(own, result.weight * loss_scale(), multiples);
-    if (std::isfinite(options_.clip.max_norm) || options_.measure_norm)
-      result.norm = precision_->clip(*strategy_, own, options_.clip);
+    if (measured) result.norm = precision_->clip(*strategy_, own, options_.clip);
   }
   // Of what the ranks have added up alone: they may have other parameters.
   unit_ = result.weight;
   precision_->update(!result.stepped);
-  const bool measured = std::isfinite(options_.clip.max_norm) || options_.measure_norm;
   if (result.stepped && measured && !std::isfinite(result.norm)) {
     if (options_.non_finite == NonFinite::error)
       throw NonFiniteGradient("the gradients after step ", steps_, " are not finite (the loss is ",

@@ -237,7 +237,7 @@ class Session : Pinned {
   void scale_gradients(const std::vector<at::Tensor>& parameters, double weight,
                        const std::optional<Multiples>& multiples) const;
   std::vector<at::Tensor> parameters_of(const std::vector<std::size_t>& which) const;
-  std::vector<at::Tensor> optimized() const;
+  std::vector<std::size_t> all_optimizers() const;
   std::vector<at::Tensor> all_parameters();
 
   std::shared_ptr<Strategy> strategy_;

@@ -35,17 +35,17 @@ std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& w
   return all;
 }
 
-std::vector<at::Tensor> Session::optimized() const {
+std::vector<std::size_t> Session::all_optimizers() const {
   std::vector<std::size_t> every(optimizers_.size());
   std::iota(every.begin(), every.end(), std::size_t{0});
-  return parameters_of(every);
+  return every;
 }
 
 // Of the modules, and what only an optimizer knows.
 std::vector<at::Tensor> Session::all_parameters() {
   if (module_parameters_.empty()) module_parameters_ = all_->parameters();
   std::vector<at::Tensor> all = module_parameters_;
-  for (at::Tensor& p : optimized()) all.push_back(std::move(p));
+  for (at::Tensor& p : parameters_of(all_optimizers())) all.push_back(std::move(p));
   return all;
 }
 
@@ -57,7 +57,7 @@ Session::Multiples Session::find_multiples() {
   if (modules_alone)
     for (const at::Tensor& p : module_parameters_) of_modules.insert(p.unsafeGetTensorImpl());
   Multiples all;
-  for (const at::Tensor& p : optimized())
+  for (const at::Tensor& p : parameters_of(all_optimizers()))
     if (p.requires_grad())
       all[p.unsafeGetTensorImpl()] =
           multiple_of(p, !modules_alone || of_modules.contains(p.unsafeGetTensorImpl()));
