@@ -17,6 +17,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/internal/json_text.h"
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/folder.h"
 #include "tessera/checkpoint/detail/local_shards.h"
@@ -398,13 +399,11 @@ std::vector<std::string> Checkpointer::names(std::vector<std::string>* problems)
       impl_->call);
   std::vector<std::string> found, wrong;
   auto* into = &found;
-  for (std::size_t begin = 0, end = 0; begin < told.size(); begin = end + 1) {
-    end = told.find('\0', begin);
-    if (end == begin)
+  for (const std::string& one : split(told, '\0'))
+    if (one.empty())
       into = &wrong;
     else
-      into->push_back(told.substr(begin, end - begin));
-  }
+      into->push_back(one);
   if (problems) problems->insert(problems->end(), wrong.begin(), wrong.end());
   return found;
 }

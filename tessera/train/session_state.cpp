@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/split.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/optimizer_state.h"
 #include "tessera/tensor/policy.h"
@@ -31,15 +32,12 @@ void refuse_other_modules(const CheckpointReader& saved, const NamedModules& mod
     mine += '\n';
     for (const std::string& name : known) mine += name + '\n';
     for (const std::string& text : strategy.all_gather(mine)) {
-      bool modules_over = false;
-      for (std::size_t at = 0; at < text.size();) {
-        const std::size_t end = text.find('\n', at);
-        if (end == at)
-          modules_over = true;
+      auto* into = &names;
+      for (const std::string& name : split(text, '\n'))
+        if (name.empty())
+          into = &known;
         else
-          (modules_over ? known : names).insert(text.substr(at, end - at));
-        at = end + 1;
-      }
+          into->insert(name);
     }
   }
   std::string left;
