@@ -180,11 +180,6 @@ void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out, double
   }
 }
 
-void SavedCheckpoint::verify(const Entry& entry, std::size_t index) const {
-  std::vector<char> scratch;
-  verify(entry, index, scratch);
-}
-
 void SavedCheckpoint::verify(const Entry& entry, std::size_t index,
                              std::vector<char>& scratch) const {
   const Record& record = entry.records.at(index);

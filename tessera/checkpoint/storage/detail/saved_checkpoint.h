@@ -45,7 +45,6 @@ class SavedCheckpoint {
   /// Reads a record and compares its checksum, through `scratch`, which is kept for the next call.
   /// Throws FileError with the file and the entry.
   void verify(const Entry& entry, std::size_t record, std::vector<char>& scratch) const;
-  void verify(const Entry& entry, std::size_t record) const;
   /// How many files it keeps open at most, beside those that are being read; a quarter of what the
   /// process may have open.
   static std::size_t most_open();

@@ -231,13 +231,6 @@ std::vector<HeldShard> shards_from(std::string_view text) {
   return held;
 }
 
-std::uint64_t WritePlan::bytes(int rank) const {
-  std::uint64_t all = 0;
-  for (const AssignedBox& a : ranks.at(static_cast<std::size_t>(rank)))
-    all += static_cast<std::uint64_t>(volume(a.box)) * element_bytes(entries[a.entry].dtype);
-  return all;
-}
-
 WritePlan plan_writes(const std::vector<std::vector<HeldShard>>& held, std::uint64_t smallest,
                       const std::vector<PlainSums>& sums) {
   WritePlan plan;

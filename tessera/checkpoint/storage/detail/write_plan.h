@@ -39,8 +39,6 @@ struct WritePlan {
   std::vector<EntryInfo> entries;
   /// Of each rank, in the order of the entries.
   std::vector<std::vector<AssignedBox>> ranks;
-  /// Bytes that a rank writes.
-  std::uint64_t bytes(int rank) const;
 };
 
 inline constexpr std::uint64_t kSmallestPiece = 64 * 1024;
