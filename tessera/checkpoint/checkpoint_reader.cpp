@@ -416,23 +416,12 @@ struct Export {
 
   // One record of the i-th tensor: its runs in the full tensor, which is contiguous in the file.
   void write(OpenFile& file, std::size_t i, const Record& record, const char* bytes) const {
-    const auto& shape = from[i]->info.shape;
-    std::size_t inner = shape.size();
-    std::uint64_t run = element_bytes(from[i]->info.dtype);
-    const std::uint64_t element = run;
-    while (inner > 0 && record.box[inner - 1].size() == shape[inner - 1])
-      run *= static_cast<std::uint64_t>(shape[--inner]);
-    if (inner > 0) run *= static_cast<std::uint64_t>(record.box[--inner].size());
-    std::vector<std::int64_t> index(inner, 0);
-    for (std::uint64_t at = 0; at < record.bytes; at += run) {
-      std::uint64_t place = 0;
-      for (std::size_t d = 0; d < shape.size(); ++d)
-        place = place * static_cast<std::uint64_t>(shape[d]) +
-                static_cast<std::uint64_t>(record.box[d].begin + (d < inner ? index[d] : 0));
-      file.write(bytes + at, run, header.size() + tensors[i].begin + place * element);
-      for (std::size_t d = inner; d > 0 && ++index[d - 1] == record.box[d - 1].size(); --d)
-        index[d - 1] = 0;
-    }
+    const EntryInfo& info = from[i]->info;
+    each_run(record.box, whole_box(info.shape), element_bytes(info.dtype),
+             [&](std::size_t at, std::size_t run) {
+               file.write(bytes, run, header.size() + tensors[i].begin + at);
+               bytes += run;
+             });
   }
 };
 

@@ -19,8 +19,22 @@ constexpr std::size_t kFewestOpen = 8, kMostOpen = 4096;
 // What is read at once where a checksum is computed: the checksum finds the bytes in a cache.
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 
-// `from` packed over `part`, into its place in `to` packed over `box`.
-void place(const char* from, const Box& part, char* to, const Box& box, std::size_t element) {
+// True if `part` is one run of bytes in `box`; `offset` in elements.
+bool contiguous_in(const Box& part, const Box& box, std::int64_t& offset) {
+  std::size_t d = box.size();
+  while (d > 0 && part[d - 1] == box[d - 1]) --d;
+  for (std::size_t outer = 0; outer + 1 < d; ++outer)
+    if (part[outer].size() != 1) return false;
+  offset = 0;
+  for (std::size_t k = 0; k < box.size(); ++k)
+    offset = offset * box[k].size() + part[k].begin - box[k].begin;
+  return true;
+}
+
+}  // namespace
+
+void each_run(const Box& part, const Box& box, std::size_t element,
+              const std::function<void(std::size_t offset, std::size_t bytes)>& each) {
   std::size_t inner = box.size();
   std::size_t run = element;
   while (inner > 0 && part[inner - 1] == box[inner - 1])
@@ -37,27 +51,12 @@ void place(const char* from, const Box& part, char* to, const Box& box, std::siz
   while (true) {
     std::size_t at = first;
     for (std::size_t d = 0; d < inner; ++d) at += static_cast<std::size_t>(index[d]) * steps[d];
-    std::memcpy(to + at, from, run);
-    from += run;
+    each(at, run);
     std::size_t d = inner;
     while (d > 0 && ++index[d - 1] == part[d - 1].size()) index[--d] = 0;
     if (d == 0) return;
   }
 }
-
-// True if `part` is one run of bytes in `box`; `offset` in elements.
-bool contiguous_in(const Box& part, const Box& box, std::int64_t& offset) {
-  std::size_t d = box.size();
-  while (d > 0 && part[d - 1] == box[d - 1]) --d;
-  for (std::size_t outer = 0; outer + 1 < d; ++outer)
-    if (part[outer].size() != 1) return false;
-  offset = 0;
-  for (std::size_t k = 0; k < box.size(); ++k)
-    offset = offset * box[k].size() + part[k].begin - box[k].begin;
-  return true;
-}
-
-}  // namespace
 
 SavedCheckpoint::SavedCheckpoint(std::shared_ptr<CheckpointIO> io, const std::string& name)
     : SavedCheckpoint(io, name, read_manifest(*io, name)) {}
@@ -176,7 +175,12 @@ void SavedCheckpoint::read(const Entry& entry, const Box& box, void* out, double
     } else {
       from->read_box(to, element, record.begin, shape, ranges, max_over_read);
     }
-    if (!direct) place(scratch.data(), part, static_cast<char*>(out), box, element);
+    if (direct) continue;
+    const char* packed = scratch.data();
+    each_run(part, box, element, [&](std::size_t at, std::size_t run) {
+      std::memcpy(static_cast<char*>(out) + at, packed, run);
+      packed += run;
+    });
   }
 }
 

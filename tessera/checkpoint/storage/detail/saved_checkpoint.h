@@ -4,6 +4,7 @@
 // checksums.
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,6 +15,11 @@
 #include "tessera/checkpoint/storage/detail/manifest.h"
 
 namespace tessera {
+
+/// Calls each(offset, bytes) for the runs of bytes that `part`, which is not empty, has in the
+/// row-major bytes of `box` around it, in their order.
+void each_run(const Box& part, const Box& box, std::size_t element,
+              const std::function<void(std::size_t offset, std::size_t bytes)>& each);
 
 /// Its const members may be called from several threads.
 class SavedCheckpoint {
