@@ -41,7 +41,7 @@ struct Fields {
 };
 
 // The options of a group of parameters, likewise.
-using Options = std::vector<std::pair<const char*, std::variant<double*, bool*>>>;
+using Options = std::vector<std::pair<const char*, std::variant<double*, bool*, std::int64_t*>>>;
 using Values = std::map<std::string, double>;
 
 struct OptimizerKind {
@@ -69,10 +69,7 @@ void set_values(const Options& options, const Values& values) {
   for (const auto& [name, option] : options)
     std::visit(
         [value = values.at(name)](auto* to) {
-          if constexpr (std::is_same_v<decltype(to), bool*>)
-            *to = value != 0;
-          else
-            *to = value;
+          *to = static_cast<std::remove_pointer_t<decltype(to)>>(value);
         },
         option);
 }
@@ -222,13 +219,13 @@ void refuse_shards(const std::vector<Named>& parameters, const HandShards& shard
                          "', which is sharded: it is kept for replicated parameters alone");
 }
 
-Values lbfgs_options(const LBFGSOptions& options) {
-  return {{"lr", options.lr()},
-          {"max_iter", static_cast<double>(options.max_iter())},
-          {"max_eval", static_cast<double>(options.max_eval().value_or(-1))},
-          {"tolerance_grad", options.tolerance_grad()},
-          {"tolerance_change", options.tolerance_change()},
-          {"history_size", static_cast<double>(options.history_size())}};
+// But max_eval, which may be absent.
+Options lbfgs_options(LBFGSOptions& o) {
+  return {{"lr", &o.lr()},
+          {"max_iter", &o.max_iter()},
+          {"tolerance_grad", &o.tolerance_grad()},
+          {"tolerance_change", &o.tolerance_change()},
+          {"history_size", &o.history_size()}};
 }
 
 void add_lbfgs(CheckpointState& state, const std::string& prefix,
@@ -237,9 +234,10 @@ void add_lbfgs(CheckpointState& state, const std::string& prefix,
   refuse_shards(parameters, shards);
   state.set(prefix + "kind", "LBFGS");
   state.set_integer(prefix + "groups", 1);
-  const auto& group = static_cast<const LBFGSOptions&>(optimizer.param_groups()[0].options());
-  for (const auto& [name, value] : lbfgs_options(group))
+  auto& group = static_cast<LBFGSOptions&>(optimizer.param_groups()[0].options());
+  for (const auto& [name, value] : values_of(lbfgs_options(group)))
     state.set_real(concat(prefix, "group0.", name), value);
+  state.set_real(prefix + "group0.max_eval", static_cast<double>(group.max_eval().value_or(-1)));
   state.set(prefix + "group0.line_search", group.line_search_fn().value_or(""));
   const auto found = optimizer.state().find(parameters.at(0).parameter.unsafeGetTensorImpl());
   state.set_integer(prefix + "begun", found != optimizer.state().end());
@@ -283,8 +281,10 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
     state.add(t.name, fresh[field]);
   }
   load_among(saved, state, options);
-  auto values = lbfgs_options(LBFGSOptions());
+  LBFGSOptions any;
+  Values values = values_of(lbfgs_options(any));
   for (auto& [name, value] : values) value = state.get_real(concat(prefix, "group0.", name));
+  const double max_eval = state.get_real(prefix + "group0.max_eval");
   const std::string search = state.get(prefix + "group0.line_search");
   std::shared_ptr<LBFGSParamState> kept;
   if (state.get_integer(prefix + "begun") != 0) {
@@ -308,15 +308,10 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
     }
   }
   void* const key = parameters.at(0).parameter.unsafeGetTensorImpl();
-  return [&optimizer, values, search, kept, key] {
+  return [&optimizer, values, max_eval, search, kept, key] {
     auto& group = static_cast<LBFGSOptions&>(optimizer.param_groups()[0].options());
-    group.lr(values.at("lr"));
-    group.max_iter(static_cast<std::int64_t>(values.at("max_iter")));
-    if (values.at("max_eval") >= 0)
-      group.max_eval(static_cast<std::int64_t>(values.at("max_eval")));
-    group.tolerance_grad(values.at("tolerance_grad"));
-    group.tolerance_change(values.at("tolerance_change"));
-    group.history_size(static_cast<std::int64_t>(values.at("history_size")));
+    set_values(lbfgs_options(group), values);
+    if (max_eval >= 0) group.max_eval(static_cast<std::int64_t>(max_eval));
     if (!search.empty()) group.line_search_fn(search);
     optimizer.state().clear();
     if (kept) optimizer.state()[key] = std::make_unique<LBFGSParamState>(*kept);
