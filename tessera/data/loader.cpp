@@ -52,16 +52,6 @@ std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double f
   return batch;
 }
 
-namespace detail {
-
-/// A copy that may still be in progress.
-struct DeviceCopy {
-  c10::Device device;
-  c10::Event event;
-};
-
-}  // namespace detail
-
 namespace {
 
 /// Devices whose copies go on while the host goes on.
@@ -104,13 +94,11 @@ std::vector<std::string> batch_names(const std::vector<std::shared_ptr<const Dat
 }
 
 /// Makes what is copied to the device usable on the caller's current stream.
-void take(detail::DeviceCopy& copied, const std::vector<at::Tensor>& tensors,
-          const at::Tensor& mask) {
-  const c10::impl::VirtualGuardImpl guard(copied.device.type());
-  const c10::Stream current = guard.getStream(copied.device);
-  copied.event.block(current);
-  for (const at::Tensor& t : tensors) t.record_stream(current);
-  if (mask.defined()) mask.record_stream(current);
+void take(c10::Event& copied, c10::Device device, const LoadedBatch& batch) {
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  copied.block(current);
+  for (const at::Tensor& t : batch.tensors) t.record_stream(current);
+  if (batch.mask.defined()) batch.mask.record_stream(current);
 }
 
 }  // namespace
@@ -124,7 +112,7 @@ struct Loader::Engine {
     OrderBatch batch;
     LoadedBatch loaded;
     std::exception_ptr failure;
-    std::optional<detail::DeviceCopy> copied;
+    std::optional<c10::Event> copied;  // it may still be in progress
     // held: failed, to be read again when it is asked for
     enum class State { queued, running, done, held } state = State::queued;
   };
@@ -236,8 +224,8 @@ void Loader::Engine::to_device(Slot& slot) const {
   if (side) on_side.emplace(*side);
   each([&](const at::Tensor& t) { return t.to(*options.device, /*non_blocking=*/true); });
   if (!side) return;
-  slot.copied.emplace(detail::DeviceCopy{*options.device, c10::Event(options.device->type())});
-  slot.copied->event.record(*side);
+  slot.copied.emplace(options.device->type());
+  slot.copied->record(*side);
 }
 
 Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
@@ -335,7 +323,7 @@ LoadedBatch Loader::next() {
   w.slots.pop_front();
   if (ahead > 0) w.want(ahead);
   lock.unlock();
-  if (slot->copied) take(*slot->copied, slot->loaded.tensors, slot->loaded.mask);
+  if (slot->copied) take(*slot->copied, *w.options.device, slot->loaded);
   return std::move(slot->loaded);
 }
 
