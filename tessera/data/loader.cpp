@@ -118,7 +118,7 @@ struct Loader::Engine {
   };
 
   detail::BatchReader reader;
-  LoaderOptions options;
+  LoaderOptions& options = reader.options;
   std::optional<c10::Stream> side;  // copies to the device go there
 
   std::mutex mutex;
@@ -132,9 +132,8 @@ struct Loader::Engine {
   bool stop = false;
   int running = 0;  // workers that have not ended
 
-  Engine(detail::BatchReader reader, LoaderOptions options)
-      : reader(std::move(reader)), options(std::move(options)) {
-    head = this->reader.order->start();
+  explicit Engine(detail::BatchReader from) : reader(std::move(from)) {
+    head = reader.order->start();
   }
 
   // Plans the next batch; the mutex is held. If the order throws, nothing has changed.
@@ -255,16 +254,12 @@ Loader::Loader(std::vector<std::shared_ptr<const Dataset>> datasets,
     names.emplace_back("nodes/graph");
     require_field_names(names);
   }
-  detail::BatchReader reader{.datasets = std::move(datasets),
-                             .order = std::move(order),
-                             .mapping = std::move(mapping),
-                             .process = process,
-                             .collate = options.collate,
-                             .augment = options.augment,
-                             .reads = options.reads,
-                             .names = std::move(names),
-                             .graphs = options.graphs};
-  engine_ = std::make_shared<Engine>(std::move(reader), std::move(options));
+  engine_ = std::make_shared<Engine>(detail::BatchReader{.datasets = std::move(datasets),
+                                                         .order = std::move(order),
+                                                         .mapping = std::move(mapping),
+                                                         .process = process,
+                                                         .options = std::move(options),
+                                                         .names = std::move(names)});
   Engine& w = *engine_;
   if (w.options.pin_memory) {
     try {

@@ -86,7 +86,9 @@ void BatchReader::check_packed(const OrderBatch& batch) const {
 Sample BatchReader::get(const SampleRef& ref, const OrderBatch& batch) const {
   return of_sample(ref.index, [&] {
     Sample sample = datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index);
-    return augment.function ? augmented(sample, ref, augment, {batch.epoch, batch.step}) : sample;
+    return options.augment.function
+               ? augmented(sample, ref, options.augment, {batch.epoch, batch.step})
+               : sample;
   });
 }
 
@@ -166,19 +168,15 @@ std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) co
   return batch;
 }
 
-std::vector<at::Tensor> BatchReader::collated(const std::vector<SampleRef>& refs,
-                                              const OrderBatch& batch) const {
-  std::vector<Sample> samples;
-  samples.reserve(refs.size());
-  for (const SampleRef& ref : refs) samples.push_back(get(ref, batch));
-  return collate(samples);
-}
-
 std::vector<at::Tensor> BatchReader::tensors(const std::vector<SampleRef>& refs,
                                              const OrderBatch& batch) const {
-  if (collate) return collated(refs, batch);
-  if (!augment.function) return rows(refs);
-  return augmented_rows(rows(refs), refs, augment, {batch.epoch, batch.step});
+  if (options.collate) {
+    std::vector<Sample> samples;
+    for (const SampleRef& ref : refs) samples.push_back(get(ref, batch));
+    return options.collate(samples);
+  }
+  if (!options.augment.function) return rows(refs);
+  return augmented_rows(rows(refs), refs, options.augment, {batch.epoch, batch.step});
 }
 
 std::vector<at::Tensor> BatchReader::graph_of(const std::vector<SampleRef>& refs,
@@ -192,7 +190,7 @@ std::vector<at::Tensor> BatchReader::graph_of(const std::vector<SampleRef>& refs
 }
 
 void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
-  if (collate || graphs)
+  if (options.collate || options.graphs)
     throw InvalidArgument(
         "LoaderOptions::collate or graphs with a PackedOrder, which arranges its samples in rows "
         "itself; leave one of them out");
@@ -277,7 +275,7 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   }
   if (!batch.packed.empty()) {
     check_packed(batch);
-    if (!reads) return out;
+    if (!options.reads) return out;
     read_packed(batch, out);
     name(out, /*packed=*/true);
     return out;
@@ -289,23 +287,24 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
                     .subspan(static_cast<std::size_t>(slice.slot),
                              static_cast<std::size_t>(slice.samples.size())));
   check(out.samples);
-  if (!reads) {
+  if (!options.reads) {
     // Another rank does.
   } else if (!out.samples.empty()) {
-    out.tensors = graphs ? graph_of(out.samples, batch, false) : tensors(out.samples, batch);
+    out.tensors =
+        options.graphs ? graph_of(out.samples, batch, false) : tensors(out.samples, batch);
   } else {
     // A process without rows still gets tensors of the right shape, with no row: every rank runs
     // the same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
     check(any);
-    if (graphs)
+    if (options.graphs)
       out.tensors = graph_of(any, batch, true);
-    else if (!collate && !augment.function)
+    else if (!options.collate && !options.augment.function)
       out.tensors = known_shapes(any[0].dataset);
     if (out.tensors.empty()) out.tensors = without_rows(tensors(any, batch));
   }
-  if (reads) name(out, /*packed=*/false);
+  if (options.reads) name(out, /*packed=*/false);
   if (out.real < out.rows) {
     out.mask = at::zeros({out.rows}, at::kBool);
     for (const BatchSlice& slice : out.slices)

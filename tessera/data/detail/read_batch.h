@@ -14,13 +14,10 @@ struct BatchReader {
   std::shared_ptr<const Order> order;
   BatchMapping mapping;
   int process;
-  std::function<std::vector<at::Tensor>(const std::vector<Sample>&)> collate = {};
-  Augmentation augment = {};
-  bool reads = true;
-  /// The names of the tensors of a batch, without what a packed one adds; empty: they have none.
+  LoaderOptions options = {};
+  /// The names of the tensors of a batch, of graphs with that of what is added, of a packed one
+  /// without; empty: they have none.
   std::vector<std::string> names = {};
-  /// LoaderOptions::graphs; the last of the names is that of what is added.
-  bool graphs = false;
 
   /// Throws SampleError with the index of the sample that could not be read; InvalidArgument for
   /// samples that cannot be stacked to a batch, or have another number of tensors than there are
@@ -40,8 +37,6 @@ struct BatchReader {
   std::vector<at::Tensor> rows(const std::vector<SampleRef>& refs) const;
   std::vector<at::Tensor> graph_of(const std::vector<SampleRef>& refs, const OrderBatch& batch,
                                    bool empty) const;
-  std::vector<at::Tensor> collated(const std::vector<SampleRef>& refs,
-                                   const OrderBatch& batch) const;
   /// The tensors of a batch of these samples.
   std::vector<at::Tensor> tensors(const std::vector<SampleRef>& refs,
                                   const OrderBatch& batch) const;
