@@ -3,7 +3,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <string>
@@ -41,22 +40,16 @@ Sample augmented(const Sample& sample, const SampleRef& ref, const Augmentation&
 std::vector<at::Tensor> augmented_rows(const std::vector<at::Tensor>& rows,
                                        std::span<const SampleRef> refs, const Augmentation& by,
                                        const BatchNumber& batch) {
-  std::vector<Sample> columns(rows.size());
-  Sample first;
+  std::vector<Sample> made;
   for (std::size_t i = 0; i < refs.size(); ++i) {
     of_sample(refs[i].index, [&] {
       Sample sample;
       for (const at::Tensor& t : rows) sample.push_back(t[static_cast<std::int64_t>(i)]);
-      sample = augmented(sample, refs[i], by, batch);
-      if (i == 0) first = sample;
-      require_alike(sample, first, concat("augmented sample ", refs[0].index));
-      for (std::size_t t = 0; t < rows.size(); ++t) columns[t].push_back(sample[t]);
+      made.push_back(augmented(sample, refs[i], by, batch));
+      require_alike(made.back(), made.front(), concat("augmented sample ", refs[0].index));
     });
   }
-  if (refs.empty()) return rows;
-  std::vector<at::Tensor> stacked;
-  for (const Sample& column : columns) stacked.push_back(at::stack(column));
-  return stacked;
+  return refs.empty() ? rows : stacked(made);
 }
 
 }  // namespace detail

@@ -103,13 +103,7 @@ std::vector<at::Tensor> Dataset::get_batch(std::span<const std::uint64_t> indice
       detail::require_alike(samples.back(), samples.front(), concat("sample ", indices[0]));
     });
   }
-  std::vector<at::Tensor> batch;
-  for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {
-    std::vector<at::Tensor> column;
-    for (const Sample& sample : samples) column.push_back(sample[t]);
-    batch.push_back(at::stack(column));
-  }
-  return batch;
+  return detail::stacked(samples);
 }
 
 TensorDataset::TensorDataset(const Fields& fields) : TensorDataset(fields.tensors()) {

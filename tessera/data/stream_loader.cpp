@@ -108,11 +108,7 @@ struct StreamLoader::Engine {
           slot.samples.front().size() != options.names.size())
         throw InvalidArgument("samples of ", slot.samples.front().size(), " tensors and ",
                               options.names.size(), " names for them: ", list(options.names));
-      for (std::size_t t = 0; !slot.samples.empty() && t < slot.samples.front().size(); ++t) {
-        std::vector<at::Tensor> column;
-        for (const Sample& s : slot.samples) column.push_back(s[t]);
-        slot.stacked.push_back(at::stack(column));
-      }
+      slot.stacked = detail::stacked(slot.samples);
     });
   }
 

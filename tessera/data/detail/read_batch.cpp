@@ -1,6 +1,7 @@
 #include "tessera/data/detail/read_batch.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -38,6 +39,16 @@ void require_alike(const Sample& sample, const Sample& first, const std::string&
                           "; give samples of one shape, dtype and device, or override "
                           "get_batch");
   }
+}
+
+std::vector<at::Tensor> stacked(const std::vector<Sample>& samples) {
+  std::vector<at::Tensor> batch;
+  for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {
+    std::vector<at::Tensor> column;
+    for (const Sample& sample : samples) column.push_back(sample[t]);
+    batch.push_back(at::stack(column));
+  }
+  return batch;
 }
 
 void require_plain(const std::vector<at::Tensor>& tensors) {

@@ -62,6 +62,8 @@ auto of_sample(std::uint64_t index, const Read& read) {
 /// Throws InvalidArgument unless a sample can stand in one batch with the first one, `first_name`:
 /// as many tensors, each of the same shape and dtype and on the same device.
 void require_alike(const Sample& sample, const Sample& first, const std::string& first_name);
+/// The tensors of samples that are alike, with the samples in dim 0; of no sample there is none.
+std::vector<at::Tensor> stacked(const std::vector<Sample>& samples);
 /// Throws InvalidArgument for sharded tensors: a call on one is made by all ranks.
 void require_plain(const std::vector<at::Tensor>& tensors);
 
