@@ -11,6 +11,7 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
+#include "tessera/checkpoint/detail/ranks.h"
 #include "tessera/checkpoint/detail/targets.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
@@ -23,8 +24,6 @@ namespace tessera {
 namespace {
 
 using detail::Want;
-
-CallOptions call_within(std::chrono::milliseconds limit) { return {limit, "checkpoint"}; }
 
 // What chooses the collective calls of a load.
 std::string calls_text(const LoadOptions& options) {
@@ -41,18 +40,19 @@ struct CheckpointReader::Impl {
   Impl(const Group& over, const std::shared_ptr<CheckpointIO>& io, const std::string& name)
       : group(over) {
     agree::all(group, "load", [&] { check_place(io); });
-    const auto text = agree::first<std::string>(
-        group, "load", [&] { return to_json(read_manifest(*io, name)); }, call_within(kReadLimit));
+    const auto text = within(kReadLimit).first<std::string>(
+        "load", [&] { return to_json(read_manifest(*io, name)); });
     saved = std::make_unique<SavedCheckpoint>(io, name, parse_manifest(text, io->where(name)));
   }
   Impl(const Group& over, const std::string& path) : group(over) {
-    agree::all(
-        group, "load",
-        [&] {
-          saved = std::make_unique<SavedCheckpoint>(path);
-          for (const Entry& e : saved->manifest().entries) layout_of(e);
-        },
-        call_within(kReadLimit));
+    within(kReadLimit).all("load", [&] {
+      saved = std::make_unique<SavedCheckpoint>(path);
+      for (const Entry& e : saved->manifest().entries) layout_of(e);
+    });
+  }
+
+  detail::Ranks within(std::chrono::milliseconds limit) const {
+    return {group, {limit, "checkpoint"}};
   }
 
   TorchLayout layout_of(const Entry& e) const {
@@ -86,28 +86,25 @@ struct CheckpointReader::Impl {
   // the ranks differ. Undefined for those that are read straight into their targets.
   std::vector<at::Tensor> read_all(const std::vector<Want>& wants, const LoadOptions& options) {
     std::vector<at::Tensor> staged(wants.size());
-    agree::all_same(
-        group, "load",
-        [&] {
-          const int threads = detail::threads_of_rank(options.threads, group.size());
-          const std::vector<bool> later = may_read_straight(options)
-                                              ? detail::read_straight(wants, options)
-                                              : std::vector<bool>(wants.size(), false);
-          for (std::size_t i = 0; i < wants.size(); ++i)
-            if (!later[i]) staged[i] = detail::staging_for(wants[i]);
-          auto scratch = scratch_of(threads, wants.size());
-          detail::spread(threads, wants.size(), [&](std::size_t i, std::size_t worker) {
-            const Want& want = wants[i];
-            if (staged[i].defined())
-              saved->read(*want.entry, want.box, staged[i].data_ptr(), options.max_over_read);
-            else if (options.all_or_nothing)
-              for (const auto& use : SavedCheckpoint::uses(*want.entry, want.box))
-                saved->verify(*want.entry, use.record, scratch[worker]);
-          });
-          return calls_text(options);
-        },
-        call_within(options.timeout));
-    if (verifies(options)) verify_used(wants, options.threads, call_within(options.timeout));
+    within(options.timeout).all_same("load", [&] {
+      const int threads = detail::threads_of_rank(options.threads, group.size());
+      const std::vector<bool> later = may_read_straight(options)
+                                          ? detail::read_straight(wants, options)
+                                          : std::vector<bool>(wants.size(), false);
+      for (std::size_t i = 0; i < wants.size(); ++i)
+        if (!later[i]) staged[i] = detail::staging_for(wants[i]);
+      auto scratch = scratch_of(threads, wants.size());
+      detail::spread(threads, wants.size(), [&](std::size_t i, std::size_t worker) {
+        const Want& want = wants[i];
+        if (staged[i].defined())
+          saved->read(*want.entry, want.box, staged[i].data_ptr(), options.max_over_read);
+        else if (options.all_or_nothing)
+          for (const auto& use : SavedCheckpoint::uses(*want.entry, want.box))
+            saved->verify(*want.entry, use.record, scratch[worker]);
+      });
+      return calls_text(options);
+    });
+    if (verifies(options)) verify_used(wants, options.threads, within(options.timeout));
     return staged;
   }
 
@@ -122,41 +119,38 @@ struct CheckpointReader::Impl {
                     " are loaded on this rank; other ranks may have loaded all of theirs): load "
                     "again before going on");
     };
-    agree::all(
-        group, "load",
-        [&] {
-          std::vector<std::pair<const Want*, void*>> left;
-          for (std::size_t i = 0; i < wants.size(); ++i) {
-            if (staged[i].defined()) continue;
-            left.emplace_back(&wants[i], wants[i].into.mutable_data_ptr());
-            // As an operator that writes would.
-            wants[i].into.unsafeGetTensorImpl()->bump_version();
-          }
-          const int threads = detail::threads_of_rank(options.threads, group.size());
-          try {
-            detail::spread(threads, left.size(), [&](std::size_t i, std::size_t) {
-              const auto& [want, memory] = left[i];
-              saved->read(*want->entry, want->box, memory, options.max_over_read,
-                          !options.all_or_nothing);
-              ++loaded;
-            });
-            for (std::size_t i = 0; i < wants.size(); ++i) {
-              if (!staged[i].defined()) continue;
-              if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
-              staged[i].reset();
-              ++loaded;
-            }
-          } catch (const FileError& e) {
-            throw FileError(half_loaded(e));
-          } catch (const std::exception& e) {
-            throw Error(half_loaded(e));
-          }
-        },
-        call_within(options.timeout));
+    within(options.timeout).all("load", [&] {
+      std::vector<std::pair<const Want*, void*>> left;
+      for (std::size_t i = 0; i < wants.size(); ++i) {
+        if (staged[i].defined()) continue;
+        left.emplace_back(&wants[i], wants[i].into.mutable_data_ptr());
+        // As an operator that writes would.
+        wants[i].into.unsafeGetTensorImpl()->bump_version();
+      }
+      const int threads = detail::threads_of_rank(options.threads, group.size());
+      try {
+        detail::spread(threads, left.size(), [&](std::size_t i, std::size_t) {
+          const auto& [want, memory] = left[i];
+          saved->read(*want->entry, want->box, memory, options.max_over_read,
+                      !options.all_or_nothing);
+          ++loaded;
+        });
+        for (std::size_t i = 0; i < wants.size(); ++i) {
+          if (!staged[i].defined()) continue;
+          if (staged[i].numel() > 0) wants[i].into.copy_(staged[i]);
+          staged[i].reset();
+          ++loaded;
+        }
+      } catch (const FileError& e) {
+        throw FileError(half_loaded(e));
+      } catch (const std::exception& e) {
+        throw Error(half_loaded(e));
+      }
+    });
   }
 
   // Records that are used only in parts have not been verified by who read them.
-  void verify_used(const std::vector<Want>& wants, int threads, const CallOptions& call) {
+  void verify_used(const std::vector<Want>& wants, int threads, const detail::Ranks& ranks) {
     const auto& entries = saved->manifest().entries;
     std::vector<std::size_t> first(entries.size() + 1, 0);
     for (std::size_t e = 0; e < entries.size(); ++e)
@@ -171,34 +165,31 @@ struct CheckpointReader::Impl {
       }
     }
     std::string most = mine;
-    for (const std::string& other : group.all_gather_bytes(mine, call))
+    for (const std::string& other : group.all_gather_bytes(mine, ranks.call))
       for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], other[i]);
     verify_records([&](std::size_t e, std::size_t r) { return most[first[e] + r] == 1; }, threads,
-                   call);
+                   ranks);
   }
 
   // Each record that `chosen` says is verified by one rank, the bytes spread over all.
   void verify_records(const std::function<bool(std::size_t, std::size_t)>& chosen, int asked,
-                      const CallOptions& call) {
-    agree::all(
-        group, "load",
-        [&] {
-          const auto& entries = saved->manifest().entries;
-          std::vector<std::pair<std::size_t, std::size_t>> mine;
-          for (std::size_t e = 0; e < entries.size(); ++e)
-            for (std::size_t r = 0; r < entries[e].records.size(); ++r) {
-              if (!chosen(e, r)) continue;
-              const auto least = std::ranges::min_element(verified);
-              *least += entries[e].records[r].bytes;
-              if (least - verified.begin() == group.rank()) mine.emplace_back(e, r);
-            }
-          const int threads = detail::threads_of_rank(asked, group.size());
-          auto scratch = scratch_of(threads, mine.size());
-          detail::spread(threads, mine.size(), [&](std::size_t i, std::size_t worker) {
-            saved->verify(entries[mine[i].first], mine[i].second, scratch[worker]);
-          });
-        },
-        call);
+                      const detail::Ranks& ranks) {
+    ranks.all("load", [&] {
+      const auto& entries = saved->manifest().entries;
+      std::vector<std::pair<std::size_t, std::size_t>> mine;
+      for (std::size_t e = 0; e < entries.size(); ++e)
+        for (std::size_t r = 0; r < entries[e].records.size(); ++r) {
+          if (!chosen(e, r)) continue;
+          const auto least = std::ranges::min_element(verified);
+          *least += entries[e].records[r].bytes;
+          if (least - verified.begin() == group.rank()) mine.emplace_back(e, r);
+        }
+      const int threads = detail::threads_of_rank(asked, group.size());
+      auto scratch = scratch_of(threads, mine.size());
+      detail::spread(threads, mine.size(), [&](std::size_t i, std::size_t worker) {
+        saved->verify(entries[mine[i].first], mine[i].second, scratch[worker]);
+      });
+    });
   }
 
   std::string read_value(const Entry& e) const {
@@ -298,27 +289,21 @@ std::vector<std::string> CheckpointReader::rank_value_names() const {
 void CheckpointReader::load(CheckpointState& state, const LoadOptions& options) const {
   const at::NoGradGuard no_grad;
   std::vector<Want> wants;
-  agree::all(
-      impl_->group, "load",
-      [&] {
-        const std::string wrong = impl_->misfits_of(state, options, wants);
-        if (!wrong.empty())
-          throw InvalidArgument("'", impl_->saved->path(), "' does not fit:", wrong,
-                                " Build what was saved, or let LoadOptions leave the rest");
-      },
-      call_within(options.timeout));
+  impl_->within(options.timeout).all("load", [&] {
+    const std::string wrong = impl_->misfits_of(state, options, wants);
+    if (!wrong.empty())
+      throw InvalidArgument("'", impl_->saved->path(), "' does not fit:", wrong,
+                            " Build what was saved, or let LoadOptions leave the rest");
+  });
   std::vector<at::Tensor> staged = impl_->read_all(wants, options);
   std::map<std::string, std::string> values, mine;
-  agree::all(
-      impl_->group, "load",
-      [&] {
-        for (const Entry& e : impl_->saved->manifest().entries) {
-          if (e.info.kind == EntryKind::value) values[e.info.name] = impl_->read_value(e);
-          if (e.info.kind == EntryKind::rank_value && e.info.rank == impl_->group.rank())
-            mine[e.info.name] = impl_->read_value(e);
-        }
-      },
-      call_within(options.timeout));
+  impl_->within(options.timeout).all("load", [&] {
+    for (const Entry& e : impl_->saved->manifest().entries) {
+      if (e.info.kind == EntryKind::value) values[e.info.name] = impl_->read_value(e);
+      if (e.info.kind == EntryKind::rank_value && e.info.rank == impl_->group.rank())
+        mine[e.info.name] = impl_->read_value(e);
+    }
+  });
   // Before the first write: what was gathered of a parameter is stale if one fails, too.
   for (const auto& t : state.tensors()) detail::wrote_shard(t.value);
   impl_->fill(wants, staged, options);
@@ -363,7 +348,7 @@ std::vector<std::pair<std::string, at::Tensor>> CheckpointReader::read_as_saved(
 std::string CheckpointReader::value(const std::string& name) const {
   const Entry& e = impl_->need(EntryKind::value, name, "value");
   std::string bytes;
-  agree::all(impl_->group, "load", [&] { bytes = impl_->read_value(e); }, call_within(kReadLimit));
+  impl_->within(kReadLimit).all("load", [&] { bytes = impl_->read_value(e); });
   return bytes;
 }
 std::int64_t CheckpointReader::integer(const std::string& name) const {
@@ -375,25 +360,22 @@ double CheckpointReader::real(const std::string& name) const {
 
 std::map<int, std::string> CheckpointReader::values_of_ranks(const std::string& name) const {
   std::map<int, std::string> all;
-  agree::all(
-      impl_->group, "load",
-      [&] {
-        for (const Entry& e : impl_->saved->manifest().entries)
-          if (e.info.kind == EntryKind::rank_value && e.info.name == name)
-            all[e.info.rank] = impl_->read_value(e);
-        if (!all.empty()) return;
-        std::vector<std::string> known;
-        for (const std::string& other : rank_value_names()) known.push_back(printable(other));
-        throw InvalidArgument("'", impl_->saved->path(), "' has no value of ranks '", name,
-                              "'; it has ", list(known));
-      },
-      call_within(kReadLimit));
+  impl_->within(kReadLimit).all("load", [&] {
+    for (const Entry& e : impl_->saved->manifest().entries)
+      if (e.info.kind == EntryKind::rank_value && e.info.name == name)
+        all[e.info.rank] = impl_->read_value(e);
+    if (!all.empty()) return;
+    std::vector<std::string> known;
+    for (const std::string& other : rank_value_names()) known.push_back(printable(other));
+    throw InvalidArgument("'", impl_->saved->path(), "' has no value of ranks '", name,
+                          "'; it has ", list(known));
+  });
   return all;
 }
 
 void CheckpointReader::verify(std::chrono::milliseconds timeout) const {
   if (impl_->saved->has_checksums())
-    impl_->verify_records([](std::size_t, std::size_t) { return true; }, 0, call_within(timeout));
+    impl_->verify_records([](std::size_t, std::size_t) { return true; }, 0, impl_->within(timeout));
 }
 
 namespace {
@@ -430,10 +412,11 @@ struct Export {
 void CheckpointReader::export_file(const std::string& path,
                                    const std::shared_ptr<FileOperations>& operations,
                                    std::chrono::milliseconds timeout) const {
-  const CallOptions call = call_within(timeout);
-  const Group& group = impl_->group;
+  const detail::Ranks ranks = impl_->within(timeout);
+  const Group& group = ranks.group;
   Export whole;
-  const std::string temporary = group.broadcast_bytes(concat(path, ".tmp-", make_nonce()), 0, call);
+  const std::string temporary =
+      group.broadcast_bytes(concat(path, ".tmp-", make_nonce()), 0, ranks.call);
   const auto write_mine = [&] {
     OpenFile file(operations, temporary, true);
     std::vector<std::uint64_t> loads(static_cast<std::size_t>(group.size()), 0);
@@ -451,21 +434,18 @@ void CheckpointReader::export_file(const std::string& path,
     file.close();
   };
   try {
-    agree::all(
-        group, "export",
-        [&] {
-          for (const Entry& e : impl_->saved->manifest().entries) {
-            if (e.info.kind != EntryKind::tensor) continue;
-            whole.tensors.push_back(
-                safetensors_tensor(e.info.name, impl_->layout_of(e).dtype, e.info.shape));
-            whole.from.push_back(&e);
-          }
-          whole.header = write_safetensors_header(whole.tensors);
-          if (group.rank() == 0) whole.begin(operations, temporary);
-        },
-        call);
-    agree::all(group, "export", write_mine, call);
-    agree::first(group, "export", [&] { move_into_place(*operations, temporary, path); }, call);
+    ranks.all("export", [&] {
+      for (const Entry& e : impl_->saved->manifest().entries) {
+        if (e.info.kind != EntryKind::tensor) continue;
+        whole.tensors.push_back(
+            safetensors_tensor(e.info.name, impl_->layout_of(e).dtype, e.info.shape));
+        whole.from.push_back(&e);
+      }
+      whole.header = write_safetensors_header(whole.tensors);
+      if (group.rank() == 0) whole.begin(operations, temporary);
+    });
+    ranks.all("export", write_mine);
+    ranks.first("export", [&] { move_into_place(*operations, temporary, path); });
   } catch (...) {
     try {
       if (group.rank() == 0) operations->remove(temporary);

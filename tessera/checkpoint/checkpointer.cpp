@@ -21,6 +21,7 @@
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/folder.h"
 #include "tessera/checkpoint/detail/local_shards.h"
+#include "tessera/checkpoint/detail/ranks.h"
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/checkpoint/storage/detail/shard_file.h"
 #include "tessera/comm/agree/agree.h"
@@ -82,23 +83,19 @@ struct Checkpointer::Impl {
       ranks.resize(static_cast<std::size_t>(manager.world_size()));
       std::iota(ranks.begin(), ranks.end(), 0);
     }
-    group = manager.group(ranks);
     options.timeout = bounded_limit(options.timeout);
+    program = {manager.group(ranks), {options.timeout, "checkpoint"}};
     // They choose the calls of the saves, and the group of the writing threads.
-    agree::same(group, "the options of a Checkpointer", options_text(options));
-    call = {options.timeout, "checkpoint"};
-    agree::all(group, kLookUp, [&] { check_given(folder.shared_io(), options); }, call);
+    agree::same(program.group, "the options of a Checkpointer", options_text(options));
+    program.all(kLookUp, [&] { check_given(folder.shared_io(), options); });
     // A group of its own, so that the writing threads never meet the program's calls, nor those of
     // the Checkpointer of another folder. Ranks may spell a folder differently: the first decides.
-    const auto tag = agree::first<std::string>(
-        group, kLookUp,
-        [&] {
-          folder.io().make("");
-          return concat("checkpoints #", to_hex(Hash().text(folder.io().where("")).value()));
-        },
-        call);
-    writers = tagged_group(manager, ranks, {.timeout = options.timeout}, tag);
-    in_background = any_thread_may_call(writers);
+    const auto tag = program.first<std::string>(kLookUp, [&] {
+      folder.io().make("");
+      return concat("checkpoints #", to_hex(Hash().text(folder.io().where("")).value()));
+    });
+    writers = {tagged_group(manager, ranks, {.timeout = options.timeout}, tag), program.call};
+    in_background = any_thread_may_call(writers.group);
   }
 
   ~Impl() {
@@ -133,7 +130,7 @@ struct Checkpointer::Impl {
     std::string text = "[";
     for (const auto& [name, sum] : mine)
       text += concat(text.size() > 1 ? "," : "", '[', json_text(name), ",\"", to_hex(sum), "\"]");
-    const auto all = group.all_gather_bytes(text + ']', call);
+    const auto all = program.group.all_gather_bytes(text + ']', program.call);
     std::map<std::string, std::pair<std::string, std::size_t>> first;
     for (std::size_t r = 0; r < all.size(); ++r) {
       const Json json = Json::parse(all[r]);
@@ -165,7 +162,7 @@ struct Checkpointer::Impl {
     }
     if (cached_plan && key == cached_key) return cached_plan;
     std::vector<std::vector<HeldShard>> held;
-    for (const std::string& text : group.all_gather_bytes(description, call))
+    for (const std::string& text : program.group.all_gather_bytes(description, program.call))
       held.push_back(shards_from(text));
     try {
       cached_plan = std::make_shared<const WritePlan>(plan_writes(held, kSmallestPiece, sums));
@@ -184,29 +181,27 @@ struct Checkpointer::Impl {
     std::vector<at::Tensor> plain;
     std::string description;
     std::map<std::string, std::uint64_t> sums;
-    const auto all = agree::all<Greeting, CheckpointBusy, CheckpointLocked>(
-        group, kSave,
-        [&] {
-          check_checkpoint_name(name);
-          held = detail::describe(state, group.rank());
-          description = describe_shards(held);
-          if (group.size() > 1) plain = detail::plain_bytes(state);
-          Greeting mine{from_hex(make_nonce()), Checksum().add(description).value(), 0, {}};
-          sums = sums_of(state, held, plain, mine);
-          Hash hash;
-          hash.text(name);
-          for (const auto& [key, sum] : sums) hash.text(key).number(sum);
-          mine.agreed = hash.value();
-          if (refuses && saving())
-            throw CheckpointBusy(
-                "the checkpoint before this one is still being written, and "
-                "CheckpointOptions::busy says to refuse: save less often, or choose Busy::wait");
-          // Where ranks talk over MPI, the save before this one still has it.
-          if (group.rank() == 0)
-            fresh->hold = job && job->hold ? job->hold : folder.hold_for_save();
-          return mine;
-        },
-        call);
+    const Group& group = program.group;
+    const auto all = program.all<Greeting, CheckpointBusy, CheckpointLocked>(kSave, [&] {
+      check_checkpoint_name(name);
+      held = detail::describe(state, group.rank());
+      description = describe_shards(held);
+      if (group.size() > 1) plain = detail::plain_bytes(state);
+      Greeting mine{from_hex(make_nonce()), Checksum().add(description).value(), 0, {}};
+      sums = sums_of(state, held, plain, mine);
+      Hash hash;
+      hash.text(name);
+      for (const auto& [key, sum] : sums) hash.text(key).number(sum);
+      mine.agreed = hash.value();
+      if (refuses && saving())
+        throw CheckpointBusy(
+            "the checkpoint before this one is still being written, and "
+            "CheckpointOptions::busy says to refuse: save less often, or choose Busy::wait");
+      // Where ranks talk over MPI, the save before this one still has it.
+      if (group.rank() == 0)
+        fresh->hold = job && job->hold ? job->hold : folder.hold_for_save();
+      return mine;
+    });
     if (refuses) finish();
     if (std::ranges::any_of(all, [&](const Greeting& g) { return g.agreed != all[0].agreed; })) {
       sums["the checkpoint's name"] = Checksum().add(name).value();
@@ -227,7 +222,7 @@ struct Checkpointer::Impl {
     for (std::size_t i = 0; i < held.size(); ++i)
       place[{held[i].info.kind, held[i].info.name, held[i].info.rank}] = i;
     std::vector<std::size_t> sizes;
-    for (const AssignedBox& a : job.plan->ranks[group.rank()]) {
+    for (const AssignedBox& a : job.plan->ranks[program.group.rank()]) {
       const EntryInfo& info = job.plan->entries[a.entry];
       const std::size_t i = place.at({info.kind, info.name, info.rank});
       const std::size_t element = element_bytes(info.dtype);
@@ -261,6 +256,7 @@ struct Checkpointer::Impl {
   void write(Job& job) {
     if (!job.failed.empty()) return;
     job.failed = agree::failure_of(kKinds, [&] {
+      const Group& group = program.group;
       folder.io().make(job.name);
       const ShardOutcome outcome =
           write_shard(folder.io(), {job.name, job.nonce, group.rank(), group.size(), job.rate},
@@ -272,24 +268,22 @@ struct Checkpointer::Impl {
   }
 
   // Collective over `over`: all ranks learn whether the checkpoint stands.
-  void commit(Job& job, const Group& over) {
+  void commit(Job& job, const detail::Ranks& over) {
     auto hold = std::exchange(job.hold, {});
-    const auto all = over.gather_bytes(job.failed.empty() ? job.outcome : job.failed, 0, call);
-    agree::first<void, CheckpointLocked>(
-        over, kSave,
-        [&] {
-          // Until all is done here, and no longer when the others hear of it.
-          const auto held = std::exchange(hold, {});
-          Commit save{job.name, job.nonce, 0, held.lock != nullptr};
-          try {
-            commit_outcomes(job, save, held, all);
-          } catch (...) {
-            if (!save.may_stand) discard_save(folder.io(), job.name, job.nonce);
-            throw;
-          }
-          folder.retain();
-        },
-        call);
+    const auto all =
+        over.group.gather_bytes(job.failed.empty() ? job.outcome : job.failed, 0, over.call);
+    over.first<void, CheckpointLocked>(kSave, [&] {
+      // Until all is done here, and no longer when the others hear of it.
+      const auto held = std::exchange(hold, {});
+      Commit save{job.name, job.nonce, 0, held.lock != nullptr};
+      try {
+        commit_outcomes(job, save, held, all);
+      } catch (...) {
+        if (!save.may_stand) discard_save(folder.io(), job.name, job.nonce);
+        throw;
+      }
+      folder.retain();
+    });
     job.committed = true;
     ++saves;
   }
@@ -299,7 +293,8 @@ struct Checkpointer::Impl {
     std::vector<ShardOutcome> outcomes;
     for (std::size_t r = 0; r < all.size(); ++r) {
       if (!all[r].starts_with('['))
-        agree::raise(kKinds, all[r], all.size() > 1 ? concat("rank ", group.ranks()[r], ": ") : "");
+        agree::raise(kKinds, all[r],
+                     all.size() > 1 ? concat("rank ", program.group.ranks()[r], ": ") : "");
       outcomes.push_back(outcome_from(all[r]));
     }
     save.sequence = folder.next_sequence(held);
@@ -338,16 +333,16 @@ struct Checkpointer::Impl {
     if (thread.joinable()) thread.join();
     const std::unique_ptr<Job> done = std::move(job);
     if (done->failure) std::rethrow_exception(done->failure);
-    if (!done->committed) commit(*done, group);
+    if (!done->committed) commit(*done, program);
   }
 
   bool saving() const { return writing; }
 
   detail::CheckpointFolder folder;
   CheckpointOptions options;
-  Group group, writers;
+  // The calls of the program, and those of the writing threads.
+  detail::Ranks program, writers;
   bool in_background = true;
-  CallOptions call;
   std::vector<std::uint64_t> cached_key;
   std::shared_ptr<const WritePlan> cached_plan;
   at::Tensor buffer;
@@ -372,7 +367,7 @@ void Checkpointer::save(const std::string& name, const CheckpointState& state) {
   if (impl_->options.busy == CheckpointOptions::Busy::wait) impl_->finish();
   const auto job = impl_->prepare(name, state, false);
   impl_->write(*job);
-  impl_->commit(*job, impl_->group);
+  impl_->commit(*job, impl_->program);
 }
 
 void Checkpointer::start_save(const std::string& name, const CheckpointState& state) {
@@ -385,18 +380,15 @@ bool Checkpointer::saving() const { return impl_->saving(); }
 
 std::vector<std::string> Checkpointer::names(std::vector<std::string>* problems) const {
   // Names, paths and messages have no zero bytes; an empty text stands between both lists.
-  const auto told = agree::first<std::string>(
-      impl_->group, kLookUp,
-      [&] {
-        std::string text;
-        std::vector<DamagedCheckpoint> damaged;
-        for (const CheckpointName& one : list_checkpoints(impl_->folder.io(), &damaged))
-          text += one.name + '\0';
-        text += '\0';
-        for (const DamagedCheckpoint& one : damaged) text += one.damage + '\0';
-        return text;
-      },
-      impl_->call);
+  const auto told = impl_->program.first<std::string>(kLookUp, [&] {
+    std::string text;
+    std::vector<DamagedCheckpoint> damaged;
+    for (const CheckpointName& one : list_checkpoints(impl_->folder.io(), &damaged))
+      text += one.name + '\0';
+    text += '\0';
+    for (const DamagedCheckpoint& one : damaged) text += one.damage + '\0';
+    return text;
+  });
   std::vector<std::string> found, wrong;
   auto* into = &found;
   for (const std::string& one : split(told, '\0'))
@@ -414,20 +406,17 @@ std::optional<std::string> Checkpointer::latest(std::vector<std::string>* proble
 }
 
 std::optional<std::string> Checkpointer::to_resume() const {
-  auto name = agree::first<std::string, CheckpointDamaged>(
-      impl_->group, kLookUp, [&] { return impl_->folder.to_resume(); }, impl_->call);
+  auto name = impl_->program.first<std::string, CheckpointDamaged>(
+      kLookUp, [&] { return impl_->folder.to_resume(); });
   return name.empty() ? std::nullopt : std::optional(std::move(name));
 }
 
 void Checkpointer::remove(const std::string& name) {
   impl_->finish();
-  agree::first<void, CheckpointLocked>(
-      impl_->group, "remove",
-      [&] {
-        const auto held = impl_->folder.hold();
-        remove_checkpoint(impl_->folder.io(), name);
-      },
-      impl_->call);
+  impl_->program.first<void, CheckpointLocked>("remove", [&] {
+    const auto held = impl_->folder.hold();
+    remove_checkpoint(impl_->folder.io(), name);
+  });
 }
 
 void Checkpointer::protect(const std::vector<std::string>& names) { impl_->folder.protect(names); }

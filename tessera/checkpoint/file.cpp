@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <map>
 #include <memory>
@@ -18,6 +17,7 @@
 #include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/local_shards.h"
+#include "tessera/checkpoint/detail/ranks.h"
 #include "tessera/checkpoint/internal/torch_dtypes.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/group/internal/call_origin.h"
@@ -33,10 +33,6 @@
 namespace tessera {
 namespace {
 
-// One rank reads and writes for all: that lasts longer than what groups otherwise wait for.
-CallOptions call_on(const Group& all) {
-  return {std::max<std::chrono::milliseconds>(all.timeout(), std::chrono::hours(1)), "file"};
-}
 constexpr const char* kLayouts = "tessera.layouts";
 
 // What ranks that do something else read of a call that one of them made alone.
@@ -72,9 +68,9 @@ class Transfer {
     for (const Box& box : plan.copies)
       detail::slice(target, target_box, box).copy_(detail::slice(source, source_box, box));
   }
-  void run(const Group& all) {
+  void run(const detail::Ranks& ranks) {
     const detail::LocalCallGuard guard;
-    if (!messages_.empty()) all.exchange(messages_, call_on(all));
+    if (!messages_.empty()) ranks.group.exchange(messages_, ranks.call);
     for (const auto& [to, buffer] : arrivals_) to.copy_(buffer);
   }
 
@@ -92,6 +88,7 @@ NamedTensors state_of(const torch::nn::Module& module) {
 
 // One file or the files of a folder, open for reading on the first rank; headers known to all.
 struct Reading {
+  detail::Ranks ranks;
   detail::OriginScope scope{kLoading};
   // Those of other ranks are open nowhere.
   std::vector<SafetensorsFile> files;
@@ -100,23 +97,20 @@ struct Reading {
   std::vector<TorchLayout> layouts;
   std::vector<std::size_t> file_of;
 
-  Reading(const Group& all, const std::string& path) {
-    const auto said = agree::first<std::string>(
-        all, "load",
-        [&] {
-          files = open_safetensors(path);
-          std::string text;
-          for (const SafetensorsFile& one : files) {
-            std::string header(one.header.data - 8, '\0');
-            one.file->read(header.data(), header.size(), 8);
-            text += concat(one.header.data_bytes, ' ', header.size(), ' ', header);
-            for (const SafetensorsTensor& t : one.header.tensors)
-              need_torch_layout(t, one.file->path());
-          }
-          return text;
-        },
-        call_on(all));
-    if (all.rank() != 0) parse(said, path);
+  Reading(const DeviceMesh& mesh, const std::string& path) : ranks(detail::ranks_of_file(mesh)) {
+    const auto said = ranks.first<std::string>("load", [&] {
+      files = open_safetensors(path);
+      std::string text;
+      for (const SafetensorsFile& one : files) {
+        std::string header(one.header.data - 8, '\0');
+        one.file->read(header.data(), header.size(), 8);
+        text += concat(one.header.data_bytes, ' ', header.size(), ' ', header);
+        for (const SafetensorsTensor& t : one.header.tensors)
+          need_torch_layout(t, one.file->path());
+      }
+      return text;
+    });
+    if (ranks.group.rank() != 0) parse(said, path);
     for (std::size_t f = 0; f < files.size(); ++f)
       for (const SafetensorsTensor& t : files[f].header.tensors) {
         tensors.push_back(t);
@@ -140,26 +134,23 @@ struct Reading {
   }
 
   // This rank's shard, on the CPU.
-  at::Tensor read(const Group& all, std::size_t i, const ShardSpec& to) {
+  at::Tensor read(std::size_t i, const ShardSpec& to) {
     const TorchLayout& t = layouts[i];
     at::Tensor mine, whole;
     Transfer transfer;
-    const int me = all.rank();
+    const int me = ranks.group.rank();
     // Memory may run out on any rank, on the first one first.
-    agree::all(
-        all, "load",
-        [&] {
-          mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
-          if (me == 0) {
-            whole = at::empty(t.shape, at::TensorOptions(t.dtype));
-            const SafetensorsFile& one = files[file_of[i]];
-            one.file->read(whole.data_ptr(), whole.nbytes(), one.header.data + tensors[i].begin);
-          }
-          transfer.prepare(mine, to.sharding().box(me), whole, whole_box(t.shape),
-                           transfer_plan(on_first(t.shape), to.sharding(), me), false);
-        },
-        call_on(all));
-    transfer.run(all);
+    ranks.all("load", [&] {
+      mine = at::empty(to.local_shape(), at::TensorOptions(t.dtype));
+      if (me == 0) {
+        whole = at::empty(t.shape, at::TensorOptions(t.dtype));
+        const SafetensorsFile& one = files[file_of[i]];
+        one.file->read(whole.data_ptr(), whole.nbytes(), one.header.data + tensors[i].begin);
+      }
+      transfer.prepare(mine, to.sharding().box(me), whole, whole_box(t.shape),
+                       transfer_plan(on_first(t.shape), to.sharding(), me), false);
+    });
+    transfer.run(ranks);
     return mine;
   }
 
@@ -175,12 +166,12 @@ struct Reading {
   }
 };
 
-NamedTensors read_all(Reading& file, const Group& all, const std::vector<ShardSpec>& specs) {
+NamedTensors read_all(Reading& file, const std::vector<ShardSpec>& specs) {
   NamedTensors loaded;
   for (std::size_t i = 0; i < specs.size(); ++i)
     loaded.emplace_back(
         file.tensors[i].name,
-        from_local(file.read(all, i, specs[i]).to(specs[i].mesh().manager().device()), specs[i]));
+        from_local(file.read(i, specs[i]).to(specs[i].mesh().manager().device()), specs[i]));
   return loaded;
 }
 
@@ -210,14 +201,14 @@ std::string header_of(const NamedTensors& tensors, const DeviceMesh& mesh,
 }
 
 // The same, once all ranks have given the same tensors: they choose the transfers that follow.
-std::string agreed_header(const Group& all, const NamedTensors& tensors, const DeviceMesh& mesh,
-                          std::vector<SafetensorsTensor>& stored) {
+std::string agreed_header(const detail::Ranks& ranks, const NamedTensors& tensors,
+                          const DeviceMesh& mesh, std::vector<SafetensorsTensor>& stored) {
   std::string header, lines;
-  agree::all(all, "save", [&] { header = header_of(tensors, mesh, stored); }, call_on(all));
+  ranks.all("save", [&] { header = header_of(tensors, mesh, stored); });
   for (const auto& [name, t] : tensors)
     lines += concat('\'', name, "' ", c10::toString(t.scalar_type()), ' ',
                     is_sharded(t) ? spec(t).to_string() : list(t.sizes()), '\n');
-  agree::same(all, "the tensors to save", lines);
+  agree::same(ranks.group, "the tensors to save", lines);
   return header;
 }
 
@@ -226,23 +217,21 @@ std::string agreed_header(const Group& all, const NamedTensors& tensors, const D
 void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& path) {
   const at::NoGradGuard no_grad;
   const detail::OriginScope scope(kSaving);
-  const Group all = mesh.all();
+  const detail::Ranks ranks = detail::ranks_of_file(mesh);
+  const int me = ranks.group.rank();
   std::vector<SafetensorsTensor> stored;
-  const std::string header = agreed_header(all, tensors, mesh, stored);
+  const std::string header = agreed_header(ranks, tensors, mesh, stored);
   std::unique_ptr<AtomicFile> file;
   // For the largest sharded tensor, once.
   at::Tensor memory;
-  agree::first(
-      all, "save",
-      [&] {
-        std::int64_t most = 0;
-        for (const auto& [name, t] : tensors)
-          if (is_sharded(t)) most = std::max<std::int64_t>(most, t.numel() * t.element_size());
-        memory = at::empty({most}, at::kByte);
-        file = std::make_unique<AtomicFile>(path);
-        file->write(header);
-      },
-      call_on(all));
+  ranks.first("save", [&] {
+    std::int64_t most = 0;
+    for (const auto& [name, t] : tensors)
+      if (is_sharded(t)) most = std::max<std::int64_t>(most, t.numel() * t.element_size());
+    memory = at::empty({most}, at::kByte);
+    file = std::make_unique<AtomicFile>(path);
+    file->write(header);
+  });
   std::exception_ptr failed;
   for (const std::size_t i : safetensors_data_order(stored)) {
     const at::Tensor& t = tensors[i].second;
@@ -251,20 +240,17 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       const at::Tensor value = redistribute(t.detach(), detail::without_partial(spec(t)));
       const ShardSpec s = spec(value);
       Transfer transfer;
-      agree::all(
-          all, "save",
-          [&] {
-            const at::Tensor part = to_local(value).cpu();
-            if (all.rank() == 0)
-              whole = at::from_blob(memory.mutable_data_ptr(), s.shape(), part.scalar_type());
-            transfer.prepare(part, s.sharding().box(all.rank()), whole, whole_box(s.shape()),
-                             transfer_plan(s.sharding(), on_first(s.shape()), all.rank()), true);
-          },
-          call_on(all));
-      transfer.run(all);
+      ranks.all("save", [&] {
+        const at::Tensor part = to_local(value).cpu();
+        if (me == 0)
+          whole = at::from_blob(memory.mutable_data_ptr(), s.shape(), part.scalar_type());
+        transfer.prepare(part, s.sharding().box(me), whole, whole_box(s.shape()),
+                         transfer_plan(s.sharding(), on_first(s.shape()), me), true);
+      });
+      transfer.run(ranks);
     }
     // The others learn of it at the end: they are in the transfers until then.
-    if (all.rank() == 0 && !failed) {
+    if (me == 0 && !failed) {
       try {
         if (!is_sharded(t)) whole = t.detach().resolve_conj().resolve_neg().cpu().contiguous();
         file->write(whole.data_ptr(), whole.nbytes());
@@ -273,13 +259,10 @@ void save(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string
       }
     }
   }
-  agree::first(
-      all, "save",
-      [&] {
-        if (failed) std::rethrow_exception(failed);
-        file->commit();
-      },
-      call_on(all));
+  ranks.first("save", [&] {
+    if (failed) std::rethrow_exception(failed);
+    file->commit();
+  });
 }
 
 void save(const at::Tensor& t, const std::string& path) {
@@ -293,32 +276,27 @@ void save(const torch::nn::Module& module, const DeviceMesh& mesh, const std::st
 NamedTensors load(
     const DeviceMesh& mesh, const std::string& path,
     const std::function<std::optional<ParameterPlacement>(const std::string&)>& rule) {
-  const Group all = mesh.all();
-  Reading file(all, path);
+  Reading file(mesh, path);
   std::vector<ShardSpec> specs;
   std::string lines;
-  agree::all(
-      all, "load",
-      [&] {
-        for (std::size_t i = 0; i < file.layouts.size(); ++i) {
-          const std::string& name = file.tensors[i].name;
-          const auto& shape = file.layouts[i].shape;
-          const auto placed = rule ? rule(name) : std::nullopt;
-          specs.push_back(placed ? ShardSpec(mesh, shape, placed->placements, placed->sizes)
-                                 : ShardSpec::replicated(mesh, shape));
-          refuse_partial(name, specs.back());
-          lines += concat('\'', name, "' ", specs.back(), '\n');
-        }
-      },
-      call_on(all));
-  agree::same(all, "the placements to load into", lines);
-  return read_all(file, all, specs);
+  file.ranks.all("load", [&] {
+    for (std::size_t i = 0; i < file.layouts.size(); ++i) {
+      const std::string& name = file.tensors[i].name;
+      const auto& shape = file.layouts[i].shape;
+      const auto placed = rule ? rule(name) : std::nullopt;
+      specs.push_back(placed ? ShardSpec(mesh, shape, placed->placements, placed->sizes)
+                             : ShardSpec::replicated(mesh, shape));
+      refuse_partial(name, specs.back());
+      lines += concat('\'', name, "' ", specs.back(), '\n');
+    }
+  });
+  agree::same(file.ranks.group, "the placements to load into", lines);
+  return read_all(file, specs);
 }
 
 NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
                            std::vector<std::string>* misfits) {
-  const Group all = mesh.all();
-  Reading file(all, path);
+  Reading file(mesh, path);
   const auto saved = [&] {
     try {
       return file.saved();
@@ -345,20 +323,19 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
       misfits->push_back(what);
     }
   }
-  return read_all(file, all, specs);
+  return read_all(file, specs);
 }
 
 at::Tensor load(const std::string& path, const ShardSpec& spec) {
   refuse_partial("tensor", spec);
-  const Group all = spec.mesh().all();
-  Reading file(all, path);
+  Reading file(spec.mesh(), path);
   if (file.layouts.size() != 1)
     throw InvalidArgument("load: ", path, " holds ", file.layouts.size(),
                           " tensors, where one is asked for");
   if (file.layouts[0].shape != spec.shape())
     throw InvalidArgument("load: ", path, " holds a tensor of shape ", list(file.layouts[0].shape),
                           ", asked for is ", spec);
-  return from_local(file.read(all, 0, spec).to(spec.mesh().manager().device()), spec);
+  return from_local(file.read(0, spec).to(spec.mesh().manager().device()), spec);
 }
 
 void load(torch::nn::Module& module, const DeviceMesh& mesh, const std::string& path) {
@@ -437,25 +414,18 @@ at::Tensor ready_for(const Filled& filled, const at::Tensor& read) {
 
 void load_into(const NamedTensors& state, const DeviceMesh& mesh, const std::string& path) {
   const at::NoGradGuard no_grad;
-  const Group all = mesh.all();
-  Reading file(all, path);
+  Reading file(mesh, path);
   std::vector<Filled> filled;
-  agree::all_same(
-      all, "load",
-      [&] {
-        filled = matched(state, mesh, file, path);
-        return layouts_of(filled, mesh);
-      },
-      call_on(all));
+  file.ranks.all_same("load", [&] {
+    filled = matched(state, mesh, file, path);
+    return layouts_of(filled, mesh);
+  });
   // Everything is read, and what may fail on one rank has been done, before anything is changed.
   std::vector<at::Tensor> values;
-  for (const Filled& f : filled) values.push_back(file.read(all, f.stored, f.layout(mesh)));
-  agree::all(
-      all, "load",
-      [&] {
-        for (std::size_t i = 0; i < filled.size(); ++i) values[i] = ready_for(filled[i], values[i]);
-      },
-      call_on(all));
+  for (const Filled& f : filled) values.push_back(file.read(f.stored, f.layout(mesh)));
+  file.ranks.all("load", [&] {
+    for (std::size_t i = 0; i < filled.size(); ++i) values[i] = ready_for(filled[i], values[i]);
+  });
   for (std::size_t i = 0; i < filled.size(); ++i) {
     filled[i].local().copy_(values[i]);
     detail::wrote_shard(filled[i].tensor);

@@ -1,7 +1,5 @@
 // Folders of several safetensors files with an index.
 
-#include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -9,18 +7,13 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/checkpoint/detail/ranks.h"
 #include "tessera/checkpoint/file.h"
-#include "tessera/comm/agree/agree.h"
 #include "tessera/files/internal/safetensors.h"
 #include "tessera/files/operations.h"
 
 namespace tessera {
 namespace {
-
-// Ranks wait while one of them writes, as in save().
-CallOptions call_while_saving(const Group& all) {
-  return {std::max<std::chrono::milliseconds>(all.timeout(), std::chrono::hours(1)), "file"};
-}
 
 // In files of at most so many bytes, or of one tensor.
 std::vector<NamedTensors> in_files(const NamedTensors& tensors, std::uint64_t max_bytes) {
@@ -47,18 +40,15 @@ std::vector<NamedTensors> in_files(const NamedTensors& tensors, std::uint64_t ma
 void save_folder(const NamedTensors& tensors, const DeviceMesh& mesh, const std::string& folder,
                  std::uint64_t max_bytes) {
   const std::vector<NamedTensors> files = in_files(tensors, max_bytes);
-  const Group all = mesh.all();
+  const detail::Ranks ranks = detail::ranks_of_file(mesh);
   const std::string index = concat(folder, '/', kSafetensorsIndex);
   // An index of before would name files that are replaced one by one.
-  agree::first(
-      all, "save",
-      [&] {
-        std::error_code error;
-        std::filesystem::create_directories(folder, error);
-        if (error) throw FileError("'", folder, "' cannot be made: ", error.message());
-        if (FileOperations::system()->remove(index)) FileOperations::system()->sync_folder(folder);
-      },
-      call_while_saving(all));
+  ranks.first("save", [&] {
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) throw FileError("'", folder, "' cannot be made: ", error.message());
+    if (FileOperations::system()->remove(index)) FileOperations::system()->sync_folder(folder);
+  });
   std::map<std::string, std::string> file_of;
   std::uint64_t total = 0;
   const auto number = [](std::size_t n) {
@@ -74,14 +64,11 @@ void save_folder(const NamedTensors& tensors, const DeviceMesh& mesh, const std:
       total += static_cast<std::uint64_t>(t.numel()) * t.element_size();
     }
   }
-  agree::first(
-      all, "save",
-      [&] {
-        AtomicFile file(index);
-        file.write(safetensors_index(file_of, total));
-        file.commit();
-      },
-      call_while_saving(all));
+  ranks.first("save", [&] {
+    AtomicFile file(index);
+    file.write(safetensors_index(file_of, total));
+    file.commit();
+  });
 }
 
 }  // namespace tessera
