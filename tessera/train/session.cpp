@@ -1,8 +1,8 @@
 #include "tessera/train/session.h"
-#include "tessera/base/pinned.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
@@ -48,20 +48,6 @@ void add_up(Strategy& strategy, double* numbers, int count) {
   }
   std::copy(values, values + count, numbers);
 }
-
-// The caller's autocast is off while it lives.
-class NoAutocast : Pinned {
- public:
-  explicit NoAutocast(c10::DeviceType device)
-      : device_(device), before_(at::autocast::is_autocast_enabled(device)) {
-    at::autocast::set_autocast_enabled(device_, false);
-  }
-  ~NoAutocast() { at::autocast::set_autocast_enabled(device_, before_); }
-
- private:
-  const c10::DeviceType device_;
-  const bool before_;
-};
 
 constexpr const char* kMixed =
     "a step has micro-batches by backward() and by add_gradients(): use one of them";
@@ -214,7 +200,8 @@ TotalLoss Session::add_gradients(const std::function<TotalLoss(double)>& run, bo
   const bool reduces = last || strategy_->abilities().owns_accumulation;
   try {
     const auto scope = reduces ? nullptr : strategy_->no_sync();
-    const NoAutocast plain(strategy_->root_device().type());
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(strategy_->root_device().type()));
     const TotalLoss total = run(unit_ / loss_scale());
     owed_ = !last || strategy_->abilities().owns_accumulation;
     // Every rank knows the sum, and those that share a loss count once.
