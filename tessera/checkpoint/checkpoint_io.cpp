@@ -15,9 +15,6 @@ namespace tessera {
 CheckpointFile::~CheckpointFile() = default;
 CheckpointIO::~CheckpointIO() = default;
 
-void CheckpointIO::make(const std::string&) {}
-void CheckpointIO::sync(const std::string&) {}
-bool CheckpointIO::is_link(const std::string&) { return false; }
 std::shared_ptr<const void> CheckpointIO::lock() {
   throw NotAvailable("'", where(""), "' has no locks");
 }
@@ -36,15 +33,11 @@ void make_folders(const std::string& path, FileOperations& operations) {
   }
 }
 
-class LocalFile final : public CheckpointFile {
+class LocalFile final : public CheckpointFile, AtomicFile {
  public:
-  LocalFile(const std::string& path, std::shared_ptr<FileOperations> operations)
-      : file_(path, std::move(operations)) {}
-  void write(const void* data, std::size_t bytes) override { file_.write(data, bytes); }
-  void commit() override { file_.commit(); }
-
- private:
-  AtomicFile file_;
+  using AtomicFile::AtomicFile;
+  void write(const void* data, std::size_t bytes) override { AtomicFile::write(data, bytes); }
+  void commit() override { AtomicFile::commit(); }
 };
 
 class LocalFolder final : public CheckpointIO {

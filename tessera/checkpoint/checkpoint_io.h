@@ -69,11 +69,11 @@ class CheckpointIO {
   // ---- what a store may leave as it is ----
 
   /// Makes a folder, and for "" those above it, unless it is there.
-  virtual void make(const std::string& folder);
+  virtual void make(const std::string& /*folder*/) {}
   /// Returns when what was put, moved and removed in a folder survives a crash.
-  virtual void sync(const std::string& folder);
+  virtual void sync(const std::string& /*folder*/) {}
   /// True for a name that leads to somebody else's files: only the name itself is ever removed.
-  virtual bool is_link(const std::string& name);
+  virtual bool is_link(const std::string& /*name*/) { return false; }
   /// A lock that keeps every other writer out as long as the result is held, and dies with its
   /// process; null: another writer has it. Throws NotAvailable where there are no locks: then a
   /// save claims the place by a put() if absent, and the last to claim it may commit.
