@@ -154,23 +154,7 @@ std::unique_ptr<CheckpointReader> Trainer::begin_or_resume(Task& task, bool fits
 
 void Trainer::begin(Task& task, const CheckpointReader* from) {
   task_ = &task;
-  stage_ = RunStage::train;
-  epoch_ = step_ = previous_step_ = 0;
-  rate_scale_ = 1;
-  rates_scaled_ = false;
-  in_epoch_ = epoch_over_ = validation_due_ = own_loss_ = warned_not_finite_ = false;
-  step_due_.reset();
-  passed_on_ = 0;
-  stop_ = Stop::none;
-  reason_.clear();
-  saved_.clear();
-  to_save_.clear();
-  to_remove_.clear();
-  ready_to_remove_.clear();
-  metrics_.clear();
-  window_metrics_.clear();
-  epoch_metrics_.clear();
-  saves_on_exception_ = false;
+  static_cast<detail::RunState&>(*this) = {};
   task.setup(strategy());
   session_ = std::make_unique<Session>(options_.strategy, task.modules(), options_.session, from);
   base_rates_.clear();

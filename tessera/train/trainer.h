@@ -103,12 +103,45 @@ struct FitResult {
   std::string checkpoint;
 };
 
+namespace detail {
+
+/// Where a run of a trainer is; each begins with this as it is made.
+struct RunState {
+  Metrics window_metrics_, epoch_metrics_;
+  std::map<std::string, double> metrics_;
+  RunStage stage_ = RunStage::train;
+  std::int64_t epoch_ = 0, step_ = 0, previous_step_ = 0;
+  double rate_scale_ = 1;
+  /// It was scaled, and so the optimizers' rates are not what they began with, even where it is 1.
+  bool rates_scaled_ = false;
+  /// A restored run goes on in the middle of an epoch.
+  bool in_epoch_ = false;
+  /// The epoch's end has been reported: a checkpoint goes on with the next one.
+  bool epoch_over_ = false;
+  /// A validation that the last step asked for has not ended.
+  bool validation_due_ = false;
+  /// The last step, if not all callbacks have had its end.
+  std::optional<StepResult> step_due_;
+  bool warned_not_finite_ = false;
+  /// The task logs a "loss" of its own.
+  bool own_loss_ = false;
+  Stop stop_ = Stop::none;
+  std::string reason_, saved_;
+  /// Removed after the next save, and after this one.
+  std::vector<std::string> to_save_, to_remove_, ready_to_remove_;
+  bool saves_on_exception_ = false;
+  /// So many warnings of the checkpointer were passed on.
+  std::size_t passed_on_ = 0;
+};
+
+}  // namespace detail
+
 /// All calls are collective over the strategy's ranks, with the same options and data of the same
 /// kind: limits, intervals, policies, precision and callbacks that differ throw MismatchError on
 /// every rank. An exception of one rank ends the others' within the groups' time limits, with its
 /// message. Inside a run (from a callback) the same task may be evaluated; fit(), another task, and
 /// another trainer of the same strategy throw InvalidArgument.
-class Trainer : Pinned {
+class Trainer : Pinned, detail::RunState {
  public:
   /// Throws InvalidArgument for options out of range, and callbacks with one name.
   explicit Trainer(TrainerOptions options);
@@ -265,8 +298,6 @@ class Trainer : Pinned {
   /// A strategy of one rank that has no manager needs it for its checkpoints.
   std::shared_ptr<Strategy> alone_;
   std::unique_ptr<Checkpointer> checkpointer_;
-  /// So many of its warnings were passed on.
-  std::size_t passed_on_ = 0;
   std::unique_ptr<Progress> progress_;
   bool said_how_many_ = false;
   std::unique_ptr<detail::RunMeter> meter_;
@@ -280,31 +311,8 @@ class Trainer : Pinned {
   };
   std::vector<Saving> saving_;
   std::shared_ptr<AgreedBatches> training_, validation_;
-  Metrics window_metrics_, epoch_metrics_;
-  std::map<std::string, double> metrics_;
-  RunStage stage_ = RunStage::train;
-  std::int64_t epoch_ = 0, step_ = 0, previous_step_ = 0;
-  double rate_scale_ = 1;
-  /// It was scaled, and so the optimizers' rates are not what they began with, even where it is 1.
-  bool rates_scaled_ = false;
-  /// A restored run goes on in the middle of an epoch.
-  bool in_epoch_ = false;
-  /// The epoch's end has been reported: a checkpoint goes on with the next one.
-  bool epoch_over_ = false;
-  /// A validation that the last step asked for has not ended.
-  bool validation_due_ = false;
-  /// The last step, if not all callbacks have had its end.
-  std::optional<StepResult> step_due_;
   /// Inside fit() or an evaluation.
   bool running_ = false;
-  bool warned_not_finite_ = false;
-  /// The task logs a "loss" of its own.
-  bool own_loss_ = false;
-  Stop stop_ = Stop::none;
-  std::string reason_, saved_;
-  /// Removed after the next save, and after this one.
-  std::vector<std::string> to_save_, to_remove_, ready_to_remove_;
-  bool saves_on_exception_ = false;
   /// What save_on_exception() goes back to: the state between two steps, with the contents of
   /// buffers, which forward writes to.
   struct WholeState {
