@@ -53,13 +53,6 @@ void set_random_bytes(const std::string& bytes, c10::Device device) {
   }
 }
 
-void seed_generators(std::uint64_t seed, c10::Device device) {
-  for (at::Generator& generator : generators_of(device)) {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_current_seed(seed);
-  }
-}
-
 }  // namespace detail
 
 GeneratorState generator_state(const Strategy& strategy) {
@@ -78,7 +71,10 @@ void set_generator_state(const Strategy& strategy, const GeneratorState& state) 
 ForkedGenerators::ForkedGenerators(const Strategy& strategy, std::optional<std::uint64_t> seed)
     : strategy_(strategy), before_(generator_state(strategy)) {
   if (!seed) return;
-  detail::seed_generators(*seed, strategy.root_device());
+  for (at::Generator& generator : detail::generators_of(strategy.root_device())) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(*seed);
+  }
   if (const DistributedManager* manager = strategy.manager()) manual_seed(*manager, *seed);
 }
 

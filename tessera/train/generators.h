@@ -56,8 +56,6 @@ std::string random_bytes(c10::Device device);
 /// Throws ConfigurationError for other bytes. A device's part is left out where there is no such
 /// device now.
 void set_random_bytes(const std::string& bytes, c10::Device device);
-/// The same generators from `seed` on.
-void seed_generators(std::uint64_t seed, c10::Device device);
 }  // namespace detail
 
 }  // namespace tessera

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 
 extern char** environ;
@@ -45,17 +46,9 @@ constexpr int kStopSignals[] = {SIGTERM, SIGUSR1};
 }  // namespace
 
 std::string to_string(Stop stop) {
-  switch (stop) {
-    case Stop::none:
-      return "none";
-    case Stop::requested:
-      return "requested";
-    case Stop::usr1:
-      return "SIGUSR1";
-    case Stop::terminated:
-      return "SIGTERM";
-  }
-  return "?";
+  constexpr const char* names[] = {"none", "requested", "SIGUSR1", "SIGTERM"};
+  const auto i = static_cast<std::size_t>(stop);
+  return i < std::size(names) ? names[i] : "?";
 }
 
 StopSignals::StopSignals() {
