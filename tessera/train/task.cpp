@@ -62,28 +62,16 @@ std::vector<at::Tensor> Task::predict_step(const MicroBatch&, Step&) {
   throw NotAvailable("this task has no predict_step()");
 }
 
-namespace {
-
-double nan_or(double a, double b, double chosen) {
-  return std::isnan(a) || std::isnan(b) ? std::nan("") : chosen;
-}
-
-}  // namespace
-
 void Metrics::Sum::add(double other, double other_weight) {
   if (other_weight == 0) return;
-  switch (kind) {
-    case Kind::mean:
-    case Kind::sum:
-      value += other;
-      break;
-    case Kind::min:
-      value = weight == 0 ? other : nan_or(value, other, std::min(value, other));
-      break;
-    case Kind::max:
-      value = weight == 0 ? other : nan_or(value, other, std::max(value, other));
-      break;
-  }
+  if (kind == Kind::mean || kind == Kind::sum)
+    value += other;
+  else if (weight == 0)
+    value = other;
+  else if (std::isnan(value) || std::isnan(other))
+    value = std::nan("");
+  else
+    value = kind == Kind::min ? std::min(value, other) : std::max(value, other);
   weight += other_weight;
 }
 
