@@ -174,22 +174,6 @@ std::vector<Placement> batch_placements(const FieldSharding& field, const Mesh& 
   return placements;
 }
 
-/// The shards' sizes of dims that all ranks have read whole.
-ShardSizes sizes_of_whole(const at::Tensor& tensor, const FieldSharding& field, const Mesh& mesh,
-                          const BatchAxes& axes) {
-  ShardSizes sizes = field.sizes;
-  std::map<int, int> shards;
-  for (const int axis : axes.others) {
-    const auto found = field.dims.find(mesh.axes()[axis].name);
-    if (found == field.dims.end()) continue;
-    auto& count = shards.try_emplace(found->second, 1).first->second;
-    count *= mesh.size(axis);
-  }
-  for (const auto& [dim, count] : shards)
-    sizes.try_emplace(dim, Partition::even(tensor.size(dim), count).sizes());
-  return sizes;
-}
-
 /// The rows of the global batch, sharded over the batch axes.
 ShardSizes with_rows(ShardSizes sizes, const GlobalRows& rows, const BatchAxes& axes) {
   if (!axes.batch.empty()) sizes[0] = rows.sizes;
@@ -261,16 +245,16 @@ ShardedBatch joined(const TensorBatch& batch, const DeviceMesh& mesh, const Batc
     const FieldSharding& field = field_of(fields, i);
     at::Tensor local = batch.tensors[i];
     const auto placements = batch_placements(field, layout, axes, static_cast<int>(local.dim()));
-    ShardSizes sizes = field.sizes;
+    ShardSizes sizes = with_rows(field.sizes, rows, axes);
     if (field.whole.value_or(false)) {
-      sizes = sizes_of_whole(local, field, layout, axes);
       auto shape = local.sizes().vec();
       shape[0] = rows.all;
-      const ShardSpec spec(mesh, shape, placements, with_rows(sizes, rows, axes));
+      const ShardSpec spec(mesh, shape, placements, sizes);
+      sizes = spec.sizes();
       for (int dim = 1; dim < static_cast<int>(shape.size()); ++dim)
         local = local.narrow(dim, spec.local_offset()[dim], spec.local_shape()[dim]);
     }
-    sharded.tensors.push_back(from_local(local, mesh, placements, with_rows(sizes, rows, axes)));
+    sharded.tensors.push_back(from_local(local, mesh, placements, sizes));
   }
   if (rows.masked)
     sharded.mask = from_local(whole_mask(batch), mesh, batch_placements({}, layout, axes, 1),
