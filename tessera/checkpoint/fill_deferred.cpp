@@ -55,14 +55,9 @@ void check_table(const NameTable& table) {
       throw InvalidArgument("fill_deferred: '", to, "' has more stars than '", from, "' matches");
 }
 
-// A tensor, and what it is filled with.
-struct FromFiles {
-  at::Tensor tensor;
-  std::string name;
-};
-
 struct FillPlan {
-  std::vector<FromFiles> deferred;
+  // By the names that they are filled from.
+  NamedTensors deferred;
   // Those that have values already.
   CheckpointState others;
   // What all ranks must share.
@@ -116,7 +111,7 @@ FillPlan plan_of(const NamedTensors& tensors, const CheckpointReader& saved, con
                       " (LoadOptions::convert converts).");
     plan.text += concat(is_deferred(t) ? "deferred '" : "'", *name, "';");
     if (is_deferred(t))
-      plan.deferred.push_back({t, *name});
+      plan.deferred.emplace_back(*name, t);
     else
       plan.others.add(*name, t);
   }
@@ -136,10 +131,10 @@ std::vector<int> sorted_ranks(const Group& group) {
 }
 
 DeferredSource source_of(const std::shared_ptr<const CheckpointReader>& saved,
-                         const FromFiles& from, LoadOptions options) {
+                         const std::string& name, const at::Tensor& tensor, LoadOptions options) {
   options.allow_extra = true;
-  return [saved, options, name = from.name, shape = from.tensor.sizes().vec(),
-          dtype = from.tensor.scalar_type()](const ShardSpec* spec, c10::Device device) {
+  return [saved, options, name, shape = tensor.sizes().vec(),
+          dtype = tensor.scalar_type()](const ShardSpec* spec, c10::Device device) {
     if (!spec) {
       const at::Tensor whole = at::empty(shape, at::TensorOptions(dtype).device(device));
       CheckpointState state;
@@ -180,8 +175,8 @@ void fill_deferred(const NamedTensors& tensors,
     others.allow_extra = true;
     saved->load(plan.others, others);
   }
-  for (const FromFiles& from : plan.deferred)
-    set_source(from.tensor, from.name, source_of(saved, from, options));
+  for (const auto& [name, t] : plan.deferred)
+    set_source(t, name, source_of(saved, name, t, options));
 }
 
 void fill_deferred(torch::nn::Module& module, const std::shared_ptr<const CheckpointReader>& saved,
