@@ -207,12 +207,6 @@ std::string header_of(const TensorBatch& batch) {
   return header;
 }
 
-std::vector<std::uint64_t> header_numbers(const std::string& line) {
-  std::vector<std::uint64_t> numbers;
-  for (const std::string& number : split(line, ' ')) numbers.push_back(std::stoull(number));
-  return numbers;
-}
-
 /// A batch that the user has put together may have any names and tensors.
 void require_rows(const TensorBatch& batch) {
   require_field_names(batch.names);
@@ -309,7 +303,8 @@ Told told_by_readers(const TensorBatch* batch, const DeviceMesh& mesh, const Bat
   };
   const auto said = agree::all<SaidRows>(mesh.all(), "scatter_batch", [&] {
     told.names = split(agree::first<std::string>(sharing, "scatter_batch", header), '\n');
-    told.numbers = header_numbers(told.names.front());
+    for (const std::string& number : split(told.names.front(), ' '))
+      told.numbers.push_back(std::stoull(number));
     told.names.erase(told.names.begin());
     told.fields = by_place(field_shardings, told.names);
     const auto number = [&](int i) { return static_cast<std::int64_t>(told.numbers[i]); };

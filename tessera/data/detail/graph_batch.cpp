@@ -16,12 +16,10 @@ namespace {
 
 constexpr auto kIndex = "edges/index";
 
-bool is_of(const char* group, const std::string& name) { return names_field(group, name); }
-
 // The number of nodes; of all tensors under "nodes" the same.
 std::int64_t nodes_of(const std::vector<std::string>& names, const Sample& sample) {
   for (std::size_t t = 0; t < sample.size(); ++t)
-    if (is_of("nodes", names[t]) && sample[t].dim() > 0) return sample[t].size(0);
+    if (names_field("nodes", names[t]) && sample[t].dim() > 0) return sample[t].size(0);
   return 0;
 }
 
@@ -33,7 +31,7 @@ const at::Tensor& index_of(const std::vector<std::string>& names, const Sample& 
 
 void require_graph_names(const std::vector<std::string>& names) {
   if (std::ranges::find(names, kIndex) == names.end() ||
-      std::ranges::none_of(names, [](const auto& name) { return is_of("nodes", name); }))
+      std::ranges::none_of(names, [](const auto& name) { return names_field("nodes", name); }))
     throw InvalidArgument("LoaderOptions::graphs of samples with the fields ", list(names),
                           "; graphs have 'edges/index' (2 x edges) and fields under 'nodes'");
 }
@@ -55,7 +53,7 @@ void require_graph(const std::vector<std::string>& names, const Sample& sample,
   for (std::size_t t = 0; t < sample.size(); ++t) {
     const at::Tensor &it = sample[t], &other = first[t];
     if (names[t] == kIndex) continue;
-    const bool node = is_of("nodes", names[t]), edge = is_of("edges", names[t]);
+    const bool node = names_field("nodes", names[t]), edge = names_field("edges", names[t]);
     if ((node || edge) && (it.dim() == 0 || it.size(0) != (node ? nodes : edges)))
       throw InvalidArgument('\'', names[t], "' is ", it.sizes(), "; of ", nodes, " nodes and ",
                             edges, " edges it has a row for each ", node ? "node" : "edge");
@@ -78,7 +76,7 @@ std::vector<at::Tensor> graph_batch(const std::vector<std::string>& names,
     std::vector<at::Tensor> all;
     for (std::size_t s = 0; s < samples.size(); ++s)
       all.push_back(index ? samples[s][t] + first[s] : samples[s][t]);
-    batch.push_back(index || is_of("nodes", names[t]) || is_of("edges", names[t])
+    batch.push_back(index || names_field("nodes", names[t]) || names_field("edges", names[t])
                         ? at::cat(all, index ? 1 : 0)
                         : at::stack(all));
     if (empty) batch.back() = batch.back().narrow(index ? 1 : 0, 0, 0);
