@@ -112,6 +112,27 @@ struct StreamLoader::Engine {
     });
   }
 
+  // Reads the next step's samples behind the others, while which the lock is not held.
+  void read_next(std::unique_lock<std::mutex>& lock) {
+    const auto slot = std::make_shared<Slot>();
+    slot->first = taken;
+    slots.push_back(slot);
+    reading = true;
+    lock.unlock();
+    take(*slot);
+    lock.lock();
+    reading = false;
+    taken += slot->taken;
+    ended = ended || slot->ended;
+    work.notify_one();
+    rested.notify_all();
+    lock.unlock();
+    make(*slot);
+    lock.lock();
+    slot->done = true;
+    ready.notify_all();
+  }
+
   void run() {
     std::unique_lock lock(mutex);
     for (;;) {
@@ -120,39 +141,14 @@ struct StreamLoader::Engine {
                         slots.size() <= static_cast<std::size_t>(options.prefetch));
       });
       if (stop) break;
-      const auto slot = std::make_shared<Slot>();
-      slot->first = taken;
-      slots.push_back(slot);
-      reading = true;
-      lock.unlock();
-      take(*slot);
-      lock.lock();
-      reading = false;
-      taken += slot->taken;
-      ended = ended || slot->ended;
-      work.notify_one();
-      rested.notify_all();
-      lock.unlock();
-      make(*slot);
-      lock.lock();
-      slot->done = true;
-      ready.notify_all();
+      read_next(lock);
     }
   }
 
   // The next step's samples; null if they do not arrive within the limit.
   std::shared_ptr<Slot> next() {
     std::unique_lock lock(mutex);
-    if (options.workers == 0 && slots.empty() && !ended) {
-      const auto slot = std::make_shared<Slot>();
-      slot->first = taken;
-      take(*slot);
-      make(*slot);
-      taken += slot->taken;
-      ended = slot->ended;
-      slot->done = true;
-      slots.push_back(slot);
-    }
+    if (options.workers == 0 && slots.empty() && !ended) read_next(lock);
     begun = true;
     work.notify_one();
     if (!ready.wait_until(lock, deadline_after(options.stall_limit),
