@@ -1,7 +1,5 @@
 #include "tessera/data/detail/loader_state.h"
 
-#include <algorithm>
-
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/number.h"
@@ -21,14 +19,10 @@ std::uint64_t checksum(const std::string& text) { return Hash().text(text).value
 
 }  // namespace
 
-std::vector<std::string_view> words_of(std::string_view text) {
-  std::vector<std::string_view> words;
-  for (std::size_t at = 0; at < text.size();) {
-    const auto begin = text.find_first_not_of(" \t\r\n", at);
-    if (begin == std::string_view::npos) break;
-    at = std::min(text.find_first_of(" \t\r\n", begin), text.size());
-    words.push_back(text.substr(begin, at - begin));
-  }
+std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words;
+  TextReader in(text);
+  for (std::string word; in >> word;) words.push_back(word);
   return words;
 }
 
@@ -49,7 +43,7 @@ OrderCursor read_state(const Order& order, const std::string& state) {
   if (last == std::string::npos ||
       state.substr(last + 1, end - last) != std::to_string(checksum(state.substr(0, last))))
     refuse();
-  const auto words = words_of(std::string_view(state).substr(0, last));
+  const auto words = words_of(state.substr(0, last));
   std::size_t at = 0;
   auto word = [&] {
     if (at == words.size()) refuse();

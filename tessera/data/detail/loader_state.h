@@ -3,7 +3,6 @@
 // exact numbers, and a checksum.
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "tessera/data/orders.h"
@@ -11,7 +10,7 @@
 namespace tessera::detail {
 
 /// The words of a text between blanks.
-std::vector<std::string_view> words_of(std::string_view text);
+std::vector<std::string> words_of(const std::string& text);
 
 std::string write_state(const Order& order, const OrderCursor& cursor);
 /// The cursor in a text of write_state(). Throws ConfigurationError for another text, a damaged
