@@ -2,8 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/pad_sequence.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -34,21 +34,14 @@ BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& bat
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill) {
   if (samples.empty()) return {};
   std::vector<at::Tensor> batch;
-  const at::Tensor lengths = at::zeros({static_cast<std::int64_t>(samples.size())}, at::kLong);
+  std::vector<std::int64_t> lengths;
+  for (const Sample& s : samples) lengths.push_back(s.empty() ? 0 : s.front().size(0));
   for (std::size_t t = 0; t < samples.front().size(); ++t) {
-    std::int64_t longest = 0;
-    for (const Sample& s : samples) longest = std::max(longest, s[t].size(0));
-    auto shape = samples.front()[t].sizes().vec();
-    shape[0] = longest;
-    shape.insert(shape.begin(), static_cast<std::int64_t>(samples.size()));
-    batch.push_back(at::full(shape, fill, samples.front()[t].options()));
-    for (std::size_t i = 0; i < samples.size(); ++i) {
-      const std::int64_t n = samples[i][t].size(0);
-      batch.back()[static_cast<std::int64_t>(i)].narrow(0, 0, n).copy_(samples[i][t]);
-      if (t == 0) lengths[static_cast<std::int64_t>(i)] = n;
-    }
+    std::vector<at::Tensor> column;
+    for (const Sample& s : samples) column.push_back(s[t]);
+    batch.push_back(at::pad_sequence(column, /*batch_first=*/true, fill));
   }
-  batch.push_back(lengths);
+  batch.push_back(at::tensor(lengths, at::kLong));
   return batch;
 }
 

@@ -112,7 +112,7 @@ struct StreamLoader::Engine {
     });
   }
 
-  // Reads the next step's samples behind the others, while which the lock is not held.
+  // Reads the samples of one more step; the lock is not held meanwhile.
   void read_next(std::unique_lock<std::mutex>& lock) {
     const auto slot = std::make_shared<Slot>();
     slot->first = taken;
