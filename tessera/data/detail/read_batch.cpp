@@ -59,24 +59,29 @@ void require_plain(const std::vector<at::Tensor>& tensors) {
                             "(full_tensor), and shard what was read by shard_batch");
 }
 
-void BatchReader::check(const std::vector<SampleRef>& refs) const {
+namespace {
+
+// Throws InvalidArgument for a sample that no dataset has: an order of the user's own may name
+// any.
+void check_samples(const BatchReader& reader, const std::vector<SampleRef>& refs) {
   std::vector<std::uint64_t> sizes;
-  for (const auto& dataset : datasets) sizes.push_back(dataset->size());
+  for (const auto& dataset : reader.datasets) sizes.push_back(dataset->size());
   for (const SampleRef& ref : refs) {
     if (ref.dataset < 0 || ref.dataset >= static_cast<int>(sizes.size()))
       throw InvalidArgument("the order names dataset ", ref.dataset, ", the loader has ",
-                            sizes.size(), ": ", order->describe());
+                            sizes.size(), ": ", reader.order->describe());
     if (ref.index >= sizes[static_cast<std::size_t>(ref.dataset)])
       throw InvalidArgument("the order names sample ", ref.index, " of dataset ", ref.dataset,
                             ", which has ", sizes[static_cast<std::size_t>(ref.dataset)], ": ",
-                            order->describe());
+                            reader.order->describe());
   }
 }
 
-void BatchReader::check_packed(const OrderBatch& batch) const {
+// Throws InvalidArgument for a packed batch whose rows do not fit together.
+void check_packed(const BatchReader& reader, const OrderBatch& batch) {
   auto refuse = [&](const auto&... why) {
     throw InvalidArgument("a packed batch of the order does not fit together: ", why..., " (",
-                          order->describe(), ")");
+                          reader.order->describe(), ")");
   };
   if (batch.packed.size() != batch.size)
     refuse(batch.packed.size(), " rows for a batch of ", batch.size);
@@ -91,21 +96,21 @@ void BatchReader::check_packed(const OrderBatch& batch) const {
       taken += packed.length;
     }
   }
-  check(batch.rows);
+  check_samples(reader, batch.rows);
 }
 
-Sample BatchReader::get(const SampleRef& ref, const OrderBatch& batch) const {
+// The sample, augmented.
+Sample read_sample(const BatchReader& reader, const SampleRef& ref, const OrderBatch& batch) {
   return of_sample(ref.index, [&] {
-    Sample sample = datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index);
-    return options.augment.function
-               ? augmented(sample, ref, options.augment, {batch.epoch, batch.step})
-               : sample;
+    Sample sample = reader.datasets[static_cast<std::size_t>(ref.dataset)]->get(ref.index);
+    const Augmentation& augment = reader.options.augment;
+    return augment.function ? augmented(sample, ref, augment, {batch.epoch, batch.step}) : sample;
   });
 }
 
-std::vector<at::Tensor> BatchReader::get_batch(int dataset,
-                                               const std::vector<std::uint64_t>& indices) const {
-  const Dataset& from = *datasets[static_cast<std::size_t>(dataset)];
+std::vector<at::Tensor> read_from(const BatchReader& reader, int dataset,
+                                  const std::vector<std::uint64_t>& indices) {
+  const Dataset& from = *reader.datasets[static_cast<std::size_t>(dataset)];
   std::vector<at::Tensor> batch;
   try {
     batch = from.get_batch(indices);
@@ -128,10 +133,10 @@ std::vector<at::Tensor> BatchReader::get_batch(int dataset,
 }
 
 // Tensors without rows, if the dataset knows the shapes without reading; else an empty list.
-std::vector<at::Tensor> BatchReader::known_shapes(int dataset) const {
+std::vector<at::Tensor> known_shapes(const Dataset& dataset) {
   std::vector<at::Tensor> none;
   try {
-    none = datasets[static_cast<std::size_t>(dataset)]->get_batch({});
+    none = dataset.get_batch({});
   } catch (const std::exception&) {
     return {};  // a get_batch that does not support this: read one sample
   }
@@ -141,11 +146,11 @@ std::vector<at::Tensor> BatchReader::known_shapes(int dataset) const {
 }
 
 // Rows of several datasets, in the order of `refs`.
-std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) const {
+std::vector<at::Tensor> rows_of(const BatchReader& reader, const std::vector<SampleRef>& refs) {
   std::vector<at::Tensor> batch;
   std::vector<std::uint64_t> indices;
   std::vector<std::int64_t> places;
-  for (int d = 0; d < static_cast<int>(datasets.size()); ++d) {
+  for (int d = 0; d < static_cast<int>(reader.datasets.size()); ++d) {
     indices.clear();
     places.clear();
     for (std::size_t i = 0; i < refs.size(); ++i)
@@ -154,7 +159,7 @@ std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) co
         places.push_back(static_cast<std::int64_t>(i));
       }
     if (indices.empty()) continue;
-    auto part = get_batch(d, indices);
+    auto part = read_from(reader, d, indices);
     if (indices.size() == refs.size()) return part;
     if (batch.empty())
       for (const at::Tensor& t : part) {
@@ -179,29 +184,31 @@ std::vector<at::Tensor> BatchReader::rows(const std::vector<SampleRef>& refs) co
   return batch;
 }
 
-std::vector<at::Tensor> BatchReader::tensors(const std::vector<SampleRef>& refs,
-                                             const OrderBatch& batch) const {
+// The tensors of a batch of these samples.
+std::vector<at::Tensor> batch_of(const BatchReader& reader, const std::vector<SampleRef>& refs,
+                                 const OrderBatch& batch) {
+  const LoaderOptions& options = reader.options;
   if (options.collate) {
     std::vector<Sample> samples;
-    for (const SampleRef& ref : refs) samples.push_back(get(ref, batch));
+    for (const SampleRef& ref : refs) samples.push_back(read_sample(reader, ref, batch));
     return options.collate(samples);
   }
-  if (!options.augment.function) return rows(refs);
-  return augmented_rows(rows(refs), refs, options.augment, {batch.epoch, batch.step});
+  if (!options.augment.function) return rows_of(reader, refs);
+  return augmented_rows(rows_of(reader, refs), refs, options.augment, {batch.epoch, batch.step});
 }
 
-std::vector<at::Tensor> BatchReader::graph_of(const std::vector<SampleRef>& refs,
-                                              const OrderBatch& batch, bool empty) const {
+std::vector<at::Tensor> graph_of(const BatchReader& reader, const std::vector<SampleRef>& refs,
+                                 const OrderBatch& batch, bool empty) {
   std::vector<Sample> samples;
   for (const SampleRef& ref : refs) {
-    samples.push_back(get(ref, batch));
-    of_sample(ref.index, [&] { require_graph(names, samples.back(), samples.front()); });
+    samples.push_back(read_sample(reader, ref, batch));
+    of_sample(ref.index, [&] { require_graph(reader.names, samples.back(), samples.front()); });
   }
-  return graph_batch(names, samples, empty);
+  return graph_batch(reader.names, samples, empty);
 }
 
-void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
-  if (options.collate || options.graphs)
+void read_packed(const BatchReader& reader, const OrderBatch& batch, LoadedBatch& out) {
+  if (reader.options.collate || reader.options.graphs)
     throw InvalidArgument(
         "LoaderOptions::collate or graphs with a PackedOrder, which arranges its samples in rows "
         "itself; leave one of them out");
@@ -224,7 +231,7 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
       std::int64_t at = 0, number = 0;
       for (const Packed& packed : batch.packed[static_cast<std::size_t>(i)]) {
         const SampleRef ref = batch.rows[packed.position];
-        const Sample sample = get(ref, batch);
+        const Sample sample = read_sample(reader, ref, batch);
         if (out.tensors.empty()) allocate(sample);
         if (sample.size() + 1 != out.tensors.size())
           throw SampleError(concat("sample ", ref.index, " has ", sample.size(),
@@ -252,10 +259,10 @@ void BatchReader::read_packed(const OrderBatch& batch, LoadedBatch& out) const {
     }
   // This process reads no sample: tensors of the right shape all the same, since every rank runs
   // the same step.
-  if (out.tensors.empty()) allocate(get(batch.rows.front(), batch));
+  if (out.tensors.empty()) allocate(read_sample(reader, batch.rows.front(), batch));
 }
 
-void BatchReader::name(LoadedBatch& out, bool packed) const {
+void name_tensors(const std::vector<std::string>& names, LoadedBatch& out, bool packed) {
   if (names.empty()) return;
   out.names = names;
   if (packed && names.size() + 1 == out.tensors.size()) {
@@ -266,6 +273,8 @@ void BatchReader::name(LoadedBatch& out, bool packed) const {
     throw InvalidArgument("a batch of ", out.tensors.size(), " tensors and ", out.names.size(),
                           " names for them: ", list(out.names));
 }
+
+}  // namespace
 
 LoadedBatch BatchReader::read(const OrderBatch& batch) const {
   if (batch.real > batch.size || batch.size > static_cast<std::uint64_t>(INT64_MAX))
@@ -285,10 +294,10 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
     out.real += real_in(slice);
   }
   if (!batch.packed.empty()) {
-    check_packed(batch);
+    check_packed(*this, batch);
     if (!options.reads) return out;
-    read_packed(batch, out);
-    name(out, /*packed=*/true);
+    read_packed(*this, batch, out);
+    name_tensors(names, out, /*packed=*/true);
     return out;
   }
   out.samples.resize(static_cast<std::size_t>(out.rows));
@@ -297,25 +306,25 @@ LoadedBatch BatchReader::read(const OrderBatch& batch) const {
                 std::span(out.samples)
                     .subspan(static_cast<std::size_t>(slice.slot),
                              static_cast<std::size_t>(slice.samples.size())));
-  check(out.samples);
+  check_samples(*this, out.samples);
   if (!options.reads) {
     // Another rank does.
   } else if (!out.samples.empty()) {
-    out.tensors =
-        options.graphs ? graph_of(out.samples, batch, false) : tensors(out.samples, batch);
+    out.tensors = options.graphs ? graph_of(*this, out.samples, batch, false)
+                                 : batch_of(*this, out.samples, batch);
   } else {
     // A process without rows still gets tensors of the right shape, with no row: every rank runs
     // the same step.
     std::vector<SampleRef> any(1);
     order->rows(batch, 0, any);
-    check(any);
+    check_samples(*this, any);
     if (options.graphs)
-      out.tensors = graph_of(any, batch, true);
+      out.tensors = graph_of(*this, any, batch, true);
     else if (!options.collate && !options.augment.function)
-      out.tensors = known_shapes(any[0].dataset);
-    if (out.tensors.empty()) out.tensors = without_rows(tensors(any, batch));
+      out.tensors = known_shapes(*datasets[static_cast<std::size_t>(any[0].dataset)]);
+    if (out.tensors.empty()) out.tensors = without_rows(batch_of(*this, any, batch));
   }
-  if (options.reads) name(out, /*packed=*/false);
+  if (options.reads) name_tensors(names, out, /*packed=*/false);
   if (out.real < out.rows) {
     out.mask = at::zeros({out.rows}, at::kBool);
     for (const BatchSlice& slice : out.slices)

@@ -23,25 +23,6 @@ struct BatchReader {
   /// samples that cannot be stacked to a batch, or have another number of tensors than there are
   /// names.
   LoadedBatch read(const OrderBatch& batch) const;
-
- private:
-  /// Throws InvalidArgument for a sample that no dataset has: an order of the user's own may name
-  /// any.
-  void check(const std::vector<SampleRef>& refs) const;
-  /// Throws InvalidArgument for a packed batch whose rows do not fit together.
-  void check_packed(const OrderBatch& batch) const;
-  /// The sample, augmented.
-  Sample get(const SampleRef& ref, const OrderBatch& batch) const;
-  std::vector<at::Tensor> get_batch(int dataset, const std::vector<std::uint64_t>& indices) const;
-  std::vector<at::Tensor> known_shapes(int dataset) const;
-  std::vector<at::Tensor> rows(const std::vector<SampleRef>& refs) const;
-  std::vector<at::Tensor> graph_of(const std::vector<SampleRef>& refs, const OrderBatch& batch,
-                                   bool empty) const;
-  /// The tensors of a batch of these samples.
-  std::vector<at::Tensor> tensors(const std::vector<SampleRef>& refs,
-                                  const OrderBatch& batch) const;
-  void read_packed(const OrderBatch& batch, LoadedBatch& out) const;
-  void name(LoadedBatch& out, bool packed) const;
 };
 
 /// What `read` throws becomes a SampleError of this sample.
