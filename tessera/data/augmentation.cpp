@@ -11,7 +11,6 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
-#include "tessera/data/detail/augmented.h"
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/shard_batch.h"
 #include "tessera/partition/partition.h"

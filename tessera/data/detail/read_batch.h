@@ -1,8 +1,9 @@
 #pragma once
 // BatchReader: reads this process' shard of a global batch from the datasets, into host memory, in
-// the caller's thread.
+// the caller's thread; and what an Augmentation makes of a sample, and of the rows of a batch.
 
 #include <exception>
+#include <span>
 
 #include "tessera/base/text.h"
 #include "tessera/data/loader.h"
@@ -24,6 +25,20 @@ struct BatchReader {
   /// names.
   LoadedBatch read(const OrderBatch& batch) const;
 };
+
+/// The batch that a sample is read for.
+struct BatchNumber {
+  std::uint64_t epoch = 0, step = 0;
+};
+
+/// Throws what the function throws, and InvalidArgument unless it returns as many tensors.
+Sample augmented(const Sample& sample, const SampleRef& ref, const Augmentation& by,
+                 const BatchNumber& batch);
+/// Row i is of `refs[i]`. Throws SampleError with the index of the sample, also for one whose
+/// tensors cannot be stacked with the first one's.
+std::vector<at::Tensor> augmented_rows(const std::vector<at::Tensor>& rows,
+                                       std::span<const SampleRef> refs, const Augmentation& by,
+                                       const BatchNumber& batch);
 
 /// What `read` throws becomes a SampleError of this sample.
 template <class Read>
