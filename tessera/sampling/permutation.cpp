@@ -22,14 +22,6 @@ std::uint64_t KeyedRandom::operator()(std::uint64_t counter) const {
   return finalise(key_ + counter);
 }
 
-std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
-  return KeyedRandom(seed, stream)(counter);
-}
-
-double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
-  return KeyedRandom(seed, stream).uniform(counter);
-}
-
 KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream)
     : size_(size) {
   if (size > 1ull << 63) throw InvalidArgument("a permutation of ", size, " numbers; at most 2^63");

@@ -89,7 +89,11 @@ class KeyedRandom {
 };
 
 /// One number of KeyedRandom(seed, stream).
-std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
-double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter);
+inline std::uint64_t keyed_random(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
+  return KeyedRandom(seed, stream)(counter);
+}
+inline double keyed_uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
+  return KeyedRandom(seed, stream).uniform(counter);
+}
 
 }  // namespace tessera

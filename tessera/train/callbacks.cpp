@@ -240,8 +240,6 @@ void Timer::on_setup(Trainer&) {
   began_.reset();
 }
 
-void Timer::on_fit_start(Trainer&) { began_ = SteadyClock::now(); }
-
 std::chrono::milliseconds Timer::elapsed() const {
   if (!began_) return before_;
   return before_ +
@@ -343,7 +341,5 @@ void Ema::save(Trainer& trainer, CheckpointState& state, const std::string& pref
       state.add(prefix + name, average, it->second);
   }
 }
-
-void Ema::loaded(Trainer&, const CheckpointState&, const std::string&) { loaded_ = true; }
 
 }  // namespace tessera

@@ -131,7 +131,7 @@ class Timer : public Callback {
   explicit Timer(std::chrono::milliseconds limit) : limit_(limit) {}
   std::string name() const override { return "timer"; }
   void on_setup(Trainer& trainer) override;
-  void on_fit_start(Trainer& trainer) override;
+  void on_fit_start(Trainer&) override { began_ = std::chrono::steady_clock::now(); }
   void on_step_end(Trainer& trainer, const StepResult& result) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
   void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
@@ -162,7 +162,7 @@ class Ema : public Callback {
   /// The parameters come back from a validation that an exception ended.
   void on_exception(Trainer& trainer, const std::exception& e) override;
   void save(Trainer& trainer, CheckpointState& state, const std::string& prefix) override;
-  void loaded(Trainer& trainer, const CheckpointState& state, const std::string& prefix) override;
+  void loaded(Trainer&, const CheckpointState&, const std::string&) override { loaded_ = true; }
   /// The keys are the names of the parameters, the module in front; of a tied one the first.
   const std::map<std::string, at::Tensor>& average() const { return average_; }
 

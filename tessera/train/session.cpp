@@ -142,10 +142,6 @@ std::size_t Session::add(std::shared_ptr<torch::optim::Optimizer> optimizer) {
   return optimizers_.size() - 1;
 }
 
-const std::vector<std::shared_ptr<torch::optim::Optimizer>>& Session::optimizers() const {
-  return optimizers_;
-}
-
 void Session::train(bool on) {
   for (const NamedModule& m : modules_) m.module->train(on);
 }
@@ -350,8 +346,6 @@ void Session::listen(bool on) {
   else if (!signals_)
     signals_ = std::make_unique<StopSignals>();
 }
-
-void Session::request_stop(Stop stop) { requested_ = std::max(requested_, stop); }
 
 Stop Session::wanted() const {
   return signals_ ? std::max(requested_, signals_->received()) : requested_;

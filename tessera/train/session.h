@@ -20,6 +20,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -118,7 +119,9 @@ class Session : Pinned {
   /// Adds an optimizer, made after the session (setup() may have replaced what parameters hold).
   /// Returns its number.
   std::size_t add(std::shared_ptr<torch::optim::Optimizer> optimizer);
-  const std::vector<std::shared_ptr<torch::optim::Optimizer>>& optimizers() const;
+  const std::vector<std::shared_ptr<torch::optim::Optimizer>>& optimizers() const {
+    return optimizers_;
+  }
   Strategy& strategy() const { return *strategy_; }
   const NamedModules& modules() const { return modules_; }
   const SessionOptions& options() const { return options_; }
@@ -191,7 +194,7 @@ class Session : Pinned {
   /// Begins or ends to note signals (SessionOptions::signals).
   void listen(bool on);
   /// This rank wants to stop: all learn of it at the next step().
-  void request_stop(Stop stop);
+  void request_stop(Stop stop) { requested_ = std::max(requested_, stop); }
   /// What this rank wants, its signals included. Not agreed on.
   Stop wanted() const;
   /// A vote right now, where no step is near.

@@ -46,17 +46,11 @@ void Step::log(const std::string& name, const at::Tensor& value, Metrics::Kind k
   log(name, number, kind);
 }
 
-void Step::log(const std::string& name, double value, double weight) {
-  metrics_.add(name, value, weight);
-}
-
 Task::~Task() = default;
 
 void Task::validation_step(const MicroBatch&, Step&) {
   throw NotAvailable("this task has no validation_step()");
 }
-
-void Task::test_step(const MicroBatch& batch, Step& step) { validation_step(batch, step); }
 
 std::vector<at::Tensor> Task::predict_step(const MicroBatch&, Step&) {
   throw NotAvailable("this task has no predict_step()");

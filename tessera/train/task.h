@@ -124,7 +124,9 @@ class Step {
   void log(const std::string& name, const at::Tensor& value,
            Metrics::Kind kind = Metrics::Kind::mean);
   /// The value has a weight of its own.
-  void log(const std::string& name, double value, double weight);
+  void log(const std::string& name, double value, double weight) {
+    metrics_.add(name, value, weight);
+  }
 
  private:
   Session& session_;
@@ -159,7 +161,7 @@ class Task : Pinned {
   /// they have fewer.
   virtual void validation_step(const MicroBatch& batch, Step& step);
   /// The default calls validation_step().
-  virtual void test_step(const MicroBatch& batch, Step& step);
+  virtual void test_step(const MicroBatch& batch, Step& step) { validation_step(batch, step); }
   /// Throws NotAvailable unless overridden.
   virtual std::vector<at::Tensor> predict_step(const MicroBatch& batch, Step& step);
   /// How much a batch's mean counts: samples by default; tokens, cells, area.
