@@ -20,6 +20,9 @@
 namespace tessera::detail {
 namespace {
 
+// More readers of one disk gain nothing, and copies alone are bound by the memory.
+constexpr int kMostThreads = 4;
+
 // True if the target's memory takes the bytes of the file as they are.
 bool takes_bytes(const Want& want) {
   const at::Tensor& t = want.into;
@@ -91,13 +94,6 @@ std::vector<bool> read_straight(const std::vector<Want>& wants, const LoadOption
   stage_what_shares_memory(wants, all);
   return all;
 }
-
-namespace {
-
-// More readers of one disk gain nothing, and copies alone are bound by the memory.
-constexpr int kMostThreads = 4;
-
-}  // namespace
 
 int threads_of_rank(int asked, int ranks) {
   if (asked < 0)

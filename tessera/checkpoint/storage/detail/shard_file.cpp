@@ -89,6 +89,23 @@ Manifest manifest_of(CheckpointIO& io, const Commit& commit, const WritePlan& pl
   return manifest;
 }
 
+// Puts it unless somebody else has put one by this name meanwhile, as far as that can be told.
+void put_manifest(CheckpointIO& io, Commit& commit, const std::string& text, bool replaces) {
+  const std::string file = concat(commit.name, '/', kManifestName);
+  commit.may_stand = !commit.locked;
+  if (!commit.locked && !replaces) {
+    try {
+      if (io.put(file, text, true)) return;
+      commit.may_stand = false;
+      throw CheckpointLocked("'", io.where(file),
+                             "': another job has saved a checkpoint by this name since");
+    } catch (const NotAvailable&) {
+      // That one job saves at a time is up to the user, who has been told.
+    }
+  }
+  io.put(file, text, false);
+}
+
 }  // namespace
 
 std::string to_text(const ShardOutcome& outcome) {
@@ -146,27 +163,6 @@ ShardOutcome write_shard(CheckpointIO& io, const ShardJob& job, const WritePlan&
   file->commit();
   return outcome;
 }
-
-namespace {
-
-// Puts it unless somebody else has put one by this name meanwhile, as far as that can be told.
-void put_manifest(CheckpointIO& io, Commit& commit, const std::string& text, bool replaces) {
-  const std::string file = concat(commit.name, '/', kManifestName);
-  commit.may_stand = !commit.locked;
-  if (!commit.locked && !replaces) {
-    try {
-      if (io.put(file, text, true)) return;
-      commit.may_stand = false;
-      throw CheckpointLocked("'", io.where(file),
-                             "': another job has saved a checkpoint by this name since");
-    } catch (const NotAvailable&) {
-      // That one job saves at a time is up to the user, who has been told.
-    }
-  }
-  io.put(file, text, false);
-}
-
-}  // namespace
 
 std::vector<std::string> commit_checkpoint(CheckpointIO& io, Commit& commit, const WritePlan& plan,
                                            const std::vector<ShardOutcome>& outcomes) {
