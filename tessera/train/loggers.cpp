@@ -131,16 +131,76 @@ class GrowingFile : Pinned {
   int descriptor_ = -1;
 };
 
-// Lines with a step in each. What an earlier run has of later steps, and a line that was cut short,
-// goes when a run goes on.
-class LineLogger : public Logger {
+std::optional<std::int64_t> number_until(const std::string& line, std::size_t from) {
+  std::size_t end = from;
+  while (end < line.size() && is_digit(line[end])) ++end;
+  const auto n = parse_number(std::string_view(line).substr(from, end - from));
+  return n ? std::optional<std::int64_t>(static_cast<std::int64_t>(*n)) : std::nullopt;
+}
+
+std::string exact(double value) {
+  TextStream out;
+  out.precision(17);
+  out << value;
+  return out.str();
+}
+
+std::string quoted(const std::string& name) {
+  if (name.find_first_of(",\"\n\r") == std::string::npos) return name;
+  std::string out = "\"";
+  for (const char c : name) {
+    if (c == '"') out += '"';
+    out += c == '\n' || c == '\r' ? ' ' : c;
+  }
+  return out + "\"";
+}
+
+// How a log is written in lines with a step in each.
+struct LineFormat {
+  const char* header;
+  // Nothing: a line that has none, and stays.
+  std::optional<std::int64_t> (*step_of)(const std::string& line);
+  std::string (*lines)(const std::map<std::string, double>& values, std::int64_t step,
+                       std::int64_t epoch, double seconds);
+};
+
+constexpr LineFormat kCsv{
+    "step,epoch,seconds,name,value\n",
+    [](const std::string& line) { return number_until(line, 0); },
+    [](const std::map<std::string, double>& values, std::int64_t step, std::int64_t epoch,
+       double seconds) {
+      std::string all;
+      for (const auto& [name, value] : values)
+        all += concat(step, ",", epoch, ",", seconds, ",", quoted(name), ",", exact(value), "\n");
+      return all;
+    }};
+
+constexpr LineFormat kJson{
+    "",
+    [](const std::string& line) -> std::optional<std::int64_t> {
+      constexpr std::string_view start = "{\"step\": ";
+      return line.starts_with(start) ? number_until(line, start.size()) : std::nullopt;
+    },
+    [](const std::map<std::string, double>& values, std::int64_t step, std::int64_t epoch,
+       double seconds) {
+      std::string line =
+          concat("{\"step\": ", step, ", \"epoch\": ", epoch, ", \"seconds\": ", seconds);
+      for (const auto& [name, value] : values)
+        line += concat(", ", json_text(name), ": ", std::isfinite(value) ? exact(value) : "null");
+      return line + "}\n";
+    }};
+
+// What an earlier run has of later steps, and a line that was cut short, goes when a run goes on.
+class LineLogger final : public Logger {
  public:
-  explicit LineLogger(std::string path) : path_(std::move(path)) {
+  LineLogger(std::string path, const LineFormat& format) : path_(std::move(path)), format_(format) {
     if (path_.empty()) throw InvalidArgument("a logger was given no file");
   }
   void start(std::int64_t step) override {
     make_folders(folder_of(path_));
-    const auto earlier = [&](const std::string& line) { return step_of(line).value_or(0) <= step; };
+    const auto earlier = [&](const std::string& line) {
+      return format_.step_of(line).value_or(0) <= step;
+    };
     open();
     const auto there = file_.lines();
     if (step == 0 && std::ranges::any_of(there, [&](const auto& line) {
@@ -162,28 +222,9 @@ class LineLogger : public Logger {
       begin_line();
     }
     const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began_;
-    file_.add(lines(values, step, epoch, since.count()));
+    file_.add(format_.lines(values, step, epoch, since.count()));
   }
   void flush() override { file_.write(); }
-
- protected:
-  virtual std::string header() const { return {}; }
-  /// Nothing: a line that has none, and stays.
-  virtual std::optional<std::int64_t> step_of(const std::string& line) const = 0;
-  virtual std::string lines(const std::map<std::string, double>& values, std::int64_t step,
-                            std::int64_t epoch, double seconds) const = 0;
-  static std::optional<std::int64_t> number_until(const std::string& line, std::size_t from) {
-    std::size_t end = from;
-    while (end < line.size() && line[end] >= '0' && line[end] <= '9') ++end;
-    const auto n = parse_number(std::string_view(line).substr(from, end - from));
-    return n ? std::optional<std::int64_t>(static_cast<std::int64_t>(*n)) : std::nullopt;
-  }
-  static std::string exact(double value) {
-    TextStream out;
-    out.precision(17);
-    out << value;
-    return out.str();
-  }
 
  private:
   void open() {
@@ -193,7 +234,7 @@ class LineLogger : public Logger {
   // Behind the header, and behind a line that a process that was killed has left truncated.
   void begin_line() {
     const auto there = file_.lines();
-    file_.add(there.empty() ? header() : there.back().second ? "" : "\n");
+    file_.add(there.empty() ? format_.header : there.back().second ? "" : "\n");
     file_.write();
   }
   // Who has it open goes on in it.
@@ -205,57 +246,9 @@ class LineLogger : public Logger {
     if (problem) throw FileError(path_, ": cannot be moved aside: ", problem.message());
   }
   std::string path_;
+  LineFormat format_;
   GrowingFile file_;
   std::chrono::steady_clock::time_point began_;
-};
-
-class CsvLogger final : public LineLogger {
- public:
-  using LineLogger::LineLogger;
-
- protected:
-  std::string header() const override { return "step,epoch,seconds,name,value\n"; }
-  std::optional<std::int64_t> step_of(const std::string& line) const override {
-    return number_until(line, 0);
-  }
-  std::string lines(const std::map<std::string, double>& values, std::int64_t step,
-                    std::int64_t epoch, double seconds) const override {
-    std::string all;
-    for (const auto& [name, value] : values)
-      all += concat(step, ",", epoch, ",", seconds, ",", quoted(name), ",", exact(value), "\n");
-    return all;
-  }
-
- private:
-  static std::string quoted(const std::string& name) {
-    if (name.find_first_of(",\"\n\r") == std::string::npos) return name;
-    std::string out = "\"";
-    for (const char c : name) {
-      if (c == '"') out += '"';
-      out += c == '\n' || c == '\r' ? ' ' : c;
-    }
-    return out + "\"";
-  }
-};
-
-class JsonLogger final : public LineLogger {
- public:
-  using LineLogger::LineLogger;
-
- protected:
-  std::optional<std::int64_t> step_of(const std::string& line) const override {
-    constexpr std::string_view start = "{\"step\": ";
-    return line.starts_with(start) ? number_until(line, start.size()) : std::nullopt;
-  }
-  std::string lines(const std::map<std::string, double>& values, std::int64_t step,
-                    std::int64_t epoch, double seconds) const override {
-    std::string line =
-        concat("{\"step\": ", step, ", \"epoch\": ", epoch, ", \"seconds\": ", seconds);
-    for (const auto& [name, value] : values)
-      line += concat(", ", json_text(name), ": ",
-                     std::isfinite(value) ? exact(value) : std::string("null"));
-    return line + "}\n";
-  }
 };
 
 class TensorboardLogger final : public Logger {
@@ -293,11 +286,11 @@ class TensorboardLogger final : public Logger {
 }  // namespace
 
 std::shared_ptr<Logger> csv_logger(const std::string& file) {
-  return std::make_shared<CsvLogger>(file);
+  return std::make_shared<LineLogger>(file, kCsv);
 }
 
 std::shared_ptr<Logger> json_logger(const std::string& file) {
-  return std::make_shared<JsonLogger>(file);
+  return std::make_shared<LineLogger>(file, kJson);
 }
 
 std::shared_ptr<Logger> tensorboard_logger(const std::string& folder) {
