@@ -51,22 +51,6 @@ Session& Trainer::session() const {
 
 // ---- a run ----
 
-// A run, until it ends by whatever.
-struct Trainer::Running {
-  explicit Running(Trainer& t) : trainer(t) { trainer.running_ = true; }
-  ~Running() {
-    trainer.running_ = false;
-    trainer.progress_.reset();
-    trainer.meter_.reset();
-    if (!trainer.session_) return;
-    trainer.session_->listen(false);
-    trainer.session_->rest(true);
-  }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-  Trainer& trainer;
-};
-
 void Trainer::require_free(const Task* task, const char* what) {
   if (running_ && task && task_ == task) return;
   if (running_)
@@ -81,14 +65,24 @@ void Trainer::require_free(const Task* task, const char* what) {
 void Trainer::run_together(bool fits, const std::function<void()>& body) {
   // The run that this is a part of ends by the exception, or its callback goes on.
   if (running_) return together(strategy(), body);
-  const Running running(*this);
+  const auto end = [this] {
+    running_ = false;
+    progress_.reset();
+    meter_.reset();
+    if (!session_) return;
+    session_->listen(false);
+    session_->rest(true);
+  };
+  running_ = true;
   if (session_) session_->rest(false);
   try {
     together(strategy(), body);
   } catch (...) {
     end_by_exception(fits);
+    end();
     throw;
   }
+  end();
 }
 
 FitResult Trainer::fit(Task& task, std::shared_ptr<BatchSource> training,

@@ -209,7 +209,6 @@ class Trainer : Pinned, detail::RunState {
   void log_here(const std::map<std::string, double>& values);
 
  private:
-  struct Running;
   /// Throws InvalidArgument inside a run, unless that is of `task`, and where the strategy is in
   /// use.
   void require_free(const Task* task, const char* what);
