@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "tessera/base/internal/name.h"
 #include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
@@ -91,19 +90,16 @@ struct Hdf5Source::File {
     const Library library;
     id = library.check(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT),
                        concat("'", path, "' cannot be opened as an HDF5 file"));
-    try {
-      read_structure(library);
-    } catch (...) {
-      H5Fclose(id);
-      throw;
-    }
   }
   ~File() {
     const Library library;
     H5Fclose(id);
   }
 
-  void read_structure(const Library& library) {
+  // Its numeric datasets.
+  std::vector<VariableInfo> read_structure() const {
+    const Library library;
+    std::vector<VariableInfo> variables;
     std::vector<std::string> names;
     library.check(H5Ovisit(
                       id, H5_INDEX_NAME, H5_ITER_INC,
@@ -134,6 +130,7 @@ struct Hdf5Source::File {
       read_attributes(library, set, info);
       variables.push_back(std::move(info));
     }
+    return variables;
   }
 
   // Attributes that are numbers or text; others are left out.
@@ -178,31 +175,17 @@ struct Hdf5Source::File {
 
   std::string path;
   hid_t id = -1;
-  std::vector<VariableInfo> variables;
 };
 
-Hdf5Source::Hdf5Source(const std::string& path) : file_(std::make_unique<File>(path)) {}
+Hdf5Source::Hdf5Source(const std::string& path)
+    : ListedSource(path, "numeric dataset"), file_(std::make_unique<File>(path)) {
+  for (VariableInfo& v : file_->read_structure()) add(std::move(v));
+}
 Hdf5Source::~Hdf5Source() = default;
-
-std::string Hdf5Source::name() const { return file_->path; }
-
-std::vector<std::string> Hdf5Source::variables() const {
-  std::vector<std::string> names;
-  for (const VariableInfo& v : file_->variables) names.push_back(v.name);
-  return names;
-}
-
-const VariableInfo& Hdf5Source::info(const std::string& variable) const {
-  for (const VariableInfo& v : file_->variables)
-    if (v.name == variable) return v;
-  std::vector<std::string> known;
-  for (const VariableInfo& v : file_->variables) known.push_back(printable(v.name));
-  throw VariableError(file_->path, " has no numeric dataset ", variable, "; it has ", list(known));
-}
 
 at::Tensor Hdf5Source::read_box(const VariableInfo& variable, const Hyperslab& slab,
                                 const ReadOptions& options) const {
-  const std::string what = concat("reading ", variable.name, " of '", file_->path, "' from ",
+  const std::string what = concat("reading ", variable.name, " of '", path_, "' from ",
                                   list(slab.start), ", count ", list(slab.count));
   at::Tensor out = at::empty(slab.count, variable.stored);
   bool natural = false;

@@ -11,8 +11,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "tessera/base/internal/name.h"
-#include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/cf_values.h"
 #include "tessera/data/sources/detail/hdf5_lock.h"
@@ -96,12 +94,6 @@ struct NetcdfSource::File {
   explicit File(const std::string& path) : path(path) {
     const std::lock_guard lock(detail::hdf5_library());
     check(nc_open(path.c_str(), NC_NOWRITE, &id), "cannot be opened as a netCDF file");
-    try {
-      read_structure();
-    } catch (...) {
-      nc_close(id);
-      throw;
-    }
   }
   ~File() {
     const std::lock_guard lock(detail::hdf5_library());
@@ -113,6 +105,7 @@ struct NetcdfSource::File {
   }
 
   void read_structure() {
+    const std::lock_guard lock(detail::hdf5_library());
     int count = 0, count_attributes = 0;
     check(nc_inq(id, nullptr, &count, &count_attributes, nullptr), "its contents cannot be listed");
     attributes = read_attributes(NC_GLOBAL, count_attributes);
@@ -167,14 +160,6 @@ struct NetcdfSource::File {
     return all;
   }
 
-  const Variable& variable(const std::string& name) const {
-    for (const auto& v : variables)
-      if (v.info.name == name) return v;
-    std::vector<std::string> known;
-    for (const auto& v : variables) known.push_back(printable(v.info.name));
-    throw VariableError(path, " has no numeric variable ", name, "; it has ", list(known));
-  }
-
   // The stored values of a complete, non-empty slab, in the variable's `stored` dtype.
   at::Tensor read(const Variable& variable, const Hyperslab& slab) const {
     at::Tensor out = at::empty(slab.count, variable.info.stored);
@@ -217,20 +202,12 @@ struct NetcdfSource::File {
   std::map<std::string, Attribute> attributes;
 };
 
-NetcdfSource::NetcdfSource(const std::string& path) : file_(std::make_unique<File>(path)) {}
+NetcdfSource::NetcdfSource(const std::string& path)
+    : ListedSource(path, "numeric variable"), file_(std::make_unique<File>(path)) {
+  file_->read_structure();
+  for (const File::Variable& v : file_->variables) add(v.info);
+}
 NetcdfSource::~NetcdfSource() = default;
-
-std::string NetcdfSource::name() const { return file_->path; }
-
-std::vector<std::string> NetcdfSource::variables() const {
-  std::vector<std::string> names;
-  for (const auto& v : file_->variables) names.push_back(v.info.name);
-  return names;
-}
-
-const VariableInfo& NetcdfSource::info(const std::string& variable) const {
-  return file_->variable(variable).info;
-}
 
 const std::map<std::string, Attribute>& NetcdfSource::attributes() const {
   return file_->attributes;
@@ -238,7 +215,7 @@ const std::map<std::string, Attribute>& NetcdfSource::attributes() const {
 
 at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& slab,
                                   const ReadOptions& options) const {
-  const File::Variable& variable = file_->variable(about.name);
+  const File::Variable& variable = file_->variables[place(about.name)];
   const at::Tensor stored = file_->read(variable, slab);
   if (!options.decode) return stored.to(options.dtype);
   return detail::cf_values(stored, about, variable.fill, options, name());

@@ -22,15 +22,12 @@ namespace tessera {
 /// library beside Tessera from other threads must not do so at the same time.
 ///
 /// If Tessera was built without netCDF the constructor throws NotAvailable.
-class NetcdfSource : public Source {
+class NetcdfSource : public detail::ListedSource {
  public:
   /// Throws FileError if the file cannot be opened or is no netCDF file.
   explicit NetcdfSource(const std::string& path);
   ~NetcdfSource() override;
 
-  std::string name() const override;
-  std::vector<std::string> variables() const override;
-  const VariableInfo& info(const std::string& variable) const override;
   /// The global attributes of the file.
   const std::map<std::string, Attribute>& attributes() const;
 

@@ -9,6 +9,24 @@ namespace tessera {
 
 Source::~Source() = default;
 
+void detail::ListedSource::add(VariableInfo variable) {
+  places_.emplace(variable.name, variables_.size());
+  variables_.push_back(std::move(variable));
+}
+
+std::vector<std::string> detail::ListedSource::variables() const {
+  std::vector<std::string> names;
+  for (const VariableInfo& v : variables_) names.push_back(v.name);
+  return names;
+}
+
+std::size_t detail::ListedSource::place(const std::string& variable) const {
+  if (const auto found = places_.find(variable); found != places_.end()) return found->second;
+  std::vector<std::string> known;
+  for (const VariableInfo& v : variables_) known.push_back(printable(v.name));
+  throw VariableError(path_, " has no ", what_, " ", variable, "; it has ", list(known));
+}
+
 Hyperslab complete_slab(const Hyperslab& slab, const std::vector<std::int64_t>& shape,
                         const std::vector<std::string>& dims, const std::string& variable) {
   const std::size_t given = slab.start.size();

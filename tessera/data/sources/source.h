@@ -15,6 +15,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -108,5 +109,33 @@ class Source : Pinned {
 ///     {1, 1}
 Hyperslab complete_slab(const Hyperslab& slab, const std::vector<std::int64_t>& shape,
                         const std::vector<std::string>& dims, const std::string& variable);
+
+namespace detail {
+
+/// A source that knows all of its variables once it is open.
+class ListedSource : public Source {
+ public:
+  std::string name() const override { return path_; }
+  std::vector<std::string> variables() const override;
+  const VariableInfo& info(const std::string& variable) const override {
+    return variables_[place(variable)];
+  }
+
+ protected:
+  /// Messages call a variable `what`.
+  ListedSource(std::string path, const char* what) : path_(std::move(path)), what_(what) {}
+  void add(VariableInfo variable);
+  /// How many were added before the one of this name. Throws VariableError.
+  std::size_t place(const std::string& variable) const;
+
+  const std::string path_;
+
+ private:
+  const char* const what_;
+  std::vector<VariableInfo> variables_;
+  std::map<std::string, std::size_t> places_;
+};
+
+}  // namespace detail
 
 }  // namespace tessera

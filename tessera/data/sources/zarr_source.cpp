@@ -12,7 +12,6 @@
 #include <numeric>
 
 #include "tessera/base/internal/file.h"
-#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/data/sources/detail/cf_values.h"
 #include "tessera/data/sources/detail/chunk_codec.h"
@@ -102,17 +101,7 @@ at::Tensor chunk_of(const ZarrArray& array, const std::vector<std::int64_t>& pla
 }  // namespace
 
 struct ZarrSource::Arrays {
-  Arrays(std::string given, std::int64_t keep)
-      : path(std::move(given)), all(detail::zarr_arrays(path)), keep(keep) {}
-
-  const ZarrArray& array(const std::string& name) const {
-    std::vector<std::string> known;
-    for (const ZarrArray& a : all) {
-      if (a.info.name == name) return a;
-      known.push_back(printable(a.info.name));
-    }
-    throw VariableError(path, " has no numeric array ", name, "; it has ", list(known));
-  }
+  Arrays(const std::string& path, std::int64_t keep) : all(detail::zarr_arrays(path)), keep(keep) {}
 
   // Two threads may read a chunk at the same time; one of them is kept.
   at::Tensor chunk(const ZarrArray& array, const std::vector<std::int64_t>& place) {
@@ -149,7 +138,6 @@ struct ZarrSource::Arrays {
   static std::int64_t held_by(const at::Tensor& values) {
     return static_cast<std::int64_t>(values.storage().nbytes()) + 512;
   }
-  const std::string path;
   const std::vector<ZarrArray> all;
   const std::int64_t keep;
   std::mutex mutex;
@@ -158,28 +146,18 @@ struct ZarrSource::Arrays {
 };
 
 ZarrSource::ZarrSource(const std::string& path, std::int64_t keep)
-    : arrays_(std::make_unique<Arrays>(path, keep)) {}
+    : ListedSource(path, "numeric array"), arrays_(std::make_unique<Arrays>(path, keep)) {
+  for (const ZarrArray& a : arrays_->all) add(a.info);
+}
 ZarrSource::~ZarrSource() = default;
 
-std::string ZarrSource::name() const { return arrays_->path; }
-
-std::vector<std::string> ZarrSource::variables() const {
-  std::vector<std::string> names;
-  for (const ZarrArray& a : arrays_->all) names.push_back(a.info.name);
-  return names;
-}
-
-const VariableInfo& ZarrSource::info(const std::string& variable) const {
-  return arrays_->array(variable).info;
-}
-
 const std::vector<std::int64_t>& ZarrSource::chunk_shape(const std::string& variable) const {
-  return arrays_->array(variable).chunk;
+  return arrays_->all[place(variable)].chunk;
 }
 
 at::Tensor ZarrSource::read_box(const VariableInfo& about, const Hyperslab& slab,
                                 const ReadOptions& options) const {
-  const ZarrArray& array = arrays_->array(about.name);
+  const ZarrArray& array = arrays_->all[place(about.name)];
   require_known(array);
   const std::size_t dims = array.chunk.size();
   at::Tensor stored = at::empty(slab.count, about.stored);

@@ -8,11 +8,11 @@
 
 namespace tessera {
 
-/// A Zarr group with the arrays below it, named by their paths ("group/u"), or one array, which has
-/// the folder's name without ".zarr". Arrays of text, of types of the user's own and of complex
-/// numbers are not listed; unsigned integers are read as the next wider signed type, and unsigned
-/// 64-bit values above 2^63 - 1 throw FileError. Dims have the names of `dimension_names`, or of
-/// the attribute _ARRAY_DIMENSIONS, else dim0, dim1, ...
+/// A Zarr group with the arrays below it, named by their paths ("group/u") and sorted, or one
+/// array, which has the folder's name without ".zarr". Arrays of text, of types of the user's own
+/// and of complex numbers are not listed; unsigned integers are read as the next wider signed type,
+/// and unsigned 64-bit values above 2^63 - 1 throw FileError. Dims have the names of
+/// `dimension_names`, or of the attribute _ARRAY_DIMENSIONS, else dim0, dim1, ...
 ///
 /// Chunks are stored as they are, or compressed by zlib, gzip, zstd or blosc, in either byte order
 /// and, in format 2, either order of elements. What else there may be (other compressors, filters,
@@ -28,17 +28,13 @@ namespace tessera {
 /// library this build lacks throw NotAvailable.
 ///
 /// Source: the specifications of Zarr 2 and 3 (zarr-specs.readthedocs.io).
-class ZarrSource : public Source {
+class ZarrSource : public detail::ListedSource {
  public:
   /// `keep`: bytes of decompressed chunks that are kept. Throws FileError for a folder that is no
   /// Zarr group or array, or whose metadata is damaged.
   explicit ZarrSource(const std::string& path, std::int64_t keep = 64 << 20);
   ~ZarrSource() override;
 
-  std::string name() const override;
-  /// Paths of the arrays, sorted.
-  std::vector<std::string> variables() const override;
-  const VariableInfo& info(const std::string& variable) const override;
   /// A chunk has this shape, one size a dim: what begins and ends at multiples of it reads no chunk
   /// that another rank reads.
   const std::vector<std::int64_t>& chunk_shape(const std::string& variable) const;

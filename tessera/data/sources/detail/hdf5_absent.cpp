@@ -15,11 +15,8 @@ namespace {
 
 struct Hdf5Source::File {};
 
-Hdf5Source::Hdf5Source(const std::string&) { refuse_hdf5(); }
+Hdf5Source::Hdf5Source(const std::string& path) : ListedSource(path, "") { refuse_hdf5(); }
 Hdf5Source::~Hdf5Source() = default;
-std::string Hdf5Source::name() const { refuse_hdf5(); }
-std::vector<std::string> Hdf5Source::variables() const { refuse_hdf5(); }
-const VariableInfo& Hdf5Source::info(const std::string&) const { refuse_hdf5(); }
 at::Tensor Hdf5Source::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const {
   refuse_hdf5();
 }

@@ -16,11 +16,8 @@ namespace {
 
 struct NetcdfSource::File {};
 
-NetcdfSource::NetcdfSource(const std::string&) { refuse_netcdf(); }
+NetcdfSource::NetcdfSource(const std::string& path) : ListedSource(path, "") { refuse_netcdf(); }
 NetcdfSource::~NetcdfSource() = default;
-std::string NetcdfSource::name() const { refuse_netcdf(); }
-std::vector<std::string> NetcdfSource::variables() const { refuse_netcdf(); }
-const VariableInfo& NetcdfSource::info(const std::string&) const { refuse_netcdf(); }
 const std::map<std::string, Attribute>& NetcdfSource::attributes() const { refuse_netcdf(); }
 at::Tensor NetcdfSource::read_box(const VariableInfo&, const Hyperslab&, const ReadOptions&) const {
   refuse_netcdf();
