@@ -12,8 +12,6 @@
 
 namespace tessera {
 
-namespace detail {
-
 namespace {
 
 std::vector<at::Generator> generators_of(c10::Device device) {
@@ -21,8 +19,6 @@ std::vector<at::Generator> generators_of(c10::Device device) {
   if (!device.is_cpu()) all.push_back(at::globalContext().defaultGenerator(device));
   return all;
 }
-
-}  // namespace
 
 std::string random_bytes(c10::Device device) {
   std::string bytes;
@@ -36,6 +32,7 @@ std::string random_bytes(c10::Device device) {
   return bytes;
 }
 
+// A device's part is left out where there is no such device now.
 void set_random_bytes(const std::string& bytes, c10::Device device) {
   std::size_t at = 0;
   for (at::Generator& generator : generators_of(device)) {
@@ -53,17 +50,17 @@ void set_random_bytes(const std::string& bytes, c10::Device device) {
   }
 }
 
-}  // namespace detail
+}  // namespace
 
 GeneratorState generator_state(const Strategy& strategy) {
-  GeneratorState state{detail::random_bytes(strategy.root_device()), std::nullopt};
+  GeneratorState state{random_bytes(strategy.root_device()), std::nullopt};
   if (const DistributedManager* manager = strategy.manager())
     state.sharded = random_state(*manager);
   return state;
 }
 
 void set_generator_state(const Strategy& strategy, const GeneratorState& state) {
-  detail::set_random_bytes(state.local, strategy.root_device());
+  set_random_bytes(state.local, strategy.root_device());
   const DistributedManager* manager = strategy.manager();
   if (manager && state.sharded) set_random_state(*manager, *state.sharded);
 }
@@ -71,7 +68,7 @@ void set_generator_state(const Strategy& strategy, const GeneratorState& state) 
 ForkedGenerators::ForkedGenerators(const Strategy& strategy, std::optional<std::uint64_t> seed)
     : strategy_(strategy), before_(generator_state(strategy)) {
   if (!seed) return;
-  for (at::Generator& generator : detail::generators_of(strategy.root_device())) {
+  for (at::Generator& generator : generators_of(strategy.root_device())) {
     const std::lock_guard lock(generator.mutex());
     generator.set_current_seed(*seed);
   }

@@ -9,8 +9,6 @@
 //   }
 //   // generator_state(strategy) == before
 
-#include <c10/core/Device.h>
-
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -22,7 +20,8 @@
 namespace tessera {
 
 struct GeneratorState {
-  /// Of libtorch's generators of this rank.
+  /// Of libtorch's generators of this rank: the CPU's default one, and the device's if it has
+  /// another.
   std::string local;
   /// Of sharded tensors, the same on every rank; absent for a strategy without a manager.
   std::optional<RandomState> sharded;
@@ -48,14 +47,5 @@ class ForkedGenerators : Pinned {
   const Strategy& strategy_;
   GeneratorState before_;
 };
-
-namespace detail {
-/// The state of libtorch's random generators of this rank as bytes: of the CPU's default generator,
-/// and of the device's if it has another.
-std::string random_bytes(c10::Device device);
-/// Throws ConfigurationError for other bytes. A device's part is left out where there is no such
-/// device now.
-void set_random_bytes(const std::string& bytes, c10::Device device);
-}  // namespace detail
 
 }  // namespace tessera

@@ -110,12 +110,11 @@ void Session::add_counters(CheckpointState& state, const std::string& prefix) co
   state.set_integer(prefix + "steps", steps_);
   state.set_real(prefix + "unit", unit_);
   precision_->add_state(state, prefix);
-  state.set_of_rank(prefix + "random", detail::random_bytes(strategy_->root_device()));
-  if (const DistributedManager* manager = strategy_->manager()) {
-    const RandomState random = random_state(*manager);
-    state.set_integer(prefix + "sharded_seed", static_cast<std::int64_t>(random.seed));
-    state.set_integer(prefix + "sharded_stream", static_cast<std::int64_t>(random.stream));
-  }
+  const GeneratorState random = generator_state(*strategy_);
+  state.set_of_rank(prefix + "random", random.local);
+  if (!random.sharded) return;
+  state.set_integer(prefix + "sharded_seed", static_cast<std::int64_t>(random.sharded->seed));
+  state.set_integer(prefix + "sharded_stream", static_cast<std::int64_t>(random.sharded->stream));
 }
 
 void Session::restore_counters(const CheckpointState& state, int saved_ranks,
@@ -123,15 +122,15 @@ void Session::restore_counters(const CheckpointState& state, int saved_ranks,
   steps_ = state.get_integer(prefix + "steps");
   if (state.has(prefix + "unit")) unit_ = state.get_real(prefix + "unit");
   precision_->restore(state, prefix);
+  GeneratorState random = generator_state(*strategy_);
   // Where the first rank alone saved, the others keep theirs.
   if (state.has_of_rank(prefix + "random") && strategy_->rank() < saved_ranks)
-    detail::set_random_bytes(state.get_of_rank(prefix + "random"), strategy_->root_device());
-  const DistributedManager* manager = strategy_->manager();
-  if (manager && state.has(prefix + "sharded_seed")) {
-    set_random_state(*manager,
-                     {static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_seed")),
-                      static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_stream"))});
-  }
+    random.local = state.get_of_rank(prefix + "random");
+  if (random.sharded && state.has(prefix + "sharded_seed"))
+    random.sharded =
+        RandomState{static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_seed")),
+                    static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_stream"))};
+  set_generator_state(*strategy_, random);
 }
 
 }  // namespace tessera
