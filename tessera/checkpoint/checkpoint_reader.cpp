@@ -25,11 +25,6 @@ namespace {
 
 using detail::Want;
 
-// What chooses the collective calls of a load.
-std::string calls_text(const LoadOptions& options) {
-  return concat("verify ", options.verify, ", all_or_nothing ", options.all_or_nothing);
-}
-
 std::vector<std::vector<char>> scratch_of(int threads, std::size_t count) {
   return std::vector<std::vector<char>>(std::min(static_cast<std::size_t>(threads), count));
 }
@@ -76,21 +71,18 @@ struct CheckpointReader::Impl {
     return options.verify && saved->has_checksums();
   }
 
-  // Where nothing is to change before all is verified, pieces that are verified by being read once
-  // are read again into their targets, and need no memory beside them. The same on all ranks.
-  bool may_read_straight(const LoadOptions& options) const {
-    return !options.all_or_nothing || verifies(options);
-  }
-
   // Reads what this rank wants, verifies what any rank uses; errors are thrown on all. The wants of
   // the ranks differ. Undefined for those that are read straight into their targets.
   std::vector<at::Tensor> read_all(const std::vector<Want>& wants, const LoadOptions& options) {
     std::vector<at::Tensor> staged(wants.size());
     within(options.timeout).all_same("load", [&] {
       const int threads = detail::threads_of_rank(options.threads, group.size());
-      const std::vector<bool> later = may_read_straight(options)
-                                          ? detail::read_straight(wants, options)
-                                          : std::vector<bool>(wants.size(), false);
+      // Where nothing is to change before all is verified, pieces that are verified by being read
+      // once are read again into their targets, and need no memory beside them. The same on all
+      // ranks.
+      const bool straight = !options.all_or_nothing || verifies(options);
+      const std::vector<bool> later = straight ? detail::read_straight(wants, options)
+                                               : std::vector<bool>(wants.size(), false);
       for (std::size_t i = 0; i < wants.size(); ++i)
         if (!later[i]) staged[i] = detail::staging_for(wants[i]);
       auto scratch = scratch_of(threads, wants.size());
@@ -102,7 +94,8 @@ struct CheckpointReader::Impl {
           for (const auto& use : SavedCheckpoint::uses(*want.entry, want.box))
             saved->verify(*want.entry, use.record, scratch[worker]);
       });
-      return calls_text(options);
+      // What chooses the collective calls of a load.
+      return concat("verify ", options.verify, ", all_or_nothing ", options.all_or_nothing);
     });
     if (verifies(options)) verify_used(wants, options.threads, within(options.timeout));
     return staged;
