@@ -36,11 +36,6 @@
 
 namespace tessera {
 
-namespace detail {
-class RunMeter;
-struct Pace;
-}  // namespace detail
-
 struct TrainerCheckpoints {
   /// The folder is on a file system that all ranks share; empty, without `io`: nothing is saved.
   std::string folder = {};
@@ -105,7 +100,10 @@ struct FitResult {
 
 namespace detail {
 
-/// Where a run of a trainer is; each begins with this as it is made.
+class RunMeter;
+struct Pace;
+
+/// The state of a trainer's run, which begins with it as it is made.
 struct RunState {
   Metrics window_metrics_, epoch_metrics_;
   std::map<std::string, double> metrics_;
