@@ -104,11 +104,12 @@ struct NetcdfSource::File {
     if (status != NC_NOERR) throw FileError(path, ": ", what, ": ", nc_strerror(status));
   }
 
-  void read_structure() {
+  // Fills in the variables, and returns the attributes of the file.
+  std::map<std::string, Attribute> read_structure() {
     const std::lock_guard lock(detail::hdf5_library());
     int count = 0, count_attributes = 0;
     check(nc_inq(id, nullptr, &count, &count_attributes, nullptr), "its contents cannot be listed");
-    attributes = read_attributes(NC_GLOBAL, count_attributes);
+    auto attributes = read_attributes(NC_GLOBAL, count_attributes);
     for (int v = 0; v < count; ++v) {
       char name[NC_MAX_NAME + 1];
       nc_type type = 0;
@@ -129,6 +130,7 @@ struct NetcdfSource::File {
       }
       variables.push_back(std::move(variable));
     }
+    return attributes;
   }
 
   std::map<std::string, Attribute> read_attributes(int variable, int count) const {
@@ -199,19 +201,14 @@ struct NetcdfSource::File {
   std::string path;
   int id = -1;
   std::vector<Variable> variables;
-  std::map<std::string, Attribute> attributes;
 };
 
 NetcdfSource::NetcdfSource(const std::string& path)
     : ListedSource(path, "numeric variable"), file_(std::make_unique<File>(path)) {
-  file_->read_structure();
+  attributes_ = file_->read_structure();
   for (const File::Variable& v : file_->variables) add(v.info);
 }
 NetcdfSource::~NetcdfSource() = default;
-
-const std::map<std::string, Attribute>& NetcdfSource::attributes() const {
-  return file_->attributes;
-}
 
 at::Tensor NetcdfSource::read_box(const VariableInfo& about, const Hyperslab& slab,
                                   const ReadOptions& options) const {

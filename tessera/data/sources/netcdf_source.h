@@ -29,7 +29,7 @@ class NetcdfSource : public detail::ListedSource {
   ~NetcdfSource() override;
 
   /// The global attributes of the file.
-  const std::map<std::string, Attribute>& attributes() const;
+  const std::map<std::string, Attribute>& attributes() const { return attributes_; }
 
  protected:
   at::Tensor read_box(const VariableInfo& variable, const Hyperslab& slab,
@@ -38,6 +38,7 @@ class NetcdfSource : public detail::ListedSource {
  private:
   struct File;
   std::unique_ptr<File> file_;
+  std::map<std::string, Attribute> attributes_;
 };
 
 }  // namespace tessera
