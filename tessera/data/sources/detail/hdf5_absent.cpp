@@ -1,4 +1,4 @@
-// Hdf5Source in a build without HDF5: its constructor says how to get it, and nothing else is called.
+// Hdf5Source in a build without HDF5: its constructor says how to get it; nothing else is called.
 #include "tessera/data/sources/hdf5_source.h"
 
 namespace tessera {
