@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes,
+BatchMapping::BatchMapping(std::vector<int> mesh, const std::vector<int>& processes,
                            const std::vector<int>& batch_axes)
     : mesh_(std::move(mesh)), batch_axes_(batch_axes) {
   std::int64_t devices = 1;
@@ -52,7 +52,6 @@ BatchMapping::BatchMapping(std::vector<int> mesh, std::vector<int> processes,
     held_.push_back(static_cast<int>(pair & 0xffffffffu));
   }
   first_.push_back(held_.size());
-  process_of_ = std::move(processes);
   find_shards();
 }
 

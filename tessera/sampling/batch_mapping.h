@@ -39,7 +39,7 @@ class BatchMapping {
   /// 0; processes may hold unequal numbers of devices, anywhere. `batch_axes`: the axes that shard
   /// the batch, outermost first; none: every device gets the whole batch. Throws InvalidArgument
   /// where counts do not match, or an axis is unknown or named twice.
-  BatchMapping(std::vector<int> mesh, std::vector<int> processes,
+  BatchMapping(std::vector<int> mesh, const std::vector<int>& processes,
                const std::vector<int>& batch_axes);
 
   int coordinates() const { return coordinates_; }
@@ -75,8 +75,6 @@ class BatchMapping {
   void require_shards() const;
 
   std::vector<int> mesh_, batch_axes_, batch_strides_;
-  // of each device
-  std::vector<int> process_of_;
   int coordinates_ = 1;
   // By index in processes_: its coordinates are held_[first_[index]] to held_[first_[index + 1]].
   std::vector<int> processes_, held_;
