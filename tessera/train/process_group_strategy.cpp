@@ -68,9 +68,7 @@ c10::intrusive_ptr<c10d::Store> meeting_place(c10d::ProcessGroup& group, c10::De
 DistributedManager manager_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                 c10::Device device) {
   if (!group) throw InvalidArgument("ProcessGroupStrategy: there is no process group");
-  ManagerOptions options;
-  options.device = device;
-  return manager_of({.group = group, .store = meeting_place(*group, device)}, options);
+  return manager_of({.group = group, .store = meeting_place(*group, device)}, {.device = device});
 }
 
 }  // namespace

@@ -11,20 +11,14 @@ namespace tessera {
 
 namespace {
 
-DistributedManager one_rank(c10::Device device) {
-  ManagerOptions options;
-  options.launch = Launch{};
-  options.device = device;
-  return DistributedManager::initialize(options);
-}
-
 void move_modules(const NamedModules& modules, c10::Device device) {
   for (const NamedModule& m : modules) m.module->to(device);
 }
 
 }  // namespace
 
-SingleDevice::SingleDevice(c10::Device device) : SingleDevice(one_rank(device)) {}
+SingleDevice::SingleDevice(c10::Device device)
+    : SingleDevice(DistributedManager::initialize({.launch = Launch{}, .device = device})) {}
 
 SingleDevice::SingleDevice(DistributedManager manager) : ManagedStrategy(std::move(manager)) {
   if (size() != 1)
