@@ -72,8 +72,8 @@ struct Pooling {
     sharded = any_distributed(x, lead) || x.local_numel() == 0;
   }
 
-  // Libtorch's kernels do not make the outputs of a shard: windows reach over shards, or an
-  // adaptive pooling is to size 0.
+  // True where libtorch's kernel on the shard alone is not enough: windows reach over shards, the
+  // shard has no elements, or an adaptive pooling is to size 0.
   bool needs_halo() const { return sharded || y.numel() == 0; }
 
   static Partition outputs_of(const Partition& inputs, const PoolDim& dim) {

@@ -19,7 +19,7 @@ struct PoolDim {
   Window window;  // regular pooling
   // output o pools [floor(o * extent / outputs), ceil((o + 1) * extent / outputs))
   bool adaptive = false;
-  /// Without what is beyond the array.
+  /// Without what is beyond the array. `out` is not empty.
   Interval inputs(Interval out) const;
   Interval inside(std::int64_t o) const;
   /// For regular pooling without dilation: number of inputs and padding elements in a window, but
