@@ -154,6 +154,16 @@ TEST(Probe, WhatCannotBeDistinguishedIsSaid) {
   EXPECT_TRUE(line.topology.switches.empty());
   ASSERT_EQ(line.notes.size(), 1u);
   EXPECT_SAYS(line.notes[0], "do not divide");
+  // Two pairs of hosts, and one of each that are near too.
+  const auto bridge = topology_of_probe({{"a", "b", "c", "d"},
+                                         {1, 1, 1, 1},
+                                         {{0, 1, 1e-6, 1e9},
+                                          {2, 3, 1e-6, 1e9},
+                                          {1, 3, 1e-6, 1e9},
+                                          {0, 2, 1e-5, 1e9},
+                                          {0, 3, 1e-5, 1e9},
+                                          {1, 2, 1e-5, 1e9}}});
+  EXPECT_TRUE(bridge.topology.switches.empty());
   const auto part =
       topology_of_probe({{"a", "b", "c"}, {1, 1, 1}, {{0, 1, 1e-6, 1e9}, {0, 2, 1e-5, 1e9}}});
   ASSERT_EQ(part.notes.size(), 1u);
