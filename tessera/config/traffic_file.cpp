@@ -2,7 +2,6 @@
 
 #include <optional>
 
-#include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
 #include "tessera/mesh/errors.h"

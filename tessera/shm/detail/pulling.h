@@ -5,7 +5,6 @@
 // Core::single_copy() holds.
 
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "tessera/shm/detail/calls.h"
