@@ -10,10 +10,6 @@
 using namespace tessera;
 using namespace tessera::detail;
 
-// Else they come from sources that need all of libtorch.
-CommError::~CommError() = default;
-RendezvousError::~RendezvousError() = default;
-
 namespace {
 
 constexpr std::chrono::seconds kLimit{5};
