@@ -107,7 +107,8 @@ std::vector<NamedTensor> place(const std::vector<NamedTensor>& tensors, const De
 bool matches(std::string_view name, std::string_view pattern);
 /// Runs `plan`, whose text must be the same on all ranks of the mesh, where the message of what it
 /// throws is its text: what one rank refuses to do with a module is refused on all. Throws
-/// MismatchError, which names `subject`, on all ranks if they differ; else on all what `plan` threw.
+/// MismatchError, which names `subject`, on all ranks if they differ; else on all what `plan`
+/// threw.
 void agree_on_plan(const DeviceMesh& mesh, const std::string& subject,
                    const std::function<std::string()>& plan);
 }  // namespace detail

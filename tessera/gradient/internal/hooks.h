@@ -33,9 +33,9 @@ void add_hook_after(const at::Tensor& leaf, std::function<void(const at::Tensor&
 void add_hook_before(const at::Tensor& leaf,
                      std::function<at::TensorBase(const at::TensorBase&)> hook);
 
-/// Calls `then` with what this returns, which stands for the backward that runs on this thread: with
-/// true at its end, or with false where an exception ends it. That calls nobody back, but destroys
-/// what was queued. A nested backward ends before the one around it.
+/// Calls `then` with what this returns, which stands for the backward that runs on this thread:
+/// with true at its end, or with false where an exception ends it. That calls nobody back, but
+/// destroys what was queued. A nested backward ends before the one around it.
 const void* at_end_of_backward(std::function<void(const void* backward, bool completed)> then);
 
 }  // namespace tessera::detail

@@ -75,7 +75,7 @@ void look_up(Argument& argument) {
   if (argument.source) argument.precision = argument.source->precision(argument.index);
 }
 
-// Replaces a tensor of the argument `v`, the argument itself or an element of a list; none: it stays.
+// Replaces a tensor of the argument `v`: the argument itself, or an element of it. None: it stays.
 std::function<void(at::Tensor)> setter_of(OpInfo::Kind kind, c10::IValue& v, int element) {
   if (kind == OpInfo::Kind::tensor) return [&v](at::Tensor made) { v = std::move(made); };
   if (kind != OpInfo::Kind::tensor_list) return nullptr;

@@ -62,8 +62,8 @@ struct RedistributionPlan {
   // Of a redistribution that no operator asks for.
   std::shared_ptr<const CallOrigin> origin;
 
-  /// Number of elements that this rank receives in a reduction, which counts as a reduce-scatter, or
-  /// as one and an all-gather.
+  /// Number of elements that this rank receives in a reduction, which counts as a reduce-scatter,
+  /// or as one and an all-gather.
   static std::int64_t received(const Reduction& reduction);
   /// Number of elements that it receives in the move.
   std::int64_t moved() const;
