@@ -35,8 +35,9 @@ struct CheckpointReader::Impl {
   Impl(const Group& over, const std::shared_ptr<CheckpointIO>& io, const std::string& name)
       : group(over) {
     agree::all(group, "load", [&] { check_place(io); });
-    const auto text = within(kReadLimit).first<std::string>(
-        "load", [&] { return to_json(read_manifest(*io, name)); });
+    const auto text = within(kReadLimit).first<std::string>("load", [&] {
+      return to_json(read_manifest(*io, name));
+    });
     saved = std::make_unique<SavedCheckpoint>(io, name, parse_manifest(text, io->where(name)));
   }
   Impl(const Group& over, const std::string& path) : group(over) {
@@ -81,8 +82,8 @@ struct CheckpointReader::Impl {
       // once are read again into their targets, and need no memory beside them. The same on all
       // ranks.
       const bool straight = !options.all_or_nothing || verifies(options);
-      const std::vector<bool> later = straight ? detail::read_straight(wants, options)
-                                               : std::vector<bool>(wants.size(), false);
+      const std::vector<bool> later =
+          straight ? detail::read_straight(wants, options) : std::vector<bool>(wants.size(), false);
       for (std::size_t i = 0; i < wants.size(); ++i)
         if (!later[i]) staged[i] = detail::staging_for(wants[i]);
       auto scratch = scratch_of(threads, wants.size());

@@ -198,8 +198,7 @@ struct Checkpointer::Impl {
             "the checkpoint before this one is still being written, and "
             "CheckpointOptions::busy says to refuse: save less often, or choose Busy::wait");
       // Where ranks talk over MPI, the save before this one still has it.
-      if (group.rank() == 0)
-        fresh->hold = job && job->hold ? job->hold : folder.hold_for_save();
+      if (group.rank() == 0) fresh->hold = job && job->hold ? job->hold : folder.hold_for_save();
       return mine;
     });
     if (refuses) finish();

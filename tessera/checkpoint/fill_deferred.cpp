@@ -133,8 +133,8 @@ std::vector<int> sorted_ranks(const Group& group) {
 DeferredSource source_of(const std::shared_ptr<const CheckpointReader>& saved,
                          const std::string& name, const at::Tensor& tensor, LoadOptions options) {
   options.allow_extra = true;
-  return [saved, options, name, shape = tensor.sizes().vec(),
-          dtype = tensor.scalar_type()](const ShardSpec* spec, c10::Device device) {
+  return [saved, options, name, shape = tensor.sizes().vec(), dtype = tensor.scalar_type()](
+             const ShardSpec* spec, c10::Device device) {
     if (!spec) {
       const at::Tensor whole = at::empty(shape, at::TensorOptions(dtype).device(device));
       CheckpointState state;

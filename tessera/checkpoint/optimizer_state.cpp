@@ -67,11 +67,9 @@ Values values_of(const Options& options) {
 
 void set_values(const Options& options, const Values& values) {
   for (const auto& [name, option] : options)
-    std::visit(
-        [value = values.at(name)](auto* to) {
-          *to = static_cast<std::remove_pointer_t<decltype(to)>>(value);
-        },
-        option);
+    std::visit([value = values.at(name)](
+                   auto* to) { *to = static_cast<std::remove_pointer_t<decltype(to)>>(value); },
+               option);
 }
 
 // From functions of the optimizer's own state and options.

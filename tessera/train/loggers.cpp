@@ -164,16 +164,16 @@ struct LineFormat {
                        std::int64_t epoch, double seconds);
 };
 
-constexpr LineFormat kCsv{
-    "step,epoch,seconds,name,value\n",
-    [](const std::string& line) { return number_until(line, 0); },
-    [](const std::map<std::string, double>& values, std::int64_t step, std::int64_t epoch,
-       double seconds) {
-      std::string all;
-      for (const auto& [name, value] : values)
-        all += concat(step, ",", epoch, ",", seconds, ",", quoted(name), ",", exact(value), "\n");
-      return all;
-    }};
+constexpr LineFormat kCsv{"step,epoch,seconds,name,value\n",
+                          [](const std::string& line) { return number_until(line, 0); },
+                          [](const std::map<std::string, double>& values, std::int64_t step,
+                             std::int64_t epoch, double seconds) {
+                            std::string all;
+                            for (const auto& [name, value] : values)
+                              all += concat(step, ",", epoch, ",", seconds, ",", quoted(name), ",",
+                                            exact(value), "\n");
+                            return all;
+                          }};
 
 constexpr LineFormat kJson{
     "",

@@ -78,8 +78,8 @@ TEST(WritePlan, ReplicasShareTheBytesEvenly) {
     for (int r = 0; r < ranks; ++r) {
       std::uint64_t bytes = 0;
       for (const AssignedBox& a : plan.ranks[r])
-        bytes += static_cast<std::uint64_t>(volume(a.box)) *
-                 element_bytes(plan.entries[a.entry].dtype);
+        bytes +=
+            static_cast<std::uint64_t>(volume(a.box)) * element_bytes(plan.entries[a.entry].dtype);
       ASSERT_LE(bytes, total / ranks + 8 * row) << r << " of " << ranks;
       ASSERT_GE(bytes + 8 * row, total / ranks) << r << " of " << ranks;
     }

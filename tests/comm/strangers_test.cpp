@@ -148,9 +148,8 @@ TEST(Strangers, AProofIsOfNoUseTwice) {
   const auto say_hello = [&](const std::string& store_nonce, const Socket& socket) {
     auto hello = detail::hello_fields(1, 2, 10'000, "me", "", "n");
     const auto fields = Writer(hello).take();
-    const std::string bytes =
-        std::string(detail::store_magic) +
-        hello.text(detail::rank_proof(kSecret, store_nonce, fields)).take();
+    const std::string bytes = std::string(detail::store_magic) +
+                              hello.text(detail::rank_proof(kSecret, store_nonce, fields)).take();
     detail::send_all(socket, bytes.data(), bytes.size(), Clock::now() + 5s);
   };
   // The nonce of another connection, as one has it who has listened in.
