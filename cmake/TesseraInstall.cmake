@@ -86,7 +86,14 @@ foreach(
   header
   IN
   LISTS mpi_headers
-  ITEMS backends/flat.h backends/own_work.h backends/transport.h backends/transport_call.h group/detail/abilities.h group/detail/call_card.h group/internal/call_origin.h
+  ITEMS
+    backends/flat.h
+    backends/own_work.h
+    backends/transport.h
+    backends/transport_call.h
+    group/detail/abilities.h
+    group/detail/call_card.h
+    group/internal/call_origin.h
 )
   cmake_path(GET header PARENT_PATH folder)
   install(FILES "${comm}/${header}" DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi/include/tessera/comm/${folder}" COMPONENT tessera)
