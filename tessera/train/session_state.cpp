@@ -1,6 +1,7 @@
 // What a session saves, and how it goes on from it.
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -122,15 +123,14 @@ void Session::restore_counters(const CheckpointState& state, int saved_ranks,
   steps_ = state.get_integer(prefix + "steps");
   if (state.has(prefix + "unit")) unit_ = state.get_real(prefix + "unit");
   precision_->restore(state, prefix);
-  GeneratorState random = generator_state(*strategy_);
-  // Where the first rank alone saved, the others keep theirs.
+  // Where the first rank alone saved, the others keep theirs, which ranks that are threads share.
   if (state.has_of_rank(prefix + "random") && strategy_->rank() < saved_ranks)
-    random.local = state.get_of_rank(prefix + "random");
-  if (random.sharded && state.has(prefix + "sharded_seed"))
-    random.sharded =
-        RandomState{static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_seed")),
-                    static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_stream"))};
-  set_generator_state(*strategy_, random);
+    set_generator_state(*strategy_, {state.get_of_rank(prefix + "random"), std::nullopt});
+  const DistributedManager* manager = strategy_->manager();
+  if (manager && state.has(prefix + "sharded_seed"))
+    set_random_state(*manager,
+                     {static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_seed")),
+                      static_cast<std::uint64_t>(state.get_integer(prefix + "sharded_stream"))});
 }
 
 }  // namespace tessera
