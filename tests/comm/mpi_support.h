@@ -64,9 +64,9 @@ inline BackendPtr backend(const MpiWorld& world, const std::vector<int>& ranks,
 }
 
 /// A call of the transport below a backend.
-inline c10::intrusive_ptr<c10d::Work> hand(const BackendPtr& backend, detail::AsC10d::Function make,
-                                           bool blocking, const at::Tensor& output,
-                                           const at::Tensor& input,
+inline c10::intrusive_ptr<c10d::Work> hand(const BackendPtr& backend,
+                                           detail::Transport::Function make, bool blocking,
+                                           const at::Tensor& output, const at::Tensor& input,
                                            std::vector<std::int64_t> counts, int root = -1) {
   detail::TransportCall call;
   call.output = output;

@@ -89,7 +89,7 @@ struct Way {
     return o;
   }
   /// A call of the transport, with rows for each rank.
-  void hand(detail::AsC10d::Function make, const at::Tensor& output, const at::Tensor& input,
+  void hand(detail::Transport::Function make, const at::Tensor& output, const at::Tensor& input,
             std::vector<std::int64_t> rows, std::int64_t width, int root = -1) const {
     for (auto& n : rows) n *= width;
     test::hand(backend, make, blocking, output, input, rows, root)->wait();

@@ -142,7 +142,7 @@ c10::intrusive_ptr<c10d::Backend::Options> AsC10d::getBackendOptions() {
   return c10::make_intrusive<Options>(getBackendName(), timeout_);
 }
 
-AsC10d::WorkPtr AsC10d::hand(TransportCall& call, Function make) {
+AsC10d::WorkPtr AsC10d::hand(TransportCall& call, Transport::Function make) {
   call.timeout = bounded_limit(call.timeout.count() > 0 ? call.timeout : timeout_);
   if (call.messages.empty()) ++sequence_;
   (transport_.get()->*make)(call);
@@ -220,7 +220,7 @@ AsC10d::WorkPtr AsC10d::broadcast(Tensors& tensors, const c10d::BroadcastOptions
 }
 
 AsC10d::WorkPtr AsC10d::reduced(TransportCall& call, const char* name, const at::Tensor& tensor,
-                                const c10d::ReduceOp& op, bool writes, Function make) {
+                                const c10d::ReduceOp& op, bool writes, Transport::Function make) {
   const at::NoGradGuard no_grad;
   const Recipe recipe = c10d_reduction(call, name, can_, tensor, op, can_.reduces);
   call.output = recipe.outgoing(tensor, writes);

@@ -23,7 +23,6 @@ class AsC10d final : public c10d::Backend {
   using TensorLists = std::vector<Tensors>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Counts = TransportCall::Counts;
-  using Function = void (Transport::*)(TransportCall&);
 
   explicit AsC10d(std::shared_ptr<Transport> transport);
 
@@ -76,7 +75,7 @@ class AsC10d final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool all_ranks) override;
 
   /// Makes a call of the transport.
-  WorkPtr hand(TransportCall& call, Function make);
+  WorkPtr hand(TransportCall& call, Transport::Function make);
 
  private:
   template <class How>
@@ -89,7 +88,7 @@ class AsC10d final : public c10d::Backend {
   WorkPtr reduce_scatter(TransportCall& call, const at::Tensor& output, const at::Tensor& input,
                          Counts counts, const c10d::ReduceOp& op);
   WorkPtr reduced(TransportCall& call, const char* name, const at::Tensor& tensor,
-                  const c10d::ReduceOp& op, bool writes, Function make);
+                  const c10d::ReduceOp& op, bool writes, Transport::Function make);
   /// A gather or scatter of this rank's `part` and, on the root, the tensors of `lists`.
   WorkPtr rooted(TransportCall& call, const at::Tensor& part, const TensorLists& lists,
                  bool gathers);

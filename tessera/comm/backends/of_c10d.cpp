@@ -166,33 +166,31 @@ void rooted_as_all_to_all(TransportCall& call, int rank, bool gathers) {
   call.input_counts = gathers ? of_part : of_whole;
 }
 
-void compose_reduce_scatter(Transport& transport, TransportCall& call) {
-  const int n = transport.size();
-  const auto me = static_cast<std::size_t>(transport.rank());
+void Transport::compose_reduce_scatter(TransportCall& call) {
   const at::Tensor output = call.output;
   const auto parts = split_flat(call.input, call.counts);
   const auto item = static_cast<std::int64_t>(output.element_size());
   const auto kind = call.op.kind;
-  if (n == 2) {
+  if (size_ == 2) {
     // Without scratch: what the other rank sends lands in the output, and this rank's elements are
     // added where they lie.
-    const auto mine = parts[me], theirs = parts[1 - me];
+    const auto mine = parts[me()], theirs = parts[1 - me()];
     call.output = flat_bytes(output);
     call.input = flat_bytes(theirs);
-    call.counts = only_for(1 - transport.rank(), output.numel() * item, 2);
-    call.input_counts = only_for(1 - transport.rank(), theirs.numel() * item, 2);
-    call.then = [output, mine, first = me == 0, kind] {
+    call.counts = only_for(1 - rank_, output.numel() * item, 2);
+    call.input_counts = only_for(1 - rank_, theirs.numel() * item, 2);
+    call.then = [output, mine, first = rank_ == 0, kind] {
       if (output.numel() > 0)
         reduce_in_order(output, first ? std::vector{mine, output} : std::vector{output, mine},
                         kind);
     };
   } else {
-    const auto scratch = at::empty({n * output.numel()}, output.options());
+    const auto scratch = at::empty({size_ * output.numel()}, output.options());
     call.output = flat_bytes(scratch);
     call.input_counts = times(call.counts, item);
     call.input = flat_bytes(call.input);
-    call.counts.assign(n, output.numel() * item);
-    call.then = [output, scratch, n, kind] {
+    call.counts.assign(size_, output.numel() * item);
+    call.then = [output, scratch, n = size_, kind] {
       if (output.numel() > 0)
         reduce_in_order(output, split_flat(scratch, TransportCall::Counts(n, output.numel())),
                         kind);
@@ -200,7 +198,7 @@ void compose_reduce_scatter(Transport& transport, TransportCall& call) {
   }
   call.kept.push_back(call.input);
   call.kept.push_back(call.output);
-  transport.all_to_all(call);
+  all_to_all(call);
 }
 
 }  // namespace tessera::detail

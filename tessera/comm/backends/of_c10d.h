@@ -9,7 +9,7 @@
 //   uneven gather, scatter   One all-to-all with zero counts but for the root's.
 //   reduce               Of two ranks, one message and a sum here; of more, on a copy, since Gloo
 //                        works in place on every rank.
-//   reduce-scatter       compose_reduce_scatter().
+//   reduce-scatter       Transport::compose_reduce_scatter().
 //   all-to-all with counts that were not compared   One message for each pair of ranks with data,
 //                        which is not delivered where its two ends differ.
 //   exchange             A send or receive for each message.
@@ -42,7 +42,7 @@ class OfC10d : public Transport {
   void all_reduce(TransportCall& call) override;
   void reduce(TransportCall& call) override;
   void all_gather(TransportCall& call) override;
-  void reduce_scatter(TransportCall& call) override { compose_reduce_scatter(*this, call); }
+  void reduce_scatter(TransportCall& call) override { compose_reduce_scatter(call); }
   void gather(TransportCall& call) override;
   void scatter(TransportCall& call) override;
   void all_to_all(TransportCall& call) override;

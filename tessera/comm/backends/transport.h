@@ -25,6 +25,8 @@ namespace tessera::detail {
 
 class Transport : public std::enable_shared_from_this<Transport> {
  public:
+  using Function = void (Transport::*)(TransportCall&);
+
   virtual ~Transport() = default;
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -44,6 +46,10 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// Sends and receives all messages at once, without deadlock in any order.
   virtual void exchange(TransportCall& call) = 0;
   virtual void barrier(TransportCall& call) = 0;
+  /// A reduce-scatter on what only moves data: an all-to-all, then the shards are reduced here in
+  /// rank order. Each rank sends (n - 1) / n of its input, half of what an all-reduce sends; of any
+  /// dtype.
+  void compose_reduce_scatter(TransportCall& call);
 
   /// Ends this process' calls. From any thread.
   virtual void abort() = 0;
@@ -69,10 +75,5 @@ class Transport : public std::enable_shared_from_this<Transport> {
 /// Makes a gather, or a scatter, the all-to-all whose counts are zero but for the root's. Elements
 /// to and from a rank are those that it holds itself.
 void rooted_as_all_to_all(TransportCall& call, int rank, bool gathers);
-
-/// A reduce-scatter on what only moves data: an all-to-all, then the shards are reduced here in
-/// rank order. Each rank sends (n - 1) / n of its input, half of what an all-reduce sends; of any
-/// dtype.
-void compose_reduce_scatter(Transport& transport, TransportCall& call);
 
 }  // namespace tessera::detail

@@ -54,9 +54,8 @@ void HostLinks::near_reduce(HostCall& call, const at::Tensor& data) {
   near_step(call, step_of(data, {}, {}, 0), &Transport::reduce);
 }
 
-void HostLinks::near_rooted(HostCall& call, void (Transport::*make)(TransportCall&),
-                            const at::Tensor& output, const at::Tensor& input,
-                            const Counts& counts) {
+void HostLinks::near_rooted(HostCall& call, Transport::Function make, const at::Tensor& output,
+                            const at::Tensor& input, const Counts& counts) {
   if (near_)
     near_step(call, step_of(output, input, counts, 0), make);
   else
@@ -151,7 +150,7 @@ void HostLinks::reduce_scatter(HostCall& call) {
     // Each host gets its rows from every host, and reduces them in the order of the hosts.
     const Counts rows = per_host(call.counts);
     block = at::empty({rows[index(host_)]}, sum.options());
-    far_step(call, step_of(block, ordered, rows), compose_reduce_scatter);
+    far_step(call, step_of(block, ordered, rows), &Transport::compose_reduce_scatter);
   }
   near_rooted(call, &Transport::scatter, call.output, block, of_mates(call.counts));
 }

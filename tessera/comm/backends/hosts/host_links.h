@@ -81,8 +81,8 @@ class HostLinks {
   /// The leader gets the result, in place there.
   void near_reduce(HostCall& call, const at::Tensor& data);
   /// A gather to the leader or a scatter from it, `make`: the whole is used there alone.
-  void near_rooted(HostCall& call, void (Transport::*make)(TransportCall&),
-                   const at::Tensor& output, const at::Tensor& input, const Counts& counts);
+  void near_rooted(HostCall& call, Transport::Function make, const at::Tensor& output,
+                   const at::Tensor& input, const Counts& counts);
   void far_all_to_all(HostCall& call, const at::Tensor& output, const Counts& output_counts,
                       const at::Tensor& input, const Counts& input_counts);
   /// The counts that each rank of this host gave: a row per rank, what it sends and what it waits

@@ -167,10 +167,8 @@ void launch_reduce_scatter(RequestState& call, const at::Tensor& output, const a
   call.keep(handed.input);
   call.keep(result);
   if (!output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
-  if (recipe.compose)
-    hand_over(call, endpoint, handed, compose_reduce_scatter);
-  else
-    hand_over(call, endpoint, handed, &Transport::reduce_scatter);
+  hand_over(call, endpoint, handed,
+            recipe.compose ? &Transport::compose_reduce_scatter : &Transport::reduce_scatter);
   if (output.numel() > 0 && recipe.settles(output, result))
     call.then([output, result, recipe, n] { recipe.settle(output, result, n); });
 }

@@ -13,6 +13,15 @@ const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) 
   return call.group().endpoint(tensor.device().type());
 }
 
+/// Lets the call wait for what the transport has left, in the manner of `wait`.
+void take_works(RequestState& call, TransportCall& given, Wait wait) {
+  for (auto& started : given.works)
+    call.add(std::move(started.work), started.at_one_go ? Wait::at_one_go : wait,
+             started.card ? &*started.card : nullptr);
+  for (const auto& tensor : given.kept) call.keep(tensor);
+  if (given.then) call.then(std::move(given.then));
+}
+
 }  // namespace
 
 const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor) {
@@ -46,21 +55,18 @@ at::Tensor wire_output(RequestState& call, const at::Tensor& tensor) {
   return out;
 }
 
-void prepare(RequestState& call, const Endpoint& endpoint, TransportCall& given) {
-  given.sign = call.card().hash();
-  given.source = &call.card().source;
-  if (endpoint.abilities.signs) call.set_signed();
-  given.number = call.sequence();
-  given.timeout = call.limit() + endpoint.abilities.slack;
-  given.blocking = call.blocking();
-}
-
-void take_works(RequestState& call, TransportCall& given, Wait wait) {
-  for (auto& started : given.works)
-    call.add(std::move(started.work), started.at_one_go ? Wait::at_one_go : wait,
-             started.card ? &*started.card : nullptr);
-  for (const auto& tensor : given.kept) call.keep(tensor);
-  if (given.then) call.then(std::move(given.then));
+void hand_over(RequestState& call, const Endpoint& endpoint, TransportCall& given,
+               Transport::Function make) {
+  call.launch([&] {
+    given.sign = call.card().hash();
+    given.source = &call.card().source;
+    if (endpoint.abilities.signs) call.set_signed();
+    given.number = call.sequence();
+    given.timeout = call.limit() + endpoint.abilities.slack;
+    given.blocking = call.blocking();
+    (endpoint.transport.get()->*make)(given);
+    take_works(call, given, endpoint.abilities.ends_collectives ? Wait::for_all : Wait::in_slices);
+  });
 }
 
 void exchange_flat(RequestState& call, const std::vector<Message>& messages) {

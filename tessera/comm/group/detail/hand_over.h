@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <vector>
 
 #include "tessera/comm/backends/transport.h"
@@ -25,21 +24,9 @@ std::int64_t wire_width(RequestState& call, const at::Tensor& tensor);
 /// The endpoint for `tensor`, whose device's stream waits for the call if it has one.
 const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor);
 
-/// Completes `given` with what the transport is told of a collective.
-void prepare(RequestState& call, const Endpoint& endpoint, TransportCall& given);
-/// Lets the call wait for what the transport has left, in the manner of `wait`.
-void take_works(RequestState& call, TransportCall& given, Wait wait);
-
-/// Hands one collective to the transport, which `make` calls.
-template <class Make>
+/// Hands one collective to the transport.
 void hand_over(RequestState& call, const Endpoint& endpoint, TransportCall& given,
-               const Make& make) {
-  call.launch([&] {
-    prepare(call, endpoint, given);
-    std::invoke(make, *endpoint.transport, given);
-    take_works(call, given, endpoint.abilities.ends_collectives ? Wait::for_all : Wait::in_slices);
-  });
-}
+               Transport::Function make);
 
 /// Sends and receives `messages`, none of which is empty or from this rank to itself.
 void exchange_flat(RequestState& call, const std::vector<Message>& messages);
