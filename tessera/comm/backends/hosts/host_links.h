@@ -72,11 +72,9 @@ class HostLinks {
                const Counts& counts) const;
 
   /// One step over the ranks of this host, done on return; nothing if this rank is alone there.
-  template <class Make>
-  void near_step(HostCall& call, TransportCall step, const Make& make);
+  void near_step(HostCall& call, TransportCall step, Transport::Function make);
   /// One step over the leaders.
-  template <class Make>
-  void far_step(HostCall& call, TransportCall step, const Make& make);
+  void far_step(HostCall& call, TransportCall step, Transport::Function make);
   void near_broadcast(HostCall& call, const at::Tensor& data, int place);
   /// The leader gets the result, in place there.
   void near_reduce(HostCall& call, const at::Tensor& data);
