@@ -135,7 +135,8 @@ void OfC10d::all_to_all_pairs(TransportCall& call) {
                              .elements = part[0].numel()};
       const int tag = card.tag();
       call.works.push_back(
-          {sends ? backend_->send(part, peer, tag) : backend_->recv(part, peer, tag), true, card});
+          {sends ? backend_->send(part, peer, tag) : backend_->recv(part, peer, tag),
+           Wait::at_one_go, card});
     }
 }
 
@@ -146,7 +147,7 @@ void OfC10d::exchange(TransportCall& call) {
                           : m.peer == TransportCall::kAnyRank
                               ? backend_->recvAnysource(tensors, call.tag)
                               : backend_->recv(tensors, m.peer, call.tag),
-                          true});
+                          Wait::at_one_go});
   }
 }
 

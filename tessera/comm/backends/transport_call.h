@@ -18,12 +18,16 @@
 
 namespace tessera::detail {
 
+/// How a call waits for a work: until its limit; in slices, looking at the group's watch between
+/// them; or in a single wait, since one that runs out breaks the work (Gloo's messages), which says
+/// only by wait() that it is done, and is aborted with the group.
+enum class Wait : unsigned char { for_all, in_slices, at_one_go };
+
 /// A work that a call has left in progress.
 struct Started {
   c10::intrusive_ptr<c10d::Work> work;
-  /// The work takes a single wait, since one that runs out breaks it; only wait() says that it is
-  /// done, and it must be aborted with its group (Gloo's messages).
-  bool at_one_go = false;
+  /// A group chooses between the first two by the transport's abilities.
+  Wait wait = Wait::in_slices;
   /// A message whose ends are compared if the wait lasts long has one.
   std::optional<MessageCard> card = std::nullopt;
 };

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
@@ -91,15 +92,15 @@ void GroupState::close() {
   }
 }
 
-void GroupState::register_work(c10d::Work& work, const MessageCard* card, const CallCard* call) {
+void GroupState::register_work(c10d::Work& work, const std::optional<MessageCard>& card,
+                               const CallCard* call) {
   const std::lock_guard lock(waiting_mutex_);
   auto& entry = waiting_.emplace_back();
   entry.work = &work;
   if (watch_->poison()) work.abort();
   if (!card || !store_) return;
-  entry.card = *card;
+  entry.card = card;
   entry.call = card->of_call ? call : nullptr;
-  entry.comparable = true;
   entry.since = std::chrono::steady_clock::now();
   wake_watcher();
 }
@@ -139,8 +140,9 @@ void GroupState::watch_waiting() {
   std::unique_lock lock(waiting_mutex_);
   while (!watcher_stops_) {
     if (look_at_guarded(lock) || look_at_waiting(lock)) continue;
-    const bool idle = guarded_.empty() &&
-                      std::ranges::none_of(waiting_, [](const Waiting& w) { return w.comparable; });
+    const bool idle =
+        guarded_.empty() &&
+        std::ranges::none_of(waiting_, [](const Waiting& w) { return w.card.has_value(); });
     watcher_sleeps_ = idle;
     if (idle)
       waiting_changed_.wait(lock);
@@ -169,11 +171,10 @@ bool GroupState::look_at_guarded(std::unique_lock<std::mutex>& lock) {
 bool GroupState::look_at_waiting(std::unique_lock<std::mutex>& lock) {
   const auto long_ago = std::chrono::steady_clock::now() - kLong;
   const auto lasting = std::ranges::find_if(
-      waiting_, [&](const Waiting& w) { return w.comparable && w.since <= long_ago; });
+      waiting_, [&](const Waiting& w) { return w.card && w.since <= long_ago; });
   if (lasting == waiting_.end()) return false;
-  lasting->comparable = false;
   const auto* work = lasting->work;
-  const auto card = lasting->card;
+  const MessageCard card = *std::exchange(lasting->card, std::nullopt);
   const auto call = lasting->call ? lasting->call->text() : std::string();
   lock.unlock();
   std::vector<std::string> places;

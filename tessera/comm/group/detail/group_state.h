@@ -13,6 +13,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -82,9 +83,10 @@ class GroupState : Pinned {
   /// Registers a work that only its own abort() can wake (Gloo's messages): it is aborted when the
   /// group is poisoned, or at once if it is already. With a `card`, if the wait lasts long, the
   /// peer is asked whether it waits for the same message (compare()), and, for a message of a
-  /// collective `call`, whether all ranks are in that call. `card` and `call` must stay valid until
+  /// collective `call`, whether all ranks are in that call. `call` must stay valid until
   /// deregister_work().
-  void register_work(c10d::Work& work, const MessageCard* card, const CallCard* call = nullptr);
+  void register_work(c10d::Work& work, const std::optional<MessageCard>& card,
+                     const CallCard* call);
   void deregister_work(c10d::Work& work);
 
   /// A call that no host thread waits for (a stream of its device does), with its own time limit.
@@ -142,9 +144,9 @@ class GroupState : Pinned {
  private:
   struct Waiting {
     c10d::Work* work;
-    MessageCard card;
+    // what is still to be compared
+    std::optional<MessageCard> card;
     const CallCard* call = nullptr;
-    bool comparable = false;
     // the places in the store where this rank was the first to say what it waits for
     std::vector<std::string> places;
     std::chrono::steady_clock::time_point since;

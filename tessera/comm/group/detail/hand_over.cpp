@@ -15,9 +15,10 @@ const Endpoint& endpoint_of(const RequestState& call, const at::Tensor& tensor) 
 
 /// Lets the call wait for what the transport has left, in the manner of `wait`.
 void take_works(RequestState& call, TransportCall& given, Wait wait) {
-  for (auto& started : given.works)
-    call.add(std::move(started.work), started.at_one_go ? Wait::at_one_go : wait,
-             started.card ? &*started.card : nullptr);
+  for (auto& started : given.works) {
+    if (started.wait != Wait::at_one_go) started.wait = wait;
+    call.add(std::move(started));
+  }
   for (const auto& tensor : given.kept) call.keep(tensor);
   if (given.then) call.then(std::move(given.then));
 }

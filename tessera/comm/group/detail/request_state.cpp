@@ -76,29 +76,26 @@ void RequestState::begin_within(const RequestState& call) {
   collective_ = call.collective_;
 }
 
-void RequestState::add(c10::intrusive_ptr<c10d::Work> work, Wait wait, const MessageCard* card) {
-  if (!work) return;
-  if (on_stream_) group_.guard({work, deadline_, describe(), sequence_, limit_, collective_});
-  auto& pending = works_.emplace_back();
-  pending.work = std::move(work);
-  pending.wait = wait;
-  pending.comparable = card != nullptr;
-  if (card) pending.card = *card;
+void RequestState::add(Started started) {
+  if (!started.work) return;
+  if (on_stream_)
+    group_.guard({started.work, deadline_, describe(), sequence_, limit_, collective_});
+  works_.push_back(std::move(started));
 }
 
 std::chrono::milliseconds RequestState::left() const {
   return std::max(time_left(deadline_), std::chrono::milliseconds(1));
 }
 
-void RequestState::wait_once(PendingWork& pending) {
-  group_.register_work(*pending.work, pending.comparable ? &pending.card : nullptr, &card_);
+void RequestState::wait_once(const Started& pending) {
+  group_.register_work(*pending.work, pending.card, &card_);
   const auto deregister = c10::make_scope_exit([&] { group_.deregister_work(*pending.work); });
   if (pending.work->wait(left())) return;
   group_.watch().require_healthy(operation_, sequence_);
   throw CommError("group '", group_.name(), "': ", describe(), " was aborted");
 }
 
-void RequestState::wait_for_work(PendingWork& pending) {
+void RequestState::wait_for_work(const Started& pending) {
   if (on_stream_) {
     pending.work->wait(kNoLimit);
     // The stream waits for what an abort may have cut short: the caller must not use that.
@@ -223,7 +220,7 @@ void RequestState::wait_for_works() {
     if (poll_error_) std::rethrow_exception(poll_error_);
     agree();
   }
-  for (auto& pending : works_) wait_for_work(pending);
+  for (const auto& pending : works_) wait_for_work(pending);
 }
 
 void RequestState::end_by_mismatch(std::string reason) const {
@@ -317,7 +314,7 @@ void RequestState::wait() {
 void RequestState::poll() {
   try {
     agree();
-    for (auto& pending : works_) wait_for_work(pending);
+    for (const auto& pending : works_) wait_for_work(pending);
   } catch (...) {
     poll_error_ = std::current_exception();
   }
@@ -330,8 +327,8 @@ bool RequestState::done() {
   const auto turn = take_turn();
   if (!step()) return false;
   if (poll_error_) return true;
-  if (std::ranges::none_of(works_, [](const PendingWork& p) { return p.wait == Wait::at_one_go; }))
-    return std::ranges::all_of(works_, [](const PendingWork& p) { return p.work->isCompleted(); });
+  if (std::ranges::none_of(works_, [](const Started& p) { return p.wait == Wait::at_one_go; }))
+    return std::ranges::all_of(works_, [](const Started& p) { return p.work->isCompleted(); });
   poller_ = std::thread([this] { poll(); });
   return polled_.load(std::memory_order_acquire);
 }

@@ -26,11 +26,6 @@
 
 namespace tessera::detail {
 
-/// How a call waits for a work: until its limit; in slices, looking at the group's watch between
-/// them; or in a single wait, since one that runs out breaks the work (Gloo's messages), which says
-/// only by wait() that it is done, and is aborted with the group.
-enum class Wait : unsigned char { for_all, in_slices, at_one_go };
-
 class RequestState final : public Unfinished<void>, Pinned {
  public:
   /// `operation` is a string literal. `blocking`: the caller waits at once, and the backend is told
@@ -59,7 +54,7 @@ class RequestState final : public Unfinished<void>, Pinned {
 
   /// Adds a work of the backend to the call. With a `card`, both ends of the message are compared
   /// if the wait lasts long.
-  void add(c10::intrusive_ptr<c10d::Work> work, Wait wait, const MessageCard* card = nullptr);
+  void add(Started started);
   /// Sets what the ranks must have in common for this call.
   void set_card(CallCard card) {
     card.source = std::move(card_.source);
@@ -123,14 +118,8 @@ class RequestState final : public Unfinished<void>, Pinned {
   void finish() override { wait(); }
 
  private:
-  struct PendingWork {
-    c10::intrusive_ptr<c10d::Work> work;
-    Wait wait = Wait::in_slices;
-    bool comparable = false;
-    MessageCard card;
-  };
-  void wait_for_work(PendingWork& pending);
-  void wait_once(PendingWork& pending);
+  void wait_for_work(const Started& pending);
+  void wait_once(const Started& pending);
   // Held by the thread that continues a request: the one that waits for it, or, in another wait,
   // the one that started it.
   struct Turn {
@@ -159,7 +148,7 @@ class RequestState final : public Unfinished<void>, Pinned {
   CallCard card_;
   std::chrono::milliseconds limit_;
   std::chrono::steady_clock::time_point begin_, deadline_;
-  c10::SmallVector<PendingWork, 1> works_;
+  c10::SmallVector<Started, 1> works_;
   c10::SmallVector<at::Tensor, 4> kept_;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies_;
   c10::SmallVector<std::function<void()>, 1> finish_;
