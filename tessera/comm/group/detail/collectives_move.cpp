@@ -40,17 +40,6 @@ std::string parts_text(const at::Tensor& part, const Sizes& sizes) {
                 ", sizes ", list(sizes, 1 << 20));
 }
 
-// The card of a collective whose tensors are alike on all ranks, or, with sizes, have rows alike.
-CallCard move_card(const at::Tensor& t, int root, const Sizes& sizes = {}) {
-  CallCard card;
-  card.dtype = t.scalar_type();
-  card.device = t.device().type();
-  card.root = root;
-  card.elements = sizes.empty() ? t.numel() : row_numel(t);
-  card.sizes = sizes;
-  return card;
-}
-
 std::int64_t bytes_of(const at::Tensor& t) {
   return t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
 }
@@ -76,7 +65,7 @@ void launch_broadcast(RequestState& call, const at::Tensor& given, int root) {
       },
       [&] { return Signature{concat(kind_of(given), ' ', given.sizes(), ", root ", root), {}}; });
   const at::Tensor tensor = in_memory(given);
-  call.set_card(move_card(tensor, root));
+  call.set_card(card_of(tensor, root));
   call.count_bytes(is_root ? bytes_of(tensor) : 0);
   if (call.group().size() == 1 || tensor.numel() == 0) return;
   const Guard guard;
@@ -118,7 +107,7 @@ void launch_all_to_all(RequestState& call, const at::Tensor& output, const at::T
                          concat(", out ", list(output_sizes), ", in ", list(input_sizes))};
       });
   const at::Tensor input = in_memory(given);
-  auto card = move_card(input, -1);
+  auto card = card_of(input, -1);
   if (!input_sizes.empty()) card.elements = -1;  // each rank has its own
   call.set_card(std::move(card));
   call.count_bytes(bytes_of(input));
@@ -164,7 +153,7 @@ void launch_parts(RequestState& call, const at::Tensor& whole_given, const at::T
   const at::Tensor part = in_memory(part_given),
                    whole = has_whole ? in_memory(whole_given) : at::Tensor();
   const at::Tensor &output = gathers ? whole : part, &input = gathers ? part : whole;
-  call.set_card(move_card(part, root.value_or(-1), sizes));
+  call.set_card(card_of(part, root.value_or(-1), sizes));
   call.count_bytes(bytes_of(input));
   if (nothing(sizes, part)) return;
   const Guard guard;

@@ -25,14 +25,8 @@ std::string text_of(const at::Tensor& t, ReduceOp op) {
 }
 
 CallCard reduce_card(const at::Tensor& t, ReduceOp op, int root, const Sizes& sizes = {}) {
-  CallCard card;
-  card.dtype = t.scalar_type();
-  card.device = t.device().type();
+  CallCard card = card_of(t, root, sizes);
   card.op = static_cast<int>(op.kind);
-  card.root = root;
-  const auto rows = sizes.empty() || t.dim() == 0 ? 0 : t.size(0);
-  card.elements = rows > 0 ? t.numel() / rows : t.numel();
-  card.sizes = sizes;
   return card;
 }
 

@@ -25,6 +25,16 @@ void take_works(RequestState& call, TransportCall& given, Wait wait) {
 
 }  // namespace
 
+CallCard card_of(const at::Tensor& tensor, int root, const Sizes& sizes) {
+  CallCard card;
+  card.dtype = tensor.scalar_type();
+  card.device = tensor.device().type();
+  card.root = root;
+  card.elements = sizes.empty() ? tensor.numel() : row_numel(tensor);
+  card.sizes = sizes;
+  return card;
+}
+
 const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor) {
   if (!tensor.is_cpu()) call.on_stream();
   return endpoint_of(call, tensor);

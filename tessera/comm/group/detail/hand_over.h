@@ -21,6 +21,9 @@ at::Tensor wire_output(RequestState& call, const at::Tensor& tensor);
 /// 1.
 std::int64_t wire_width(RequestState& call, const at::Tensor& tensor);
 
+/// The card of a collective whose tensors are alike on all ranks, or, with sizes, have rows alike.
+CallCard card_of(const at::Tensor& tensor, int root, const Sizes& sizes = {});
+
 /// The endpoint for `tensor`, whose device's stream waits for the call if it has one.
 const Endpoint& endpoint_for(RequestState& call, const at::Tensor& tensor);
 
