@@ -18,7 +18,7 @@
 
 #include "mpi_support.h"
 #include "tessera/base/hash.h"
-#include "tessera/comm/backends/mpi/mpi_meet.h"
+#include "tessera/comm/backends/mpi/mpi_work.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/comm/job/manager.h"
 #include "tessera/comm/job/mpi_interop.h"

@@ -10,7 +10,7 @@
 
 #include "mpi_support.h"
 #include "tessera/base/text.h"
-#include "tessera/comm/backends/mpi/mpi_meet.h"
+#include "tessera/comm/backends/mpi/mpi_work.h"
 
 namespace tessera::test {
 

@@ -1,4 +1,4 @@
-#include "tessera/comm/backends/mpi/mpi_meet.h"
+// How the members of a new MPI group meet.
 
 #include <sched.h>
 
@@ -17,6 +17,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/pinned.h"
 #include "tessera/base/text.h"
+#include "tessera/comm/backends/mpi/mpi_work.h"
 #include "tessera/comm/group/types.h"
 
 namespace tessera::detail {

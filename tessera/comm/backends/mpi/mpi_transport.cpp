@@ -9,7 +9,6 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/comm/backends/mpi/mpi_attempt.h"
-#include "tessera/comm/backends/mpi/mpi_meet.h"
 
 namespace tessera::detail {
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "tessera/base/pinned.h"
+#include "tessera/comm/backends/mpi/mpi_attempt.h"
 #include "tessera/comm/backends/mpi/mpi_context.h"
 #include "tessera/comm/backends/mpi/mpi_tags.h"
 #include "tessera/comm/backends/own_work.h"
@@ -206,6 +207,15 @@ class MpiComm : Pinned {
   std::mutex mutex_;
   std::vector<std::unique_ptr<MpiCall>> adopted_;
 };
+
+/// Makes the communicator of `ranks` of the context, in this order; called by its members alone.
+/// MPI_Comm_create_group has no time limit, so the members first report to the group's first rank
+/// by messages, which have one. Throws InvalidArgument, and TimeoutError naming the ranks that did
+/// not come, or PeerLostError if the attempt is given up.
+std::shared_ptr<MpiComm> make_mpi_comm(const std::shared_ptr<MpiContext>& context,
+                                       const std::vector<int>& ranks,
+                                       const MpiBackendOptions& options,
+                                       const MpiAttempt& attempt = {});
 
 /// A call as a c10d::Work. Progress is made inside isCompleted() and wait(), and in other MPI calls
 /// of this process.
