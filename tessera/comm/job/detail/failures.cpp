@@ -43,7 +43,6 @@ bool is_within(const std::vector<int>& members, const std::vector<int>& ranks) {
 }
 
 std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {
-  const std::lock_guard lock(mutex_);
   Counted& counted = counted_[ranks];
   if (counted.heard > counted.number) {
     ++counted.number;
@@ -54,8 +53,7 @@ std::optional<Failure> Failures::begin(const std::vector<int>& ranks) {
   return failure;
 }
 
-bool Failures::hear(const Failure& failure, News news) {
-  const std::lock_guard lock(mutex_);
+bool Failures::hear(const Failure& failure, Poison news) {
   Counted& counted = counted_[failure.ranks];
   if (failure.number < counted.heard) return false;
   if (counted.heard <= counted.number) counted.due = false;
@@ -64,8 +62,7 @@ bool Failures::hear(const Failure& failure, News news) {
   return true;
 }
 
-std::optional<Failures::News> Failures::make_due(const Failure& failure) {
-  const std::lock_guard lock(mutex_);
+std::optional<Poison> Failures::make_due(const Failure& failure) {
   Counted& counted = counted_[failure.ranks];
   if (counted.heard == counted.number || failure.number < counted.number) return std::nullopt;
   counted.due = true;
@@ -73,16 +70,14 @@ std::optional<Failures::News> Failures::make_due(const Failure& failure) {
 }
 
 bool Failures::mark_thrown(const Failure& failure) {
-  const std::lock_guard lock(mutex_);
   Counted& counted = counted_[failure.ranks];
   if (counted.heard == counted.number || failure.number < counted.number) return false;
   counted.number = counted.heard;
   return true;
 }
 
-std::optional<std::pair<Failure, Failures::News>> Failures::due_failure(
+std::optional<std::pair<Failure, Poison>> Failures::due_failure(
     const std::vector<int>& members) const {
-  const std::lock_guard lock(mutex_);
   if (members.size() < 2) return std::nullopt;
   for (const auto& [ranks, counted] : counted_)
     if (counted.heard > counted.number && counted.due && is_within(members, ranks))
@@ -91,7 +86,6 @@ std::optional<std::pair<Failure, Failures::News>> Failures::due_failure(
 }
 
 std::uint64_t Failures::count(const std::vector<int>& members) const {
-  const std::lock_guard lock(mutex_);
   std::uint64_t all = 0;
   for (const auto& [ranks, counted] : counted_)
     if (members.size() > 1 && is_within(members, ranks)) all += counted.number;

@@ -4,11 +4,12 @@
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "tessera/comm/group/detail/group_watch.h"
 
 namespace tessera::detail {
 
@@ -26,29 +27,25 @@ struct Failure {
 /// True if all `members` belong to `ranks`, which is sorted.
 bool is_within(const std::vector<int>& members, const std::vector<int>& ranks);
 
+/// Used by one thread at a time. The news of a failure are the ranks that failed, and why.
 class Failures {
  public:
-  struct News {
-    std::vector<int> ranks;  // those that failed
-    std::string reason;
-  };
-
   /// Records that this rank failed. Returns nullopt if it has heard of a failure that is not
   /// settled yet: the two count as one, of which all ranks know, and this rank has an error of its
   /// own. Ranks that fail alike several times settle one failure after the other.
   std::optional<Failure> begin(const std::vector<int>& ranks);
   /// Records that another rank failed. Returns false if this rank knows of it: it failed at the
   /// same time, or another rank has reported it.
-  bool hear(const Failure& failure, News news);
+  bool hear(const Failure& failure, Poison news);
   /// To be called when the time has passed in which this rank might have met the same error:
   /// due_failure() returns the failure from now on. Returns nullopt if it need not be reported any
   /// more.
-  std::optional<News> make_due(const Failure& failure);
+  std::optional<Poison> make_due(const Failure& failure);
   /// Records that a call of this rank throws the failure. Returns false if one has already.
   bool mark_thrown(const Failure& failure);
   /// The failure of a mesh that holds all `members` which this rank has heard of, which is due, and
   /// which no call has thrown yet.
-  std::optional<std::pair<Failure, News>> due_failure(const std::vector<int>& members) const;
+  std::optional<std::pair<Failure, Poison>> due_failure(const std::vector<int>& members) const;
   /// Number of failures of meshes that hold all `members` which calls of this rank have thrown.
   std::uint64_t count(const std::vector<int>& members) const;
 
@@ -56,10 +53,9 @@ class Failures {
   struct Counted {
     std::uint64_t number = 0;  // settled: by an error of its own, or a call that threw
     std::uint64_t heard = 0;   // at least that
-    News news;                 // of the last one heard
+    Poison news;               // of the last one heard
     bool due = false;
   };
-  mutable std::mutex mutex_;
   std::map<std::vector<int>, Counted> counted_;
 };
 

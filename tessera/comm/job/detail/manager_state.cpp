@@ -129,7 +129,7 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
     if (!found) {
       found = std::make_shared<Made>();
       found->watch =
-          std::make_shared<GroupWatch>(name_of(key, rounds_[key]++, failures_->count(ranks)), ranks,
+          std::make_shared<GroupWatch>(name_of(key, rounds_[key]++, failures_.count(ranks)), ranks,
                                        base_.launch.rank, base_.faults);
       order_.push_back(found);
       if (const auto early = early_.find(found->watch->group()); early != early_.end())
@@ -141,8 +141,8 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
         else if (!known)
           known = Poison{{rank}, how.second, false};
       }
-      if (const auto due = failures_->due_failure(ranks); due && !known)
-        known = poison_of(due->first, {due->second.ranks, due->second.reason});
+      if (const auto due = failures_.due_failure(ranks); due && !known)
+        known = poison_of(due->first, due->second);
     }
     slot = found;
   }
@@ -265,6 +265,11 @@ std::vector<std::shared_ptr<ManagerState::Made>> ManagerState::all_made() const 
   return order_;
 }
 
+std::uint64_t ManagerState::failures(const std::vector<int>& ranks) const {
+  const std::lock_guard lock(mutex_);
+  return failures_.count(ranks);
+}
+
 std::vector<std::shared_ptr<GroupState>> ManagerState::groups() const {
   std::vector<std::shared_ptr<GroupState>> states;
   for (const auto& group : all_made()) {
@@ -319,7 +324,7 @@ void ManagerState::fail_within(std::vector<int> ranks, const std::string& reason
   std::vector<std::shared_ptr<GroupWatch>> retired;
   {
     const std::lock_guard lock(mutex_);
-    failure = failures_->begin(ranks);
+    failure = failures_.begin(ranks);
     retired = retire_within(ranks);
   }
   if (failure && base_.faults) base_.faults->announce(failure->name(), ranks, poison);
@@ -333,7 +338,7 @@ Poison ManagerState::poison_of(const Failure& failure, Poison news) {
     const auto manager = self.lock();
     if (!manager) return;
     const std::lock_guard lock(manager->mutex_);
-    if (manager->failures_->mark_thrown(failure)) manager->retire_within(failure.ranks);
+    if (manager->failures_.mark_thrown(failure)) manager->retire_within(failure.ranks);
   };
   return news;
 }
@@ -343,7 +348,7 @@ Poison ManagerState::poison_of(const Failure& failure, Poison news) {
 void ManagerState::hear_failure(const Failure& failure, const Poison& poison) {
   {
     const std::lock_guard lock(mutex_);
-    if (!failures_->hear(failure, {poison.ranks, poison.reason})) return;
+    if (!failures_.hear(failure, poison)) return;
   }
   const std::lock_guard lock(delayed_mutex_);
   if (reporter_stops_) return;
@@ -383,19 +388,17 @@ void ManagerState::report_due_failures() {
 // The groups stay until a call throws: asking for a group is not a call.
 void ManagerState::tell_failure(const Failure& failure) {
   std::vector<std::shared_ptr<GroupWatch>> concerned;
-  Poison poison;
+  std::optional<Poison> news;
   {
     const std::lock_guard lock(mutex_);
-    const auto news = failures_->make_due(failure);
+    news = failures_.make_due(failure);
     if (!news) return;
-    poison.ranks = news->ranks;
-    poison.reason = news->reason;
     for (const auto& [key, made] : made_) {
       const auto& members = std::get<0>(key);
       if (members.size() > 1 && is_within(members, failure.ranks)) concerned.push_back(made->watch);
     }
   }
-  for (const auto& watch : concerned) watch->set_poison(poison_of(failure, poison));
+  for (const auto& watch : concerned) watch->set_poison(poison_of(failure, *news));
 }
 
 void ManagerState::poison(const std::string& group, const Poison& poison) {

@@ -90,7 +90,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState>, Pinned {
   void fail_within(std::vector<int> ranks, const std::string& reason);
   /// How many failures of one rank alone, of meshes that hold all of `ranks`, have ended groups
   /// here: the same number on all of these ranks once each has caught its own error.
-  std::uint64_t failures(const std::vector<int>& ranks) const { return failures_->count(ranks); }
+  std::uint64_t failures(const std::vector<int>& ranks) const;
   /// A number that grows whenever groups are destroyed.
   std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
   /// The watch of a group that was made here, or null.
@@ -151,7 +151,7 @@ class ManagerState : public std::enable_shared_from_this<ManagerState>, Pinned {
   std::map<std::string, Poison> early_;               // for groups that this rank has not made yet
   std::map<int, std::pair<bool, std::string>> lost_;  // rank -> on purpose, how
   bool fault_ = false;
-  const std::unique_ptr<Failures> failures_ = std::make_unique<Failures>();
+  Failures failures_;
   // failures of other ranks by the time when they are due, and the thread that reports them
   std::mutex delayed_mutex_;
   std::condition_variable delayed_changed_;
