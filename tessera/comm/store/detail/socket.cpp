@@ -38,6 +38,18 @@ std::string numeric(const sockaddr* address, socklen_t size) {
   return text;
 }
 
+/// The numeric address and the port of an end of a connection: this one's by getsockname(), the
+/// other one's by getpeername(); "?" if it is gone.
+std::pair<std::string, int> end_of(const Socket& socket, int (*ask)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  if (ask(socket.fd(), any, &size) != 0) return {"?", 0};
+  return {numeric(any, size),
+          ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(any)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(any)->sin_port)};
+}
+
 // Which descriptors a forked child must not keep. One object per process, as the table of
 // descriptors and the handlers of fork() are.
 class KeptFromChildren {
@@ -163,11 +175,7 @@ int connect_once(const addrinfo& address, Deadline deadline, Socket& out) {
   setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   keep_alive(socket);
   // A rank that connects to a free local port may connect to itself (simultaneous open).
-  sockaddr_storage here{}, there{};
-  socklen_t here_size = sizeof here, there_size = sizeof there;
-  getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&here), &here_size);
-  getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&there), &there_size);
-  if (here_size == there_size && std::memcmp(&here, &there, here_size) == 0) return ECONNREFUSED;
+  if (end_of(socket, getsockname) == end_of(socket, getpeername)) return ECONNREFUSED;
   out = std::move(socket);
   return 0;
 }
@@ -313,36 +321,15 @@ std::string printable(std::string_view bytes, std::size_t limit) {
   return out;
 }
 
-int local_port(const Socket& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size);
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
-                                             : reinterpret_cast<sockaddr_in&>(address).sin_port);
-}
+int local_port(const Socket& socket) { return end_of(socket, getsockname).second; }
 
-std::string local_address(const Socket& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size);
-  return numeric(reinterpret_cast<sockaddr*>(&address), size);
-}
+std::string local_address(const Socket& socket) { return end_of(socket, getsockname).first; }
 
-std::string peer_address(const Socket& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  if (getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
-  return numeric(reinterpret_cast<sockaddr*>(&address), size);
-}
+std::string peer_address(const Socket& socket) { return end_of(socket, getpeername).first; }
 
 std::string peer_name(const Socket& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  if (getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
-  const int port =
-      ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
-                                          : reinterpret_cast<sockaddr_in&>(address).sin_port);
-  return concat(peer_address(socket), ":", std::to_string(port));
+  const auto [address, port] = end_of(socket, getpeername);
+  return address == "?" ? address : concat(address, ":", std::to_string(port));
 }
 
 Socket connect_to(const std::string& host, int port, bool other_hosts, Deadline deadline) {
