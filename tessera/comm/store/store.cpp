@@ -5,9 +5,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <cstring>
+#include <istream>
 #include <optional>
 #include <thread>
 
@@ -99,19 +99,10 @@ std::string to_text(const Published& where) {
 Published read_published(c10d::Store& board, Deadline deadline) {
   // Not setTimeout(), which others that use the store would notice.
   board.wait({kBoardKey}, std::max(std::chrono::milliseconds(1), time_left(deadline)));
-  std::string text = board.get_to_str(kBoardKey);
-  const auto word = [&] {
-    const auto end = std::min(text.find(' '), text.size());
-    std::string first = text.substr(0, end);
-    text.erase(0, end + 1);
-    return first;
-  };
+  TextReader in(board.get_to_str(kBoardKey));
   Published where;
-  where.address = word();
-  const std::string port = word();
-  std::from_chars(port.data(), port.data() + port.size(), where.port);
-  where.secret = word();
-  where.job = text;
+  in >> where.address >> where.port >> where.secret >> std::ws;
+  std::getline(in, where.job);
   return where;
 }
 
