@@ -37,25 +37,18 @@ std::shared_ptr<GroupState> make_group_state(const GroupSpec& spec) {
   auto state = std::make_shared<GroupState>(spec);
   const int size = static_cast<int>(spec.ranks.size());
   if (size == 1 || spec.backend == "store") return state;
-  const ShmOptions common{
-      .name = spec.name, .timeout = spec.timeout, .ranks = spec.ranks, .watch = spec.watch};
   if (spec.backend == "gloo") {
     state->set_endpoint(c10::DeviceType::CPU, make_gloo_transport(spec.store, spec.rank, size,
                                                                   spec.timeout, spec.address));
   } else if (spec.backend == "auto") {
     require_store(spec);
-    HostsOptions options{common};
-    options.address = spec.address;
-    options.host = spec.host;
-    options.between = spec.between;
-    options.mpi = spec.mpi;
-    auto chosen = make_transport_by_host(spec.store, spec.rank, size, options);
+    auto chosen = make_transport_by_host(spec.store, spec.rank, size, spec);
     state->set_endpoint(c10::DeviceType::CPU, std::move(chosen.transport),
                         std::move(chosen.reason));
   } else if (spec.backend == "shm") {
     require_store(spec);
     state->set_endpoint(c10::DeviceType::CPU,
-                        make_shm_transport(spec.store, spec.rank, size, common));
+                        make_shm_transport(spec.store, spec.rank, size, spec));
   } else if (spec.backend == "mpi") {
     if (!spec.mpi)
       throw InvalidArgument("group '", spec.name,
