@@ -18,29 +18,6 @@
 namespace tessera::detail::interpolation_rules {
 namespace {
 
-/// `back`: the operator's gradient, which has matrices of its own for nearest neighbours.
-struct Resampling {
-  LayoutPtr layout;  // of the field: its address is part of a key
-  std::shared_ptr<const InterpolationHalo> there, back;
-  ShardSpec x, y;
-  Dims x_strides, y_strides;
-};
-
-struct ResamplingMap final : FieldMap {
-  ResamplingMap(std::shared_ptr<const Resampling> r, bool b)
-      : FieldMap(b ? r->y : r->x, b ? r->x : r->y, b ? r->x_strides : r->y_strides),
-        resampling(std::move(r)),
-        backward(b) {}
-  at::Tensor run(const at::Tensor& local) const override {
-    return backward ? resampling->back->adjoint(local) : resampling->there->forward(local);
-  }
-  std::shared_ptr<const FieldMap> derivative() const override {
-    return std::make_shared<ResamplingMap>(resampling, !backward);
-  }
-  const std::shared_ptr<const Resampling> resampling;
-  const bool backward;
-};
-
 /// Of the result, whose dims are sharded as those of `x`.
 ShardSpec resampled_spec(const ShardSpec& x, const InterpolationCall& call) {
   const int lead = x.dims() - call.op->inner;
@@ -54,32 +31,30 @@ ShardSpec resampled_spec(const ShardSpec& x, const InterpolationCall& call) {
   return mapped_spec(x, shape, all_labels(x.dims()), false, parts);
 }
 
-std::shared_ptr<const Resampling> resampling_of(const at::Tensor& field,
-                                                const InterpolationCall& call) {
-  const ShardSpec x = without_partial(spec(field));
+/// The operator's gradient has matrices of its own for nearest neighbours.
+std::shared_ptr<const FieldMap> resampling(const at::Tensor& field, const InterpolationCall& call) {
+  const ShardSpec x = without_partial(spec(field)), y = resampled_spec(x, call);
   const int lead = x.dims() - call.op->inner;
-  auto made = std::make_shared<Resampling>();
-  made->layout = meta_of(field)->layout;
-  made->x = x;
-  made->y = resampled_spec(x, call);
-  made->x_strides = suggested_strides(field, x.shape());
-  made->y_strides = suggested_strides(field, made->y.shape());
   const std::vector<std::int64_t> inputs(x.shape().begin() + lead, x.shape().end());
   const auto there = interpolation_matrices(call, inputs, false);
   const auto back = call.op->nearest && at::isFloatingType(field.scalar_type())
                         ? interpolation_matrices(call, inputs, true)
                         : there;
-  made->there = made->back =
-      std::make_shared<InterpolationHalo>(call, made->x, made->y, there, true);
-  if (back != there)
-    made->back = std::make_shared<InterpolationHalo>(call, made->x, made->y, back, false);
-  return made;
+  const auto forward = std::make_shared<InterpolationHalo>(call, x, y, there, true);
+  const auto backward = back == there
+                            ? forward
+                            : std::make_shared<InterpolationHalo>(call, x, y, back, false);
+  return std::make_shared<FieldMap>(
+      FieldMap{x, y, suggested_strides(field, x.shape()), suggested_strides(field, y.shape()),
+               [forward](const at::Tensor& local) { return forward->forward(local); },
+               [backward](const at::Tensor& local) { return backward->adjoint(local); }});
 }
 
-std::shared_ptr<const Resampling> cached(const at::Tensor& field, const InterpolationCall& call) {
+std::shared_ptr<const FieldMap> cached(const at::Tensor& field, const InterpolationCall& call) {
   Key key;
   const auto number = [&](auto n) { key.push_back(static_cast<std::uint64_t>(n)); };
-  number(reinterpret_cast<std::uintptr_t>(meta_of(field)->layout.get()));  // interned; held below
+  const LayoutPtr layout = meta_of(field)->layout;
+  number(reinterpret_cast<std::uintptr_t>(layout.get()));  // interned; held with the map
   number(reinterpret_cast<std::uintptr_t>(call.op));
   number(call.align);
   for (const auto n : call.outputs) number(n);
@@ -87,8 +62,10 @@ std::shared_ptr<const Resampling> cached(const at::Tensor& field, const Interpol
     number(s.has_value());
     number(std::bit_cast<std::uint64_t>(s.value_or(0)));
   }
-  using Cache = ThreadCache<std::shared_ptr<const Resampling>, struct ByLayoutAndCall>;
-  return Cache::find_or_make(std::move(key), [&] { return resampling_of(field, call); });
+  using Held = std::pair<LayoutPtr, std::shared_ptr<const FieldMap>>;
+  return ThreadCache<Held, struct ByLayoutAndCall>::find_or_make(std::move(key), [&] {
+           return Held(layout, resampling(field, call));
+         }).second;
 }
 
 /// Rounded values that are sharded in space. libtorch's kernels round differently, and which one
@@ -146,7 +123,7 @@ struct Kernel final : c10::OperatorKernel {
     at::Tensor y =
         rounds && any_distributed(spec(x), 2)
             ? rounded(x, call, plain)
-            : apply(op.name.c_str(), x, std::make_shared<ResamplingMap>(cached(x, call), false));
+            : apply(op.name.c_str(), x, cached(x, call));
     stack->resize(stack->size() - n);
     stack->emplace_back(std::move(y));
   }

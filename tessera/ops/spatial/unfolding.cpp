@@ -45,42 +45,30 @@ struct Windows {
   std::int64_t image[2], grid[2];
 };
 
-/// The rows of the image that each rank's windows read.
-Halo halo_of_rows(const Windows& w, const ShardSpec& image, const ShardSpec& columns) {
-  return Halo(
-      image, std::vector<Edge>(image.dims(), Edge::zero),
-      [from = image.sharding(), to = columns.sharding(), w, h = image.dims() - 2](int position) {
-        Box box = from.box(position);
-        const Interval flat = to.box(position).back(),
-                       rows{flat.begin / w.grid[1], flat.end / w.grid[1]};
-        box[h] = w.dims[0].inputs(rows);
-        return box;
-      });
-}
-
-/// From an image to its columns or, `folds`, back.
-struct UnfoldingMap final : FieldMap {
-  UnfoldingMap(const Windows& w, const ShardSpec& from, const ShardSpec& to, bool f, Halo h)
-      : FieldMap(from, to, contiguous_strides(to.shape())),
-        windows(w),
-        folds(f),
-        halo(std::move(h)) {}
-  at::Tensor run(const at::Tensor& local) const override {
-    return folds ? fold(local) : unfold(local);
-  }
-  std::shared_ptr<const FieldMap> derivative() const override {
-    return std::make_shared<UnfoldingMap>(windows, to, from, !folds, halo);
-  }
+/// From an image to its columns and back, on this rank.
+struct Unfolding {
+  Unfolding(const Windows& w, const ShardSpec& image, const ShardSpec& c)
+      : windows(w),
+        columns(c),
+        // The rows of the image that each rank's windows read.
+        halo(image, std::vector<Edge>(image.dims(), Edge::zero),
+             [from = image.sharding(), to = c.sharding(), w, h = image.dims() - 2](int position) {
+               Box box = from.box(position);
+               const Interval flat = to.box(position).back(),
+                              rows{flat.begin / w.grid[1], flat.end / w.grid[1]};
+               box[h] = w.dims[0].inputs(rows);
+               return box;
+             }) {}
   at::Tensor unfold(const at::Tensor& x) const {
     const at::Tensor box = halo.exchange(x);
-    if (to.local_numel() == 0) return at::empty(to.local_shape(), x.options());
+    if (columns.local_numel() == 0) return at::empty(columns.local_shape(), x.options());
     const auto& [a, b] = windows.dims;
     return at::im2col(box, {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding},
                       {a.stride, b.stride});
   }
   at::Tensor fold(const at::Tensor& gradient) const {
     const Shape shape = shape_of(halo.needed());
-    if (from.local_numel() == 0) return halo.sum(at::zeros(shape, gradient.options()));
+    if (columns.local_numel() == 0) return halo.sum(at::zeros(shape, gradient.options()));
     const auto& [a, b] = windows.dims;
     return halo.sum(at::col2im(gradient.contiguous(), {shape[shape.size() - 2], shape.back()},
                                {a.kernel, b.kernel}, {a.dilation, b.dilation}, {0, b.padding},
@@ -88,7 +76,7 @@ struct UnfoldingMap final : FieldMap {
   }
 
   const Windows windows;
-  const bool folds;
+  const ShardSpec columns;
   const Halo halo;
 };
 
@@ -130,9 +118,12 @@ at::Tensor im2col(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRe
     parts.emplace_back(
         h, scaled(output_partition(image.dim(h).partition, w.dims[0], w.grid[0]), w.grid[1]));
   const ShardSpec columns = mapped_spec(image, shape, all_labels(n - 1), false, parts);
-  return apply(
-      "im2col", self,
-      std::make_shared<UnfoldingMap>(w, image, columns, false, halo_of_rows(w, image, columns)));
+  const auto unfolding = std::make_shared<Unfolding>(w, image, columns);
+  return apply("im2col", self,
+               std::make_shared<FieldMap>(FieldMap{
+                   image, columns, contiguous_strides(image.shape()), contiguous_strides(shape),
+                   [unfolding](const at::Tensor& x) { return unfolding->unfold(x); },
+                   [unfolding](const at::Tensor& g) { return unfolding->fold(g); }}));
 }
 
 at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::IntArrayRef kernel,
@@ -167,9 +158,12 @@ at::Tensor col2im(const at::Tensor& self, c10::SymIntArrayRef output_size, at::I
   auto from = all_labels(m);
   from.push_back(-1);
   const ShardSpec image = mapped_spec(columns, shape, from, false, of_image);
-  return apply(
-      "col2im", self,
-      std::make_shared<UnfoldingMap>(w, columns, image, true, halo_of_rows(w, image, columns)));
+  const auto unfolding = std::make_shared<Unfolding>(w, image, columns);
+  return apply("col2im", self,
+               std::make_shared<FieldMap>(FieldMap{
+                   columns, image, contiguous_strides(columns.shape()), contiguous_strides(shape),
+                   [unfolding](const at::Tensor& x) { return unfolding->fold(x); },
+                   [unfolding](const at::Tensor& g) { return unfolding->unfold(g); }}));
 }
 
 const AtStart registered([] {

@@ -44,11 +44,9 @@ at::Tensor inside(const std::vector<at::Tensor>& at, const Box& box) {
 
 struct Unpooling {
   Unpooling(const char* name, ShardSpec x_spec, ShardSpec y_spec, int inner,
-            const at::Tensor& indices, Dims x_strides_, Dims y_strides_)
+            const at::Tensor& indices)
       : x(std::move(x_spec)),
         y(std::move(y_spec)),
-        x_strides(std::move(x_strides_)),
-        y_strides(std::move(y_strides_)),
         lead(static_cast<std::size_t>(y.dims() - inner)) {
     const LocalCallGuard guard;
     const Shape sizes(y.shape().begin() + static_cast<std::ptrdiff_t>(lead), y.shape().end());
@@ -157,32 +155,12 @@ struct Unpooling {
   }
 
   const ShardSpec x, y;
-  const Dims x_strides, y_strides;
   const std::size_t lead;
   std::int64_t places = 1;  // positions in this rank's shard, per sample and channel
   Halo halo;
   // for each position of the needed box: its row of positions, whether it is for this rank, and
   // whether it stays
   at::Tensor target, valid, wins;
-};
-
-// libtorch's gradient reaches every value, also one that another has replaced; its own derivative
-// is the sum over all.
-struct UnpoolingMap final : FieldMap {
-  enum class Kind : unsigned char { replace, fetch, add };
-  UnpoolingMap(std::shared_ptr<const Unpooling> u, Kind k)
-      : FieldMap(k == Kind::fetch ? u->y : u->x, k == Kind::fetch ? u->x : u->y,
-                 k == Kind::fetch ? u->x_strides : u->y_strides),
-        unpooling(std::move(u)),
-        kind(k) {}
-  at::Tensor run(const at::Tensor& local) const override {
-    return kind == Kind::fetch ? unpooling->fetch(local) : unpooling->put(local, kind == Kind::add);
-  }
-  std::shared_ptr<const FieldMap> derivative() const override {
-    return std::make_shared<UnpoolingMap>(unpooling, kind == Kind::fetch ? Kind::add : Kind::fetch);
-  }
-  const std::shared_ptr<const Unpooling> unpooling;
-  const Kind kind;
 };
 
 at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& indices,
@@ -213,11 +191,17 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
   }
   const ShardSpec y = mapped_spec(x, shape, all_labels(n), false, parts);
   const at::Tensor places = laid_out(name, "indices", given.detach(), x);
-  auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, fresh_meta(places).local,
-                                               suggested_strides(field, x.shape()),
-                                               suggested_strides(field, shape));
-  return apply(name, field,
-               std::make_shared<UnpoolingMap>(std::move(unpooling), UnpoolingMap::Kind::replace));
+  const auto unpooling =
+      std::make_shared<Unpooling>(name, x, y, inner, fresh_meta(places).local);
+  // libtorch's gradient reaches every value, also one that another has replaced; its own derivative
+  // is the sum over all.
+  return apply(
+      name, field,
+      std::make_shared<FieldMap>(FieldMap{
+          x, y, suggested_strides(field, x.shape()), suggested_strides(field, shape),
+          [unpooling](const at::Tensor& local) { return unpooling->put(local, false); },
+          [unpooling](const at::Tensor& gradient) { return unpooling->fetch(gradient); },
+          [unpooling](const at::Tensor& local) { return unpooling->put(local, true); }}));
 }
 
 at::Tensor max_unpool2d(const at::Tensor& self, const at::Tensor& indices,

@@ -14,34 +14,43 @@ using torch::autograd::variable_list;
 
 using MapPtr = std::shared_ptr<const FieldMap>;
 
-struct Named {
+// A map, or a derivative of it: those of odd orders lead back.
+struct Step {
   MapPtr map;
   const char* name;
+  int order = 0;
+
+  bool back() const { return order % 2 == 1; }
+  const FieldMap::Function& function() const {
+    if (back()) return map->backward;
+    return order > 0 && map->forward_again ? map->forward_again : map->forward;
+  }
 };
 
 struct Apply : torch::autograd::Function<Apply> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& field, const MapPtr& map,
-                            const char* name) {
-    carry(ctx, Named{map, name}, "map");
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& field, const Step& step) {
+    carry(ctx, step, "step");
+    const ShardSpec& to = step.back() ? step.map->x : step.map->y;
     const ShardMeta& meta = fresh_meta(field);
     at::Tensor local;
     try {
       const LocalCallGuard guard;
-      local = map->run(meta.local.resolve_conj().resolve_neg());
+      local = step.function()(meta.local.resolve_conj().resolve_neg());
     } catch (...) {
-      rethrow_to_all(name, *context_of(map->to));
+      rethrow_to_all(step.name, *context_of(to));
     }
     const LocalCallGuard guard;
-    const auto layout = make_layout(map->to, map->strides, 0, local.scalar_type(), local.device());
+    const Dims& strides = step.back() ? step.map->x_strides : step.map->y_strides;
+    const auto layout = make_layout(to, strides, 0, local.scalar_type(), local.device());
     return wrap_fresh(std::move(local), layout);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    variable_list gradients(3);
+    variable_list gradients(2);
     if (!g[0].defined()) return gradients;
-    const auto [map, name] = carried<Named>(ctx, "map");
-    const MapPtr derivative = map->derivative();
-    gradients[0] = Apply::apply(
-        redistribute(sharded_gradient(g[0], derivative->from), derivative->from), derivative, name);
+    Step step = carried<Step>(ctx, "step");
+    ++step.order;
+    const ShardSpec& from = step.back() ? step.map->y : step.map->x;
+    gradients[0] = Apply::apply(redistribute(sharded_gradient(g[0], from), from), step);
     return gradients;
   }
 };
@@ -58,7 +67,7 @@ at::Tensor laid_out(const char* name, const char* argument, const at::Tensor& fi
 }
 
 at::Tensor apply(const char* name, const at::Tensor& field, const MapPtr& map) {
-  return Apply::apply(laid_out(name, "self", field, map->from), map, name);
+  return Apply::apply(laid_out(name, "self", field, map->x), Step{map, name});
 }
 
 Dims suggested_strides(const at::Tensor& like, const std::vector<std::int64_t>& shape) {

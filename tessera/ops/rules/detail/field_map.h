@@ -1,32 +1,32 @@
 #pragma once
-// FieldMap: a linear operator from one sharded field to another whose derivative is such an
-// operator too. For operators above autograd whose backward must know how the input was sharded,
-// which libtorch's own backward is not told. Derivatives of any order follow.
+// FieldMap: a linear operator from one sharded field to another, with its derivatives. For
+// operators above autograd whose backward must know how the input was sharded, which libtorch's own
+// backward is not told. Derivatives of any order follow.
 
-#include "tessera/base/pinned.h"
+#include <functional>
+
 #include "tessera/ops/rules/detail/rules.h"
 
 namespace tessera::detail {
 
-class FieldMap : Pinned {
- public:
-  /// `from`, `to`: specs of the input and of the result, without Partial axes. `strides`: those of
-  /// the result, as plain libtorch would show them.
-  FieldMap(ShardSpec from, ShardSpec to, Dims strides)
-      : from(std::move(from)), to(std::move(to)), strides(std::move(strides)) {}
-  virtual ~FieldMap() = default;
+struct FieldMap {
+  /// Makes this rank's shard of the other field, of its local_shape(), of that of one. Every rank
+  /// of the mesh calls it; it runs below autograd.
+  using Function = std::function<at::Tensor(const at::Tensor& local)>;
 
-  /// Computes this rank's shard of the result, of to.local_shape(). Every rank of the mesh calls
-  /// it; it runs below autograd.
-  virtual at::Tensor run(const at::Tensor& local) const = 0;
-  /// The operator that takes the gradient of the result to the gradient of the input.
-  virtual std::shared_ptr<const FieldMap> derivative() const = 0;
-
-  const ShardSpec from, to;
-  const Dims strides;
+  /// Specs of the input and of the result, without Partial axes.
+  ShardSpec x, y;
+  /// Their strides where they are what an operator returns, as plain libtorch would show them.
+  Dims x_strides, y_strides;
+  /// The operator.
+  Function forward;
+  /// Takes the gradient of the result to the gradient of the input.
+  Function backward;
+  /// The derivative of `backward`, from x to y; empty: `forward`.
+  Function forward_again = {};
 };
 
-/// Applies `map` to `field`, which is redistributed to `map->from` first if needed; subject to
+/// Applies `map` to `field`, which is redistributed to `map->x` first if needed; subject to
 /// Policies::redistribution, under the operator's `name`. Differentiable.
 at::Tensor apply(const char* name, const at::Tensor& field,
                  const std::shared_ptr<const FieldMap>& map);
