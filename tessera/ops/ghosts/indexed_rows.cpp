@@ -178,9 +178,8 @@ at::Tensor returned(const OpInfo& info, const at::Tensor& target, std::int64_t d
   return target;
 }
 
-void give(torch::jit::Stack* stack, const OpInfo& info, at::Tensor result) {
-  torch::jit::drop(*stack, info.kinds.size());
-  torch::jit::push(*stack, std::move(result));
+bool give(torch::jit::Stack* stack, const OpInfo& info, at::Tensor result) {
+  return answer(stack, info.kinds.size(), std::move(result));
 }
 
 // index_add, index_reduce, scatter_add, scatter_reduce, in place too.
@@ -230,8 +229,7 @@ struct Target {
     at::Tensor rows = on_local(op, *plan, meta.spec(), [&] {
       return run(meta.local.movedim(dim, 0), local_source.movedim(dim, 0));
     });
-    give(stack, info, returned(info, x, dim, std::move(rows)));
-    return true;
+    return give(stack, info, returned(info, x, dim, std::move(rows)));
   }
 };
 
@@ -262,8 +260,7 @@ bool added_to_whole(const OpInfo& info, torch::jit::Stack* stack, const Sum& sum
       from->spec().is_replicated() || x.numel() >= source.numel())
     return false;
   x.add_(sum(at::zeros_like(x)));
-  give(stack, info, x);
-  return true;
+  return give(stack, info, x);
 }
 
 bool same_but_rows(const at::Tensor& a, const at::Tensor& b) {
@@ -322,8 +319,7 @@ bool fill_rows(const char* op, const OpInfo& info, torch::jit::Stack* stack) {
     const at::Tensor here = meta_of(x)->local.movedim(*d, 0);
     return here.masked_fill(along_rows(plan->counts.gt(0), here), a[3].toScalar());
   });
-  give(stack, info, returned(info, x, *d, std::move(rows)));
-  return true;
+  return give(stack, info, returned(info, x, *d, std::move(rows)));
 }
 
 bool scatter_value(const OpInfo& info, torch::jit::Stack* stack) {
@@ -344,8 +340,7 @@ bool gather(const OpInfo& info, torch::jit::Stack* stack) {
   if (!fit(x, a[1].toInt(), index)) return false;
   const RowPlanPtr plan = row_plan("aten::gather", index, meta_of(x)->spec().dim(0));
   if (!plan) return false;
-  give(stack, info, selected("aten::gather", x, 0, index, *plan));
-  return true;
+  return give(stack, info, selected("aten::gather", x, 0, index, *plan));
 }
 
 // Backward of index_select knows how the rows were sharded: libtorch's formula knows the shape.
@@ -375,10 +370,7 @@ bool select(torch::jit::Stack* stack, std::size_t arguments, const at::Tensor& x
   if (!d || index.dim() != 1) return false;
   const RowPlanPtr plan = row_plan("aten::index_select", index, meta_of(x)->spec().dim(*d));
   if (!plan) return false;
-  at::Tensor result = SelectRows::apply(x, std::int64_t{*d}, index, plan);
-  torch::jit::drop(*stack, arguments);
-  torch::jit::push(*stack, std::move(result));
-  return true;
+  return answer(stack, arguments, SelectRows::apply(x, std::int64_t{*d}, index, plan));
 }
 
 bool index_select(torch::jit::Stack* stack) {
@@ -402,10 +394,6 @@ bool index(torch::jit::Stack* stack) {
   return select(stack, 2, x, static_cast<std::int64_t>(*at), by);
 }
 
-// In inference mode nothing has run above.
-bool index_select_below(const OpInfo&, torch::jit::Stack* stack) { return index_select(stack); }
-bool index_below(const OpInfo&, torch::jit::Stack* stack) { return index(stack); }
-
 // new_zeros and its kin, of as many rows as the scope's: sharded as those.
 bool new_rows(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
@@ -423,15 +411,12 @@ bool new_rows(const OpInfo& info, torch::jit::Stack* stack) {
   local[1] = spec.local_shape();
   info.op.callBoxed(&local);
   const at::Tensor made = local.back().toTensor();
-  give(stack, info, wrap_fresh(made, make_layout(spec, made.scalar_type(), made.device())));
-  return true;
+  return give(stack, info, wrap_fresh(made, make_layout(spec, made.scalar_type(), made.device())));
 }
 
 const AtStart registered([] {
-  register_above("aten::index_select", index_select);
-  register_above("aten::index.Tensor", index);
-  register_before_rule("aten::index_select", index_select_below);
-  register_before_rule("aten::index.Tensor", index_below);
+  register_above_and_below<index_select>("aten::index_select");
+  register_above_and_below<index>("aten::index.Tensor");
   for (const char* form : {"", "_"}) {
     register_before_rule(concat("aten::index_add", form), add_at_rows<false>);
     register_before_rule(concat("aten::index_reduce", form), reduce_at_rows<false>);

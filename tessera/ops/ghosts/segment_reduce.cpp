@@ -102,19 +102,11 @@ bool segment_reduce(torch::jit::Stack* stack) {
   if ((reduce != "sum" && reduce != "mean" && reduce != "max" && reduce != "min") ||
       !data.is_floating_point() || lengths.dim() != 1 || !names_rows_of(data, 0, lengths))
     return false;
-  at::Tensor result = reduced_segments(
-      data, lengths, reduce, a[7].isNone() ? std::nullopt : std::optional(a[7].toScalar()));
-  torch::jit::drop(*stack, 8);
-  torch::jit::push(*stack, std::move(result));
-  return true;
+  const auto initial = a[7].isNone() ? std::nullopt : std::optional(a[7].toScalar());
+  return answer(stack, 8, reduced_segments(data, lengths, reduce, initial));
 }
 
-const AtStart registered_segments([] {
-  register_above(kSegments, segment_reduce);
-  // In inference mode nothing has run above.
-  register_before_rule(
-      kSegments, [](const OpInfo&, torch::jit::Stack* stack) { return segment_reduce(stack); });
-});
+const AtStart registered_segments([] { register_above_and_below<segment_reduce>(kSegments); });
 
 }  // namespace
 

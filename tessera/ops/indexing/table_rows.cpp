@@ -297,17 +297,10 @@ bool embedding(Stack* stack) {
   at::Tensor result = from_local(picked.view(made.local_shape()), made);
   if (auto out = with_columns(where, wanted, n); out != made.placements())
     result = redistribute(result, out);
-  torch::jit::drop(*stack, 5);
-  torch::jit::push(*stack, std::move(result));
-  return true;
+  return answer(stack, 5, std::move(result));
 }
 
-const AtStart registered([] {
-  register_above("aten::embedding", embedding);
-  // In inference mode nothing has run above.
-  register_before_rule("aten::embedding",
-                       [](const OpInfo&, Stack* stack) { return embedding(stack); });
-});
+const AtStart registered([] { register_above_and_below<embedding>("aten::embedding"); });
 
 }  // namespace
 }  // namespace asked_rows

@@ -50,16 +50,16 @@ Plan mean(const OpCall& call) {
 // a mean written out besides, and a partial one is reduced as one value per result only where it is
 // not.
 bool mean_of_sum(Stack* stack, bool of_dims) {
-  const std::size_t count = of_dims ? 4 : 2, first = stack->size() - count;
-  const at::Tensor self = (*stack)[first].toTensor();
+  const auto a = torch::jit::last(*stack, of_dims ? 4 : 2);
+  const at::Tensor self = a[0].toTensor();
   const ShardMeta* meta = meta_of(self);
-  const auto dtype = stack->back().toOptional<at::ScalarType>();
+  const auto dtype = a.back().toOptional<at::ScalarType>();
   if (!meta || !at::GradMode::is_enabled() || !self.requires_grad() ||
       at::toOpMathType(self.scalar_type()) != self.scalar_type() ||
       (dtype && *dtype != self.scalar_type()))
     return false;
   Shape dims;
-  if (of_dims && !(*stack)[first + 1].isNone()) dims = (*stack)[first + 1].toIntVector();
+  if (of_dims && !a[1].isNone()) dims = a[1].toIntVector();
   const std::int64_t n = self.dim();
   if (dims.empty())
     for (std::int64_t d = 0; d < n; ++d) dims.push_back(d);
@@ -71,10 +71,7 @@ bool mean_of_sum(Stack* stack, bool of_dims) {
     sharded |= meta->spec().is_sharded(normal_dim(d, n));
   }
   if (!sharded || elements == 0) return false;
-  const at::Tensor mean = self.sum(dims, of_dims && (*stack)[first + 2].toBool()) / elements;
-  stack->resize(first);
-  stack->emplace_back(mean);
-  return true;
+  return answer(stack, a.size(), self.sum(dims, of_dims && a[2].toBool()) / elements);
 }
 
 // Of a function that is not linear in the input.

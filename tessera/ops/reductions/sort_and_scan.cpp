@@ -319,10 +319,10 @@ at::Tensor quantile_scalar(const at::Tensor& self, double q, std::optional<std::
 // written back. Elsewhere each rank scans what it has.
 template <at::Tensor (*scan)(const at::Tensor&, std::int64_t, std::optional<at::ScalarType>)>
 bool scan_in_place(Stack* stack) {
-  const std::size_t first = stack->size() - 3;
-  const at::Tensor self = (*stack)[first].toTensor();
-  const std::int64_t dim = (*stack)[first + 1].toInt();
-  const auto dtype = (*stack)[first + 2].toOptional<at::ScalarType>();
+  const auto a = torch::jit::last(*stack, 3);
+  const at::Tensor self = a[0].toTensor();
+  const std::int64_t dim = a[1].toInt();
+  const auto dtype = a[2].toOptional<at::ScalarType>();
   const std::int64_t n = self.dim();
   if (!meta_of(self) || n == 0 || dim < -n || dim >= n ||
       !meta_of(self)->spec().is_sharded(normal_dim(dim, n)) ||
@@ -331,9 +331,7 @@ bool scan_in_place(Stack* stack) {
   // What backward saves must not be written over.
   const at::Tensor before = self.requires_grad() ? self.clone() : self;
   self.copy_(scan(before, dim, self.scalar_type()));
-  stack->resize(first);
-  stack->emplace_back(self);
-  return true;
+  return answer(stack, 3, self);
 }
 
 const AtStart registered([] {

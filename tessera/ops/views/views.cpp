@@ -161,21 +161,18 @@ Plan select(const OpCall& call) {
 // Of a dim over several ranks one row is gathered, not all: a slice, which shares memory, of which
 // the dim is then taken off.
 bool select_row(Stack* stack) {
-  const std::size_t first = stack->size() - 3;
-  const at::Tensor self = (*stack)[first].toTensor();
+  const auto a = torch::jit::last(*stack, 3);
+  const at::Tensor self = a[0].toTensor();
   const ShardMeta* meta = meta_of(self);
-  const std::int64_t n = self.dim(), dim = (*stack)[first + 1].toInt();
+  const std::int64_t n = self.dim(), dim = a[1].toInt();
   if (!meta || dim < -n || dim >= n) return false;
   const auto d = dim < 0 ? dim + n : dim;
-  std::int64_t at = (*stack)[first + 2].toInt();
+  std::int64_t at = a[2].toInt();
   if (at < -self.size(d) || at >= self.size(d) || self.size(d) == 1 ||
       !is_distributed(meta->spec(), static_cast<int>(d)))
     return false;
   if (at < 0) at += self.size(d);
-  const at::Tensor row = self.slice(d, at, at + 1).squeeze(d);
-  stack->resize(first);
-  stack->emplace_back(row);
-  return true;
+  return answer(stack, 3, self.slice(d, at, at + 1).squeeze(d));
 }
 
 Plan diagonal(const OpCall& call) {

@@ -98,6 +98,22 @@ using BeforeRule = bool (*)(const OpInfo& info, torch::jit::Stack* stack);
 /// like rules; call it before the first sharded tensor is made.
 void register_before_rule(const std::string& name, BeforeRule function);
 
+/// Registers a function above autograd, and below it for inference mode, in which nothing runs
+/// above.
+template <AboveFunction function>
+void register_above_and_below(const std::string& name) {
+  register_above(name, function);
+  register_before_rule(
+      name, [](const OpInfo&, torch::jit::Stack* stack) { return function(stack); });
+}
+
+/// Replaces the arguments on the stack, so many, by the result; returns true.
+inline bool answer(torch::jit::Stack* stack, std::size_t arguments, c10::IValue result) {
+  torch::jit::drop(*stack, arguments);
+  torch::jit::push(*stack, std::move(result));
+  return true;
+}
+
 void run_sharded(const OpInfo& info, torch::jit::Stack* stack);
 
 /// A redistribution that an operator makes by itself.
