@@ -96,10 +96,8 @@ Plan solved(const OpCall& call) {
 Plan attention(const OpCall& call) {
   if (call.argument("grad_out") >= 0 && !call.find("grad_out")) {
     // Backward without a gradient: none of the inputs gets one.
-    Plan none;
-    none.outputs.resize(3);
-    none.local = [](const OperatorHandle&, const Stack&) { return Stack(3, at::Tensor()); };
-    return none;
+    return {.outputs = std::vector<Plan::Output>(3),
+            .local = [](const OperatorHandle&, const Stack&) { return Stack(3, at::Tensor()); }};
   }
   const auto spec_of = [&](const char* name) { return call.find(name)->spec; };
   std::optional<Plan> of_groups;
@@ -146,13 +144,11 @@ Plan attention_choice(const OpCall& call) {
                      !call.has("attn_mask") && q.spec.shape()[1] == k.spec.shape()[1] &&
                      q.spec.shape()[3] == call.find("value")->spec.shape()[3] &&
                      q.spec.numel() > 0 && k.spec.numel() > 0 && at::isFloatingType(q.dtype);
-  Plan plan;
   // The plan is kept, the switch may change.
-  plan.local = [flash](const OperatorHandle&, Stack) {
+  return {.local = [flash](const OperatorHandle&, Stack) {
     const bool chosen = flash && at::globalContext().userEnabledFlashSDP();
     return Stack{static_cast<std::int64_t>(chosen ? 1 : 0)};
-  };
-  return plan;
+  }};
 }
 
 // ----

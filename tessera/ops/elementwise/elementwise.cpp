@@ -166,9 +166,8 @@ Plan copy(const OpCall& call) {
 // The target may have any placement if the value is the same everywhere; zero is zero in every
 // summand.
 Plan fill(const OpCall& call) {
-  Plan plan;
-  plan.outputs = {{call.tensor(0).spec}};
   if (call.tensor(0).spec.has_partial()) return pointwise(call);
+  Plan plan{.outputs = {{call.tensor(0).spec}}};
   if (const TensorInfo* value = call.find("value")) {
     plan.inputs.resize(call.tensors().size());
     plan.inputs[call.index_of(*value)] = replicated(value->spec);
@@ -176,11 +175,7 @@ Plan fill(const OpCall& call) {
   return plan;
 }
 
-Plan zero(const OpCall& call) {
-  Plan plan;
-  plan.outputs = {{call.tensor(0).spec}};
-  return plan;
-}
+Plan zero(const OpCall& call) { return {.outputs = {{call.tensor(0).spec}}}; }
 
 // Element by element, with a mask of what was within the range; scales and zero points are one
 // number, or one for each channel.

@@ -9,9 +9,7 @@ namespace {
 
 // The result has the input's placements, with Replicate in place of Partial.
 Plan like(const OpCall& call) {
-  Plan plan;
-  plan.outputs = {{without_partial(call.tensor(0).spec)}};
-  return plan;
+  return {.outputs = {{without_partial(call.tensor(0).spec)}}};
 }
 
 // True if only dims that are not sharded differ in size.
@@ -29,9 +27,7 @@ Plan sized(const OpCall& call) {
   const Shape size = call.integers("size");
   const Labels from = fits(in, size) ? all_labels(in.dims()) : Labels(size.size(), -1);
   const ShardSpec out = mapped_spec(in, size, from, false);
-  Plan plan;
-  plan.outputs = {{out}};
-  plan.arguments = {{call.argument("size"), out.local_shape()}};
+  Plan plan{.outputs = {{out}}, .arguments = {{call.argument("size"), out.local_shape()}}};
   if (call.argument("stride") >= 0) {
     const Shape strides = call.integers("stride");
     plan.outputs[0].strides = strides;
@@ -57,12 +53,10 @@ Plan zeros_of_base(const OpCall& call) {
     throw ShardingError("forward mode of sharded tensors cannot be batched");
   const TensorInfo* base = call.find("other");
   if (!base) throw ShardingError(call.name(), " of a plain base");
-  Plan plan;
-  plan.outputs = {{without_partial(base->spec), base->strides}};
-  plan.local = [](const OperatorHandle&, const Stack& a) {
-    return Stack{at::zeros_like(a[1].toTensor(), a[0].toTensor().options())};
-  };
-  return plan;
+  return {.outputs = {{without_partial(base->spec), base->strides}},
+          .local = [](const OperatorHandle&, const Stack& a) {
+            return Stack{at::zeros_like(a[1].toTensor(), a[0].toTensor().options())};
+          }};
 }
 
 // set_(): the target takes the memory of a tensor that lies as it does; elsewhere it is a copy.
@@ -73,10 +67,8 @@ Plan set(const OpCall& call) {
     throw ShardingError(call.name(), " of ", call.tensor(0).spec,
                         ": the source must lie as the target does. First redistribute it, "
                         "or write to the target with copy_().");
-  Plan plan;
-  plan.outputs = {{source->spec, source->strides}};
-  plan.local = [](const OperatorHandle&, const Stack& a) { return Stack{a[1]}; };
-  return plan;
+  return {.outputs = {{source->spec, source->strides}},
+          .local = [](const OperatorHandle&, const Stack& a) { return Stack{a[1]}; }};
 }
 
 const AtStart registered([] {

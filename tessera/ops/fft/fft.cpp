@@ -105,9 +105,7 @@ Plan transform(const OpCall& call, Step::What kind) {
   if (kind == Step::What::from_real) stages.last(last, kind, extent);
   stages.complex(kind == Step::What::to_real ? last : -1);
   if (kind == Step::What::to_real) stages.last(last, kind, extent);
-  Plan plan;
-  plan.inputs = {without_partial(x.spec)};
-  plan.outputs = {{stages.now()}};
+  Plan plan{.inputs = {without_partial(x.spec)}, .outputs = {{stages.now()}}};
   plan.local = [steps = std::move(stages.steps), forward, onesided, extent,
                 norm = call.integer("normalization"), name = call.name(),
                 context = context_of(x.spec)](const OperatorHandle&, Stack a) {

@@ -207,11 +207,9 @@ Plan drawn(const OpCall& call, const Draw& draw) {
   refuse_generator(call);
   // a partial target is reduced first, that is, its ranks are given the same values
   const ShardSpec spec = without_partial(call.tensor(0).spec);
-  Plan plan;
-  plan.inputs = {spec};
+  Plan plan{.inputs = {spec}, .outputs = {{spec}}};
   for (std::size_t i = 1; i < call.tensors().size(); ++i)
     plan.inputs.emplace_back(replicated(call.tensor(i).spec));
-  plan.outputs = {{spec}};
   plan.local = [spec, draw, type = drawn_type(call), writes = call.in_place()](
                    const OperatorHandle&, Stack a) {
     const at::Tensor t = a[0].toTensor(), values = draw(spec, a, type);
@@ -274,9 +272,8 @@ Plan dropout(const OpCall& call) {
                           " values: give floating-point ones"));
   }
   const ShardSpec spec = without_partial(call.tensor(0).spec);
-  Plan plan;
-  plan.inputs = {spec};
-  plan.outputs = {{spec, call.tensor(0).strides}, {spec, call.tensor(0).strides}};
+  const Plan::Output out{spec, call.tensor(0).strides};
+  Plan plan{.inputs = {spec}, .outputs = {out, out}};
   plan.local = [spec](const OperatorHandle&, Stack a) {
     const at::Tensor& x = a[0].toTensor();
     const double p = a[1].toDouble();

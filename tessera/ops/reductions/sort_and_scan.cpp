@@ -64,11 +64,8 @@ std::optional<Plan> on_other_dims(const OpCall& call, const std::set<int>& dims,
     return std::nullopt;
   const auto in = with_other_dims_sharded(x.spec, dims);
   if (!in) return std::nullopt;
-  Plan plan;
-  plan.inputs = {*in};
-  const ShardSpec out = mapped_spec(*in, result, from, false);
-  for (std::size_t i = 0; i < call.schema().returns().size(); ++i) plan.outputs.push_back({out});
-  return plan;
+  const Plan::Output out{mapped_spec(*in, result, from, false)};
+  return Plan{.inputs = {*in}, .outputs = std::vector(call.schema().returns().size(), out)};
 }
 
 // Results with and without the reduced dim, all of one shape, and the dim not sharded: max.dim,

@@ -62,9 +62,7 @@ struct Padding {
 Plan constant(const OpCall& call) {
   const TensorInfo& x = call.tensor(0);
   const Padding p(x.spec, call.integers("pad"), Edge::zero);
-  Plan plan;
-  plan.inputs = {p.input};
-  plan.outputs = {{p.output}};
+  Plan plan{.inputs = {p.input}, .outputs = {{p.output}}};
   if (!p.padded) return plan;
   plan.local = [halo = p.halo(), shape = p.input.shape()](const OperatorHandle&, Stack arguments) {
     const at::Tensor y = halo.exchange(arguments[0].toTensor());
@@ -85,9 +83,7 @@ Plan continued(const OpCall& call) {
   if (const auto type = call.find("self")->dtype; type == at::kBool)
     throw InvalidArgument(call.name(), " of ", c10::toString(type), " values: convert them");
   const Padding p(call.find("self")->spec, call.integers("padding"), edge);
-  Plan plan;
-  plan.inputs = {p.input};
-  plan.outputs = {{p.output}};
+  Plan plan{.inputs = {p.input}, .outputs = {{p.output}}};
   if (p.padded || p.output.local_numel() == 0)
     plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
       return Stack{halo.exchange(arguments[0].toTensor())};

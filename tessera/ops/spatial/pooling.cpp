@@ -96,9 +96,7 @@ struct Pooling {
 template <int inner>
 Plan largest(const OpCall& call) {
   const Pooling p(call, inner);
-  Plan plan;
-  plan.inputs = {p.x};
-  plan.outputs = {{p.y}, {p.y}};
+  Plan plan{.inputs = {p.x}, .outputs = {{p.y}, {p.y}}};
   if (p.needs_halo())
     plan.local = [halo = p.halo()](const OperatorHandle&, Stack arguments) {
       auto [y, indices] = halo->largest(arguments[0].toTensor());
@@ -109,10 +107,9 @@ Plan largest(const OpCall& call) {
 
 // Inputs of a backward: tensors of the output's shape have the output's spec, the input its own.
 Plan backward_plan(const OpCall& call, const Pooling& p) {
-  Plan plan;
+  Plan plan{.outputs = {{p.x, call.find("self")->strides}}};
   for (const TensorInfo& t : call.tensors())
     plan.inputs.push_back(call.find("self") == &t ? p.x : p.y);
-  plan.outputs = {{p.x, call.find("self")->strides}};
   return plan;
 }
 
@@ -143,9 +140,7 @@ template <int inner>
 Plan average(const OpCall& call) {
   const Pooling p(call, inner);
   const Divisor by(call);
-  Plan plan;
-  plan.inputs = {p.x};
-  plan.outputs = {{p.y}};
+  Plan plan{.inputs = {p.x}, .outputs = {{p.y}}};
   if (p.needs_halo())
     plan.local = [halo = p.halo(), by](const OperatorHandle&, Stack arguments) {
       return Stack{halo->average(arguments[0].toTensor(), by.count_padding, by.fixed)};

@@ -88,9 +88,8 @@ std::optional<std::vector<int>> within_rows(const TensorInfo& t, const Shape& si
 
 Plan as_strided_within_rows(const TensorInfo& t, const std::vector<int>& of, const Shape& size,
                             const Shape& stride, std::int64_t skipped) {
-  Plan plan;
   const ShardSpec out = mapped_spec(t.spec, size, of, true);
-  plan.outputs = {{out, stride}};
+  Plan plan{.outputs = {{out, stride}}};
   plan.local = [=, shape = t.spec.shape(), strides = t.strides, sizes = out.local_shape()](
                    const OperatorHandle&, Stack arguments) {
     const at::Tensor& local = arguments[0].toTensor();
@@ -122,12 +121,9 @@ Plan as_strided(const OpCall& call) {
                         ": strides have no meaning across ranks. Use slices, permute and "
                         "expand, or redistribute to Replicate first.");
   }
-  Plan plan;
-  plan.outputs = {{t.spec}};
-  plan.local = [](const OperatorHandle&, Stack arguments) {
-    return Stack{arguments[0].toTensor().alias()};
-  };
-  return plan;
+  return {.outputs = {{t.spec}}, .local = [](const OperatorHandle&, Stack arguments) {
+            return Stack{arguments[0].toTensor().alias()};
+          }};
 }
 
 const AtStart registered([] {

@@ -105,24 +105,20 @@ Plan slice_backward(const OpCall& call) {
       g.is_sharded(d) ? local_start(out, d, start + g.local_offset()[d] * step, step, length)
                       : start;
   const std::int64_t end = length == 0 ? first : first + (length - 1) * step + 1;
-  Plan plan;
-  plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), out.local_shape()},
-                    {call.argument("start"), first},
-                    {call.argument("end"), std::min(end, out.local_shape()[d])}};
-  return plan;
+  return {.outputs = {{out, contiguous_strides(sizes)}},
+          .arguments = {{call.argument("input_sizes"), out.local_shape()},
+                        {call.argument("start"), first},
+                        {call.argument("end"), std::min(end, out.local_shape()[d])}}};
 }
 
 Plan with_input_sizes(const OpCall& call, const std::vector<int>& from, const std::set<int>& whole,
                       const std::vector<std::pair<int, Partition>>& parts = {}) {
   const Shape sizes = call.integers("input_sizes");
-  Plan plan;
   const ShardSpec g = with_unsharded_dims(call.tensor(0).spec, whole);
   const ShardSpec out = mapped_spec(g, sizes, from, true, parts);
-  plan.inputs = {g};
-  plan.outputs = {{out, contiguous_strides(sizes)}};
-  plan.arguments = {{call.argument("input_sizes"), out.local_shape()}};
-  return plan;
+  return {.inputs = {g},
+          .outputs = {{out, contiguous_strides(sizes)}},
+          .arguments = {{call.argument("input_sizes"), out.local_shape()}}};
 }
 
 Plan select_backward(const OpCall& call) {

@@ -121,11 +121,9 @@ Plan slice(const OpCall& call) {
                                      {{d, kept(in.dim(d).partition, start, step, out.shape[d])}});
   const std::int64_t length = spec.local_shape()[d],
                      first = local_start(in, d, start, step, length);
-  Plan plan;
-  plan.outputs = {{spec}};
-  plan.arguments = {{call.argument("start"), first},
-                    {call.argument("end"), length == 0 ? first : first + (length - 1) * step + 1}};
-  return plan;
+  const std::int64_t end = length == 0 ? first : first + (length - 1) * step + 1;
+  return {.outputs = {{spec}},
+          .arguments = {{call.argument("start"), first}, {call.argument("end"), end}}};
 }
 
 Plan split(const OpCall& call) {

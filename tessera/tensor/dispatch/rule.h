@@ -131,13 +131,13 @@ struct Plan {
     std::optional<std::vector<std::int64_t>> strides = {};
   };
   /// The spec that each of call.tensors() must have; missing or empty: as it is.
-  std::vector<std::optional<ShardSpec>> inputs;
+  std::vector<std::optional<ShardSpec>> inputs = {};
   /// One for each tensor returned that is not an argument; lists flattened.
-  std::vector<Output> outputs;
+  std::vector<Output> outputs = {};
   /// Arguments that the local call gets in place of the given ones, by position in the schema.
-  std::vector<std::pair<int, c10::IValue>> arguments;
+  std::vector<std::pair<int, c10::IValue>> arguments = {};
   /// The local call; default: the operator itself.
-  LocalFunction local;
+  LocalFunction local = {};
   /// The view operator's first tensor is gathered first: writes to the result are written back to
   /// the base. `local` must return a view.
   bool view_copied = false;

@@ -337,11 +337,7 @@ Plan per_sample(const OpCall& call) {
   return solve(p);
 }
 
-Plan on_gathered(const OpCall&) {
-  Plan plan;
-  plan.gathered = true;
-  return plan;
-}
+Plan on_gathered(const OpCall&) { return {.gathered = true}; }
 
 ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
                       const std::vector<int>& from, bool partial,
