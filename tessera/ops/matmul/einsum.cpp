@@ -195,19 +195,6 @@ std::optional<Equation> parsed(c10::string_view text, at::TensorList tensors) {
   return e;
 }
 
-std::string written(const Indices& a, const Indices& b, const Indices& out) {
-  std::string text;
-  const auto add = [&](const Indices& labels) {
-    for (const auto l : labels) text += static_cast<char>(l < 26 ? 'A' + l : 'a' + l - 26);
-  };
-  add(a);
-  text += ',';
-  add(b);
-  text += "->";
-  add(out);
-  return text;
-}
-
 // Factor by factor from the left, as libtorch does it.
 at::Tensor einsum(c10::string_view equation, at::TensorList tensors, at::OptionalIntArrayRef path) {
   const auto e = tensors.size() < 2 || path || !contractible(tensors) ? std::nullopt
@@ -234,8 +221,8 @@ at::Tensor einsum(c10::string_view equation, at::TensorList tensors, at::Optiona
     auto made = product(left, right, out, order);
     if (!made && tensors.size() == 2) return at::native::einsum(equation, tensors, path);
     left = {made ? *made
-                 : at::native::einsum(written(left.labels, right.labels, out), {left.t, right.t},
-                                      std::nullopt),
+                 : at::native::einsum(equation_of(left.labels, right.labels, out),
+                                      {left.t, right.t}, std::nullopt),
             out};
   }
   return left.t;

@@ -24,16 +24,7 @@ using torch::autograd::variable_list;
 
 at::Tensor on_plain(const at::Tensor& a, const at::Tensor& b, at::IntArrayRef la,
                     at::IntArrayRef lb, at::IntArrayRef lo) {
-  std::string equation;
-  const auto add = [&](at::IntArrayRef labels) {
-    for (const auto l : labels) equation += static_cast<char>('a' + l);
-  };
-  add(la);
-  equation += ',';
-  add(lb);
-  equation += "->";
-  add(lo);
-  return at::einsum(equation, {a, b}).contiguous();
+  return at::einsum(equation_of(la, lb, lo), {a, b}).contiguous();
 }
 
 // Each gradient is a contraction of the other input with the result's gradient.
@@ -147,6 +138,19 @@ const AtStart contract_registered([] {
 });
 
 }  // namespace
+
+std::string equation_of(at::IntArrayRef of_a, at::IntArrayRef of_b, at::IntArrayRef of_result) {
+  std::string text;
+  const auto add = [&](at::IntArrayRef labels) {
+    for (const auto l : labels) text += static_cast<char>(l < 26 ? 'A' + l : 'a' + l - 26);
+  };
+  add(of_a);
+  text += ',';
+  add(of_b);
+  text += "->";
+  add(of_result);
+  return text;
+}
 
 at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& bias) {

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace tessera::detail {
@@ -21,6 +22,9 @@ namespace tessera::detail {
 at::Tensor contract(const at::Tensor& a, const at::Tensor& b, const std::vector<std::int64_t>& of_a,
                     const std::vector<std::int64_t>& of_b,
                     const std::vector<std::int64_t>& of_result);
+
+/// The product in the notation of at::einsum(), whose 52 letters the labels count.
+std::string equation_of(at::IntArrayRef of_a, at::IntArrayRef of_b, at::IntArrayRef of_result);
 
 /// linear() that folds no leading dims where that would tear a shard.
 at::Tensor linear_of_shards(const at::Tensor& x, const at::Tensor& w,
