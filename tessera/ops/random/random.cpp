@@ -25,8 +25,6 @@ namespace tessera::detail {
 namespace random_rules {
 namespace {
 
-using Words = std::array<std::uint32_t, 4>;
-
 // A draw that one rank alone has made shifts its numbers for ever. With CheckLevel::collective the
 // ranks' positions are compared.
 void require_in_step(const MeshContext& context, std::uint64_t seed, std::uint64_t stream) {
@@ -83,12 +81,19 @@ DrawPosition next_draw(const MeshContext& context) {
   return draw;
 }
 
+void refuse_generator(const std::string& op, const std::optional<at::Generator>& generator) {
+  if (generator && generator->defined())
+    throw ShardingError(op,
+                        ": a generator is given, but sharded tensors draw by global index: "
+                        "leave it out and use tessera::manual_seed");
+}
+
 at::Tensor dropout_mask(const DrawPosition& draw, const std::vector<std::int64_t>& global,
                         const std::vector<std::int64_t>& offset,
                         const std::vector<std::int64_t>& local, double p) {
   at::Tensor mask = at::empty(local, at::kBool);
   bool* data = mask.mutable_data_ptr<bool>();
-  each_element(draw, global, offset, local, [&](std::int64_t i, const random_rules::Words& w) {
+  each_element(draw, global, offset, local, [&](std::int64_t i, const Words& w) {
     data[i] = unit_double(w[0], w[1]) < 1 - p;
   });
   return mask;
@@ -125,14 +130,6 @@ double unit(const Words& w, at::ScalarType type) {
 double normal(const Words& w) {
   const double u = 1.0 - unit_double(w[0], w[1]), v = unit_double(w[2], w[3]);
   return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
-}
-
-void refuse_generator(const OpCall& call) {
-  if (call.argument("generator") >= 0 && call.has("generator")) {
-    throw ShardingError(call.name(),
-                        ": a generator is given, but sharded tensors draw by global index: "
-                        "leave it out and use tessera::manual_seed");
-  }
 }
 
 // Checks what plain libtorch refuses, on every rank before anything is drawn.
@@ -204,7 +201,8 @@ using Draw = std::function<at::Tensor(const ShardSpec&, const Stack&, at::Scalar
 // rand_like(x), bernoulli(x): a new tensor with the input's placements; x.uniform_(...): the
 // target's values are replaced.
 Plan drawn(const OpCall& call, const Draw& draw) {
-  refuse_generator(call);
+  if (call.argument("generator") >= 0)
+    refuse_generator(call.name(), call.value("generator").toOptional<at::Generator>());
   // a partial target is reduced first, that is, its ranks are given the same values
   const ShardSpec spec = without_partial(call.tensor(0).spec);
   Plan plan{.inputs = {spec}, .outputs = {{spec}}};

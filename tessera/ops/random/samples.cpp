@@ -27,15 +27,6 @@ namespace {
 
 using MaybeGenerator = std::optional<at::Generator>;
 
-void refuse_given(const char* op, const MaybeGenerator& generator) {
-  if (generator && generator->defined())
-    throw ShardingError("aten::", op,
-                        ": a generator is given, but sharded tensors draw by global index: "
-                        "leave it out and use tessera::manual_seed");
-}
-
-using Words = std::array<std::uint32_t, 4>;
-
 at::Tensor flat_doubles(const at::Tensor& t) {
   return t.to(at::TensorOptions(at::kCPU).dtype(at::kDouble)).contiguous();
 }
@@ -78,7 +69,7 @@ void without_replacement(const double* weights, const double* numbers, std::int6
 
 // Rows may be sharded, a row's categories may not.
 Plan multinomial(const OpCall& call) {
-  if (call.has("generator")) refuse_given("multinomial", call.value("generator").toGenerator());
+  refuse_generator(call.name(), call.value("generator").toOptional<at::Generator>());
   const TensorInfo& of = call.tensor(0);
   const int dims = of.spec.dims();
   const std::int64_t count = call.integer("num_samples");
@@ -253,8 +244,7 @@ double binomial(double count, double p, Numbers& numbers) {
 // a rank needs complete.
 template <class Draw>
 Plan each_by_itself(const OpCall& call, int trailing, Draw draw) {
-  if (call.has("generator"))
-    refuse_given(call.schema().name().substr(6).c_str(), call.value("generator").toGenerator());
+  refuse_generator(call.name(), call.value("generator").toOptional<at::Generator>());
   const TensorInfo& first = call.tensor(0);
   LabelProblem p(call);
   for (const TensorInfo& t : call.tensors()) {
@@ -324,7 +314,7 @@ struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
 
 at::Tensor normal_of_tensors(const at::Tensor& mean, const at::Tensor& deviation,
                              MaybeGenerator generator) {
-  refuse_given("normal", generator);
+  refuse_generator("aten::normal", generator);
   TORCH_CHECK(!deviation.is_complex() &&
                   (deviation.numel() == 0 || deviation.detach().min().ge(0).item<bool>()),
               "normal: a standard deviation is less than 0");
@@ -366,7 +356,7 @@ void check_slopes(double lower, double upper) {
 
 at::Tensor rrelu_with_noise(const at::Tensor& x, at::Tensor& noise, const at::Scalar& lower,
                             const at::Scalar& upper, bool training, MaybeGenerator generator) {
-  refuse_given("rrelu_with_noise", generator);
+  refuse_generator("aten::rrelu_with_noise", generator);
   check_slopes(lower.toDouble(), upper.toDouble());
   if (!training) return at::leaky_relu(x, (lower.toDouble() + upper.toDouble()) / 2);
   return x * slopes(x, noise, lower, upper);
@@ -375,7 +365,7 @@ at::Tensor rrelu_with_noise(const at::Tensor& x, at::Tensor& noise, const at::Sc
 at::Tensor& rrelu_with_noise_in_place(at::Tensor& x, at::Tensor& noise, const at::Scalar& lower,
                                       const at::Scalar& upper, bool training,
                                       MaybeGenerator generator) {
-  refuse_given("rrelu_with_noise_", generator);
+  refuse_generator("aten::rrelu_with_noise_", generator);
   check_slopes(lower.toDouble(), upper.toDouble());
   if (!training) return at::leaky_relu_(x, (lower.toDouble() + upper.toDouble()) / 2);
   return x.mul_(slopes(x, noise, lower, upper));

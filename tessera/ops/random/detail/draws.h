@@ -5,10 +5,13 @@
 // 2011): a function of a counter and a key, so that any rank can compute the random number of any
 // element.
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "tessera/tensor/dispatch/internal/layout.h"
@@ -16,10 +19,11 @@
 
 namespace tessera::detail {
 
+using Words = std::array<std::uint32_t, 4>;
+
 /// Published test vector: counter {0, 0, 0, 0}, key {0, 0} -> {6627e8d5, e169c58d, bc57ac4c,
 /// 9b00dbd8}.
-constexpr std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> c,
-                                              std::array<std::uint32_t, 2> key) {
+constexpr Words philox(Words c, std::array<std::uint32_t, 2> key) {
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t a = 0xD2511F53ull * c[0], b = 0xCD9E8D57ull * c[2];
     c = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<std::uint32_t>(b),
@@ -30,8 +34,7 @@ constexpr std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> c,
 }
 
 /// The four words of element `index` of draw `stream`.
-constexpr std::array<std::uint32_t, 4> element_words(std::uint64_t seed, std::uint64_t stream,
-                                                     std::uint64_t index) {
+constexpr Words element_words(std::uint64_t seed, std::uint64_t stream, std::uint64_t index) {
   return philox({static_cast<std::uint32_t>(index), static_cast<std::uint32_t>(index >> 32),
                  static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)},
                 {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)});
@@ -50,6 +53,9 @@ struct DrawPosition {
 /// Takes the next draw of this rank. All ranks of the mesh take theirs alike; with
 /// CheckLevel::collective they compare them, and throw MismatchError where they differ.
 DrawPosition next_draw(const MeshContext& context);
+
+/// Throws ShardingError, with the name of the operator, if a generator is given.
+void refuse_generator(const std::string& op, const std::optional<at::Generator>& generator);
 
 /// Calls visit(position, words) for the elements of the box `local` at `offset` of a tensor of the
 /// shape `global`, in the box's row-major order.
