@@ -63,12 +63,7 @@ std::optional<int> fit(const at::Tensor& x, std::int64_t dim, const at::Tensor& 
 template <class Run>
 at::Tensor on_local(const char* op, const RowPlan& plan, const ShardSpec& spec, const Run& run) {
   const OriginScope scope(plan.origin);
-  try {
-    const LocalCallGuard guard;
-    return run();
-  } catch (...) {
-    rethrow_to_all(op, *context_of(spec));
-  }
+  return on_locals(op, *context_of(spec), run);
 }
 
 // The rows of `x` that the indices name: sharded as they are.

@@ -216,16 +216,7 @@ ShardSpec gradient_of_table(const Exchange& e) {
                    std::vector<const DimSharding*>{&e.table.dim(0), &e.table.dim(1)});
 }
 
-// Runs on locals; what fails on one rank alone is told to the others.
-template <class Run>
-at::Tensor on_locals(const ShardSpec& of, Run run) {
-  try {
-    const LocalCallGuard guard;
-    return run();
-  } catch (...) {
-    rethrow_to_all("aten::embedding", *context_of(of));
-  }
-}
+constexpr auto kEmbedding = "aten::embedding";
 
 ExchangePtr held(AutogradContext* ctx) { return carried<ExchangePtr>(ctx, "exchange"); }
 void hold(AutogradContext* ctx, const ExchangePtr& e) {
@@ -237,7 +228,8 @@ void hold(AutogradContext* ctx, const ExchangePtr& e) {
 struct GradientOfTable : torch::autograd::Function<GradientOfTable> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& g, const ExchangePtr& e) {
     hold(ctx, e);
-    const at::Tensor local = on_locals(e->table, [&] { return gradient_of_rows(*e, g); });
+    const at::Tensor local = on_locals(kEmbedding, *context_of(e->table),
+                                       [&] { return gradient_of_rows(*e, g); });
     const ShardSpec spec = gradient_of_table(*e);
     if (e->options.sparse) return wrap_sparse(local, spec);
     return wrap_fresh(local, make_layout(spec, g.scalar_type(), g.device()));
@@ -249,7 +241,7 @@ struct Lookup : torch::autograd::Function<Lookup> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& table, const ExchangePtr& e) {
     hold(ctx, e);
     const ShardMeta& meta = fresh_meta(table);
-    return on_locals(e->table, [&] { return look_up(*e, meta.local); });
+    return on_locals(kEmbedding, *context_of(e->table), [&] { return look_up(*e, meta.local); });
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     if (!g[0].defined()) return {at::Tensor(), at::Tensor()};
@@ -300,7 +292,7 @@ bool embedding(Stack* stack) {
   return answer(stack, 5, std::move(result));
 }
 
-const AtStart registered([] { register_above_and_below<embedding>("aten::embedding"); });
+const AtStart registered([] { register_above_and_below<embedding>(kEmbedding); });
 
 }  // namespace
 }  // namespace asked_rows
@@ -363,10 +355,9 @@ TableRows table_rows(const at::Tensor& weight, const at::Tensor& ids,
   e->ranks = context_of(table)->mesh.group(table.dim(0).axes);
   for (int a = 0; a < table.mesh_dims(); ++a)
     if (!table.placements()[a].is_shard() && sharded_by[a].is_shard()) e->others.push_back(a);
-  asked_rows::on_locals(table, [&] {
+  on_locals(asked_rows::kEmbedding, *context_of(table), [&] {
     const at::NoGradGuard no_grad;
     asked_rows::agree_on_rows(*e, ids, sharded_by);
-    return e->place;
   });
   return {asked_rows::Lookup::apply(weight, asked_rows::ExchangePtr(e)), e->place};
 }

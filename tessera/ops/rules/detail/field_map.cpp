@@ -32,13 +32,9 @@ struct Apply : torch::autograd::Function<Apply> {
     carry(ctx, step, "step");
     const ShardSpec& to = step.back() ? step.map->x : step.map->y;
     const ShardMeta& meta = fresh_meta(field);
-    at::Tensor local;
-    try {
-      const LocalCallGuard guard;
-      local = step.function()(meta.local.resolve_conj().resolve_neg());
-    } catch (...) {
-      rethrow_to_all(step.name, *context_of(to));
-    }
+    at::Tensor local = on_locals(step.name, *context_of(to), [&] {
+      return step.function()(meta.local.resolve_conj().resolve_neg());
+    });
     const LocalCallGuard guard;
     const Dims& strides = step.back() ? step.map->x_strides : step.map->y_strides;
     const auto layout = make_layout(to, strides, 0, local.scalar_type(), local.device());

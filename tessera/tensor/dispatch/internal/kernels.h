@@ -41,6 +41,17 @@ void tell_ranks(const std::string& op, const MeshContext& context, const std::st
 /// next call of each throws PeerFailedError with the reason, and ranks that catch it can go on.
 [[noreturn]] void rethrow_to_all(const std::string& op, const MeshContext& context);
 
+/// What `run()` returns, which computes on locals; if it fails the other ranks are told.
+template <class Run>
+auto on_locals(const char* op, const MeshContext& context, const Run& run) {
+  try {
+    const LocalCallGuard guard;
+    return run();
+  } catch (...) {
+    rethrow_to_all(op, context);
+  }
+}
+
 /// Throws InvalidArgument for an undefined or a sharded tensor, ShardingError for one that is not
 /// dense, of which no sharded one can be made; `call` is the function that was given it.
 void require_plain(const at::Tensor& t, const char* call);
