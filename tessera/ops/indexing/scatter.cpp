@@ -181,17 +181,14 @@ Plan put(const OpCall& call) {
                 extent = spec.numel(), in_place = call.in_place()](const OperatorHandle&, Stack a) {
     const at::Tensor t = in_place ? a[0].toTensor() : a[0].toTensor().clone();
     const DimShard all{0, extent, extent};
-    at::Tensor rest = a[1].toTensor().reshape(-1);
-    all.check(rest, "put", true);
-    rest = all.global(rest);
-    at::Tensor mine = at::ones_like(rest, at::kBool), own = at::zeros_like(rest);
-    std::int64_t stride = 1;
-    for (std::size_t d = shape.size(); d-- > 0;) {
-      const at::Tensor i = rest.remainder(shape[d]) - offset[d];
+    const at::Tensor given = a[1].toTensor().reshape(-1);
+    all.check(given, "put", true);
+    const auto at = coordinates(all.global(given), shape);
+    at::Tensor mine = at::ones_like(given, at::kBool), own = at::zeros_like(given);
+    for (std::size_t d = 0; d < shape.size(); ++d) {
+      const at::Tensor i = at[d] - offset[d];
       mine = mine.logical_and(i.ge(0)).logical_and(i.lt(local[d]));
-      own = own + i * stride;
-      rest = rest.floor_divide(shape[d]);
-      stride *= local[d];
+      own = own * local[d] + i;
     }
     const at::Tensor positions = mine.nonzero().view(-1);
     if (positions.numel() > 0)

@@ -81,15 +81,11 @@ Plan along_reduced(const OpCall& call) {
 }
 
 // The place in the global tensor, counted in rows, of an element of this rank's shard.
-at::Tensor global_place(at::Tensor local_place, const ShardSpec& spec) {
-  const Shape &shape = spec.shape(), &local = spec.local_shape(), &offset = spec.local_offset();
+at::Tensor global_place(const at::Tensor& local_place, const ShardSpec& spec) {
+  const auto at = coordinates(local_place, spec.local_shape());
   at::Tensor place = at::zeros_like(local_place);
-  std::int64_t stride = 1;
-  for (int d = spec.dims() - 1; d >= 0; --d) {
-    place += (local_place.remainder(local[d]) + offset[d]) * stride;
-    local_place = local_place.div(local[d], "floor");
-    stride *= shape[d];
-  }
+  for (std::size_t d = 0; d < at.size(); ++d)
+    place = place * spec.shape()[d] + at[d] + spec.local_offset()[d];
   return place;
 }
 

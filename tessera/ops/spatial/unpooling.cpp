@@ -21,16 +21,6 @@
 namespace tessera::detail::unpooling_rules {
 namespace {
 
-// Positions in a flat array of the shape `sizes` as one coordinate per dim.
-std::vector<at::Tensor> coordinates(at::Tensor flat, const Shape& sizes) {
-  std::vector<at::Tensor> all(sizes.size());
-  for (std::size_t d = sizes.size(); d-- > 0;) {
-    all[d] = d > 0 ? flat.remainder(sizes[d]) : flat;
-    if (d > 0) flat = flat.div(sizes[d], "floor");
-  }
-  return all;
-}
-
 // True where the coordinates are within the last dims of `box`.
 at::Tensor inside(const std::vector<at::Tensor>& at, const Box& box) {
   at::Tensor all;

@@ -321,6 +321,15 @@ std::set<int> first_dims(int n) {
   return dims;
 }
 
+std::vector<at::Tensor> coordinates(at::Tensor positions, const Shape& sizes) {
+  std::vector<at::Tensor> all(sizes.size());
+  for (std::size_t d = sizes.size(); d-- > 0;) {
+    all[d] = d > 0 ? positions.remainder(sizes[d]) : positions;
+    if (d > 0) positions = positions.div(sizes[d], "floor");
+  }
+  return all;
+}
+
 Plan per_sample(const OpCall& call) {
   const auto* outputs = call.outputs();
   if (!outputs) return on_gathered(call);

@@ -135,6 +135,8 @@ bool summands_keep_type(const OpCall& call, const TensorInfo& t);
 bool all_summands_keep_type(const OpCall& call);
 /// {0, 1, ..., n - 1}.
 std::set<int> first_dims(int n);
+/// Row-major positions in an array of these sizes as one coordinate per dim.
+std::vector<at::Tensor> coordinates(at::Tensor positions, const Shape& sizes);
 
 /// A plan in which only dim 0, the samples, may be sharded.
 Plan per_sample(const OpCall& call);

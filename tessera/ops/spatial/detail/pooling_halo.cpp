@@ -36,20 +36,16 @@ at::Tensor shifted(const at::Tensor& flat, const Box& from, const Box& to) {
 
 // Row-major positions in `from`, as positions in `to`; both boxes of global indices. What is
 // outside of `to` is moved to its nearest edge.
-at::Tensor moved(at::Tensor flat, const Box& from, const Box& to) {
+at::Tensor moved(const at::Tensor& flat, const Box& from, const Box& to) {
   if (from == to) return flat;
   // A window that is greater than what is behind the array has its first element in it.
   if (from[0].begin >= to[0].begin && alike_but_for_rows(from, to)) return shifted(flat, from, to);
+  const auto along = coordinates(flat, shape_of(from));
   at::Tensor result;
-  std::int64_t stride = 1;
-  for (std::size_t d = from.size(); d-- > 0;) {
-    const at::Tensor along = d > 0 ? flat.remainder(from[d].size()) : flat;
-    if (d > 0) flat = flat.div(from[d].size(), "floor");
-    const at::Tensor there = (along + (from[d].begin - to[d].begin))
-                                 .clamp(0, std::max<std::int64_t>(to[d].size() - 1, 0)) *
-                             stride;
-    result = result.defined() ? result + there : there;
-    stride *= to[d].size();
+  for (std::size_t d = 0; d < from.size(); ++d) {
+    const at::Tensor there = (along[d] + (from[d].begin - to[d].begin))
+                                 .clamp(0, std::max<std::int64_t>(to[d].size() - 1, 0));
+    result = result.defined() ? result * to[d].size() + there : there;
   }
   return result;
 }
