@@ -105,9 +105,7 @@ std::optional<ReduceOp> reduced_by(std::string_view reduce) {
 }
 
 at::Tensor along_rows(const at::Tensor& of_rows, const at::Tensor& like) {
-  Shape shape(static_cast<std::size_t>(like.dim()), 1);
-  shape[0] = of_rows.size(0);
-  return of_rows.view(shape).expand(like.sizes());
+  return as_dim(of_rows, 0, like.dim()).expand(like.sizes());
 }
 
 at::Tensor reduced_here(const at::Tensor& rows, const RowPlan& plan, const at::Tensor& source,

@@ -70,21 +70,18 @@ at::Tensor reduced_segments(const at::Tensor& data, const at::Tensor& lengths,
   const at::Tensor index = segment_of_rows(rows, of);
   const ShardSpec spec = with_places(rows.spec(), 0, of.spec());
   const at::Tensor none = zeros(spec, data.options().requires_grad(false));
-  Shape per_row(static_cast<std::size_t>(data.dim()), 1);
   if (reduce == "sum" || reduce == "mean") {
     at::Tensor sum = none.index_add(0, index, data) + initial.value_or(0);
     if (reduce == "sum") return sum;
-    per_row[0] = lengths.size(0);
-    const at::Tensor count = lengths.to(data.scalar_type()).view(per_row);
+    const at::Tensor count = as_dim(lengths.to(data.scalar_type()), 0, data.dim());
     const at::Tensor mean = sum / count;
     return initial ? at::where(count.gt(0), mean, sum) : mean;
   }
   const bool largest = reduce == "max";
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  per_row[0] = data.size(0);
+  const at::Tensor places = as_dim(index, 0, data.dim()).expand(data.sizes());
   at::Tensor extreme = at::full_like(none, largest ? -kInfinity : kInfinity)
-                           .scatter_reduce(0, index.view(per_row).expand(data.sizes()), data,
-                                           largest ? "amax" : "amin", false);
+                           .scatter_reduce(0, places, data, largest ? "amax" : "amin", false);
   if (!initial) return extreme;
   // Not maximum(): of values that equal `initial` the rows have the gradient.
   return at::where(largest ? extreme.lt(*initial) : extreme.gt(*initial),

@@ -58,12 +58,6 @@ struct BatchNorm {
   Shape reduced() const { return Shape(problem.contract.begin(), problem.contract.end()); }
 };
 
-at::Tensor over_channels(const at::Tensor& t, std::int64_t dims) {
-  Shape shape(dims, 1);
-  shape[1] = t.numel();
-  return t.reshape(shape);
-}
-
 // libtorch's kernels divide by the number of channels or samples. If a rank has none there is
 // nothing to compute.
 bool nothing_here(const Plan& plan, const OpCall& call) {
@@ -138,7 +132,7 @@ Plan batch_norm(const OpCall& call) {
     const at::Tensor wide = x.to(type);
     const at::Tensor mean = total(at::sum(wide, dims)).div_(count);
     const at::Tensor var =
-        total(at::sum((wide - over_channels(mean, x.dim())).square_(), dims)).div_(count);
+        total(at::sum((wide - as_dim(mean, 1, x.dim())).square_(), dims)).div_(count);
     const at::Tensor invstd = at::rsqrt(var + eps);
     running.update(optional_tensor(a[3]), running.mean, mean, momentum, 1);
     running.update(optional_tensor(a[4]), running.var, var, momentum, count / (count - 1));
@@ -206,7 +200,7 @@ Plan batch_norm_backward(const OpCall& call) {
     }
     bias_gradient = total(bias_gradient);
     weight_gradient = total(weight_gradient);
-    const auto by_channel = [&](const at::Tensor& t) { return over_channels(t, x.dim()); };
+    const auto by_channel = [&](const at::Tensor& t) { return as_dim(t, 1, x.dim()); };
     const at::Tensor dx = (dy - by_channel(bias_gradient.div(count)))
                               .addcmul_(wide - by_channel(mean),
                                         by_channel((weight_gradient * invstd).div_(count)), -1)

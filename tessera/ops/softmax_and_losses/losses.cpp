@@ -301,10 +301,8 @@ at::Tensor cross_entropy_loss(const at::Tensor& self, const at::Tensor& target,
   const auto [hard, total] =
       dims == 4 ? at::nll_loss2d_forward_symint(scores, target, weight, reduction, ignore_index)
                 : at::nll_loss_forward_symint(scores, target, weight, reduction, ignore_index);
-  Shape over_classes(dims, 1);
-  over_classes[dim] = self.size(dim);
   const bool weighted = weight.has_value() && weight->defined();
-  const at::Tensor all = -(weighted ? scores * weight->view(over_classes) : scores).sum(dim);
+  const at::Tensor all = -(weighted ? scores * as_dim(*weight, dim, dims) : scores).sum(dim);
   const at::Tensor counted = target.ne(ignore_index.expect_int());
   at::Tensor smooth = at::where(counted, all, at::zeros_like(all));
   if (reduction != at::Reduction::None) smooth = smooth.sum();

@@ -357,10 +357,8 @@ at::Tensor affine_grid_generator(const at::Tensor& theta, c10::SymIntArrayRef gi
   Shape to(size.begin() + 2, size.end());
   std::vector<at::Tensor> columns;
   for (std::int64_t d = inner; d-- > 0;) {
-    Shape along(inner, 1);
-    along[d] = to[d];
-    columns.push_back(
-        coordinates(to[d], align, meta_or_throw(theta).local.options()).view(along).expand(to));
+    const auto along = coordinates(to[d], align, meta_or_throw(theta).local.options());
+    columns.push_back(as_dim(along, d, inner).expand(to));
   }
   columns.push_back(at::ones_like(columns[0]));
   const at::Tensor pixels = at::stack(columns, -1).view({-1, inner + 1});

@@ -175,9 +175,7 @@ at::Tensor& fill_diagonal(at::Tensor& self, const at::Scalar& value, bool wrap) 
   const auto options = meta_or_throw(self).local.options().dtype(at::kLong);
   const auto context = context_of(meta_or_throw(self).spec());
   const auto along = [&](std::int64_t d) {
-    Shape shape(n, 1);
-    shape[d] = self.size(d);
-    return at::arange(self.size(d), options).view(shape);
+    return as_dim(at::arange(self.size(d), options), d, n);
   };
   const at::Tensor zero = at::zeros_like(self.detach(), options),
                    rows = zero + promote(wrap && n == 2 ? along(0) % (self.size(1) + 1) : along(0),

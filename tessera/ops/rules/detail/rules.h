@@ -135,6 +135,12 @@ bool summands_keep_type(const OpCall& call, const TensorInfo& t);
 bool all_summands_keep_type(const OpCall& call);
 /// {0, 1, ..., n - 1}.
 std::set<int> first_dims(int n);
+/// A tensor of one dim as dim `d` of `dims`, the others of size 1.
+inline at::Tensor as_dim(const at::Tensor& t, std::int64_t d, std::int64_t dims) {
+  Shape shape(dims, 1);
+  shape[d] = t.numel();
+  return t.view(shape);
+}
 /// Row-major positions in an array of these sizes as one coordinate per dim.
 std::vector<at::Tensor> coordinates(at::Tensor positions, const Shape& sizes);
 

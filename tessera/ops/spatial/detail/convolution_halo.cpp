@@ -149,10 +149,7 @@ at::Tensor ConvolutionHalo::convolve(const Call& call, const at::Tensor& x,
   }
   // No samples, or channels that are on other ranks.
   const at::Tensor y = at::zeros(shape_of(call.out), x.options());
-  if (!bias || !bias->defined()) return y;
-  std::vector<std::int64_t> channels(y.dim(), 1);
-  channels[1] = bias->numel();
-  return y.add_(bias->view(channels));
+  return bias && bias->defined() ? y.add_(as_dim(*bias, 1, y.dim())) : y;
 }
 
 std::array<at::Tensor, 3> ConvolutionHalo::gradients(const Call& call, const at::Tensor& gradient,

@@ -274,15 +274,16 @@ InterpolationHalo::Dense InterpolationHalo::dense(const Taps& taps, std::int64_t
 at::Tensor InterpolationHalo::along(const at::Tensor& t, const Dense& m, std::size_t dim) const {
   if (m.identity) return t;
   const auto d = static_cast<std::int64_t>(dim);
-  Shape shape(out_.size(), 1), sizes = t.sizes().vec();
-  sizes[dim] = static_cast<std::int64_t>(m.rows);
-  if (m.taps == 0) return at::zeros(sizes, t.options());
+  if (m.taps == 0) {
+    Shape sizes = t.sizes().vec();
+    sizes[dim] = static_cast<std::int64_t>(m.rows);
+    return at::zeros(sizes, t.options());
+  }
   at::Tensor sum;
   for (std::size_t k = 0; k < m.index.size(); ++k) {
     at::Tensor values = t.index_select(d, m.index[k]);
     if (m.weight.empty()) return values;
-    shape[dim] = sizes[dim];
-    const at::Tensor weight = m.weight[k].view(shape);
+    const at::Tensor weight = as_dim(m.weight[k], d, t.dim());
     if (k == 0)
       sum = values.mul_(weight);
     else

@@ -217,10 +217,8 @@ at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding) const {
       counts.push_back(static_cast<double>(count_padding && !dims_[i].adaptive
                                                ? dims_[i].padded_count(o)
                                                : dims_[i].inside(o).size()));
-    std::vector<std::int64_t> shape(out_.size(), 1);
-    shape[lead() + i] = outputs.size();
-    result = result.div(
-        at::tensor(counts, at::kDouble).view(shape).to(t.options(), /*non_blocking=*/true));
+    const at::Tensor by = at::tensor(counts, at::kDouble).to(t.options(), /*non_blocking=*/true);
+    result = result.div(as_dim(by, static_cast<std::int64_t>(lead() + i), t.dim()));
   }
   return result;
 }
