@@ -106,18 +106,11 @@ Plan attention(const OpCall& call) {
   Plan plan = of_groups ? std::move(*of_groups) : solved(call);
   if (plan.outputs[0].spec.local_numel() == 0) {
     // Kernels divide by the number of heads.
-    std::vector<Shape> shapes;
-    for (const auto& o : plan.outputs) shapes.push_back(o.spec.local_shape());
-    plan.local = [shapes](const OperatorHandle&, Stack arguments) {
-      Stack made;
-      for (const Shape& shape : shapes) {
-        const at::Tensor& t = arguments[0].toTensor();
-        made.emplace_back(t.new_zeros(
-            shape, shape.size() == 3 ? t.options().dtype(at::toOpMathType(t.scalar_type()))
-                                     : t.options()));
-      }
-      return made;
+    const auto own = +[](const Stack& a) { return a[0].toTensor().scalar_type(); };
+    const auto wide = +[](const Stack& a) {
+      return at::toOpMathType(a[0].toTensor().scalar_type());
     };
+    plan.local = zeros_of(plan, call.find("grad_out") ? own : wide);
   }
   return plan;
 }

@@ -1,10 +1,9 @@
 #pragma once
-// Which dtypes norms take, the dtype of their statistics, which are passed to their backward, over
-// which axes these are reduced, and the results of a rank that has nothing to compute.
+// Which dtypes norms take, the dtype of their statistics, which are passed to their backward, and
+// over which axes these are reduced.
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -38,20 +37,6 @@ inline at::ScalarType statistics_dtype(const Stack& arguments) {
 inline at::ScalarType wide_statistics_dtype(const Stack& arguments) {
   const at::Tensor& x = arguments[0].toTensor();
   return x.is_cpu() ? statistics_dtype(arguments) : at::toOpMathType(x.scalar_type());
-}
-
-/// Zeros for the field, then for two tensors by channels or rows, as a kernel would have made them.
-/// `of_others` returns the latter's dtype.
-inline LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_others)(const Stack&)) {
-  std::vector<Shape> shapes;
-  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
-  return [shapes, of_others](const OperatorHandle&, Stack a) {
-    const at::TensorOptions field = a[0].toTensor().options();
-    Stack results;
-    for (const Shape& shape : shapes)
-      results.emplace_back(at::zeros(shape, results.empty() ? field : field.dtype(of_others(a))));
-    return results;
-  };
 }
 
 /// Throws InvalidArgument for dtypes that libtorch's kernels refuse, before any rank is in one.

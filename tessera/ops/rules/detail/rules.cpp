@@ -429,6 +429,18 @@ Rule guarded(Rule rule) {
   };
 }
 
+LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_others)(const Stack&)) {
+  std::vector<Shape> shapes;
+  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
+  return [shapes, of_others](const OperatorHandle&, Stack a) {
+    const at::TensorOptions first = a[0].toTensor().options();
+    Stack results;
+    for (const Shape& shape : shapes)
+      results.emplace_back(at::zeros(shape, results.empty() ? first : first.dtype(of_others(a))));
+    return results;
+  };
+}
+
 // ---- decompositions ----
 
 at::Tensor zeros_along(const at::Tensor& like, std::int64_t dim, c10::SymIntArrayRef sizes) {

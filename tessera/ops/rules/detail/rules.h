@@ -167,6 +167,9 @@ ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims);
 /// or, if they are Partial, zero. Only for operators whose every result is sharded with the empty
 /// dim or summed over it.
 Rule guarded(Rule rule);
+/// Zeros for every result, as a kernel would have made them: the first of the dtype of the first
+/// argument, the others of that which `of_others` returns.
+LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_others)(const Stack&));
 
 // ---- decompositions ----
 
