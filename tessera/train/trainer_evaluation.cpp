@@ -1,46 +1,13 @@
 // Validations, tests and predictions of a trainer.
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <utility>
 
-#include "tessera/base/pinned.h"
 #include "tessera/train/trainer.h"
 
 namespace tessera {
-
-namespace {
-
-// Evaluation mode while it lives; a part that the user keeps in another mode goes back to that.
-class EvaluationScope : Pinned {
- public:
-  explicit EvaluationScope(const NamedModules& modules) {
-    for (const NamedModule& m : modules) {
-      for (const auto& part : m.module->modules()) modes_.emplace_back(part, part->is_training());
-      m.module->eval();
-    }
-  }
-  ~EvaluationScope() {
-    // A module before its children, whose modes it sets too.
-    for (const auto& [part, mode] : modes_) part->train(mode);
-  }
-
- private:
-  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
-};
-
-// A stage while it lives; inside a run that of the run comes back.
-class StageScope : Pinned {
- public:
-  StageScope(RunStage& of, RunStage now) : of_(of), before_(of) { of_ = now; }
-  ~StageScope() { of_ = before_; }
-
- private:
-  RunStage& of_;
-  const RunStage before_;
-};
-
-}  // namespace
 
 // ---- evaluation ----
 
@@ -65,7 +32,16 @@ bool Trainer::validate_now() {
 bool Trainer::evaluate(AgreedBatches& batches, RunStage stage, Metrics& metrics,
                        const std::function<void(const MicroBatch&, Step&)>& call) {
   const at::NoGradGuard no_grad;
-  const EvaluationScope evaluating(session_->modules());
+  // A part that the user keeps in another mode goes back to that; a module before its children,
+  // whose modes it sets too.
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
+  const auto as_before = c10::make_scope_exit([&] {
+    for (const auto& [part, mode] : modes) part->train(mode);
+  });
+  for (const NamedModule& m : session_->modules()) {
+    for (const auto& part : m.module->modules()) modes.emplace_back(part, part->is_training());
+    m.module->eval();
+  }
   batches.rewind();
   PeriodicVote vote(strategy());
   bool ended = true;
@@ -109,7 +85,9 @@ std::map<std::string, double> Trainer::evaluate_alone(Task& task,
   const auto body = [&] {
     prepare(task);
     AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
-    const StageScope scope(stage_, stage);
+    // Inside a run that of the run comes back.
+    const auto run_goes_on =
+        c10::make_scope_exit([&, run = std::exchange(stage_, stage)] { stage_ = run; });
     began = true;
     each([&](Callback& c) { testing ? c.on_test_start(*this) : c.on_validation_start(*this); });
     Metrics own;
@@ -139,7 +117,8 @@ std::vector<std::vector<at::Tensor>> Trainer::predict(Task& task,
   run_together(/*fits=*/false, [&] {
     prepare(task);
     AgreedBatches agreed(batches, strategy(), options_.uneven_validation);
-    const StageScope scope(stage_, RunStage::predict);
+    const auto run_goes_on =
+        c10::make_scope_exit([&, run = std::exchange(stage_, RunStage::predict)] { stage_ = run; });
     each([&](Callback& c) { c.on_predict_start(*this); });
     Metrics own;
     evaluate(agreed, RunStage::predict, own, [&](const MicroBatch& b, Step& s) {
