@@ -1,3 +1,4 @@
+#include <c10/util/ScopeExit.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
@@ -38,21 +39,15 @@ void make_folders(const std::string& folder) {
   if (problem) throw FileError(folder, ": cannot be made: ", problem.message());
 }
 
-// The file is nobody else's while it lives: who cuts it sees whole lines, and cuts none that comes
-// meanwhile. Waits no longer than a second, and not at all where the file system has no locks.
-class FileLock : Pinned {
- public:
-  explicit FileLock(int descriptor) : descriptor_(descriptor) {
-    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    while (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0 &&
-           (errno == EINTR || errno == EWOULDBLOCK) && std::chrono::steady_clock::now() < until)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  ~FileLock() { ::flock(descriptor_, LOCK_UN); }
-
- private:
-  int descriptor_;
-};
+// The file is nobody else's while the result lives: who cuts it sees whole lines, and cuts none
+// that comes meanwhile. Waits no longer than a second, and not at all where there are no locks.
+auto locked(int descriptor) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && (errno == EINTR || errno == EWOULDBLOCK) &&
+         std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return c10::make_scope_exit([descriptor] { ::flock(descriptor, LOCK_UN); });
+}
 
 // A file that only grows, and where every flush() leaves whole lines.
 class GrowingFile : Pinned {
@@ -71,12 +66,12 @@ class GrowingFile : Pinned {
   }
   void write() {
     if (waiting_.empty()) return;
-    const FileLock lock(descriptor_);
+    const auto lock = locked(descriptor_);
     write_now();
   }
   /// Keeps the whole lines that `keeps` says, in the file that others may have open, too.
   void keep_lines(const std::function<bool(const std::string& line)>& keeps) {
-    const FileLock lock(descriptor_);
+    const auto lock = locked(descriptor_);
     std::string kept;
     std::optional<off_t> first;  // the first byte that goes
     off_t at = 0;
