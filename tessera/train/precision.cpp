@@ -1,6 +1,7 @@
 #include "tessera/train/precision.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -65,36 +66,25 @@ class Converting final : public Ours {
   const at::ScalarType real_;
 };
 
-// While it lives, on this thread; what was set before comes back. The casts of parameters are made
-// anew each time, so that no two graphs share one.
-class Autocast : Pinned {
- public:
-  Autocast(at::ScalarType dtype, c10::DeviceType device)
-      : device_(device),
-        on_before_(at::autocast::is_autocast_enabled(device)),
-        dtype_before_(at::autocast::get_autocast_dtype(device)) {
-    at::autocast::set_autocast_enabled(device_, true);
-    at::autocast::set_autocast_dtype(device_, dtype);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    at::autocast::decrement_nesting();
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_dtype(device_, dtype_before_);
-    at::autocast::set_autocast_enabled(device_, on_before_);
-  }
-
- private:
-  const c10::DeviceType device_;
-  const bool on_before_;
-  const at::ScalarType dtype_before_;
-};
-
 class Mixed : public Ours {
  public:
   Mixed(Precision precision, at::ScalarType dtype) : Ours(precision), dtype_(dtype) {}
+  // On this thread; what was set before comes back. The casts of parameters are made anew each
+  // time, so that no two graphs share one.
   std::shared_ptr<void> forward_scope(c10::Device device) const override {
-    return std::make_shared<Autocast>(dtype_, device.type());
+    namespace autocast = at::autocast;
+    const c10::DeviceType type = device.type();
+    auto as_before = c10::make_scope_exit([type, on = autocast::is_autocast_enabled(type),
+                                           dtype = autocast::get_autocast_dtype(type)] {
+      autocast::decrement_nesting();
+      autocast::clear_cache();
+      autocast::set_autocast_dtype(type, dtype);
+      autocast::set_autocast_enabled(type, on);
+    });
+    autocast::set_autocast_enabled(type, true);
+    autocast::set_autocast_dtype(type, dtype_);
+    autocast::increment_nesting();
+    return std::make_shared<decltype(as_before)>(std::move(as_before));
   }
 
  private:
