@@ -212,10 +212,8 @@ void AgreedBatches::agree_on_length() {
   }
   // The most and the fewest; -1: not known.
   const auto known = mine ? static_cast<double>(*mine) : -1.0;
-  const at::Tensor bounds = at::tensor({known, -known}, at::kDouble).to(strategy_.root_device());
-  strategy_.reduce(bounds, ReduceOp::max);
-  const at::Tensor both = bounds.to(at::kCPU);
-  const double most = both[0].item<double>(), fewest = -both[1].item<double>();
+  const auto bounds = strategy_.reduced({known, -known}, ReduceOp::max);
+  const double most = bounds[0], fewest = -bounds[1];
   if (fewest < 0) return;  // a rank that does not know: agreed before each batch
   even_ = most == fewest;
   if (!even_ && uneven_ == UnevenData::error) {
@@ -256,11 +254,9 @@ std::optional<MicroBatch> AgreedBatches::filled(std::optional<MicroBatch> mine) 
   if (total_ && last_) {  // no rank has one without the others: it is set below, on all
     if (mine) last_ = *mine;
   } else {
-    const at::Tensor said = at::tensor({mine ? 1.0 : 0.0, !mine && !last_ ? 1.0 : 0.0}, at::kDouble)
-                                .to(strategy_.root_device());
-    strategy_.reduce(said, ReduceOp::sum);
-    const at::Tensor all = said.to(at::kCPU);
-    const int have = static_cast<int>(all[0].item<double>());
+    const auto all =
+        strategy_.reduced({mine ? 1.0 : 0.0, !mine && !last_ ? 1.0 : 0.0}, ReduceOp::sum);
+    const int have = static_cast<int>(all[0]);
     if (have == 0) return std::nullopt;
     if (have < strategy_.size() && !fills) {
       if (uneven_ == UnevenData::drop) return std::nullopt;
@@ -271,7 +267,7 @@ std::optional<MicroBatch> AgreedBatches::filled(std::optional<MicroBatch> mine) 
       refuse(concat("ranks ", list(ended), " have ended"));
     }
     if (mine) last_ = *mine;
-    if (all[1].item<double>() > 0) learn_shape();
+    if (all[1] > 0) learn_shape();
   }
   if (mine) return mine;
   MicroBatch batch = *last_;

@@ -21,32 +21,16 @@ namespace {
 // Places in the numbers that the ranks add up each step.
 enum StepSum { kWeight, kLoss, kOverflow, kSave, kRequested, kUsr1, kTerminated, kStepSums };
 
-Stop stop_of(const double* votes) {
+Stop stop_of(const std::vector<double>& votes) {
   if (votes[kTerminated] > 0) return Stop::terminated;
   if (votes[kUsr1] > 0) return Stop::usr1;
   return votes[kRequested] > 0 ? Stop::requested : Stop::none;
 }
 
-void add_vote(Stop stop, double* votes) {
+void add_vote(Stop stop, std::vector<double>& votes) {
   votes[kRequested] = stop == Stop::requested;
   votes[kUsr1] = stop == Stop::usr1;
   votes[kTerminated] = stop == Stop::terminated;
-}
-
-void add_up(Strategy& strategy, double* numbers, int count) {
-  if (strategy.size() == 1) return;
-  // Memory of its own: a call that an error ends may still write to it.
-  const at::Tensor host = at::empty({count}, at::kDouble);
-  auto* const values = host.data_ptr<double>();
-  std::copy(numbers, numbers + count, values);
-  if (strategy.root_device().is_cpu()) {
-    strategy.reduce(host, ReduceOp::sum);
-  } else {
-    const at::Tensor there = host.to(strategy.root_device());
-    strategy.reduce(there, ReduceOp::sum);
-    host.copy_(there);
-  }
-  std::copy(values, values + count, numbers);
 }
 
 constexpr const char* kMixed =
@@ -302,12 +286,13 @@ StepResult Session::finish_gradients(const std::vector<at::Tensor>& own) {
 
   const StepWeight::Sums mine = weight_.take();
   own_loss_ = mine.loss;
-  double sums[kStepSums] = {mine.weight, mine.loss,
-                            precision_->skips_overflow() && overflowed() ? 1.0 : 0.0};
-  sums[kSave] = save_ ? 1.0 : 0.0;
-  save_ = false;
+  std::vector<double> sums(kStepSums);
+  sums[kWeight] = mine.weight;
+  sums[kLoss] = mine.loss;
+  sums[kOverflow] = precision_->skips_overflow() && overflowed() ? 1.0 : 0.0;
+  sums[kSave] = std::exchange(save_, false) ? 1.0 : 0.0;
   add_vote(wanted(), sums);
-  add_up(*strategy_, sums, kStepSums);
+  sums = strategy_->reduced(sums, ReduceOp::sum);
 
   StepResult result;
   result.stop = stop_of(sums);
@@ -352,10 +337,9 @@ Stop Session::wanted() const {
 }
 
 Stop Session::vote() {
-  double votes[kStepSums] = {};
+  std::vector<double> votes(kStepSums);
   add_vote(wanted(), votes);
-  add_up(*strategy_, votes, kStepSums);
-  return stop_of(votes);
+  return stop_of(strategy_->reduced(votes, ReduceOp::sum));
 }
 
 double Session::loss_scale() const {

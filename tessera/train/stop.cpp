@@ -1,6 +1,5 @@
 #include "tessera/train/stop.h"
 
-#include <ATen/ATen.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -87,18 +86,15 @@ bool PeriodicVote::poll(bool mine) {
   if (++calls_since_ < due_in_) return false;
   const auto now = std::chrono::steady_clock::now();
   const double pace = std::chrono::duration<double, std::milli>(now - last_).count() / calls_since_;
-  const at::Tensor said =
-      at::tensor({mine_ ? 1.0 : 0.0, pace}, at::kDouble).to(strategy_.root_device());
-  strategy_.reduce(said, ReduceOp::max);
+  const auto all = strategy_.reduced({mine_ ? 1.0 : 0.0, pace}, ReduceOp::max);
   ++votes_;
-  const at::Tensor all = said.to(at::kCPU);
-  const double slowest = std::max(all[1].item<double>(), 1e-3);
+  const double slowest = std::max(all[1], 1e-3);
   const double calls = std::clamp(static_cast<double>(interval_.count()) / slowest, 1.0, 1e6);
   // Not much more than before, since the pace may have been measured while nothing was to do.
   due_in_ = std::min(static_cast<std::uint64_t>(calls), 2 * due_in_);
   calls_since_ = 0;
   last_ = now;
-  return stopped_ = all[0].item<double>() > 0;
+  return stopped_ = all[0] > 0;
 }
 
 void requeue_slurm_job(const std::string& job_id) {

@@ -66,6 +66,15 @@ void Strategy::setup(const NamedModules& modules) {
   modules_ = modules;
 }
 
+std::vector<double> Strategy::reduced(const std::vector<double>& numbers, ReduceOp op) {
+  if (size() == 1) return numbers;
+  const at::Tensor all = at::tensor(numbers, at::kDouble).to(root_device());
+  reduce(all, op);
+  const at::Tensor host = all.to(at::kCPU);
+  const auto* values = host.const_data_ptr<double>();
+  return {values, values + host.numel()};
+}
+
 bool Strategy::any(bool mine) {
   if (size() == 1) return mine;
   const at::Tensor votes =
@@ -152,10 +161,7 @@ double ManagedStrategy::clip(const std::vector<at::Tensor>& parameters,
 }
 
 double ManagedStrategy::summed_weight(double mine) {
-  if (size() == 1) return mine;
-  const at::Tensor sum = at::full({1}, mine, at::TensorOptions(at::kDouble).device(root_device()));
-  reduce(sum, ReduceOp::sum);
-  return sum.item<double>() / sharing();
+  return size() == 1 ? mine : reduced({mine}, ReduceOp::sum)[0] / sharing();
 }
 
 void check_modules(const NamedModules& modules) {

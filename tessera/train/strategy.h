@@ -104,6 +104,9 @@ class Strategy : Pinned {
   virtual void setup(const NamedModules& modules);
   /// The end of training. What the user made stays. The default does nothing.
   virtual void teardown() { modules_.clear(); }
+  /// The numbers of all ranks, reduced one by one; the same on every rank. By reduce(), in memory
+  /// of its own: a call that an error ends may still write to it.
+  std::vector<double> reduced(const std::vector<double>& numbers, ReduceOp op);
   /// True if all ranks, or any rank, say so; the same on every rank. By reduce().
   virtual bool all(bool mine) { return !any(!mine); }
   virtual bool any(bool mine);
