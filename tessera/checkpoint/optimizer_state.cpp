@@ -186,15 +186,6 @@ OptimizerKind kind_of(const torch::optim::Optimizer& optimizer) {
       "RowwiseAdagrad and SparseAdam are; add its tensors to the CheckpointState yourself");
 }
 
-void add_tensor(CheckpointState& state, const std::string& name, const at::Tensor& t,
-                const std::string& parameter, const HandShards& shards) {
-  const auto shard = shards.find(parameter);
-  if (shard == shards.end())
-    state.add(name, t);
-  else
-    state.add(name, t, shard->second);
-}
-
 // Reads what is in `state`, among other things: the model's tensors are in the same checkpoint.
 void load_among(const CheckpointReader& saved, CheckpointState& state, LoadOptions options) {
   options.allow_extra = true;
@@ -362,7 +353,7 @@ void add_optimizer(CheckpointState& state, const std::string& prefix,
     if (found == kept.end()) continue;
     const Fields fields = kind.fields(*found->second);
     for (const auto& [field, t] : fields.tensors)
-      if (t->defined()) add_tensor(state, prefix + one.name + "." + field, *t, one.name, shards);
+      if (t->defined()) state.add(prefix + one.name + "." + field, *t, shards, one.name);
     if (fields.step) state.set_integer(prefix + one.name + ".step", *fields.step);
   }
   state.set_integer(prefix + "groups", static_cast<std::int64_t>(optimizer.param_groups().size()));
@@ -403,7 +394,7 @@ std::function<void()> read_optimizer(const CheckpointReader& saved, const std::s
       const at::Tensor& p = parameters[i].parameter;
       *t = kind.like ? kind.like(p) : at::zeros_like(sharded ? sharded->like(p) : p);
       found[i] = true;
-      add_tensor(state, name, *t, parameters[i].name, shards);
+      state.add(name, *t, shards, parameters[i].name);
     }
   }
   load_among(saved, state, options);

@@ -70,6 +70,12 @@ CheckpointState& CheckpointState::add(const std::string& name, const at::Tensor&
   return *this;
 }
 
+CheckpointState& CheckpointState::add(const std::string& name, const at::Tensor& tensor,
+                                      const HandShards& shards, const std::string& key) {
+  const auto shard = shards.find(key);
+  return shard == shards.end() ? add(name, tensor) : add(name, tensor, shard->second);
+}
+
 CheckpointState& CheckpointState::add(const std::string& prefix, const torch::nn::Module& module,
                                       const HandShards& shards) {
   std::set<const void*> seen;
@@ -77,11 +83,7 @@ CheckpointState& CheckpointState::add(const std::string& prefix, const torch::nn
   const auto take = [&](const std::string& name, const at::Tensor& t) {
     known.insert(name);
     if (!t.defined() || !seen.insert(t.unsafeGetTensorImpl()).second) return;
-    const auto shard = shards.find(name);
-    if (shard == shards.end())
-      add(prefix + name, t);
-    else
-      add(prefix + name, t, shard->second);
+    add(prefix + name, t, shards, name);
   };
   for (const auto& p : module.named_parameters()) take(p.key(), p.value());
   for (const auto& b : module.named_buffers()) take(b.key(), b.value());

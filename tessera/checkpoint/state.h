@@ -46,6 +46,9 @@ class CheckpointState {
   CheckpointState& add(const std::string& name, const at::Tensor& tensor);
   /// A tensor sharded by hand. Throws InvalidArgument where it leaves the shape.
   CheckpointState& add(const std::string& name, const at::Tensor& tensor, const HandShard& shard);
+  /// A tensor that is sharded by hand if `shards` has the key.
+  CheckpointState& add(const std::string& name, const at::Tensor& tensor, const HandShards& shards,
+                       const std::string& key);
   /// Parameters and buffers under `prefix` and their full names. A tensor that has several names is
   /// saved under the first. Throws InvalidArgument for a name in `shards` that the module does not
   /// have.

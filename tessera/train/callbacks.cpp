@@ -333,13 +333,7 @@ void Ema::swap() {
 
 void Ema::save(Trainer& trainer, CheckpointState& state, const std::string& prefix) {
   const HandShards shards = trainer.strategy().hand_shards();
-  for (const auto& [name, average] : average_) {
-    const auto it = shards.find(name);
-    if (it == shards.end())
-      state.add(prefix + name, average);
-    else
-      state.add(prefix + name, average, it->second);
-  }
+  for (const auto& [name, average] : average_) state.add(prefix + name, average, shards, name);
 }
 
 }  // namespace tessera
