@@ -324,15 +324,10 @@ std::vector<std::pair<std::string, at::Tensor>> CheckpointReader::read_as_saved(
     const DeviceMesh& mesh, std::vector<std::string>* misfits, const LoadOptions& options) const {
   std::vector<std::pair<std::string, ShardSpec>> specs;
   for (const SavedTensor& t : tensors()) {
-    std::vector<std::string> here;
-    specs.emplace_back(t.name, t.layout ? fit_layout(*t.layout, mesh, t.shape, &here)
+    const std::string whose =
+        concat("load: '", printable(t.name), "' of '", impl_->saved->path(), "'");
+    specs.emplace_back(t.name, t.layout ? fit_layout(*t.layout, mesh, t.shape, misfits, whose)
                                         : ShardSpec::replicated(mesh, t.shape));
-    for (const std::string& misfit : here) {
-      const std::string what = concat("load: '", printable(t.name), "' of '", impl_->saved->path(),
-                                      "': ", printable(misfit, 2000));
-      if (!misfits) throw InvalidArgument(what);
-      misfits->push_back(what);
-    }
   }
   std::vector<std::pair<std::string, at::Tensor>> all;
   for (const auto& [name, spec] : specs) all.emplace_back(name, read(name, spec, options));

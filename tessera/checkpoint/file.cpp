@@ -310,18 +310,10 @@ NamedTensors load_as_saved(const DeviceMesh& mesh, const std::string& path,
     const std::string& name = file.tensors[i].name;
     const auto& shape = file.layouts[i].shape;
     const auto found = saved.find(name);
-    if (found == saved.end()) {
-      specs.push_back(ShardSpec::replicated(mesh, shape));
-      continue;
-    }
-    std::vector<std::string> here;
-    specs.push_back(fit_layout(found->second, mesh, shape, &here));
-    for (const std::string& misfit : here) {
-      const std::string what =
-          concat("load: '", path, "': '", printable(name), "': ", printable(misfit, 2000));
-      if (!misfits) throw InvalidArgument(what);
-      misfits->push_back(what);
-    }
+    specs.push_back(found == saved.end()
+                        ? ShardSpec::replicated(mesh, shape)
+                        : fit_layout(found->second, mesh, shape, misfits,
+                                     concat("load: '", path, "': '", printable(name), "'")));
   }
   return read_all(file, specs);
 }

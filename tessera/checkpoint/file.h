@@ -97,9 +97,10 @@ SavedLayout layout_from_json(const Json& json);
 /// The layout on `mesh`: each axis places the tensor as the axis of the same name did, axes that
 /// the layout does not know replicate it. Where the axes that shard a dim have the sizes they had,
 /// its shards have the saved sizes, else they are even. What does not fit is listed in `misfits`, a
-/// sentence each; without it the first misfit throws InvalidArgument.
+/// sentence each; without it the first misfit throws InvalidArgument. `whose` stands before each
+/// sentence, for a layout that a file says.
 ShardSpec fit_layout(const SavedLayout& layout, const DeviceMesh& mesh,
                      const std::vector<std::int64_t>& shape,
-                     std::vector<std::string>* misfits = nullptr);
+                     std::vector<std::string>* misfits = nullptr, const std::string& whose = {});
 
 }  // namespace tessera

@@ -4,6 +4,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -56,8 +57,10 @@ SavedLayout layout_from_json(const Json& json) {
 }
 
 ShardSpec fit_layout(const SavedLayout& layout, const DeviceMesh& mesh,
-                     const std::vector<std::int64_t>& shape, std::vector<std::string>* misfits) {
-  const auto tell = [&](const std::string& what) {
+                     const std::vector<std::int64_t>& shape, std::vector<std::string>* misfits,
+                     const std::string& whose) {
+  const auto tell = [&](const std::string& misfit) {
+    const std::string what = whose.empty() ? misfit : concat(whose, ": ", printable(misfit, 2000));
     if (!misfits) throw InvalidArgument(what);
     misfits->push_back(what);
   };
