@@ -51,14 +51,6 @@ SourceDataset::SourceDataset(std::shared_ptr<const Source> source, std::vector<S
   names_ = names_of(fields_);
 }
 
-at::Tensor SourceDataset::read(const SourceField& field, std::uint64_t first,
-                               std::uint64_t count) const {
-  Hyperslab slab = field.slab;
-  slab.start[0] += static_cast<std::int64_t>(first) * slab.stride[0];
-  slab.count[0] = static_cast<std::int64_t>(count);
-  return source_->read(field.variable, slab, field.read);
-}
-
 Sample SourceDataset::get(std::uint64_t index) const {
   const std::uint64_t one[] = {index};
   Sample sample = get_batch(one);
@@ -80,10 +72,13 @@ std::vector<at::Tensor> SourceDataset::get_batch(std::span<const std::uint64_t> 
     for (std::size_t i = 0; i < indices.size();) {
       std::size_t run = 1;
       while (i + run < indices.size() && indices[i + run] == indices[i] + run) ++run;
+      Hyperslab slab = field.slab;
+      slab.start[0] += static_cast<std::int64_t>(indices[i]) * slab.stride[0];
+      slab.count[0] = static_cast<std::int64_t>(run);
       try {
         batch.back()
-            .narrow(0, static_cast<std::int64_t>(i), static_cast<std::int64_t>(run))
-            .copy_(read(field, indices[i], run));
+            .narrow(0, static_cast<std::int64_t>(i), slab.count[0])
+            .copy_(source_->read(field.variable, slab, field.read));
       } catch (const std::exception& e) {
         std::throw_with_nested(SampleError(
             concat("samples ", indices[i], " to ", indices[i] + run - 1, ": ", e.what()),

@@ -43,8 +43,6 @@ class SourceDataset : public Dataset {
   std::vector<std::string> field_names() const override { return names_; }
 
  private:
-  at::Tensor read(const SourceField& field, std::uint64_t first, std::uint64_t count) const;
-
   std::shared_ptr<const Source> source_;
   std::vector<SourceField> fields_;  // with complete slabs
   std::vector<std::string> names_;
