@@ -8,7 +8,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "tessera/base/text.h"
@@ -18,64 +17,38 @@
 namespace tessera {
 namespace {
 
-// The dtype that holds every value of a netCDF type; nullopt for text and user-defined types.
-std::optional<at::ScalarType> tensor_type(nc_type type) {
-  switch (type) {
-    case NC_BYTE:
-      return at::kChar;
-    case NC_UBYTE:
-      return at::kByte;
-    case NC_SHORT:
-      return at::kShort;
-    case NC_USHORT:
-    case NC_INT:
-      return at::kInt;
-    case NC_UINT:
-    case NC_INT64:
-    case NC_UINT64:
-      return at::kLong;
-    case NC_FLOAT:
-      return at::kFloat;
-    case NC_DOUBLE:
-      return at::kDouble;
-    default:
-      return std::nullopt;
-  }
+// A numeric type: the dtype of its values, and the one that libtorch computes with and that holds
+// them all.
+struct NumericType {
+  nc_type type;
+  at::ScalarType exact, stored;
+};
+constexpr NumericType kNumericTypes[] = {
+    {NC_BYTE, at::kChar, at::kChar},    {NC_UBYTE, at::kByte, at::kByte},
+    {NC_SHORT, at::kShort, at::kShort}, {NC_USHORT, at::kUInt16, at::kInt},
+    {NC_INT, at::kInt, at::kInt},       {NC_UINT, at::kUInt32, at::kLong},
+    {NC_INT64, at::kLong, at::kLong},   {NC_UINT64, at::kUInt64, at::kLong},
+    {NC_FLOAT, at::kFloat, at::kFloat}, {NC_DOUBLE, at::kDouble, at::kDouble},
+};
+
+// Nothing for text and user-defined types.
+const NumericType* numeric_type(nc_type type) {
+  for (const NumericType& one : kNumericTypes)
+    if (one.type == type) return &one;
+  return nullptr;
 }
 
-std::optional<at::Scalar> fill_of(int file, int variable, nc_type type, bool stated) {
+std::optional<at::Scalar> fill_of(int file, int variable, const NumericType& type, bool stated) {
+  // All 256 values of a byte are data, unless the file says otherwise. The library's fill value for
+  // unsigned 64-bit is too large to be read.
+  const bool byte = type.type == NC_BYTE || type.type == NC_UBYTE;
+  if ((byte && !stated) || type.type == NC_UINT64) return std::nullopt;
   int no_fill = 0;
-  const auto ask = [&](auto value) -> std::optional<at::Scalar> {
-    if (nc_inq_var_fill(file, variable, &no_fill, &value) != NC_NOERR || (no_fill && !stated))
-      return std::nullopt;
-    if constexpr (std::is_floating_point_v<decltype(value)>)
-      return at::Scalar(static_cast<double>(value));
-    else
-      return at::Scalar(static_cast<std::int64_t>(value));
-  };
-  switch (type) {
-    // All 256 values of a byte are data, unless the file says otherwise.
-    case NC_BYTE:
-      return stated ? ask(static_cast<signed char>(0)) : std::nullopt;
-    case NC_UBYTE:
-      return stated ? ask(static_cast<unsigned char>(0)) : std::nullopt;
-    case NC_SHORT:
-      return ask(short{});
-    case NC_USHORT:
-      return ask(static_cast<unsigned short>(0));
-    case NC_INT:
-      return ask(int{});
-    case NC_UINT:
-      return ask(0u);
-    case NC_INT64:
-      return ask(0ll);
-    case NC_FLOAT:
-      return ask(float{});
-    case NC_DOUBLE:
-      return ask(double{});
-    default:
-      return std::nullopt;  // The library's fill value for unsigned 64-bit is too large to be read.
-  }
+  const at::Tensor value = at::empty({}, type.exact);
+  if (nc_inq_var_fill(file, variable, &no_fill, value.mutable_data_ptr()) != NC_NOERR ||
+      (no_fill && !stated))
+    return std::nullopt;
+  return value.to(type.stored).item();
 }
 
 }  // namespace
@@ -115,10 +88,10 @@ struct NetcdfSource::File {
       nc_type type = 0;
       int dims = 0, own = 0;
       check(nc_inq_var(id, v, name, &type, &dims, nullptr, &own), concat("variable number ", v));
-      const auto stored = tensor_type(type);
-      if (!stored) continue;
-      Variable variable{{name, {}, {}, *stored, read_attributes(v, own)}, v, {}};
-      variable.fill = fill_of(id, v, type, variable.info.attributes.count("_FillValue") != 0);
+      const NumericType* numeric = numeric_type(type);
+      if (!numeric) continue;
+      Variable variable{{name, {}, {}, numeric->stored, read_attributes(v, own)}, v, {}};
+      variable.fill = fill_of(id, v, *numeric, variable.info.attributes.count("_FillValue") != 0);
       std::vector<int> ids(static_cast<std::size_t>(dims));
       check(nc_inq_vardimid(id, v, ids.data()), concat("dimensions of ", name));
       for (const int d : ids) {
@@ -153,7 +126,7 @@ struct NetcdfSource::File {
         for (const char* part : parts) text += concat(text.empty() ? "" : "\n", part ? part : "");
         nc_free_string(size, parts.data());
         all[name] = std::move(text);
-      } else if (tensor_type(type)) {
+      } else if (numeric_type(type)) {
         std::vector<double> numbers(size);
         check(nc_get_att_double(id, variable, name, numbers.data()), concat("attribute ", name));
         all[name] = std::move(numbers);
