@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <limits>
 
 #include "tessera/base/error.h"
@@ -21,38 +22,28 @@ namespace {
 namespace fs = std::filesystem;
 using Kind = Json::Kind;
 
-// The kind of numpy ('f', 'i', 'u', 'b') and the bytes of an element; nullopt for others.
-std::optional<at::ScalarType> type_of(char kind, std::uint64_t bytes) {
-  const auto of = [&](std::initializer_list<std::pair<std::uint64_t, at::ScalarType>> sizes)
-      -> std::optional<at::ScalarType> {
-    for (const auto& [size, type] : sizes)
-      if (size == bytes) return type;
-    return std::nullopt;
-  };
-  switch (kind) {
-    case 'f':
-      return of({{2, at::kHalf}, {4, at::kFloat}, {8, at::kDouble}});
-    case 'i':
-      return of({{1, at::kChar}, {2, at::kShort}, {4, at::kInt}, {8, at::kLong}});
-    case 'u':
-      return of({{1, at::kByte}, {2, at::kUInt16}, {4, at::kUInt32}, {8, at::kUInt64}});
-    case 'b':
-      return of({{1, at::kBool}});
-    default:
-      return std::nullopt;
-  }
-}
+// A type as numpy has it: kind and bytes of an element, its name in format 3, and the dtypes of the
+// file and of what holds every value of it.
+struct NumpyType {
+  char kind;
+  int bytes;
+  const char* name;
+  at::ScalarType in_file, holding;
+};
+constexpr NumpyType kNumpyTypes[] = {
+    {'f', 2, "float16", at::kHalf, at::kHalf},     {'f', 4, "float32", at::kFloat, at::kFloat},
+    {'f', 8, "float64", at::kDouble, at::kDouble}, {'i', 1, "int8", at::kChar, at::kChar},
+    {'i', 2, "int16", at::kShort, at::kShort},     {'i', 4, "int32", at::kInt, at::kInt},
+    {'i', 8, "int64", at::kLong, at::kLong},       {'u', 1, "uint8", at::kByte, at::kByte},
+    {'u', 2, "uint16", at::kUInt16, at::kInt},     {'u', 4, "uint32", at::kUInt32, at::kLong},
+    {'u', 8, "uint64", at::kUInt64, at::kLong},    {'b', 1, "bool", at::kBool, at::kBool},
+};
 
-at::ScalarType holding(at::ScalarType file_type) {
-  switch (file_type) {
-    case at::kUInt16:
-      return at::kInt;
-    case at::kUInt32:
-    case at::kUInt64:
-      return at::kLong;
-    default:
-      return file_type;
-  }
+// Those of text, bytes, complex numbers and others are not there.
+template <class Is>
+const NumpyType* numpy_type(const Is& is) {
+  const auto* const found = std::ranges::find_if(kNumpyTypes, is);
+  return found == std::end(kNumpyTypes) ? nullptr : found;
 }
 
 // The words that JSON has not, as text.
@@ -189,30 +180,21 @@ void use_separator(ZarrArray& array, const std::string& separator) {
   array.separator = separator;
 }
 
-// What a name of format 3 says, "float64"; nullopt for text, bytes, complex and others.
-std::optional<at::ScalarType> type_named(const std::string& name) {
-  if (name == "bool") return at::kBool;
-  for (const auto& [kind, word] : {std::pair{'f', "float"}, {'i', "int"}, {'u', "uint"}}) {
-    for (const std::uint64_t bytes : {1, 2, 4, 8})
-      if (name == concat(word, 8 * bytes)) return type_of(kind, bytes);
-  }
-  return std::nullopt;
-}
-
 bool second_format(const Json& about, const Json& attributes, ZarrArray& array) {
   // "<f8"; other kinds are a list, of a structure.
   if (!about.at("dtype").is(Kind::string)) return false;
   const std::string& dtype = about.at("dtype").string();
-  const auto type = dtype.size() == 3
-                        ? type_of(dtype[1], static_cast<std::uint64_t>(dtype[2] - '0'))
-                        : std::nullopt;
+  const NumpyType* type = numpy_type([&](const NumpyType& t) {
+    return dtype.size() == 3 && t.kind == dtype[1] && t.bytes == dtype[2] - '0';
+  });
   if (!type) return false;
-  array.file_type = *type;
+  array.file_type = type->in_file;
+  array.info.stored = type->holding;
   array.big_endian = dtype[0] == '>';
   array.info.shape = sizes_of(about.at("shape"));
   array.chunk = sizes_of(about.at("chunks"));
   array.column_major = about.at("order").string() == "F";
-  array.fill = scalar_of(about.at("fill_value"), *type);
+  array.fill = scalar_of(about.at("fill_value"), type->in_file);
   use_separator(array,
                 about.find("dimension_separator") ? about.at("dimension_separator").string() : ".");
   if (const Json& compressor = about.at("compressor"); !compressor.is(Kind::null))
@@ -228,14 +210,16 @@ bool second_format(const Json& about, const Json& attributes, ZarrArray& array) 
 
 bool third_format(const Json& about, ZarrArray& array) {
   if (!about.at("data_type").is(Kind::string)) return false;
-  const auto type = type_named(about.at("data_type").string());
+  const std::string& name = about.at("data_type").string();
+  const NumpyType* type = numpy_type([&](const NumpyType& t) { return name == t.name; });
   if (!type) return false;
-  array.file_type = *type;
+  array.file_type = type->in_file;
+  array.info.stored = type->holding;
   array.info.shape = sizes_of(about.at("shape"));
   array.chunk = sizes_of(about.at("chunk_grid").at("configuration").at("chunk_shape"));
   if (const std::string& grid = about.at("chunk_grid").at("name").string(); grid != "regular")
     refuse(array, concat("chunk grid '", grid, "'"));
-  array.fill = scalar_of(about.at("fill_value"), *type);
+  array.fill = scalar_of(about.at("fill_value"), type->in_file);
   const Json& key = about.at("chunk_key_encoding");
   const bool second = key.at("name").string() == "v2";
   if (!second && key.at("name").string() != "default")
@@ -349,7 +333,6 @@ std::optional<ZarrArray> array_in(const fs::path& folder, const std::string& nam
     throw FileError("the metadata of the Zarr array in ", folder.string(),
                     " cannot be understood: ", e.what());
   }
-  array.info.stored = holding(array.file_type);
   return array;
 }
 
