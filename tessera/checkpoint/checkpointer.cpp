@@ -127,10 +127,10 @@ struct Checkpointer::Impl {
 
   // Names the replicated value that ranks disagree on. Ranks that do not have it do not count.
   void compare_replicas(const std::map<std::string, std::uint64_t>& mine) const {
-    std::string text = "[";
-    for (const auto& [name, sum] : mine)
-      text += concat(text.size() > 1 ? "," : "", '[', json_text(name), ",\"", to_hex(sum), "\"]");
-    const auto all = program.group.all_gather_bytes(text + ']', program.call);
+    const std::string text = json_list(mine, [](const auto& one) {
+      return concat('[', json_text(one.first), ",\"", to_hex(one.second), "\"]");
+    });
+    const auto all = program.group.all_gather_bytes(text, program.call);
     std::map<std::string, std::pair<std::string, std::size_t>> first;
     for (std::size_t r = 0; r < all.size(); ++r) {
       const Json json = Json::parse(all[r]);

@@ -17,18 +17,15 @@ SavedLayout saved_layout(const ShardSpec& spec) {
 }
 
 std::string to_json(const SavedLayout& layout) {
-  std::string axes, placements, sizes;
-  for (const Axis& axis : layout.axes)
-    axes += concat(axes.empty() ? "" : ",", '[', json_text(axis.name), ',', axis.size, ']');
-  for (const Placement& p : layout.placements)
-    placements += concat(placements.empty() ? "" : ",", p.is_shard() ? concat(p.dim) : "null");
-  for (const auto& [dim, parts] : layout.sizes) {
-    sizes += concat(sizes.empty() ? "" : ",", '"', dim, "\":[");
-    for (std::size_t i = 0; i < parts.size(); ++i) sizes += concat(i > 0 ? "," : "", parts[i]);
-    sizes += ']';
-  }
-  return concat("{\"axes\":[", axes, "],\"placements\":[", placements, "],\"sizes\":{", sizes,
-                "}}");
+  const std::string axes = json_list(layout.axes, [](const Axis& axis) {
+    return concat('[', json_text(axis.name), ',', axis.size, ']');
+  });
+  const std::string placements = json_list(
+      layout.placements, [](const Placement& p) { return p.is_shard() ? concat(p.dim) : "null"; });
+  std::string sizes;
+  for (const auto& [dim, parts] : layout.sizes)
+    sizes += concat(sizes.empty() ? "" : ",", '"', dim, "\":", json_list(parts));
+  return concat("{\"axes\":", axes, ",\"placements\":", placements, ",\"sizes\":{", sizes, "}}");
 }
 
 SavedLayout layout_from_json(const Json& json) {

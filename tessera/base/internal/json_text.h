@@ -1,6 +1,8 @@
 #pragma once
-// JSON strings without a JSON library: json_text("a\"b") -> "\"a\\\"b\"".
+// JSON strings and arrays without a JSON library: json_text("a\"b") -> "\"a\\\"b\"",
+// json_list(std::vector{1, 2}) -> "[1,2]".
 
+#include <cstdint>
 #include <cstdio>
 #include <string>
 
@@ -23,6 +25,21 @@ inline std::string json_text(const std::string& text) {
     }
   }
   return out + '"';
+}
+
+/// A JSON array of what `text` makes of each item.
+template <class Range, class Text>
+std::string json_list(const Range& range, const Text& text) {
+  std::string out = "[";
+  for (const auto& item : range) {
+    if (out.size() > 1) out += ',';
+    out += text(item);
+  }
+  return out + ']';
+}
+template <class Range>
+std::string json_list(const Range& numbers) {
+  return json_list(numbers, [](std::int64_t n) { return std::to_string(n); });
 }
 
 }  // namespace tessera

@@ -90,14 +90,13 @@ std::vector<NamedParameter> named_parameters_of(const torch::optim::Optimizer& o
 
 void add_parameter_names(CheckpointState& state, const std::string& prefix,
                          const std::vector<NamedParameter>& parameters) {
-  std::vector<std::string> groups;
+  std::vector<std::vector<std::string>> groups;
   for (const NamedParameter& one : parameters) {
     if (groups.size() <= one.group) groups.resize(one.group + 1);
-    groups[one.group] += concat(groups[one.group].empty() ? "" : ",", json_text(one.name));
+    groups[one.group].push_back(one.name);
   }
-  std::string text;
-  for (const std::string& names : groups) text += concat(text.empty() ? "[" : ",[", names, ']');
-  text = '[' + text + ']';
+  const std::string text =
+      json_list(groups, [](const auto& names) { return json_list(names, json_text); });
   state.set(key_of(prefix, text), text);
 }
 

@@ -207,9 +207,8 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
   }
   for (const SafetensorsTensor& t : tensors) {
     json += concat(json.size() > 1 ? "," : "", json_text(t.name), ":{\"dtype\":\"", t.dtype,
-                   "\",\"shape\":[");
-    for (std::size_t d = 0; d < t.shape.size(); ++d) json += concat(d > 0 ? "," : "", t.shape[d]);
-    json += concat("],\"data_offsets\":[", t.begin, ',', t.end, "]}");
+                   "\",\"shape\":", json_list(t.shape), ",\"data_offsets\":[", t.begin, ',', t.end,
+                   "]}");
   }
   json += '}';
   json.resize((json.size() + 7) / 8 * 8, ' ');

@@ -21,35 +21,21 @@ constexpr std::uint64_t kManifestVersion = 1;
 // Of every checksum in it. Earlier manifests do not say so.
 constexpr std::string_view kDigest = "xxh64";
 
-template <class Range, class Text>
-std::string joined(const Range& range, Text text) {
-  std::string out = "[";
-  for (const auto& item : range) {
-    if (out.size() > 1) out += ',';
-    out += text(item);
-  }
-  return out + ']';
-}
-
-std::string number_text(std::int64_t n) { return std::to_string(n); }
-
 std::string record_text(const Record& r) {
-  std::vector<std::int64_t> bounds;
-  for (const Interval& i : r.box) {
-    bounds.push_back(i.begin);
-    bounds.push_back(i.end);
-  }
-  return concat('[', r.file, ',', r.begin, ',', r.bytes, ",\"", to_hex(r.checksum), "\",",
-                joined(bounds, number_text), ']');
+  const std::string bounds = json_list(r.box, [](const Interval& i) {
+    return std::to_string(i.begin) + ',' + std::to_string(i.end);
+  });
+  return concat('[', r.file, ',', r.begin, ',', r.bytes, ",\"", to_hex(r.checksum), "\",", bounds,
+                ']');
 }
 
 std::string entry_text(const Entry& e) {
-  std::string text = concat("{\"kind\":\"", kEntryKinds[static_cast<std::size_t>(e.info.kind)],
-                            "\",\"name\":", json_text(e.info.name), ",\"rank\":", e.info.rank,
-                            ",\"dtype\":", json_text(e.info.dtype),
-                            ",\"shape\":", joined(e.info.shape, number_text));
+  std::string text =
+      concat("{\"kind\":\"", kEntryKinds[static_cast<std::size_t>(e.info.kind)],
+             "\",\"name\":", json_text(e.info.name), ",\"rank\":", e.info.rank,
+             ",\"dtype\":", json_text(e.info.dtype), ",\"shape\":", json_list(e.info.shape));
   if (!e.info.layout.empty()) text += ",\"layout\":" + json_text(e.info.layout);
-  return text + ",\"records\":" + joined(e.records, record_text) + '}';
+  return text + ",\"records\":" + json_list(e.records, record_text) + '}';
 }
 
 Record parse_record(const Json& json) {
@@ -179,7 +165,7 @@ std::string to_json(const Manifest& manifest) {
   std::string body = concat("{\"format\":\"tessera-checkpoint\",\"version\":", kManifestVersion,
                             ",\"digest\":\"", kDigest, "\",\"sequence\":", manifest.sequence,
                             ",\"ranks\":", manifest.ranks, ",\"files\":");
-  body += joined(manifest.files, [](const ManifestFile& f) {
+  body += json_list(manifest.files, [](const ManifestFile& f) {
     return concat("[", json_text(f.name), ',', f.bytes, ']');
   });
   body += ",\"entries\":[";

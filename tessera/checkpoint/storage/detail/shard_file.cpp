@@ -36,20 +36,18 @@ std::vector<SafetensorsTensor> file_tensors(const WritePlan& plan,
     if (info.kind == EntryKind::rank_value)
       t.name = concat("value of rank ", info.rank, ":", info.name);
     t.dtype = info.dtype;
-    std::string offset;
+    std::vector<std::int64_t> offset;
     for (const Interval& i : a.box) {
       t.shape.push_back(i.size());
-      offset += concat(offset.empty() ? "" : ",", i.begin);
+      offset.push_back(i.begin);
     }
     if (t.dtype == "F4") t.shape.back() *= 2;
     if (!is_full(info, a.box)) t.name += concat(' ', list(a.box));
     while (!names.insert(t.name).second) t.name += '\'';
-    std::string shape;
-    for (const std::int64_t n : info.shape) shape += concat(shape.empty() ? "" : ",", n);
     if (info.kind == EntryKind::tensor)
       shards += concat(shards.size() > 1 ? "," : "", json_text(t.name),
-                       ":{\"tensor\":", json_text(info.name), ",\"offset\":[", offset,
-                       "],\"shape\":[", shape, "]}");
+                       ":{\"tensor\":", json_text(info.name), ",\"offset\":", json_list(offset),
+                       ",\"shape\":", json_list(info.shape), '}');
     tensors.push_back(std::move(t));
   }
   shards += '}';
@@ -109,11 +107,10 @@ void put_manifest(CheckpointIO& io, Commit& commit, const std::string& text, boo
 }  // namespace
 
 std::string to_text(const ShardOutcome& outcome) {
-  std::string text = concat("[", json_text(outcome.file), ',', outcome.bytes, ",[");
-  for (std::size_t i = 0; i < outcome.pieces.size(); ++i)
-    text += concat(i > 0 ? "," : "", '[', outcome.pieces[i].begin, ",\"",
-                   to_hex(outcome.pieces[i].checksum), "\"]");
-  return text + "]]";
+  const std::string pieces = json_list(outcome.pieces, [](const ShardOutcome::Piece& piece) {
+    return concat('[', piece.begin, ",\"", to_hex(piece.checksum), "\"]");
+  });
+  return concat('[', json_text(outcome.file), ',', outcome.bytes, ',', pieces, ']');
 }
 
 ShardOutcome outcome_from(std::string_view text) {
