@@ -18,6 +18,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/internal/json_text.h"
 #include "tessera/base/internal/split.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/detail/folder.h"
 #include "tessera/checkpoint/detail/local_shards.h"
@@ -79,10 +80,7 @@ struct Checkpointer::Impl {
   Impl(const DistributedManager& manager, std::shared_ptr<CheckpointIO> io,
        const CheckpointOptions& given, std::vector<int> ranks)
       : folder(std::move(io), given), options(given) {
-    if (ranks.empty()) {
-      ranks.resize(static_cast<std::size_t>(manager.world_size()));
-      std::iota(ranks.begin(), ranks.end(), 0);
-    }
+    if (ranks.empty()) ranks = numbers_below(manager.world_size());
     options.timeout = bounded_limit(options.timeout);
     program = {manager.group(ranks), {options.timeout, "checkpoint"}};
     // They choose the calls of the saves, and the group of the writing threads.

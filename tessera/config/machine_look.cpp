@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
-#include <numeric>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/internal/hwloc_topology.h"
@@ -81,7 +81,7 @@ FoundTopology on_file(FoundTopology job, const std::string& path, const std::str
       slot += first_slot[job.topology.hosts[host].name] - job.topology.first_slot(host);
     }
   } else {
-    std::iota(job.slot_of.begin(), job.slot_of.end(), 0);
+    job.slot_of = numbers_below(ranks);
     job.unknown.push_back(
         concat("where the ranks are: the hosts of ", path,
                " are not those that the ranks are on, so rank r is taken to run on slot r"));

@@ -1,13 +1,13 @@
 #include "tessera/mesh/mesh.h"
 
 #include <algorithm>
-#include <numeric>
 #include <ostream>
 #include <set>
 
 #include "tessera/base/error.h"
 #include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -117,9 +117,7 @@ struct Mesh::Table {
 Mesh::Mesh() : table_(std::make_shared<Table>()) {}
 
 Mesh::Mesh(std::vector<Axis> axes) : axes_(std::move(axes)) {
-  std::vector<int> ranks(static_cast<std::size_t>(product(axes_)));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  table_ = std::make_shared<Table>(std::move(ranks));
+  table_ = std::make_shared<Table>(numbers_below<int>(product(axes_)));
   strides_ = row_major_strides(axes_);
 }
 
@@ -328,9 +326,7 @@ std::vector<int> Mesh::complement(std::span<const int> axes, std::span<const int
 }
 
 std::vector<int> Mesh::complement(std::span<const int> axes) const {
-  std::vector<int> all(axes_.size());
-  std::iota(all.begin(), all.end(), 0);
-  return complement(axes, all);
+  return complement(axes, numbers_below(dims()));
 }
 
 Mesh Mesh::slice(const std::string& axis, int at) const {

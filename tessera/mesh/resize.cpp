@@ -1,8 +1,8 @@
 #include "tessera/mesh/resize.h"
 
 #include <algorithm>
-#include <numeric>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -39,8 +39,7 @@ std::vector<int> survivors(const Mesh& old_mesh, const std::vector<int>& old_ran
 /// dropped: those with the most ranks `alive` stay, at their index where the new mesh has it.
 std::vector<int> slice_targets(const std::vector<int>& alive, int new_size) {
   const int old_size = static_cast<int>(alive.size());
-  std::vector<int> kept(old_size);
-  std::iota(kept.begin(), kept.end(), 0);
+  std::vector<int> kept = numbers_below(old_size);
   std::ranges::stable_sort(kept, [&](int a, int b) { return alive[a] > alive[b]; });
   if (old_size > new_size) kept.resize(new_size);
   std::vector<int> target(old_size, -1);  // of a slice: its index in the new mesh

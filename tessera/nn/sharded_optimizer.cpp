@@ -4,11 +4,11 @@
 #include <torch/optim/adagrad.h>
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <unordered_map>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/nn/detail/flat_plan.h"
@@ -153,8 +153,7 @@ OptimizerShards::OptimizerShards(const DeviceMesh& mesh, std::int64_t chunk_byte
     : state_(std::make_shared<State>()) {
   ensure_registered();
   state_->context = MeshContext::of(mesh);
-  state_->axes.resize(state_->context->sizes.size());
-  std::iota(state_->axes.begin(), state_->axes.end(), 0);
+  state_->axes = numbers_below<int>(state_->context->sizes.size());
   state_->chunk_bytes = chunk_bytes;
 }
 

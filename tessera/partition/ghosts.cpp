@@ -1,9 +1,8 @@
 #include "tessera/partition/ghosts.h"
 
-#include <numeric>
-
 #include "tessera/base/error.h"
 #include "tessera/base/internal/counted.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/partition/internal/ghost_directory.h"
 
@@ -53,8 +52,7 @@ std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> ow
     throw InvalidArgument("the owned ids of ", owned.size(), " ranks, and the needed ones of ",
                           needed.size());
   const int ranks = static_cast<int>(owned.size());
-  std::vector<int> names(owned.size());
-  std::iota(names.begin(), names.end(), 0);
+  const std::vector<int> names = numbers_below(ranks);
   std::vector<GhostDirectory> all;
   all.reserve(owned.size());
   for (int r = 0; r < ranks; ++r) {

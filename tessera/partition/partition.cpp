@@ -4,9 +4,9 @@
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <numeric>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -74,8 +74,7 @@ Partition Partition::weighted(std::int64_t extent, std::span<const double> weigh
     remainder[i] = share - static_cast<double>(sizes[i]);
     given += sizes[i];
   }
-  std::vector<std::size_t> order(weights.size());
-  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::size_t> order = numbers_below(weights.size());
   std::ranges::stable_sort(order, std::greater(), [&](std::size_t i) { return remainder[i]; });
   // The rest is below the number of positive shards, except for extents above 2^53: then the
   // largest shard takes what is left.

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/partition/detail/points.h"
@@ -151,8 +152,7 @@ std::vector<std::int64_t> curve_order(std::span<const double> coordinates, int d
     extent = std::max(extent, high - low[d]);
   }
   const auto position = detail::curve_positions(coordinates, dims, low, extent);
-  std::vector<std::int64_t> order(position.size());
-  std::iota(order.begin(), order.end(), std::int64_t{0});
+  std::vector<std::int64_t> order = numbers_below<std::int64_t>(position.size());
   std::ranges::stable_sort(order, {}, [&](std::int64_t i) { return position[i]; });
   return order;
 }

@@ -3,10 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <numeric>
 #include <unordered_set>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 #include "tessera/train/detail/all_modules.h"
@@ -36,9 +36,7 @@ std::vector<at::Tensor> Session::parameters_of(const std::vector<std::size_t>& w
 }
 
 std::vector<std::size_t> Session::all_optimizers() const {
-  std::vector<std::size_t> every(optimizers_.size());
-  std::iota(every.begin(), every.end(), std::size_t{0});
-  return every;
+  return numbers_below(optimizers_.size());
 }
 
 // Of the modules, and what only an optimizer knows.

@@ -3,10 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
-#include <numeric>
 #include <set>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -117,9 +117,7 @@ double Strategy::clip(const std::vector<at::Tensor>& parameters, const ClipOptio
 }
 
 std::vector<int> Strategy::global_ranks() const {
-  std::vector<int> all(static_cast<std::size_t>(manager() ? manager()->world_size() : size()));
-  std::iota(all.begin(), all.end(), 0);
-  return all;
+  return numbers_below(manager() ? manager()->world_size() : size());
 }
 
 void Strategy::abort(const std::string& reason) noexcept {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <exception>
 #include <new>
-#include <numeric>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/c/detail/refuse.h"
 #include "tessera/comm/group/types.h"
 #include "tessera/gradient/sync.h"
@@ -173,9 +173,7 @@ tessera_result code_of(const Error& error) {
 // Tells the other ranks of the job.
 void tell(const JobPtr& job, const std::string& reason) {
   if (!job || !job->manager || job->size == 1) return;
-  std::vector<int> ranks(static_cast<std::size_t>(job->size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  job->manager->fail_groups_within(Mesh({{"job", job->size}}, ranks), reason);
+  job->manager->fail_groups_within(Mesh({{"job", job->size}}, numbers_below(job->size)), reason);
 }
 
 // Inside a handler. The text may lack memory, the code does not.

@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/internal/split.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/nccl/nccl.h"
 #include "tessera/comm/backends/of_c10d.h"
@@ -145,9 +145,7 @@ std::shared_ptr<detail::Transport> over(const c10::intrusive_ptr<c10d::Backend>&
 
 std::shared_ptr<detail::GroupState> over_given_group(const detail::GroupSpec& spec,
                                                      c10d::ProcessGroup& group) {
-  std::vector<int> all(static_cast<std::size_t>(group.getSize()));
-  std::iota(all.begin(), all.end(), 0);
-  if (spec.ranks != all)
+  if (spec.ranks != numbers_below(group.getSize()))
     throw InvalidArgument("group '", spec.name,
                           "' over c10d: the process group that "
                           "manager_of() was given serves all its ",

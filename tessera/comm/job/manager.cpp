@@ -1,9 +1,9 @@
 #include "tessera/comm/job/manager.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/backends/mpi/mpi.h"
@@ -136,9 +136,7 @@ c10::Device DistributedManager::device() const { return state_->base().device; }
 const Launch& DistributedManager::launch() const { return state_->base().launch; }
 
 Group DistributedManager::world() const {
-  std::vector<int> ranks(static_cast<std::size_t>(world_size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return group(ranks);
+  return group(numbers_below(world_size()));
 }
 
 Group DistributedManager::group(const std::vector<int>& ranks) const {

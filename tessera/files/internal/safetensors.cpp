@@ -4,7 +4,6 @@
 #include <array>
 #include <filesystem>
 #include <functional>
-#include <numeric>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/internal/json_text.h"
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/files/json.h"
 
@@ -85,8 +85,7 @@ std::uint64_t safetensors_bytes(const SafetensorsTensor& tensor) {
 }
 
 std::vector<std::size_t> safetensors_data_order(const std::vector<SafetensorsTensor>& tensors) {
-  std::vector<std::size_t> order(tensors.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::vector<std::size_t> order = numbers_below(tensors.size());
   std::ranges::stable_sort(
       order, {}, [&](std::size_t i) { return std::pair(tensors[i].begin, tensors[i].end); });
   return order;
@@ -185,8 +184,7 @@ std::string write_safetensors_header(std::vector<SafetensorsTensor>& tensors,
       throw InvalidArgument("tensor '", t.name, "' has ", e.what());
     }
   }
-  std::vector<std::size_t> order(tensors.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::vector<std::size_t> order = numbers_below(tensors.size());
   std::ranges::stable_sort(order, std::ranges::greater(), [&](std::size_t i) {
     return find_safetensors_dtype(tensors[i].dtype)->bits;
   });

@@ -3,21 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <random>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
 namespace tessera {
 namespace {
-
-std::vector<int> identity(int n) {
-  std::vector<int> items(n);
-  std::iota(items.begin(), items.end(), 0);
-  return items;
-}
 
 bool devices_alike(const Host& host) {
   return host.links.empty() &&
@@ -126,7 +120,7 @@ class Search {
     swaps_ = static_cast<long long>(std::clamp(options.effort * 1.5e6 / work, 0.0, 6000.0));
     axes_ = by_traffic();
     for (int axis : axes_) sizes_.push_back(mesh_.size(axis));
-    in_turn_ = identity(static_cast<int>(axes_.size()));
+    in_turn_ = numbers_below(static_cast<int>(axes_.size()));
   }
 
   RankMapping run() {
@@ -351,7 +345,7 @@ HierarchicalGroups hierarchical_groups(const GroupTable& groups, const std::vect
 
 RankMapping naive_mapping(const CostModel& model) {
   RankMapping placement;
-  placement.slot_of = identity(model.size());
+  placement.slot_of = numbers_below(model.size());
   placement.seconds = placement.naive_seconds = model.seconds(placement.slot_of);
   placement.lower_bound = model.lower_bound();
   placement.method = "naive";

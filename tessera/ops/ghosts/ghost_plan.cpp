@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 
@@ -45,9 +46,7 @@ std::span<const std::int64_t> span_over(const at::Tensor& numbers) {
 }
 
 std::vector<int> all_axes(const DeviceMesh& mesh) {
-  std::vector<int> axes(static_cast<std::size_t>(mesh.mesh().dims()));
-  std::iota(axes.begin(), axes.end(), 0);
-  return axes;
+  return numbers_below(mesh.mesh().dims());
 }
 
 IdsByRank carried_by(const Group& group, const IdsByRank& sent) {

@@ -2,8 +2,7 @@
 
 #include <ATen/ops/_unsafe_view.h>
 
-#include <numeric>
-
+#include "tessera/base/internal/vector.h"
 #include "tessera/ops/rules/detail/field_map.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
@@ -38,8 +37,8 @@ at::Tensor regrouped(const at::Tensor& t, std::initializer_list<std::int64_t> sp
                      std::initializer_list<std::int64_t> order,
                      std::initializer_list<std::int64_t> joined) {
   const std::int64_t lead = t.dim() - 3;
-  std::vector<std::int64_t> from = t.sizes().slice(0, lead).vec(), to = from, dims(lead);
-  std::iota(dims.begin(), dims.end(), 0);
+  std::vector<std::int64_t> from = t.sizes().slice(0, lead).vec(), to = from,
+                            dims = numbers_below(lead);
   for (const auto d : order) dims.push_back(lead + d);
   from.insert(from.end(), split);
   to.insert(to.end(), joined);

@@ -6,8 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
-#include <numeric>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/ops/halo/halo.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
@@ -70,8 +70,7 @@ Plan rearranged(const OpCall& call) {
     // A shift by the global extent of a sharded dim does nothing; one by as many rows as the shard
     // has does.
     if (r.rolls && !r.flattened && n > 0) {
-      Shape every(n);
-      std::iota(every.begin(), every.end(), 0);
+      const Shape every = numbers_below<std::int64_t>(n);
       plan.local = [shift = r.shift, every](const OperatorHandle&, Stack a) {
         return Stack{a[0].toTensor().roll(shift, every)};
       };

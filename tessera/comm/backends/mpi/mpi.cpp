@@ -3,10 +3,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <cstdlib>
-#include <numeric>
 #include <string_view>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/mpi/mpi_part.h"
 #include "tessera/comm/backends/transport.h"
@@ -121,8 +121,7 @@ Launch MpiWorld::launch_with_store(std::chrono::milliseconds limit) const {
 
 std::string MpiWorld::first(const std::string& text, std::chrono::milliseconds limit) const {
   constexpr std::int64_t kRoom = 1024;
-  std::vector<int> all(static_cast<std::size_t>(size()));
-  std::iota(all.begin(), all.end(), 0);
+  const std::vector<int> all = numbers_below(size());
   const auto backend =
       make_mpi_backend(*this, all, {.name = "the world's first text", .timeout = limit});
   std::vector<at::Tensor> room{at::zeros({kRoom}, at::kByte)};

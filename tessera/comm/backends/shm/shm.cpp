@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/shm/shm_work.h"
 #include "tessera/comm/backends/transport.h"
@@ -307,10 +307,7 @@ std::shared_ptr<detail::Transport> make_shm_transport(const shm::Directory& dire
   meeting.name = options.name;
   meeting.timeout = bounded_limit(options.timeout);
   auto ranks = options.ranks;
-  if (ranks.empty()) {
-    ranks.resize(static_cast<std::size_t>(size));
-    std::iota(ranks.begin(), ranks.end(), 0);
-  }
+  if (ranks.empty()) ranks = numbers_below(size);
   const Deadline deadline = deadline_after(meeting.timeout);
   try {
     auto link = std::make_shared<detail::ShmLink>(shm::Group::meet(rank, size, directory, meeting),

@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <utility>
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/host_lock.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/detail/group_spec.h"
 #include "tessera/comm/group/detail/group_state.h"
@@ -160,10 +160,8 @@ std::shared_ptr<GroupState> ManagerState::group(const std::vector<int>& ranks,
 }
 
 std::shared_ptr<GroupState> ManagerState::meeting_place() {
-  std::vector<int> everybody(static_cast<std::size_t>(base_.launch.world_size));
-  std::iota(everybody.begin(), everybody.end(), 0);
   const bool at_store = base_.store && met_at_store(base_.backend);
-  return group(everybody, {}, at_store ? kMeetingTag : "");
+  return group(numbers_below(base_.launch.world_size), {}, at_store ? kMeetingTag : "");
 }
 
 std::shared_ptr<GroupState> ManagerState::make(const Key& key,

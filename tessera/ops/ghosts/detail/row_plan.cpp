@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <bit>
 #include <deque>
-#include <numeric>
 #include <span>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/rules/detail/rules.h"
@@ -131,8 +131,7 @@ RowPlanPtr made_plan(const std::shared_ptr<MeshContext>& context, const DimShard
     asked.counts.push_back(last - first);
     if (last != first) state.rows.receives.push_back({r, last - first});
   }
-  state.rows.received.resize(ghosts.size());
-  std::iota(state.rows.received.begin(), state.rows.received.end(), std::int64_t{0});
+  state.rows.received = numbers_below<std::int64_t>(ghosts.size());
   IdsByRank wanted = group.size() > 1 ? carried_by(group, asked) : asked;
   for (int r = 0; r < group.size(); ++r)
     if (wanted.counts[r] > 0) state.rows.sends.push_back({r, wanted.counts[r]});

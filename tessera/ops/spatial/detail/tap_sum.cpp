@@ -3,7 +3,8 @@
 #include <ATen/Dispatch.h>
 
 #include <algorithm>
-#include <numeric>
+
+#include "tessera/base/internal/vector.h"
 
 namespace tessera::detail {
 
@@ -29,8 +30,7 @@ TapSum::TapSum(const std::vector<Window>& windows, const Box& a, const Box& b) {
   }
   // The innermost loop runs along the dim with the longest runs; among equal ones along the last,
   // whose elements are adjacent.
-  std::vector<std::size_t> order(windows.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::vector<std::size_t> order = numbers_below(windows.size());
   std::ranges::stable_sort(order,
                            [&](std::size_t x, std::size_t y) { return sizes[x] < sizes[y]; });
   for (std::size_t l = 0; l < 3; ++l) {

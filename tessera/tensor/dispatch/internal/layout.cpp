@@ -9,9 +9,9 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/sparse_rows.h"
@@ -138,8 +138,7 @@ c10::DispatchKeySet keys_for(c10::Device device) {
 
 // Dims from the slowest to the fastest.
 std::vector<int> memory_order(at::IntArrayRef strides) {
-  std::vector<int> order(strides.size());
-  std::iota(order.begin(), order.end(), 0);
+  std::vector<int> order = numbers_below<int>(strides.size());
   std::ranges::stable_sort(order, [&](int a, int b) { return strides[a] > strides[b]; });
   return order;
 }
