@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "tessera/base/internal/file.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/data/detail/read_batch.h"
 
@@ -120,10 +121,8 @@ TensorDataset::TensorDataset(std::vector<at::Tensor> tensors) : tensors_(std::mo
 
 Sample TensorDataset::get(std::uint64_t index) const {
   if (index >= size()) throw RangeError("sample ", index, " of a dataset with ", size());
-  Sample sample;
-  for (const at::Tensor& t : tensors_)
-    sample.push_back(t.select(0, static_cast<std::int64_t>(index)));
-  return sample;
+  const auto row = static_cast<std::int64_t>(index);
+  return mapped(tensors_, [&](const at::Tensor& t) { return t.select(0, row); });
 }
 
 std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> indices) const {
@@ -134,9 +133,7 @@ std::vector<at::Tensor> TensorDataset::get_batch(std::span<const std::uint64_t> 
       throw SampleError(concat("sample ", index, " of a dataset with ", size()), index);
     *row++ = static_cast<std::int64_t>(index);
   }
-  std::vector<at::Tensor> batch;
-  for (const at::Tensor& t : tensors_) batch.push_back(t.index_select(0, rows.to(t.device())));
-  return batch;
+  return mapped(tensors_, [&](const auto& t) { return t.index_select(0, rows.to(t.device())); });
 }
 
 FunctionDataset::FunctionDataset(std::uint64_t size, std::vector<std::string> names,
@@ -148,9 +145,7 @@ FunctionDataset::FunctionDataset(std::uint64_t size, std::vector<std::string> na
     if (fields.names().size() != names.size())
       throw InvalidArgument("sample ", index, " has the fields ", list(fields.names()),
                             ", the dataset was given ", list(names));
-    Sample sample;
-    for (const std::string& name : names) sample.push_back(fields.at(name));
-    return sample;
+    return mapped(names, [&](const std::string& name) { return fields.at(name); });
   };
 }
 

@@ -166,9 +166,7 @@ int Mesh::stride(int axis) const {
 int Mesh::size(const std::string& axis) const { return axes_[index(axis)].size; }
 
 std::vector<std::string> Mesh::names() const {
-  std::vector<std::string> names;
-  for (const Axis& axis : axes_) names.push_back(axis.name);
-  return names;
+  return mapped(axes_, &Axis::name);
 }
 
 bool Mesh::has_axis(const std::string& axis) const {
@@ -182,9 +180,7 @@ int Mesh::index(const std::string& axis) const {
 }
 
 std::vector<int> Mesh::indices(std::span<const std::string> axes) const {
-  std::vector<int> indices;
-  for (const std::string& axis : axes) indices.push_back(index(axis));
-  return indices;
+  return mapped(axes, [&](const std::string& axis) { return index(axis); });
 }
 
 int Mesh::position(int rank) const {
@@ -304,8 +300,7 @@ std::vector<int> Mesh::complement(std::span<const int> axes, std::span<const int
   const auto inside = sorted_axes(axes), around = sorted_axes(scope);
   for (int axis : inside) {
     if (std::ranges::binary_search(around, axis)) continue;
-    std::vector<std::string> scope_names;
-    for (int a : around) scope_names.push_back(axes_[a].name);
+    const auto scope_names = mapped(around, [&](int a) { return axes_[a].name; });
     std::vector<int> outside;
     const int first = ranks().empty() ? 0 : ranks().front();
     if (!ranks().empty()) {
@@ -357,9 +352,7 @@ Mesh Mesh::slice(const std::string& axis, int begin, int end) const {
 
 Mesh Mesh::submesh(const std::vector<std::string>& axes, int rank) const {
   const auto sorted = sorted_axes(indices(axes));
-  std::vector<Axis> kept;
-  for (int axis : sorted) kept.push_back(axes_[axis]);
-  return Mesh(std::move(kept), group(sorted, rank));
+  return Mesh(mapped(sorted, [&](int axis) { return axes_[axis]; }), group(sorted, rank));
 }
 
 Mesh Mesh::flatten(const std::vector<std::string>& axes, const std::string& name) const {
@@ -401,11 +394,8 @@ Mesh Mesh::permute(const std::vector<std::string>& order) const {
     throw InvalidArgument("the order ", list(order), " must name each of the axes ", list(names()),
                           " once");
   if (std::ranges::is_sorted(picked)) return *this;
-  std::vector<Axis> axes;
-  for (int i : picked) axes.push_back(axes_[i]);
-  std::vector<int> moved = offsets(picked, 0);
-  for (int& at : moved) at = ranks()[at];
-  return Mesh(std::move(axes), std::move(moved));
+  return Mesh(mapped(picked, [&](int i) { return axes_[i]; }),
+              mapped(offsets(picked, 0), [&](int at) { return ranks()[at]; }));
 }
 
 Mesh Mesh::rename(const std::string& axis, const std::string& name) const {

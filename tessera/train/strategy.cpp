@@ -84,10 +84,7 @@ bool Strategy::any(bool mine) {
 }
 
 std::vector<at::Tensor> Strategy::all_gather(const at::Tensor& mine) {
-  std::vector<at::Tensor> tensors;
-  for (const std::string& bytes : all_gather(tensor_bytes(mine)))
-    tensors.push_back(tensor_from_bytes(bytes));
-  return tensors;
+  return mapped(all_gather(tensor_bytes(mine)), tensor_from_bytes);
 }
 
 void Strategy::place(MicroBatch& batch) {

@@ -76,9 +76,7 @@ class Table {
       if (slots_[at].object && slots_[at].object->job.get() == job) mine.push_back(at);
     std::ranges::sort(
         mine, [&](std::size_t a, std::size_t b) { return slots_[a].made > slots_[b].made; });
-    std::vector<std::shared_ptr<Object>> removed;
-    for (const std::size_t at : mine) removed.push_back(empty(at, true));
-    return removed;
+    return mapped(mine, [&](std::size_t at) { return empty(at, true); });
   }
 
   // The job that runs in this process, if it is the only one.

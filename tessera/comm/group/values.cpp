@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 
@@ -18,10 +19,7 @@ void require_root(const Group& group, const char* call, int root) {
 }
 
 std::vector<c10::IValue> values_of(const std::vector<std::string>& texts) {
-  std::vector<c10::IValue> values;
-  values.reserve(texts.size());
-  for (const std::string& text : texts) values.push_back(value_of_bytes(text));
-  return values;
+  return mapped(texts, value_of_bytes);
 }
 
 }  // namespace

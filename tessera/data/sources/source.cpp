@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -15,16 +16,13 @@ void detail::ListedSource::add(VariableInfo variable) {
 }
 
 std::vector<std::string> detail::ListedSource::variables() const {
-  std::vector<std::string> names;
-  for (const VariableInfo& v : variables_) names.push_back(v.name);
-  return names;
+  return mapped(variables_, &VariableInfo::name);
 }
 
 std::size_t detail::ListedSource::place(const std::string& variable) const {
   if (const auto found = places_.find(variable); found != places_.end()) return found->second;
-  std::vector<std::string> known;
-  for (const VariableInfo& v : variables_) known.push_back(printable(v.name));
-  throw VariableError(path_, " has no ", what_, " ", variable, "; it has ", list(known));
+  throw VariableError(path_, " has no ", what_, " ", variable, "; it has ",
+                      list(mapped(variables_, [](const auto& v) { return printable(v.name); })));
 }
 
 Hyperslab complete_slab(const Hyperslab& slab, const std::vector<std::int64_t>& shape,
@@ -74,10 +72,9 @@ const Attribute& attribute_of(const Source& source, const std::string& variable,
   const auto& all = source.info(variable).attributes;
   const auto found = all.find(attribute);
   if (found == all.end()) {
-    std::vector<std::string> known;
-    for (const auto& [name, value] : all) known.push_back(printable(name));
     throw VariableError(variable, " in ", source.name(), " has no attribute ", attribute,
-                        "; it has ", list(known));
+                        "; it has ",
+                        list(mapped(all, [](const auto& one) { return printable(one.first); })));
   }
   return found->second;
 }

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/order.h"
@@ -102,9 +103,8 @@ ProcessGroupConfig ProcessGroupConfig::from_nodes(
 
 int ProcessGroupConfig::find(const std::string& name) const {
   if (const auto at = index_.find(name); at != index_.end()) return at->second;
-  std::vector<std::string> names;
-  for (const Item& item : nodes_) names.push_back(item.node.name);
-  throw UnknownName("there is no group '", printable(name), "'; the nodes are ", list(names));
+  throw UnknownName("there is no group '", printable(name), "'; the nodes are ",
+                    list(mapped(nodes_, [](const Item& item) { return item.node.name; })));
 }
 
 bool ProcessGroupConfig::contains(const std::string& name) const { return index_.contains(name); }
@@ -122,9 +122,7 @@ std::string ProcessGroupConfig::parent(const std::string& name) const {
 }
 
 std::vector<std::string> ProcessGroupConfig::children(const std::string& name) const {
-  std::vector<std::string> names;
-  for (int child : nodes_[find(name)].children) names.push_back(nodes_[child].node.name);
-  return names;
+  return mapped(nodes_[find(name)].children, [&](int child) { return nodes_[child].node.name; });
 }
 
 std::vector<std::string> ProcessGroupConfig::ancestors(const std::string& name) const {
@@ -177,9 +175,7 @@ std::vector<int> ProcessGroupConfig::below(int at) const {
 }
 
 std::vector<std::string> ProcessGroupConfig::node_names() const {
-  std::vector<std::string> names;
-  for (const int at : below(0)) names.push_back(nodes_[at].node.name);
-  return names;
+  return mapped(below(0), [&](int at) { return nodes_[at].node.name; });
 }
 
 std::vector<std::string> ProcessGroupConfig::leaf_groups() const {

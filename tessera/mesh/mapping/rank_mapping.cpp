@@ -304,8 +304,7 @@ const char* to_string(Reach reach) {
 Reach reach_of(const GroupTable& groups, const std::vector<int>& host_of) {
   bool shares = false, spans = false;
   for (int g = 0; g < groups.count(); ++g) {
-    std::vector<int> hosts;
-    for (int rank : groups[g]) hosts.push_back(host_of.at(rank));
+    auto hosts = mapped(groups[g], [&](int rank) { return host_of.at(rank); });
     std::ranges::sort(hosts);
     spans = spans || hosts.front() != hosts.back();
     shares = shares || std::ranges::adjacent_find(hosts) != hosts.end();
@@ -333,11 +332,8 @@ HierarchicalGroups hierarchical_groups(const GroupTable& groups, const std::vect
                    by_host.front().size(), " and ", members.size(),
                    "; choose a mapping with equal numbers"),
             members);
-    for (std::size_t i = 0; i < by_host.front().size(); ++i) {
-      std::vector<int> between;
-      for (const auto& members : by_host) between.push_back(members[i]);
-      levels.between.push_back(std::move(between));
-    }
+    for (std::size_t i = 0; i < by_host.front().size(); ++i)
+      levels.between.push_back(mapped(by_host, [&](const auto& members) { return members[i]; }));
     levels.inside.insert(levels.inside.end(), by_host.begin(), by_host.end());
   }
   return levels;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
@@ -186,9 +187,7 @@ void register_rule(const std::string& op, Rule rule, RuleOptions options) {
 std::vector<std::string> registered_rules() {
   auto& all = detail::rules();
   const std::lock_guard lock(all.mutex);
-  std::vector<std::string> names;
-  for (const auto& [name, rule] : all.by_name) names.push_back(name);
-  return names;
+  return mapped(all.by_name, [](const auto& rule) { return rule.first; });
 }
 
 OpCall::OpCall(const detail::OpInfo& info, at::ArrayRef<c10::IValue> arguments)
@@ -239,9 +238,7 @@ std::vector<std::int64_t> OpCall::integers(std::string_view name) const {
   const c10::IValue& v = value(name);
   if (v.isNone()) return {};
   if (v.isInt()) return {v.toInt()};
-  std::vector<std::int64_t> all;
-  for (const c10::IValue& i : v.toListRef()) all.push_back(i.toInt());
-  return all;
+  return mapped(v.toListRef(), [](const c10::IValue& i) { return i.toInt(); });
 }
 
 double OpCall::number(std::string_view name) const {

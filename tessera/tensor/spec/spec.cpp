@@ -4,6 +4,7 @@
 
 #include "tessera/base/hash.h"
 #include "tessera/base/internal/counted.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/detail/redistribution_plan.h"
@@ -101,9 +102,7 @@ void normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
 }  // namespace
 
 std::vector<int> axis_sizes(const Mesh& mesh) {
-  std::vector<int> sizes;
-  for (const Axis& axis : mesh.axes()) sizes.push_back(axis.size);
-  return sizes;
+  return mapped(mesh.axes(), &Axis::size);
 }
 
 MeshContext::MeshContext(const DeviceMesh& m)

@@ -96,10 +96,7 @@ void* shm_written(const at::Tensor& tensor) {
 }
 
 std::vector<std::size_t> sizes_in(std::size_t unit, const TransportCall::Counts& counts) {
-  std::vector<std::size_t> result;
-  result.reserve(counts.size());
-  for (const auto n : counts) result.push_back(static_cast<std::size_t>(n) * unit);
-  return result;
+  return mapped(counts, [&](auto n) { return static_cast<std::size_t>(n) * unit; });
 }
 
 // A group's calls through memory that its ranks share.
