@@ -147,9 +147,10 @@ std::shared_ptr<detail::GroupState> over_given_group(const detail::GroupSpec& sp
                                                      c10d::ProcessGroup& group) {
   if (spec.ranks != numbers_below(group.getSize()))
     throw InvalidArgument("group '", spec.name,
-                          "' over c10d: the process group that "
-                          "manager_of() was given serves all its ",
-                          all.size(), " ranks in their order, and no others; use another backend");
+                          "' over c10d: the process group that manager_of() was given serves all "
+                          "its ",
+                          group.getSize(),
+                          " ranks in their order, and no others; use another backend");
   auto state = std::make_shared<detail::GroupState>(spec);
   for (const c10::Device device : group.getDeviceTypes()) {
     const bool mine = device.type() == spec.device.type();
