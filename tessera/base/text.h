@@ -1,11 +1,14 @@
 #pragma once
 // Text for messages and files, the same whatever locale the process has set:
-// concat("rank ", 3, " of ", 4) -> "rank 3 of 4", list({1, 2}) -> "[1, 2]".
+// concat("rank ", 3, " of ", 4) -> "rank 3 of 4", list({1, 2}) -> "[1, 2]", joined({1, 2}, "-") ->
+// "1-2".
 
+#include <functional>
 #include <locale>
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace tessera {
 
@@ -29,6 +32,19 @@ template <class... Args>
 std::string concat(const Args&... args) {
   TextStream out;
   (out << ... << args);
+  return std::move(out).str();
+}
+
+/// The items with `separator` between them; of each one what `text_of`, a function or a member,
+/// gives.
+template <class Range, class TextOf = std::identity>
+std::string joined(const Range& range, std::string_view separator, const TextOf& text_of = {}) {
+  TextStream out;
+  bool first = true;
+  for (const auto& item : range) {
+    if (!std::exchange(first, false)) out << separator;
+    out << std::invoke(text_of, item);
+  }
   return std::move(out).str();
 }
 

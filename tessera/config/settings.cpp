@@ -283,12 +283,10 @@ std::string Settings::table() const {
                          ? (chosen < s.choice.names.size() ? Json(s.choice.names[chosen]) : Json())
                          : std::visit(Get(), s.target);
     out << "| `" << s.key << "` | ";
-    if (s.choice.get) {
-      for (std::size_t i = 0; i < s.choice.names.size(); ++i)
-        out << (i > 0 ? ", " : "") << '`' << s.choice.names[i] << '`';
-    } else {
+    if (s.choice.get)
+      out << '`' << joined(s.choice.names, "`, `") << '`';
+    else
       out << std::visit(Kind(), s.target);
-    }
     const std::string shown = now.is_string() ? now.get<std::string>() : now.dump();
     const bool nothing = now.is_null() || shown.empty() || shown == "{}";
     out << " | " << (nothing ? "" : concat("`", shown, "`")) << " | " << s.help << " |\n";

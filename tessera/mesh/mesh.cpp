@@ -407,9 +407,8 @@ Mesh Mesh::rename(const std::string& axis, const std::string& name) const {
 Mesh Mesh::view(std::vector<Axis> axes) const { return over(table_, std::move(axes)); }
 
 std::string Mesh::to_string() const {
-  std::string text;
-  for (const Axis& axis : axes_)
-    text += concat(text.empty() ? "" : " x ", axis.name, "=", axis.size);
+  std::string text =
+      joined(axes_, " x ", [](const Axis& axis) { return concat(axis.name, "=", axis.size); });
   if (axes_.empty())
     text = "no axes";
   else

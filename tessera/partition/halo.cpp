@@ -185,11 +185,7 @@ HaloPlan halo_plan(const Sharding& input, const std::vector<Edge>& edges,
 
 namespace {
 
-std::string text_of(const Box& box) {
-  TextStream out;
-  for (std::size_t d = 0; d < box.size(); ++d) out << (d ? " x " : "") << box[d];
-  return std::move(out).str();
-}
+std::string text_of(const Box& box) { return joined(box, " x "); }
 
 std::string text_of(const HaloPiece& piece) {
   TextStream out;

@@ -193,10 +193,7 @@ std::string to_csv(const PipelineSchedule& schedule) {
       << "\nplacement";
   for (const int rank : schedule.placement) out << ',' << rank;
   out << '\n';
-  for (const auto& row : schedule.actions) {
-    for (std::size_t i = 0; i < row.size(); ++i) out << (i ? "," : "") << row[i];
-    out << '\n';
-  }
+  for (const auto& row : schedule.actions) out << joined(row, ",") << '\n';
   return std::move(out).str();
 }
 

@@ -328,8 +328,7 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
   const Mesh& layout = mesh.mesh();
   const auto shapes = gather_shapes(local, mesh, placements, given, kind, wrong);
   const auto say = [&](const char* what, int dim) {
-    std::string all;
-    for (const auto& s : shapes) all += concat(all.empty() ? "" : " ", list(s));
+    const auto all = joined(shapes, " ", [](const auto& shape) { return list(shape); });
     return InvalidArgument(concat("from_local: ", what, dim < 0 ? "" : concat(" in dim ", dim),
                                   " under ", list(placements), "; local shapes by mesh position: ",
                                   all, ". Shard the dims in which they differ, and no others"));

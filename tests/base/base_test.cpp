@@ -65,6 +65,14 @@ TEST(Text, ListsAndTruncation) {
   EXPECT_EQ(list(std::vector<int>(5, 7), 2), "[7, 7, ... (5 in all)]");
 }
 
+TEST(Text, JoinsItems) {
+  EXPECT_EQ(joined(std::vector<int>{}, ", "), "");
+  EXPECT_EQ(joined(std::vector<int>{1, 2, 3}, "-"), "1-2-3");
+  EXPECT_EQ(joined(std::vector<std::string>{"", ""}, ","), ",");
+  EXPECT_EQ(joined(std::vector<int>{1, 2}, " ", [](int n) { return concat("rank ", n); }),
+            "rank 1 rank 2");
+}
+
 // What an application may set for its own texts: 1.234.567,5.
 struct Grouped : std::numpunct<char> {
   char do_decimal_point() const override { return ','; }

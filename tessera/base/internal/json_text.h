@@ -2,9 +2,11 @@
 // JSON strings and arrays without a JSON library: json_text("a\"b") -> "\"a\\\"b\"",
 // json_list(std::vector{1, 2}) -> "[1,2]".
 
-#include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <string>
+
+#include "tessera/base/text.h"
 
 namespace tessera {
 
@@ -27,19 +29,10 @@ inline std::string json_text(const std::string& text) {
   return out + '"';
 }
 
-/// A JSON array of what `text` makes of each item.
-template <class Range, class Text>
-std::string json_list(const Range& range, const Text& text) {
-  std::string out = "[";
-  for (const auto& item : range) {
-    if (out.size() > 1) out += ',';
-    out += text(item);
-  }
-  return out + ']';
-}
-template <class Range>
-std::string json_list(const Range& numbers) {
-  return json_list(numbers, [](std::int64_t n) { return std::to_string(n); });
+/// A JSON array of what `text` makes of each item, numbers by default.
+template <class Range, class Text = std::identity>
+std::string json_list(const Range& range, const Text& text = {}) {
+  return concat('[', joined(range, ",", text), ']');
 }
 
 }  // namespace tessera

@@ -118,11 +118,8 @@ void set_traffic(PlanRequest& request, const std::string& text, const std::strin
   const MeshTraffic step = read_traffic((std::filesystem::path(folder) / text).string());
   if (request.mesh.empty() && request.order.empty() && !request.tree) request.mesh = step.axes;
   request.traffic.clear();
-  for (const Traffic& t : step.traffic) {
-    std::string family;
-    for (const auto& axis : t.axes) family += concat(family.empty() ? "" : "-", axis);
-    request.traffic.push_back({family, t.collective, t.bytes, t.calls});
-  }
+  for (const Traffic& t : step.traffic)
+    request.traffic.push_back({joined(t.axes, "-"), t.collective, t.bytes, t.calls});
 }
 
 std::vector<int> parse_ranks(const std::string& text, const std::string& what) {

@@ -381,10 +381,7 @@ std::string ProcessGroupConfig::to_string() const {
   for (const auto& group : orthogonal_)
     text += concat("orthogonal ", group.name, " of ", list(group.of), " in ", scope_of(group),
                    options_text(group.options), "\n");
-  const auto order = closeness();
-  std::string near;
-  for (const auto& leaf : order) near += concat(near.empty() ? "" : "-", leaf);
-  return text + concat("order ", near, " (first = adjacent ranks)\n");
+  return text + concat("order ", joined(closeness(), "-"), " (first = adjacent ranks)\n");
 }
 
 bool ProcessGroupConfig::operator==(const ProcessGroupConfig& other) const {

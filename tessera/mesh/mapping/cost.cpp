@@ -390,9 +390,8 @@ MappingCost CostModel::evaluate(const std::vector<int>& slot_of, bool explain) c
     const auto [seconds, algorithm] = family_cost(t, slot_of, scratch);
     total.seconds += seconds;
     if (!explain) continue;
-    std::string axes;
-    for (const auto& axis : traffic_[t].axes) axes += concat(axes.empty() ? "" : "-", axis);
-    total.axes.push_back({axes, traffic_[t].collective, seconds, algorithm});
+    const Traffic& traffic = traffic_[t];
+    total.axes.push_back({joined(traffic.axes, "-"), traffic.collective, seconds, algorithm});
   }
   return total;
 }

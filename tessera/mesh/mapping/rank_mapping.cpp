@@ -168,11 +168,10 @@ class Search {
   }
 
   std::string names(const std::vector<Digit>& digits) const {
-    std::string text;
-    for (const Digit& d : digits)
-      text += concat(text.empty() ? "" : "-", mesh_.axes()[d.axis].name,
-                     d.size == mesh_.size(d.axis) ? "" : concat("/", d.size));
-    return text;
+    return joined(digits, "-", [&](const Digit& d) {
+      return concat(mesh_.axes()[d.axis].name,
+                    d.size == mesh_.size(d.axis) ? "" : concat("/", d.size));
+    });
   }
 
   /// Tries complete axes in every order: which one has adjacent slots.

@@ -60,12 +60,6 @@ Digit digit_of(at::ScalarType type) {
   }
 }
 
-std::string names_of(const std::vector<at::ScalarType>& types) {
-  std::string text;
-  for (const at::ScalarType type : types) text += concat(text.empty() ? "" : ", ", type);
-  return text;
-}
-
 // One of the two functions, on rows of this rank: those of the caller, or ids.
 void run_user(const GhostState& s, bool forward, const at::Tensor& rows) {
   const GhostTransport& functions = s.by_user->functions;
@@ -198,7 +192,7 @@ void run_by_user(const GhostState& s, bool forward, const at::Tensor& rows) {
 void check_carried(const UserExchange& by_user, at::ScalarType type) {
   const auto& types = by_user.functions.dtypes;
   if (std::ranges::find(types, type) == types.end())
-    throw InvalidArgument("rows of ", type, "; the plan's transport carries ", names_of(types),
+    throw InvalidArgument("rows of ", type, "; the plan's transport carries ", joined(types, ", "),
                           ": convert them, name the dtype in the transport, or exchange "
                           "them by a plan without one");
 }
@@ -223,7 +217,7 @@ GhostPlan plan_over(const GhostTransport& transport, const DeviceMesh& mesh,
       if (digit_of(type).bits == 0)
         throw InvalidArgument("a transport of ", type,
                               "; it carries floating point, complex, int32 or int64");
-    return concat("a transport of ", names_of(transport.dtypes));
+    return concat("a transport of ", joined(transport.dtypes, ", "));
   });
   GhostPlan plan(mesh, axes, owned, needed);
   auto kept = std::make_shared<UserExchange>(

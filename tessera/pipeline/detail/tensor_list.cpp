@@ -71,9 +71,8 @@ std::string to_string(const ListSpec& list) {
   for (const TensorSpec& spec : list) {
     text += concat(text.empty() ? "" : ", ", spec.dtype, " ", tessera::list(spec.sizes));
     if (!spec.shards) continue;
-    text += concat(" of ", tessera::list(spec.shards->shape), " as ");
-    for (std::size_t i = 0; i < spec.shards->placements.size(); ++i)
-      text += concat(i ? " x " : "", spec.shards->placements[i]);
+    text += concat(" of ", tessera::list(spec.shards->shape), " as ",
+                   joined(spec.shards->placements, " x "));
     for (const auto& [dim, sizes] : spec.shards->sizes)
       text += concat(", dim ", dim, " ", tessera::list(sizes));
   }

@@ -22,11 +22,8 @@ constexpr std::uint64_t kManifestVersion = 1;
 constexpr std::string_view kDigest = "xxh64";
 
 std::string record_text(const Record& r) {
-  const std::string bounds = json_list(r.box, [](const Interval& i) {
-    return std::to_string(i.begin) + ',' + std::to_string(i.end);
-  });
-  return concat('[', r.file, ',', r.begin, ',', r.bytes, ",\"", to_hex(r.checksum), "\",", bounds,
-                ']');
+  return concat('[', r.file, ',', r.begin, ',', r.bytes, ",\"", to_hex(r.checksum), "\",",
+                json_list(r.box, bounds_text), ']');
 }
 
 std::string entry_text(const Entry& e) {

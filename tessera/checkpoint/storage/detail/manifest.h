@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/base/text.h"
 #include "tessera/partition/interval.h"
 
 namespace tessera {
@@ -22,6 +23,9 @@ inline Box whole_box(const std::vector<std::int64_t>& shape) {
   for (const std::int64_t n : shape) box.push_back({0, n});
   return box;
 }
+
+/// "begin,end", as lists of bounds in JSON have it.
+inline std::string bounds_text(const Interval& i) { return concat(i.begin, ',', i.end); }
 
 /// tensor: an array of which the records are boxes. value: bytes that are the same for all ranks.
 /// rank_value: bytes of one rank.

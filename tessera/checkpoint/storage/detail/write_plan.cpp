@@ -196,18 +196,12 @@ bool is_full(const EntryInfo& info, const Box& box) {
 }
 
 std::string describe_shards(const std::vector<HeldShard>& held) {
-  TextStream text;
-  for (const HeldShard& h : held) {
-    text << (&h == held.data() ? "[" : ",[") << static_cast<int>(h.info.kind) << ','
-         << json_text(h.info.name) << ',' << h.info.rank << ',' << json_text(h.info.dtype) << ",[";
-    for (std::size_t d = 0; d < h.info.shape.size(); ++d)
-      text << (d > 0 ? "," : "") << h.info.shape[d];
-    text << "]," << json_text(h.info.layout) << ",[";
-    for (std::size_t d = 0; d < h.box.size(); ++d)
-      text << (d > 0 ? "," : "") << h.box[d].begin << ',' << h.box[d].end;
-    text << "]]";
-  }
-  return concat('[', std::move(text).str(), ']');
+  const auto text_of = [](const HeldShard& h) {
+    return concat('[', static_cast<int>(h.info.kind), ',', json_text(h.info.name), ',', h.info.rank,
+                  ',', json_text(h.info.dtype), ',', json_list(h.info.shape), ',',
+                  json_text(h.info.layout), ',', json_list(h.box, bounds_text), ']');
+  };
+  return json_list(held, text_of);
 }
 
 std::vector<HeldShard> shards_from(std::string_view text) {
