@@ -17,6 +17,7 @@
 #include "tessera/checkpoint/storage/detail/catalogue.h"
 #include "tessera/checkpoint/storage/detail/saved_checkpoint.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -204,7 +205,7 @@ struct CheckpointReader::Impl {
         if (!options.allow_missing) wrong += concat(" '", t.name, "' is not in the checkpoint.");
         continue;
       }
-      const at::Tensor into = detail::local_target(t.value);
+      const at::Tensor into = detail::local_values(t.value);
       if (const std::string why = detail::write_fault(into); !why.empty()) {
         wrong += concat(" '", t.name, "' ", why, ": nothing can be loaded into it.");
         continue;

@@ -59,10 +59,6 @@ struct Touched {
   std::optional<Group> columns;
 };
 
-at::Tensor locally(const at::Tensor& t) {
-  return is_sharded(t) ? to_local(t.detach()) : t.detach();
-}
-
 Touched touched(const char* who, const at::Tensor& table, const at::Tensor& gradient) {
   if (table.dim() != 2 || !at::isFloatingType(table.scalar_type()))
     throw InvalidArgument(who, ": a table is of floating-point numbers, [rows, columns], not ",
@@ -73,8 +69,9 @@ Touched touched(const char* who, const at::Tensor& table, const at::Tensor& grad
     throw InvalidArgument(who, ": the gradient of a table lies as ",
                           is_sharded(gradient) ? spec(gradient).to_string() : "a plain tensor",
                           ", the table does not");
-  Touched t{locally(table), {}, {}, at::toOpMathType(table.scalar_type()), std::nullopt};
-  const at::Tensor rows = locally(gradient).coalesce();
+  const at::Tensor shard = detail::local_values(table);
+  Touched t{shard, {}, {}, at::toOpMathType(table.scalar_type()), std::nullopt};
+  const at::Tensor rows = detail::local_values(gradient).coalesce();
   if (rows.sparse_dim() != 1)
     throw InvalidArgument(who, ": the gradient of a table is sparse along its rows alone");
   t.ids = rows._indices()[0];
@@ -174,7 +171,7 @@ void rowwise_adagrad(const at::Tensor& table, const at::Tensor& gradient, const 
   const Touched t = touched("RowwiseAdagrad", table, gradient);
   const at::Tensor squares = at::linalg_vector_norm(t.rows, 2, {1}).square_();
   if (t.columns) t.columns->all_reduce(squares, ReduceOp::sum, {.name = "squares of rows"});
-  const at::Tensor sums = locally(sum);
+  const at::Tensor sums = local_values(sum);
   const at::Tensor now = sums.index_select(0, t.ids) +
                          squares / static_cast<double>(std::max<std::int64_t>(table.size(1), 1));
   sums.index_copy_(0, t.ids, now);
@@ -188,7 +185,7 @@ void sparse_adam(const at::Tensor& table, const at::Tensor& gradient, const at::
   const at::NoGradGuard no_grad;
   const Touched t = touched("SparseAdam", table, gradient);
   const auto moved = [&](const at::Tensor& state, const at::Tensor& towards, double beta) {
-    const at::Tensor all = locally(state);
+    const at::Tensor all = local_values(state);
     const at::Tensor now = all.index_select(0, t.ids).lerp_(towards, 1 - beta);
     all.index_copy_(0, t.ids, now);
     return now;

@@ -52,6 +52,10 @@ const ShardMeta& meta_or_throw(const at::Tensor& t) {
   return *meta;
 }
 
+at::Tensor local_values(const at::Tensor& t) {
+  return is_sharded(t) ? to_local(t.detach()) : t.detach();
+}
+
 const ShardMeta& fresh_meta(const at::Tensor& t) {
   const ShardMeta& meta = meta_or_throw(t);
   if (meta.copy && !meta.copy->fresh()) meta.copy->refresh();

@@ -115,8 +115,4 @@ std::size_t offset_in(const Box& held, const Box& box, std::size_t element) {
   return static_cast<std::size_t>(offset) * element;
 }
 
-at::Tensor local_target(const at::Tensor& tensor) {
-  return is_sharded(tensor) ? to_local(tensor.detach()) : tensor.detach();
-}
-
 }  // namespace tessera::detail

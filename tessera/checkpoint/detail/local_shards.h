@@ -34,7 +34,4 @@ std::vector<at::Tensor> local_bytes(const CheckpointState& state,
 /// Where `box` begins in the row-major bytes of `held`; it is contiguous there.
 std::size_t offset_in(const Box& held, const Box& box, std::size_t element);
 
-/// The plain tensor that holds this rank's shard, of which loading writes the elements.
-at::Tensor local_target(const at::Tensor& tensor);
-
 }  // namespace tessera::detail

@@ -11,6 +11,7 @@
 #include "tessera/comm/agree/agree.h"
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/partition/neighbors.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -29,12 +30,8 @@ struct Placed {
   }
 };
 
-at::Tensor local_places(const at::Tensor& places) {
-  return (is_sharded(places) ? to_local(places) : places).detach();
-}
-
 Placed placed(const char* call, const OwnedRows& rows, const at::Tensor& places) {
-  const at::Tensor local = local_places(places);
+  const at::Tensor local = detail::local_values(places);
   if (local.dim() != 2 || local.size(0) != static_cast<std::int64_t>(rows.ids().size()) ||
       local.size(1) < 1 || !at::isFloatingType(local.scalar_type()))
     throw InvalidArgument(call, ": places of shape ", local.sizes(), " and dtype ",
@@ -150,7 +147,7 @@ NeighborEdges edges_within(const OwnedRows& points, const at::Tensor& places, do
   });
   const Around all = around(points, own, regions, box);
   const Neighbors near = points_within(all.places.values, own.values, own.dims, radius, box);
-  return as_edges(kCall, points, all, near, box, loops, local_places(places));
+  return as_edges(kCall, points, all, near, box, loops, detail::local_values(places));
 }
 
 NeighborEdges nearest_edges(const OwnedRows& points, const at::Tensor& places,
@@ -174,7 +171,7 @@ NeighborEdges nearest_edges(const OwnedRows& points, const at::Tensor& places,
   });
   const Around all = around(points, own, regions, box);
   const Neighbors near = nearest_points(all.places.values, asked.values, own.dims, count, box);
-  return as_edges(kCall, queries, all, near, box, true, local_places(query_places));
+  return as_edges(kCall, queries, all, near, box, true, detail::local_values(query_places));
 }
 
 }  // namespace tessera

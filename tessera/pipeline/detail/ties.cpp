@@ -7,17 +7,13 @@
 
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
+#include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/parameter_source.h"
 #include "tessera/tensor/redistribution.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
 namespace {
-
-// This rank's part, sharing memory.
-at::Tensor local_of(const at::Tensor& t) {
-  return is_sharded(t) ? to_local(t.detach()) : t.detach();
-}
 
 // What all that hold the parameter must have in common.
 std::string description(const at::Tensor& t) {
@@ -31,7 +27,7 @@ at::Tensor gradient_of(const at::Tensor& parameter) {
   if (!grad.defined()) return grad;
   if (is_sharded(parameter)) {
     if (!(spec(grad) == spec(parameter))) grad = redistribute(grad, spec(parameter));
-    return local_of(grad);
+    return local_values(grad);
   }
   return grad.layout() == at::kStrided ? grad : grad.to_dense();
 }
@@ -87,10 +83,10 @@ TiedParameters::TiedParameters(const PipelinePlan& plan) {
     Tie one{given->second, {}, tie.second.front() == plan.rank};
     for (const int position : tie.second) one.ranks.push_back(group.ranks()[position]);
     if (one.ranks.size() > 1)
-      plan.mesh.manager().group(one.ranks).broadcast(local_of(one.mine[0]), 0,
+      plan.mesh.manager().group(one.ranks).broadcast(local_values(one.mine[0]), 0,
                                                      {.name = "tied parameters"});
     for (std::size_t i = 1; i < one.mine.size(); ++i)
-      local_of(one.mine[i]).copy_(local_of(one.mine[0]));
+      local_values(one.mine[i]).copy_(local_values(one.mine[0]));
     for (const at::Tensor& t : one.mine) wrote_shard(t);
     ties_.push_back(std::move(one));
   }
@@ -104,7 +100,7 @@ void TiedParameters::sum(const PipelinePlan& plan) const {
   const at::NoGradGuard no_grad;
   for (const Tie& tie : ties_) {
     // The values, and whether there are any.
-    const at::Tensor p = local_of(tie.mine[0]);
+    const at::Tensor p = local_values(tie.mine[0]);
     const at::Tensor flat = at::zeros({p.numel() + 1}, p.options());
     const at::Tensor values = flat.narrow(0, 0, p.numel()).view(p.sizes());
     const at::Tensor flag = flat.narrow(0, p.numel(), 1);

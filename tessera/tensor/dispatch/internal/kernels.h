@@ -61,6 +61,8 @@ const ShardMeta& meta_or_throw(const at::Tensor& t);
 /// The same, for those that read its local: a view that had to be copied, of a base that has
 /// changed since, is taken again. Collective: which views are is known from the program's calls.
 const ShardMeta& fresh_meta(const at::Tensor& t);
+/// The local of a sharded tensor, else the plain tensor: without history, sharing its memory.
+at::Tensor local_values(const at::Tensor& t);
 
 template <class Value>
 struct Carried : torch::CustomClassHolder {
