@@ -17,6 +17,7 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/internal/file.h"
 #include "tessera/base/internal/name.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 
@@ -71,6 +72,15 @@ TEST(Text, JoinsItems) {
   EXPECT_EQ(joined(std::vector<std::string>{"", ""}, ","), ",");
   EXPECT_EQ(joined(std::vector<int>{1, 2}, " ", [](int n) { return concat("rank ", n); }),
             "rank 1 rank 2");
+}
+
+TEST(Vector, IsMadeOfNumbersAndOfOtherRanges) {
+  EXPECT_EQ(numbers_below(3), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(numbers_below<std::int64_t>(0), std::vector<std::int64_t>());
+  const std::vector<std::pair<std::string, int>> pairs{{"a", 1}, {"b", 2}};
+  EXPECT_EQ(mapped(pairs, &std::pair<std::string, int>::second), (std::vector<int>{1, 2}));
+  EXPECT_EQ(mapped(pairs, [](const auto& pair) { return pair.first; }),
+            (std::vector<std::string>{"a", "b"}));
 }
 
 // What an application may set for its own texts: 1.234.567,5.
