@@ -39,7 +39,7 @@ struct Progress {
       }
       for (auto& started : call.works) {
         // A work that says only by wait() that it is done.
-        if (started.wait == Wait::at_one_go && inner.abilities().may_hang)
+        if (started.wait == detail::Wait::at_one_go && inner.abilities().may_hang)
           started.work->wait();
         else if (!started.work->isCompleted())
           return false;
