@@ -17,7 +17,7 @@ namespace {
 
 using detail::Transport;
 using detail::TransportCall;
-using Method = void (Transport::*)(TransportCall&);
+using Method = Transport::Function;
 
 // What the task of a call and its work share.
 struct Progress {
