@@ -21,7 +21,8 @@ namespace tessera::detail {
 
 class GroupState;
 
-/// `name`, unique in the job for this list of members, `ranks` and `watch` are always given.
+/// `name`, unique in the job for this list of members, `ranks` and `watch` are always given. `mpi`
+/// is for "mpi" too, at any thread level.
 struct GroupSpec : HostsOptions {
   /// Position of this process in `ranks`.
   int rank = 0;

@@ -27,7 +27,7 @@ struct Failure {
 /// True if all `members` belong to `ranks`, which is sorted.
 bool is_within(const std::vector<int>& members, const std::vector<int>& ranks);
 
-/// Used by one thread at a time. The news of a failure are the ranks that failed, and why.
+/// Used under its owner's lock. The news of a failure say which ranks failed, and why.
 class Failures {
  public:
   /// Records that this rank failed. Returns nullopt if it has heard of a failure that is not
