@@ -135,9 +135,7 @@ c10::Device DistributedManager::device() const { return state_->base().device; }
 
 const Launch& DistributedManager::launch() const { return state_->base().launch; }
 
-Group DistributedManager::world() const {
-  return group(numbers_below(world_size()));
-}
+Group DistributedManager::world() const { return group(numbers_below(world_size())); }
 
 Group DistributedManager::group(const std::vector<int>& ranks) const {
   return Group(state_->group(ranks));

@@ -140,9 +140,9 @@ void GroupState::watch_waiting() {
   std::unique_lock lock(waiting_mutex_);
   while (!watcher_stops_) {
     if (look_at_guarded(lock) || look_at_waiting(lock)) continue;
-    const bool idle =
-        guarded_.empty() &&
-        std::ranges::none_of(waiting_, [](const Waiting& w) { return w.card.has_value(); });
+    const bool idle = guarded_.empty() && std::ranges::none_of(waiting_, [](const Waiting& w) {
+                        return w.card.has_value();
+                      });
     watcher_sleeps_ = idle;
     if (idle)
       waiting_changed_.wait(lock);
