@@ -107,9 +107,8 @@ Plan attention(const OpCall& call) {
   if (plan.outputs[0].spec.local_numel() == 0) {
     // Kernels divide by the number of heads.
     const auto own = +[](const Stack& a) { return a[0].toTensor().scalar_type(); };
-    const auto wide = +[](const Stack& a) {
-      return at::toOpMathType(a[0].toTensor().scalar_type());
-    };
+    const auto wide =
+        +[](const Stack& a) { return at::toOpMathType(a[0].toTensor().scalar_type()); };
     plan.local = zeros_of(plan, call.find("grad_out") ? own : wide);
   }
   return plan;

@@ -8,9 +8,7 @@ namespace tessera::detail::create_rules {
 namespace {
 
 // The result has the input's placements, with Replicate in place of Partial.
-Plan like(const OpCall& call) {
-  return {.outputs = {{without_partial(call.tensor(0).spec)}}};
-}
+Plan like(const OpCall& call) { return {.outputs = {{without_partial(call.tensor(0).spec)}}}; }
 
 // True if only dims that are not sharded differ in size.
 bool fits(const ShardSpec& in, const Shape& size) {

@@ -228,8 +228,8 @@ void hold(AutogradContext* ctx, const ExchangePtr& e) {
 struct GradientOfTable : torch::autograd::Function<GradientOfTable> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& g, const ExchangePtr& e) {
     hold(ctx, e);
-    const at::Tensor local = on_locals(kEmbedding, *context_of(e->table),
-                                       [&] { return gradient_of_rows(*e, g); });
+    const at::Tensor local =
+        on_locals(kEmbedding, *context_of(e->table), [&] { return gradient_of_rows(*e, g); });
     const ShardSpec spec = gradient_of_table(*e);
     if (e->options.sparse) return wrap_sparse(local, spec);
     return wrap_fresh(local, make_layout(spec, g.scalar_type(), g.device()));

@@ -93,9 +93,8 @@ at::Tensor dropout_mask(const DrawPosition& draw, const std::vector<std::int64_t
                         const std::vector<std::int64_t>& local, double p) {
   at::Tensor mask = at::empty(local, at::kBool);
   bool* data = mask.mutable_data_ptr<bool>();
-  each_element(draw, global, offset, local, [&](std::int64_t i, const Words& w) {
-    data[i] = unit_double(w[0], w[1]) < 1 - p;
-  });
+  each_element(draw, global, offset, local,
+               [&](std::int64_t i, const Words& w) { data[i] = unit_double(w[0], w[1]) < 1 - p; });
   return mask;
 }
 

@@ -41,9 +41,8 @@ std::shared_ptr<const FieldMap> resampling(const at::Tensor& field, const Interp
                         ? interpolation_matrices(call, inputs, true)
                         : there;
   const auto forward = std::make_shared<InterpolationHalo>(call, x, y, there, true);
-  const auto backward = back == there
-                            ? forward
-                            : std::make_shared<InterpolationHalo>(call, x, y, back, false);
+  const auto backward =
+      back == there ? forward : std::make_shared<InterpolationHalo>(call, x, y, back, false);
   return std::make_shared<FieldMap>(
       FieldMap{x, y, suggested_strides(field, x.shape()), suggested_strides(field, y.shape()),
                [forward](const at::Tensor& local) { return forward->forward(local); },
@@ -63,9 +62,9 @@ std::shared_ptr<const FieldMap> cached(const at::Tensor& field, const Interpolat
     number(std::bit_cast<std::uint64_t>(s.value_or(0)));
   }
   using Held = std::pair<LayoutPtr, std::shared_ptr<const FieldMap>>;
-  return ThreadCache<Held, struct ByLayoutAndCall>::find_or_make(std::move(key), [&] {
-           return Held(layout, resampling(field, call));
-         }).second;
+  return ThreadCache<Held, struct ByLayoutAndCall>::find_or_make(
+             std::move(key), [&] { return Held(layout, resampling(field, call)); })
+      .second;
 }
 
 /// Rounded values that are sharded in space. libtorch's kernels round differently, and which one
@@ -120,10 +119,9 @@ struct Kernel final : c10::OperatorKernel {
       return arguments[0].toTensor();
     };
     const bool rounds = !at::isFloatingType(x.scalar_type()) && !op.nearest;
-    at::Tensor y =
-        rounds && any_distributed(spec(x), 2)
-            ? rounded(x, call, plain)
-            : apply(op.name.c_str(), x, cached(x, call));
+    at::Tensor y = rounds && any_distributed(spec(x), 2)
+                       ? rounded(x, call, plain)
+                       : apply(op.name.c_str(), x, cached(x, call));
     stack->resize(stack->size() - n);
     stack->emplace_back(std::move(y));
   }

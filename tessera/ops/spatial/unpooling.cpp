@@ -181,17 +181,15 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
   }
   const ShardSpec y = mapped_spec(x, shape, all_labels(n), false, parts);
   const at::Tensor places = laid_out(name, "indices", given.detach(), x);
-  const auto unpooling =
-      std::make_shared<Unpooling>(name, x, y, inner, fresh_meta(places).local);
+  const auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, fresh_meta(places).local);
   // libtorch's gradient reaches every value, also one that another has replaced; its own derivative
   // is the sum over all.
-  return apply(
-      name, field,
-      std::make_shared<FieldMap>(FieldMap{
-          x, y, suggested_strides(field, x.shape()), suggested_strides(field, shape),
-          [unpooling](const at::Tensor& local) { return unpooling->put(local, false); },
-          [unpooling](const at::Tensor& gradient) { return unpooling->fetch(gradient); },
-          [unpooling](const at::Tensor& local) { return unpooling->put(local, true); }}));
+  return apply(name, field,
+               std::make_shared<FieldMap>(FieldMap{
+                   x, y, suggested_strides(field, x.shape()), suggested_strides(field, shape),
+                   [unpooling](const at::Tensor& local) { return unpooling->put(local, false); },
+                   [unpooling](const at::Tensor& gradient) { return unpooling->fetch(gradient); },
+                   [unpooling](const at::Tensor& local) { return unpooling->put(local, true); }}));
 }
 
 at::Tensor max_unpool2d(const at::Tensor& self, const at::Tensor& indices,

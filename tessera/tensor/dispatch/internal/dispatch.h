@@ -103,8 +103,8 @@ void register_before_rule(const std::string& name, BeforeRule function);
 template <AboveFunction function>
 void register_above_and_below(const std::string& name) {
   register_above(name, function);
-  register_before_rule(
-      name, [](const OpInfo&, torch::jit::Stack* stack) { return function(stack); });
+  register_before_rule(name,
+                       [](const OpInfo&, torch::jit::Stack* stack) { return function(stack); });
 }
 
 /// Replaces the arguments on the stack, so many, by the result; returns true.
