@@ -94,17 +94,14 @@ struct Kernel final : c10::OperatorKernel {
 
   void operator()(const OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
     const std::size_t n = handle.schema().arguments().size();
-    const auto argument = [&](std::size_t i) -> const c10::IValue& {
-      return (*stack)[stack->size() - n + i];
-    };
-    const at::Tensor x = argument(0).toTensor();
+    const auto a = torch::jit::last(*stack, n);
+    const at::Tensor x = a[0].toTensor();
     InterpolationCall call;
     call.op = &op;
-    for (const std::int64_t size : argument(1).toIntVector()) call.outputs.push_back(size);
+    for (const std::int64_t size : a[1].toIntVector()) call.outputs.push_back(size);
     const std::size_t scales = op.align_argument ? 3 : 2;
-    call.align = op.align_argument && argument(2).toBool();
-    for (int i = 0; i < op.inner; ++i)
-      call.scales.push_back(argument(scales + i).toOptional<double>());
+    call.align = op.align_argument && a[2].toBool();
+    for (int i = 0; i < op.inner; ++i) call.scales.push_back(a[scales + i].toOptional<double>());
     call.options = x.options();
     call.channels_last =
         op.inner == 2   ? x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)
@@ -113,17 +110,15 @@ struct Kernel final : c10::OperatorKernel {
     check(x, call);
     const auto plain = [&](const at::Tensor& local) {
       const LocalCallGuard guard;
-      Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
+      Stack arguments = a.vec();
       arguments[0] = local;
       handle.callBoxed(&arguments);
       return arguments[0].toTensor();
     };
     const bool rounds = !at::isFloatingType(x.scalar_type()) && !op.nearest;
-    at::Tensor y = rounds && any_distributed(spec(x), 2)
-                       ? rounded(x, call, plain)
-                       : apply(op.name.c_str(), x, cached(x, call));
-    stack->resize(stack->size() - n);
-    stack->emplace_back(std::move(y));
+    answer(stack, n,
+           rounds && any_distributed(spec(x), 2) ? rounded(x, call, plain)
+                                                 : apply(op.name.c_str(), x, cached(x, call)));
   }
 
   void check(const at::Tensor& x, const InterpolationCall& call) const {
