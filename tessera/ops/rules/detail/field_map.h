@@ -10,8 +10,8 @@
 namespace tessera::detail {
 
 struct FieldMap {
-  /// Makes this rank's shard of the other field, of its local_shape(), of that of one. Every rank
-  /// of the mesh calls it; it runs below autograd.
+  /// Takes this rank's shard of one field to its shard of the other, of the local_shape() of that
+  /// one's spec. Every rank of the mesh calls it; it runs below autograd.
   using Function = std::function<at::Tensor(const at::Tensor& local)>;
 
   /// Specs of the input and of the result, without Partial axes.
