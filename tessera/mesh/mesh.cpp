@@ -165,9 +165,7 @@ int Mesh::stride(int axis) const {
 
 int Mesh::size(const std::string& axis) const { return axes_[index(axis)].size; }
 
-std::vector<std::string> Mesh::names() const {
-  return mapped(axes_, &Axis::name);
-}
+std::vector<std::string> Mesh::names() const { return mapped(axes_, &Axis::name); }
 
 bool Mesh::has_axis(const std::string& axis) const {
   return std::ranges::any_of(axes_, [&](const Axis& a) { return a.name == axis; });

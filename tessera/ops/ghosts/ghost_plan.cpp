@@ -45,9 +45,7 @@ std::span<const std::int64_t> span_over(const at::Tensor& numbers) {
   return {numbers.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(numbers.numel())};
 }
 
-std::vector<int> all_axes(const DeviceMesh& mesh) {
-  return numbers_below(mesh.mesh().dims());
-}
+std::vector<int> all_axes(const DeviceMesh& mesh) { return numbers_below(mesh.mesh().dims()); }
 
 IdsByRank carried_by(const Group& group, const IdsByRank& sent) {
   IdsByRank received{std::vector<std::int64_t>(sent.counts.size()), {}};

@@ -101,9 +101,7 @@ void normalize(const Mesh& mesh, const std::vector<std::int64_t>& shape,
 
 }  // namespace
 
-std::vector<int> axis_sizes(const Mesh& mesh) {
-  return mapped(mesh.axes(), &Axis::size);
-}
+std::vector<int> axis_sizes(const Mesh& mesh) { return mapped(mesh.axes(), &Axis::size); }
 
 MeshContext::MeshContext(const DeviceMesh& m)
     : mesh(m),
