@@ -1,6 +1,7 @@
 #include "tessera/data/sources/netcdf_source.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DynamicCast.h>
 #include <c10/core/Scalar.h>
 #include <netcdf.h>
 
@@ -44,11 +45,11 @@ std::optional<at::Scalar> fill_of(int file, int variable, const NumericType& typ
   const bool byte = type.type == NC_BYTE || type.type == NC_UBYTE;
   if ((byte && !stated) || type.type == NC_UINT64) return std::nullopt;
   int no_fill = 0;
-  const at::Tensor value = at::empty({}, type.exact);
-  if (nc_inq_var_fill(file, variable, &no_fill, value.mutable_data_ptr()) != NC_NOERR ||
-      (no_fill && !stated))
+  alignas(double) char value[sizeof(double)] = {};
+  if (nc_inq_var_fill(file, variable, &no_fill, value) != NC_NOERR || (no_fill && !stated))
     return std::nullopt;
-  return value.to(type.stored).item();
+  if (at::isFloatingType(type.exact)) return c10::fetch_and_cast<double>(type.exact, value);
+  return c10::fetch_and_cast<std::int64_t>(type.exact, value);
 }
 
 }  // namespace
