@@ -32,7 +32,7 @@ inline std::string json_text(const std::string& text) {
 /// A JSON array of what `text` makes of each item, numbers by default.
 template <class Range, class Text = std::identity>
 std::string json_list(const Range& range, const Text& text = {}) {
-  return concat('[', joined(range, ",", text), ']');
+  return '[' + joined(range, ",", text) + ']';
 }
 
 }  // namespace tessera

@@ -12,7 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include "tessera/base/text.h"
 #include "tessera/partition/interval.h"
 
 namespace tessera {
@@ -25,7 +24,9 @@ inline Box whole_box(const std::vector<std::int64_t>& shape) {
 }
 
 /// "begin,end", as lists of bounds in JSON have it.
-inline std::string bounds_text(const Interval& i) { return concat(i.begin, ',', i.end); }
+inline std::string bounds_text(const Interval& i) {
+  return std::to_string(i.begin) + ',' + std::to_string(i.end);
+}
 
 /// tensor: an array of which the records are boxes. value: bytes that are the same for all ranks.
 /// rank_value: bytes of one rank.
