@@ -15,6 +15,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/data/sources/netcdf_source.h"
+#include "tessera/nn/deferred.h"
 
 namespace tessera::netcdf_source_test {
 namespace {
@@ -201,6 +202,16 @@ TEST(NetcdfSource, NumbersBesideTheFillValueAreData) {
   EXPECT_TRUE(
       at::equal(got, torch::tensor({0, NC_FILL_INT + 1, NC_FILL_INT + 2, 2147483647}, at::kLong)))
       << got;
+}
+
+TEST(NetcdfSource, OpensWhileConstructionIsDeferred) {
+  const TemporaryFile file;
+  {
+    Writer writer(file.path, 0);
+    writer.values(writer.variable("i", NC_INT, {2}), torch::ones({2}));
+  }
+  const DeferredScope scope;
+  EXPECT_EQ(NetcdfSource(file.path).info("i").shape, std::vector<std::int64_t>{2});
 }
 
 TEST(NetcdfSource, Errors) {
