@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/c/detail/arrays.h"
 
 namespace tessera::c {
@@ -22,9 +23,7 @@ std::int64_t bounded(std::int64_t a, std::int64_t b) {
 void require_apart(const std::vector<std::int64_t>& shape,
                    const std::vector<std::int64_t>& strides) {
   if (std::ranges::find(shape, 0) != shape.end()) return;
-  std::vector<std::size_t> dims;
-  for (std::size_t d = 0; d < shape.size(); ++d)
-    if (shape[d] > 1) dims.push_back(d);
+  auto dims = numbers_below(shape.size(), [&](std::size_t d) { return shape[d] > 1; });
   std::ranges::sort(dims, [&](std::size_t a, std::size_t b) { return strides[a] < strides[b]; });
   std::int64_t span = 1;
   for (const std::size_t d : dims) {

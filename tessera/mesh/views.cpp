@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -54,11 +55,8 @@ void MeshViews::add(const std::string& name, Mesh mesh) {
   const Mesh& first = views_.front().second;
   for (const auto& [taken, view] : views_)
     if (taken == name) throw RepeatedName("there is a view '", name, "' already");
-  std::vector<int> foreign, missing;
-  for (int rank : mesh.ranks())
-    if (!first.contains(rank)) foreign.push_back(rank);
-  for (int rank : first.ranks())
-    if (!mesh.contains(rank)) missing.push_back(rank);
+  const auto foreign = filtered(mesh.ranks(), [&](int rank) { return !first.contains(rank); });
+  auto missing = filtered(first.ranks(), [&](int rank) { return !mesh.contains(rank); });
   if (!foreign.empty() || !missing.empty()) {
     const std::string text =
         concat("view '", name, "' must hold the ranks of view '", views_.front().first,

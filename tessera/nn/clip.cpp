@@ -7,6 +7,7 @@
 #include <cmath>
 #include <unordered_set>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera {
@@ -101,9 +102,8 @@ struct Sums {
             ": clip after the backward that reduces it, outside no_sync()");
       }
       if (gradient.defined()) gradient = to_local(gradient);
-      std::vector<int> axes;
-      for (int a = 0; a < where.mesh_dims(); ++a)
-        if (where.placements()[a].is_shard()) axes.push_back(a);
+      const auto axes = numbers_below(
+          where.mesh_dims(), [&](int a) { return where.placements()[a].is_shard(); });
       if (!axes.empty()) group = where.mesh().group(axes);
     }
     const double mine = gradient.defined() ? norm.of(gradient) : 0;

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/gradient/sync.h"
 #include "tessera/nn/deferred.h"
@@ -43,11 +44,7 @@ class ModuleStage final : public PipelineStage {
     return forward_(inputs);
   }
   std::vector<at::Tensor> parameters() const override {
-    std::vector<at::Tensor> trained;
-    for (const at::Tensor& p : module_->parameters()) {
-      if (p.requires_grad()) trained.push_back(p);
-    }
-    return trained;
+    return filtered(module_->parameters(), [](const at::Tensor& p) { return p.requires_grad(); });
   }
   std::vector<at::Tensor> buffers() const override { return module_->buffers(); }
   std::vector<NamedTensor> tensors() const override { return named_tensors(*module_); }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/schedule/detail/positions.h"
 #include "tessera/schedule/detail/text.h"
@@ -9,10 +10,7 @@
 namespace tessera {
 
 std::vector<int> PipelineSchedule::stages_of(int rank) const {
-  std::vector<int> mine;
-  for (int s = 0; s < stages(); ++s)
-    if (placement[s] == rank) mine.push_back(s);
-  return mine;
+  return numbers_below(stages(), [&](int s) { return placement[s] == rank; });
 }
 
 std::vector<int> loop_placement(int ranks, int chunks) {

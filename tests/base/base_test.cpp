@@ -77,10 +77,13 @@ TEST(Text, JoinsItems) {
 TEST(Vector, IsMadeOfNumbersAndOfOtherRanges) {
   EXPECT_EQ(numbers_below(3), (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(numbers_below<std::int64_t>(0), std::vector<std::int64_t>());
+  EXPECT_EQ(numbers_below(6, [](int n) { return n % 2 == 1; }), (std::vector<int>{1, 3, 5}));
   const std::vector<std::pair<std::string, int>> pairs{{"a", 1}, {"b", 2}};
   EXPECT_EQ(mapped(pairs, &std::pair<std::string, int>::second), (std::vector<int>{1, 2}));
   EXPECT_EQ(mapped(pairs, [](const auto& pair) { return pair.first; }),
             (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(filtered(pairs, [](const auto& pair) { return pair.second > 1; }),
+            (std::vector<std::pair<std::string, int>>{{"b", 2}}));
 }
 
 // What an application may set for its own texts: 1.234.567,5.

@@ -1,6 +1,6 @@
 #pragma once
-// Vectors made of numbers and of other ranges: numbers_below(3) -> {0, 1, 2}, and
-// mapped(axes, &Axis::name) -> the names of the axes.
+// Vectors made of numbers and of other ranges: numbers_below(3) -> {0, 1, 2},
+// mapped(axes, &Axis::name) -> the names of the axes, and filtered(ranks, is_odd) -> the odd ranks.
 
 #include <functional>
 #include <numeric>
@@ -24,6 +24,21 @@ auto mapped(const Range& range, const Of& of) {
   results.reserve(range.size());
   for (const auto& item : range) results.push_back(std::invoke(of, item));
   return results;
+}
+
+/// The items of `range` for which `is`, a function or a member, gives true, in the same order.
+template <class Range, class Is>
+auto filtered(const Range& range, const Is& is) {
+  std::vector<std::decay_t<decltype(*range.begin())>> chosen;
+  for (const auto& item : range)
+    if (std::invoke(is, item)) chosen.push_back(item);
+  return chosen;
+}
+
+/// The numbers from 0 to `end - 1` for which `is` gives true, in order.
+template <class Number, class Is>
+std::vector<Number> numbers_below(Number end, const Is& is) {
+  return filtered(numbers_below(end), is);
 }
 
 }  // namespace tessera

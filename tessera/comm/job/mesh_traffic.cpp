@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/job/detail/manager_state.h"
 
@@ -22,10 +23,7 @@ struct Family {
 
 // The axes of more than one rank, of which kMostRanks leaves room for 22.
 std::vector<int> wide_axes(const Mesh& mesh) {
-  std::vector<int> axes;
-  for (int a = 0; a < mesh.dims(); ++a)
-    if (mesh.size(a) > 1) axes.push_back(a);
-  return axes;
+  return numbers_below(mesh.dims(), [&](int a) { return mesh.size(a) > 1; });
 }
 
 // The axes of a set, of those of wide_axes().

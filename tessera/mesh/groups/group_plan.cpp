@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 #include "tessera/mesh/order.h"
@@ -17,10 +18,7 @@ const char* kind_name(GroupFamily::Kind kind) {
 
 /// The ranks that two groups of rank `first` have in common.
 std::vector<int> common(const std::vector<int>& a, const std::vector<int>& b) {
-  std::vector<int> both;
-  for (int rank : a)
-    if (std::ranges::find(b, rank) != b.end()) both.push_back(rank);
-  return both;
+  return filtered(a, [&](int rank) { return std::ranges::find(b, rank) != b.end(); });
 }
 
 std::vector<int> axes_of_node(const ProcessGroupConfig& config, const Mesh& mesh,
@@ -60,9 +58,8 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
   const auto mine = mesh.group(inside, first), around = mesh.group(scope, first);
   for (int axis : inside) {
     if (std::ranges::find(scope, axis) != scope.end()) continue;
-    std::vector<int> outside;
-    for (int rank : mine)
-      if (std::ranges::find(around, rank) == around.end()) outside.push_back(rank);
+    auto outside = filtered(
+        mine, [&](int rank) { return std::ranges::find(around, rank) == around.end(); });
     // axes of size 1: no rank is outside, but the scope is still no ancestor
     if (outside.empty()) outside = mine;
     throw OrthogonalityError(

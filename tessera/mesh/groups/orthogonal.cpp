@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/mesh/errors.h"
 
@@ -32,7 +33,7 @@ void require_partition(const RankLists& groups, std::span<const int> scope,
   const auto owner = owners(groups, what);
   std::unordered_map<int, int> inside;
   for (int rank : scope) inside.emplace(rank, 0);
-  std::vector<int> foreign, missing;
+  std::vector<int> foreign;
   for (const auto& group : groups)
     for (int rank : group)
       if (!inside.contains(rank)) foreign.push_back(rank);
@@ -42,8 +43,7 @@ void require_partition(const RankLists& groups, std::span<const int> scope,
                                     list(scope), ": ranks ", list(foreign), " do not belong to it"),
                              foreign);
   }
-  for (int rank : scope)
-    if (!owner.contains(rank)) missing.push_back(rank);
+  const auto missing = filtered(scope, [&](int rank) { return !owner.contains(rank); });
   if (!missing.empty())
     throw OrthogonalityError(concat("the groups of ", what, " do not cover their scope ",
                                     list(scope), ": ranks ", list(missing), " are in none of them"),
@@ -130,13 +130,6 @@ struct RankSlots {
   const std::size_t count = dense ? highest + 1 : mesh.size();
 };
 
-std::vector<int> axes_of(unsigned set, int dims) {
-  std::vector<int> axes;
-  for (int i = 0; i < dims; ++i)
-    if (set >> i & 1) axes.push_back(i);
-  return axes;
-}
-
 }  // namespace
 
 MeshValidation validate(const Mesh& mesh) {
@@ -151,9 +144,7 @@ MeshValidation validate(const Mesh& mesh) {
   std::vector<unsigned> b_seen(index.count, ~0U);
   std::vector<std::int64_t> met(n, -1);
   const auto name = [&](const std::vector<int>& axes) {
-    std::vector<std::string> names;
-    for (int axis : axes) names.push_back(mesh.axes()[axis].name);
-    return list(names);
+    return list(mapped(axes, [&](int axis) { return mesh.axes()[axis].name; }));
   };
   const auto twice = [&](int rank, const std::vector<int>& axes) {
     return OrthogonalityError(
@@ -163,7 +154,7 @@ MeshValidation validate(const Mesh& mesh) {
   std::int64_t stamp = 0;
   for (unsigned set = 0; set <= all; ++set) {
     if (set > (all ^ set)) continue;  // each pair of complements once
-    const auto axes = axes_of(set, mesh.dims());
+    const auto axes = numbers_below(mesh.dims(), [&](int axis) { return (set >> axis & 1) != 0; });
     const auto rest = mesh.complement(axes);
     const auto a = mesh.groups(axes), b = mesh.groups(rest);
     result.axis_sets += set == (all ^ set) ? 1 : 2;

@@ -136,9 +136,7 @@ class Search {
     std::vector<double> bytes(mesh_.dims(), 0);
     for (const Traffic& t : model_.traffic())
       for (const auto& axis : t.axes) bytes[mesh_.index(axis)] += t.bytes * t.calls;
-    std::vector<int> axes;
-    for (int i = 0; i < mesh_.dims(); ++i)
-      if (mesh_.size(i) > 1) axes.push_back(i);
+    auto axes = numbers_below(mesh_.dims(), [&](int i) { return mesh_.size(i) > 1; });
     std::ranges::stable_sort(axes, [&](int a, int b) { return bytes[a] > bytes[b]; });
     return axes;
   }

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/gradient/sync.h"
@@ -297,18 +298,13 @@ double loss_scale(const Beside& all, std::optional<double> divisor) {
 
 std::vector<int> PipelinePlan::other_axes() const {
   const int mine = mesh.mesh().index(axis);
-  std::vector<int> others;
-  for (int a = 0; a < mesh.mesh().dims(); ++a) {
-    if (a != mine) others.push_back(a);
-  }
-  return others;
+  return numbers_below(mesh.mesh().dims(), [&](int a) { return a != mine; });
 }
 
 std::vector<int> PipelinePlan::sample_axes() const {
   if (!options.sample_axes) return other_axes();
-  std::vector<int> axes;
-  for (const std::string& name : *options.sample_axes) axes.push_back(mesh.mesh().index(name));
-  return axes;
+  return mapped(*options.sample_axes,
+                [&](const std::string& name) { return mesh.mesh().index(name); });
 }
 
 bool PipelinePlan::counts() const {

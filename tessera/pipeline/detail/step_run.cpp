@@ -12,6 +12,7 @@
 #include <string>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -118,10 +119,8 @@ void StepRun::act(const PipelineAction& action) {
 }
 
 std::vector<int> StepRun::skips(const std::function<bool(const PipelineSkip&)>& which) const {
-  std::vector<int> numbers;
-  for (int i = 0; i < static_cast<int>(plan_.options.skips.size()); ++i)
-    if (which(plan_.options.skips[i])) numbers.push_back(i);
-  return numbers;
+  return numbers_below(static_cast<int>(plan_.options.skips.size()),
+                       [&](int i) { return which(plan_.options.skips[i]); });
 }
 std::vector<int> StepRun::skips_from(int stage) const {
   return skips([&](const PipelineSkip& skip) { return skip.from == stage; });

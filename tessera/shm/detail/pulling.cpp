@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "tessera/base/internal/vector.h"
+
 namespace tessera::shm::detail {
 namespace {
 constexpr std::size_t kPulledBlock = 32768;
@@ -73,10 +75,8 @@ bool Pull::noted(Core& core, std::size_t bytes) {
 
 std::vector<int> Pull::missing(const Core& core) const {
   if (!taken_) return Op::missing(core);
-  std::vector<int> ranks;
-  for (int r = 0; r < ranks_; ++r)
-    if (serves(r) && !core.is_done(r, first + steps - 1)) ranks.push_back(r);
-  return ranks;
+  return numbers_below(
+      ranks_, [&](int r) { return serves(r) && !core.is_done(r, first + steps - 1); });
 }
 
 bool Pull::others_are_done(Core& core) {

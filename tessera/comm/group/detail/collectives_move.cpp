@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
 #include "tessera/comm/group/detail/checks.h"
@@ -198,11 +199,9 @@ void check_messages(const RequestState& call, const std::vector<Message>& messag
 }
 
 std::vector<Message> to_others(const RequestState& call, const std::vector<Message>& messages) {
-  std::vector<Message> others;
-  for (const auto& m : messages)
-    if (m.peer >= 0 && m.peer < call.group().size() && m.peer != call.group().rank())
-      others.push_back(m);
-  return others;
+  return filtered(messages, [&](const Message& m) {
+    return m.peer >= 0 && m.peer < call.group().size() && m.peer != call.group().rank();
+  });
 }
 
 // Sends this rank's cards all the same, since the peers wait for them: they say why there is no

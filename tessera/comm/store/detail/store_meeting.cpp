@@ -2,6 +2,7 @@
 
 #include <cstdio>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/store/detail/store_server.h"
 
@@ -21,10 +22,7 @@ void StoreServer::fail_meeting(const std::string& text, const std::vector<int>& 
 }
 
 std::vector<int> StoreServer::missing() const {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < world_size_; ++rank)
-    if (fd_of_rank_[rank] < 0) ranks.push_back(rank);
-  return ranks;
+  return numbers_below(world_size_, [&](int rank) { return fd_of_rank_[rank] < 0; });
 }
 
 void StoreServer::tell_missing() {
