@@ -8,6 +8,7 @@
 #include <map>
 #include <unordered_set>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/c/detail/arrays.h"
 #include "tessera/c/detail/call.h"
 #include "tessera/c/detail/objects.h"
@@ -54,9 +55,8 @@ MakeCModel make_of(const std::string& name) {
   const std::lock_guard lock(registry.mutex);
   const auto it = registry.makes.find(name);
   if (it != registry.makes.end()) return it->second;
-  std::vector<std::string> known;
-  for (const auto& [one, make] : registry.makes) known.push_back(one);
-  throw InvalidArgument("no model is named '", name, "'; registered are ", list(known));
+  throw InvalidArgument("no model is named '", name, "'; registered are ",
+                        list(keys_of(registry.makes)));
 }
 
 // The parameters and buffers of a script as a module of C++: the same tensors by the same names.

@@ -7,6 +7,7 @@
 #include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
 #include "tessera/base/internal/split.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
 #include "tessera/config/detail/fields.h"
@@ -50,10 +51,8 @@ class Names {
   int find(const std::string& name, const Fields& fields, const std::string& field) const {
     const auto at = places_.find(name);
     if (at != places_.end()) return at->second;
-    std::vector<std::string> names;
-    for (const auto& [known, unused] : places_) names.push_back(known);
     fields.fail(field, concat("names '", printable(name), "', which does not exist; there are ",
-                              list(names)));
+                              list(keys_of(places_))));
   }
 
  private:
@@ -119,9 +118,7 @@ Topology parse_hosts(const std::string& text) {
                             " devices; at most ", kMostRanks, " can be planned");
     return Topology::uniform(hosts, devices);
   }
-  std::vector<int> counts;
-  for (const std::string& part : split(text, ',')) counts.push_back(number(part));
-  return Topology::of_counts(counts);
+  return Topology::of_counts(mapped(split(text, ','), number));
 }
 
 Topology parse_topology(const std::string& text, FileFormat format, const std::string& source) {

@@ -71,12 +71,9 @@ void MeshViews::add(const std::string& name, Mesh mesh) {
 }
 
 const Mesh& MeshViews::view(const std::string& name) const {
-  std::vector<std::string> names;
-  for (const auto& [known, mesh] : views_) {
+  for (const auto& [known, mesh] : views_)
     if (known == name) return mesh;
-    names.push_back(known);
-  }
-  throw UnknownName("there is no view '", name, "'; the views are ", list(names));
+  throw UnknownName("there is no view '", name, "'; the views are ", list(keys_of(views_)));
 }
 
 const Mesh& MeshViews::view_of_axis(const std::string& axis) const {

@@ -8,6 +8,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 
 namespace tessera {
@@ -23,10 +24,8 @@ bool improves(double value, double best, Better better, double least) {
 double monitored(const Trainer& trainer, const std::string& monitor, const char* who) {
   const auto it = trainer.metrics().find(monitor);
   if (it != trainer.metrics().end()) return it->second;
-  std::vector<std::string> known;
-  for (const auto& [name, value] : trainer.metrics()) known.push_back(name);
   throw InvalidArgument(who, " looks at '", monitor, "', which was not logged; known are ",
-                        list(known), ". Give it one of these, or log it");
+                        list(keys_of(trainer.metrics())), ". Give it one of these, or log it");
 }
 
 void check_decay(double decay) {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/train/pipeline_strategy.h"
 #include "tessera/train/strategies.h"
@@ -114,10 +115,6 @@ std::shared_ptr<Strategy> StrategyRegistry::make(const std::string& name,
   return it->second(manager, parts);
 }
 
-std::vector<std::string> StrategyRegistry::names() const {
-  std::vector<std::string> all;
-  for (const auto& [name, make] : makes_) all.push_back(name);
-  return all;
-}
+std::vector<std::string> StrategyRegistry::names() const { return keys_of(makes_); }
 
 }  // namespace tessera

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/number.h"
 #include "tessera/base/text.h"
 #include "tessera/train/detail/run_meter.h"
@@ -107,10 +108,8 @@ void Trainer::end_progress() {
   for (const std::string& name : options_.progress.metrics) {
     if (metrics_.empty() || metrics_.contains(name)) continue;
     if (std::ranges::count(common.metrics, name) > 0) continue;
-    std::vector<std::string> known;
-    for (const auto& [other, value] : metrics_) known.push_back(other);
     warn(concat("ProgressOptions::metrics has '", name, "', which was not logged; known are ",
-                list(known), ". Give one of these, or log it"));
+                list(keys_of(metrics_)), ". Give one of these, or log it"));
   }
 }
 

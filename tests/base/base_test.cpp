@@ -80,8 +80,9 @@ TEST(Vector, IsMadeOfNumbersAndOfOtherRanges) {
   EXPECT_EQ(numbers_below(6, [](int n) { return n % 2 == 1; }), (std::vector<int>{1, 3, 5}));
   const std::vector<std::pair<std::string, int>> pairs{{"a", 1}, {"b", 2}};
   EXPECT_EQ(mapped(pairs, &std::pair<std::string, int>::second), (std::vector<int>{1, 2}));
-  EXPECT_EQ(mapped(pairs, [](const auto& pair) { return pair.first; }),
-            (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(mapped(pairs, [](const auto& pair) { return pair.second > 1; }),
+            (std::vector<bool>{false, true}));
+  EXPECT_EQ(keys_of(pairs), (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(filtered(pairs, [](const auto& pair) { return pair.second > 1; }),
             (std::vector<std::pair<std::string, int>>{{"b", 2}}));
 }

@@ -26,6 +26,12 @@ auto mapped(const Range& range, const Of& of) {
   return results;
 }
 
+/// What stands first in the pairs of a map or of another range.
+template <class Pairs>
+auto keys_of(const Pairs& pairs) {
+  return mapped(pairs, [](const auto& pair) { return pair.first; });
+}
+
 /// The items of `range` for which `is`, a function or a member, gives true, in the same order.
 template <class Range, class Is>
 auto filtered(const Range& range, const Is& is) {

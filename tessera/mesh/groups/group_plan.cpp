@@ -148,12 +148,10 @@ void GroupPlan::add_axes(const std::string& names) {
 }
 
 const GroupFamily& GroupPlan::family(const std::string& name) const {
-  std::vector<std::string> names;
-  for (const auto& family : families_) {
+  for (const auto& family : families_)
     if (family.name == name) return family;
-    names.push_back(family.name);
-  }
-  throw UnknownName("the plan has no groups '", name, "'; it has ", list(names));
+  throw UnknownName("the plan has no groups '", name, "'; it has ",
+                    list(mapped(families_, &GroupFamily::name)));
 }
 
 int GroupPlan::group_size(const std::string& name) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
 #include "tessera/mesh/errors.h"
@@ -104,8 +105,7 @@ std::pair<Mesh, AxisGroupOptions> ManagerState::named_mesh(const std::string& na
   const Mesh& whole = plan->mesh(family);
   auto axes = family.axes;
   std::ranges::sort(axes);
-  std::vector<Axis> named;
-  for (const int axis : axes) named.push_back(whole.axes()[axis]);
+  auto named = mapped(axes, [&](int axis) { return whole.axes()[axis]; });
   AxisGroupOptions options;
   for (const auto& [of, given] : axis_options(*plan, family.view)) {
     std::vector<int> places;  // of those axes in the smaller mesh
@@ -119,9 +119,7 @@ std::pair<Mesh, AxisGroupOptions> ManagerState::named_mesh(const std::string& na
 
 std::vector<std::string> ManagerState::family_names() const {
   const std::lock_guard lock(mutex_);
-  std::vector<std::string> names;
-  for (const auto& [name, plan] : families_) names.push_back(name);
-  return names;
+  return keys_of(families_);
 }
 
 }  // namespace tessera::detail
