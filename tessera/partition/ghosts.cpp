@@ -64,9 +64,7 @@ std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> ow
   }
   // One round: what each rank sends, as it arrives.
   const auto round = [&](const auto& step) {
-    std::vector<IdsByRank> sent;
-    for (int r = 0; r < ranks; ++r) sent.push_back(step(r));
-    return carried(sent);
+    return carried(mapped(names, step));
   };
   std::vector<std::string> problems(owned.size());
   const auto claimed = round([&](int r) { return all[r].claims(); });
@@ -75,9 +73,7 @@ std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> ow
   if (const auto text = detail::ghost_problems(problems); !text.empty())
     throw InvalidArgument(text);
   const auto wanted = round([&](int r) { return all[r].requests(said[r]); });
-  std::vector<GhostRows> plans;
-  for (int r = 0; r < ranks; ++r) plans.push_back(all[r].rows(wanted[r]));
-  return plans;
+  return mapped(names, [&](int r) { return all[r].rows(wanted[r]); });
 }
 
 std::vector<std::int64_t> ghosts_of(std::span<const std::int64_t> owned,

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/deadline.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/flat.h"
 #include "tessera/comm/backends/own_work.h"
@@ -95,9 +96,7 @@ at::Tensor values_of(const at::Tensor& tensor) {
 /// The values of several tensors, one after the other.
 at::Tensor values_of(const Tensors& tensors) {
   const at::NoGradGuard no_grad;
-  Tensors parts;
-  for (const auto& t : tensors) parts.push_back(values_of(t));
-  return at::cat(parts);
+  return at::cat(mapped(tensors, [](const at::Tensor& t) { return values_of(t); }));
 }
 
 /// Sets what the transport reduces by. Throws InvalidArgument if it cannot do that exactly.
@@ -423,9 +422,8 @@ AsC10d::WorkPtr AsC10d::alltoall(Tensors& outputs, Tensors& inputs,
 
 AsC10d::WorkPtr AsC10d::in_turn(const Tensors& results,
                                 const std::function<WorkPtr(std::size_t)>& make) const {
-  std::vector<WorkPtr> works;
-  for (std::size_t i = 0; i < results.size(); ++i) works.push_back(make(i));
-  return c10::make_intrusive<WorksInTurn>(rank_, results, std::move(works));
+  return c10::make_intrusive<WorksInTurn>(rank_, results,
+                                          mapped(numbers_below(results.size()), make));
 }
 
 AsC10d::WorkPtr AsC10d::allreduce_coalesced(Tensors& tensors,

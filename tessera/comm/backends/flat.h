@@ -8,6 +8,8 @@
 #include <numeric>
 #include <vector>
 
+#include "tessera/base/internal/vector.h"
+
 namespace tessera::detail {
 
 /// True for memory in plain row-major order without pending conjugation or negation.
@@ -35,9 +37,7 @@ inline std::int64_t row_numel(const at::Tensor& tensor) {
 }
 
 inline std::vector<std::int64_t> numels(const std::vector<at::Tensor>& tensors) {
-  std::vector<std::int64_t> result;
-  for (const auto& t : tensors) result.push_back(t.numel());
-  return result;
+  return mapped(tensors, [](const at::Tensor& t) { return t.numel(); });
 }
 
 inline std::int64_t total_of(const std::vector<std::int64_t>& counts) {

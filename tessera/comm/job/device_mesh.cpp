@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/job/detail/manager_state.h"
 
@@ -69,9 +70,7 @@ Group DeviceMesh::group(const std::vector<int>& axes) const {
 }
 
 Group DeviceMesh::all() const {
-  std::vector<int> axes(state_->mesh.dims());
-  for (int i = 0; i < state_->mesh.dims(); ++i) axes[i] = i;
-  return group(axes);
+  return group(numbers_below(state_->mesh.dims()));
 }
 
 bool DeviceMesh::operator==(const DeviceMesh& other) const {

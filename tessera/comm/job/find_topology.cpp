@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/comm/backends/hosts/host_map.h"
@@ -68,14 +69,10 @@ FoundTopology hosts_of(const std::vector<HostWord>& words, const detail::HostMap
 FoundTopology find_topology(const DistributedManager& manager, const MachineLook& look) {
   const Group world = manager.world();
   const std::string what = "find_topology";
-  std::vector<HostWord> words;
-  std::vector<std::string> marks;
-  for (const auto& text :
-       agree::all<std::string, MappingError>(world, what, [&] { return word_of(manager, look); })) {
-    words.push_back(read_word(text));
-    marks.push_back(words.back().mark);
-  }
-  const auto map = detail::HostMap::of(marks);
+  const auto words = mapped(
+      agree::all<std::string, MappingError>(world, what, [&] { return word_of(manager, look); }),
+      read_word);
+  const auto map = detail::HostMap::of(mapped(words, &HostWord::mark));
   const auto& mine = map.hosts[map.host_of[manager.rank()]];
   const auto insides = agree::all<std::string, MappingError>(world, what, [&] {
     const bool speaks = mine.front() == manager.rank() && look.inside;

@@ -26,9 +26,8 @@ void Core::expire(const Op& op, milliseconds limit) {
   const bool behind = op.collective && !queue_.empty() && queue_.front() != &op;
   const Op& first = behind ? *queue_.front() : op;
   const auto missing = first.missing(*this);
-  std::string states;
-  for (const int r : missing)
-    states += concat(states.empty() ? "" : ", ", who(r), " ", liveness_.state(r));
+  const std::string states =
+      joined(missing, ", ", [&](int r) { return concat(who(r), " ", liveness_.state(r)); });
   throw TimeoutError(
       concat(where(op), ": not complete after ", limit.count(), " ms; ",
              behind ? concat("with ", first.name, " (call ", first.number, ") before it ") : "",

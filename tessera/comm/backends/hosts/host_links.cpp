@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/comm/backends/flat.h"
 
 namespace tessera::detail {
@@ -130,9 +131,7 @@ HostLinks::Counts HostLinks::per_host(const Counts& counts) const {
 }
 
 HostLinks::Counts HostLinks::of_mates(const Counts& counts) const {
-  Counts mine;
-  for (const int rank : mates()) mine.push_back(counts[index(rank)]);
-  return mine;
+  return mapped(mates(), [&](int rank) { return counts[index(rank)]; });
 }
 
 void HostLinks::copy_to(Order order, const at::Tensor& to, const at::Tensor& from,

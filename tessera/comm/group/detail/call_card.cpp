@@ -62,9 +62,8 @@ std::string MessageCard::text() const {
 
 std::string mismatch_text(const std::vector<RankCall>& calls, MismatchAt at,
                           const std::string& more) {
-  std::string text;
-  for (const auto& [rank, what] : calls)
-    text += concat(text.empty() ? "" : "; ", "rank ", rank, ' ', what);
+  const std::string text = joined(
+      calls, "; ", [](const RankCall& call) { return concat("rank ", call.rank, ' ', call.what); });
   return concat("the ranks called different things: ", text, more,
                 at == MismatchAt::before_data
                     ? ". No data was moved; make every rank call the same, in the same order"
