@@ -29,7 +29,7 @@ constexpr std::chrono::seconds kNewsOfFailure{5};
 constexpr auto kMeetingTag = "plans";
 
 /// The prefix of a group's keys in the job's store; its keys follow a slash, which no name has.
-std::string keys_of(const std::string& group) { return "group/" + group; }
+std::string store_key_of(const std::string& group) { return "group/" + group; }
 
 }  // namespace
 
@@ -189,7 +189,7 @@ std::shared_ptr<GroupState> ManagerState::make(const Key& key,
     store->setTimeout(spec.timeout);
     if (auto* job_store = dynamic_cast<JobStore*>(store.get()))
       interrupt = [keep = store, job_store] { job_store->interrupt(); };
-    spec.store = c10::make_intrusive<c10d::PrefixStore>(keys_of(spec.name), std::move(store));
+    spec.store = c10::make_intrusive<c10d::PrefixStore>(store_key_of(spec.name), std::move(store));
   }
   try {
     if (base_.make_group)
@@ -247,7 +247,7 @@ void ManagerState::forget_keys(const GroupWatch& watch) const {
   constexpr std::size_t kSmall = 64;
   const int rank = base_.launch.rank;
   const bool names = members.size() <= kSmall || rank == members[0] || rank == members[1];
-  base_.rendezvous->connection->forget(keys_of(watch.group()) + "/", members.size(),
+  base_.rendezvous->connection->forget(store_key_of(watch.group()) + "/", members.size(),
                                        names ? members : std::vector<int>());
 }
 
