@@ -97,10 +97,6 @@ at::Tensor weighted_loss(const Tensors& outputs) {
   return loss;
 }
 
-bool has_gradient(const at::Tensor& t) {
-  return at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type());
-}
-
 void switch_dropout_off(torch::nn::Module& module) {
   using namespace torch::nn;
   for (const auto& m : module.modules()) {
@@ -262,8 +258,8 @@ CheckReport checked_once(const torch::nn::Module& module, const ModuleCall& call
   distribute_module(*spread, mesh, rule);
   Tensors plain, sharded;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const bool gradient = options.gradients && has_gradient(inputs[i]);
     const at::Tensor value = inputs[i].detach();
+    const bool gradient = options.gradients && (value.is_floating_point() || value.is_complex());
     plain.push_back(value.clone().requires_grad_(gradient));
     sharded.push_back(distribute_tensor(value.clone(), mesh, placements_of(value, i, mesh, options))
                           .detach()

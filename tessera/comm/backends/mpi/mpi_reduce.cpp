@@ -62,22 +62,15 @@ Native native(c10::ScalarType dtype) {
   return {MPI_DATATYPE_NULL};
 }
 
-bool is_16bit_float(c10::ScalarType dtype) {
-  return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
-}
-
-bool is_mpi_complex(c10::ScalarType dtype) {
-  return dtype == c10::ScalarType::ComplexFloat || dtype == c10::ScalarType::ComplexDouble;
-}
-
 }  // namespace
 
 bool mpi_reduces(c10::ScalarType dtype, ReduceOp::Kind op) {
   using Kind = ReduceOp::Kind;
   if (op == Kind::avg || op == Kind::premultiplied) return false;
-  if (is_mpi_complex(dtype)) return op == Kind::product;
+  if (dtype == c10::ScalarType::ComplexFloat || dtype == c10::ScalarType::ComplexDouble)
+    return op == Kind::product;
   const bool ordered = op == Kind::min || op == Kind::max;
-  return native(dtype).type != MPI_DATATYPE_NULL && (ordered || !is_16bit_float(dtype));
+  return native(dtype).type != MPI_DATATYPE_NULL && (ordered || !c10::isReducedFloatingType(dtype));
 }
 
 MPI_Datatype mpi_bytes_type(std::size_t element_size) {
