@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/backends/threads/threads_transport.h"
 #include "tessera/comm/group/detail/group_state.h"
@@ -22,82 +23,87 @@ namespace tessera::detail {
 
 // What the ranks of one run share: the rooms of their groups, and their managers, which report
 // faults to each other.
-class ThreadsHub {
- public:
-  explicit ThreadsHub(int ranks)
-      : members_(ranks), store_(c10::make_intrusive<c10d::HashStore>()) {}
-
-  int size() const { return static_cast<int>(members_.size()); }
-  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
-
-  // The room of the group that this rank is making. A group made again (after shutdown) is a new
-  // room, so each rank's count is part of the key.
-  std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks,
-                                    int rank) {
-    const std::lock_guard lock(mutex_);
-    const int round = members_[rank].rounds[name]++;
-    auto& room = rooms_[{name, round}];
-    if (!room) room = make_threads_room(name, ranks);
-    return room;
-  }
-
-  void listen(int rank, FaultChannel::Listener listener) {
-    const std::lock_guard lock(mutex_);
-    Member& member = members_[rank];
-    member.listener = std::move(listener);
-    member.left = !member.listener.poisoned;
-    if (member.left) return;
-    for (const auto& [group, poison] : std::exchange(member.news, {}))
-      member.listener.poisoned(group, poison);
-    // a rank that enters late must not wait for one that has failed
-    if (failed_ && *failed_->ranks.begin() != rank) member.listener.poisoned("", *failed_);
-  }
-
-  // `group` empty: every group. Under the lock, so that a rank that leaves is not called
-  // afterwards.
-  void tell(int from, const std::string& group, const std::vector<int>& to, const Poison& poison) {
-    const std::lock_guard lock(mutex_);
-    if (group.empty() && !failed_) failed_ = poison;
-    for (const int rank : to) {
-      Member& member = members_[rank];
-      if (rank == from || member.left) continue;
-      if (member.listener.poisoned)
-        member.listener.poisoned(group, poison);
-      else if (!group.empty())  // it has not entered yet
-        member.news.emplace_back(group, poison);
-    }
-  }
-  // Its manager may live on, and answers roll calls then.
-  void leave(int rank) {
-    const std::lock_guard lock(mutex_);
-    members_[rank].left = true;
-  }
-
-  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& ranks) {
-    using Answer = RollEntry::Answer;
-    const std::lock_guard lock(mutex_);
-    std::vector<RollEntry> roll;
-    for (const int rank : ranks) {
-      // A rank without the group answers too: it is alive and has made no call.
-      const auto& position = members_[rank].listener.position;
-      roll.push_back({rank, position ? Answer::here : Answer::gone,
-                      position ? position(group).value_or(Position()) : Position()});
-    }
-    return roll;
-  }
-
- private:
+struct ThreadsHub {
   struct Member {
     std::map<std::string, int> rounds;
     FaultChannel::Listener listener;
     bool left = false;
     std::vector<std::pair<std::string, Poison>> news;  // from before it had a listener
   };
-  std::mutex mutex_;
-  std::optional<Poison> failed_;  // for every group: the first rank that failed
-  std::vector<Member> members_;
-  std::map<std::pair<std::string, int>, std::shared_ptr<ThreadsRoom>> rooms_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  explicit ThreadsHub(int ranks) : members(ranks) {}
+  int size() const { return static_cast<int>(members.size()); }
+
+  std::mutex mutex;
+  std::optional<Poison> failed;  // for every group: the first rank that failed
+  std::vector<Member> members;
+  std::map<std::pair<std::string, int>, std::shared_ptr<ThreadsRoom>> rooms;
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+};
+
+// One rank's way to the others.
+class HubChannel final : public FaultChannel {
+ public:
+  HubChannel(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+
+  // The room of the group that this rank is making. A group made again (after shutdown) is a new
+  // room, so each rank's count is part of the key.
+  std::shared_ptr<ThreadsRoom> room(const std::string& name, const std::vector<int>& ranks) const {
+    const std::lock_guard lock(hub_->mutex);
+    const int round = hub_->members[rank_].rounds[name]++;
+    auto& room = hub_->rooms[{name, round}];
+    if (!room) room = make_threads_room(name, ranks);
+    return room;
+  }
+
+  void listen(Listener listener) override {
+    const std::lock_guard lock(hub_->mutex);
+    ThreadsHub::Member& member = hub_->members[rank_];
+    member.listener = std::move(listener);
+    member.left = !member.listener.poisoned;
+    if (member.left) return;
+    for (const auto& [group, poison] : std::exchange(member.news, {}))
+      member.listener.poisoned(group, poison);
+    // a rank that enters late must not wait for one that has failed
+    const auto& failed = hub_->failed;
+    if (failed && *failed->ranks.begin() != rank_) member.listener.poisoned("", *failed);
+  }
+
+  // `group` empty: every group. Under the lock, so that a rank that leaves is not called
+  // afterwards.
+  void announce(const std::string& group, const std::vector<int>& to,
+                const Poison& poison) noexcept override {
+    const std::lock_guard lock(hub_->mutex);
+    if (group.empty() && !hub_->failed) hub_->failed = poison;
+    for (const int rank : to) {
+      ThreadsHub::Member& member = hub_->members[rank];
+      if (rank == rank_ || member.left) continue;
+      if (member.listener.poisoned)
+        member.listener.poisoned(group, poison);
+      else if (!group.empty())  // it has not entered yet
+        member.news.emplace_back(group, poison);
+    }
+  }
+  // The rank's manager may live on, and answers roll calls then.
+  void leave() const {
+    const std::lock_guard lock(hub_->mutex);
+    hub_->members[rank_].left = true;
+  }
+
+  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& ranks,
+                                   std::chrono::milliseconds) noexcept override {
+    using Answer = RollEntry::Answer;
+    const std::lock_guard lock(hub_->mutex);
+    return mapped(ranks, [&](int rank) {
+      // A rank without the group answers too: it is alive and has made no call.
+      const auto& position = hub_->members[rank].listener.position;
+      return RollEntry{rank, position ? Answer::here : Answer::gone,
+                       position ? position(group).value_or(Position()) : Position()};
+    });
+  }
+
+ private:
+  const std::shared_ptr<ThreadsHub> hub_;
+  const int rank_;
 };
 
 }  // namespace tessera::detail
@@ -107,29 +113,9 @@ namespace {
 
 using detail::GroupSpec;
 using detail::GroupState;
+using detail::HubChannel;
 using detail::ManagerState;
-using detail::Poison;
-using detail::RollEntry;
 using detail::ThreadsHub;
-
-class HubChannel : public detail::FaultChannel {
- public:
-  HubChannel(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
-
-  void announce(const std::string& group, const std::vector<int>& members,
-                const Poison& poison) noexcept override {
-    hub_->tell(rank_, group, members, poison);
-  }
-  std::vector<RollEntry> roll_call(const std::string& group, const std::vector<int>& members,
-                                   std::chrono::milliseconds) noexcept override {
-    return hub_->roll_call(group, members);
-  }
-  void listen(Listener listener) override { hub_->listen(rank_, std::move(listener)); }
-
- private:
-  std::shared_ptr<ThreadsHub> hub_;
-  int rank_;
-};
 
 DistributedManager make_manager(const std::shared_ptr<ThreadsHub>& hub, int rank,
                                 const ManagerOptions& options) {
@@ -139,20 +125,21 @@ DistributedManager make_manager(const std::shared_ptr<ThreadsHub>& hub, int rank
   base.launch.launcher = "threads";
   base.launch.rank = base.launch.local_rank = rank;
   base.launch.world_size = base.launch.local_size = hub->size();
-  base.faults = std::make_shared<HubChannel>(hub, rank);
+  const auto channel = std::make_shared<HubChannel>(hub, rank);
+  base.faults = channel;
   if (base.backend == "threads") {
-    base.make_group = [hub, rank](const GroupSpec& spec) {
+    base.make_group = [channel](const GroupSpec& spec) {
       auto state = std::make_shared<GroupState>(spec);
       if (spec.ranks.size() > 1) {
         state->set_endpoint(c10::DeviceType::CPU,
                             detail::make_threads_transport(
-                                hub->room(spec.name, spec.ranks, rank), spec.rank,
+                                channel->room(spec.name, spec.ranks), spec.rank,
                                 static_cast<int>(spec.ranks.size()), spec.watch, spec.timeout));
       }
       return state;
     };
   } else {
-    base.store = hub->store();
+    base.store = hub->store;
     base.address = "127.0.0.1";
   }
   return DistributedManager(std::make_shared<ManagerState>(std::move(base)));
@@ -226,13 +213,13 @@ DistributedManager ThreadRanks::enter(int rank) const {
 }
 
 void ThreadRanks::fail(int rank, const std::string& what) const {
-  std::vector<int> everybody(size());
-  for (int r = 0; r < size(); ++r) everybody[r] = r;
-  state_->hub->tell(rank, "", everybody, {{rank}, concat("rank ", rank, " threw: ", what), false});
+  HubChannel(state_->hub, rank)
+      .announce("", numbers_below(size()),
+                {{rank}, concat("rank ", rank, " threw: ", what), false});
 }
 
 void ThreadRanks::leave(int rank) const {
-  state_->hub->leave(rank);
+  HubChannel(state_->hub, rank).leave();
   auto& before = state_->cast_cache_before[rank];
   if (before) at::autocast::set_autocast_cache_enabled(*before);
   before.reset();
