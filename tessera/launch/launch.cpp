@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "tessera/base/error.h"
@@ -116,83 +117,68 @@ Launch detect_launch(const Environment& environment, const LaunchOverrides& over
 
 namespace {
 
+// Throws if `wrong`; `why` joined is the reason.
+template <class... Why>
+void refuse_if(bool wrong, const Launch& launch, const Why&... why) {
+  if (wrong) throw ConfigurationError("launcher ", launch.launcher, ": ", why...);
+}
+
 // The hosts and the counts of ranks on them, where they are known.
 void validate_hosts(const Launch& launch) {
-  auto fail = [&](const std::string& why) {
-    throw ConfigurationError("launcher ", launch.launcher, ": ", why);
-  };
-  auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
+  const auto& hosts = launch.hosts;
   const auto& counts = launch.ranks_per_host;
-  if (!launch.hosts.empty() && !counts.empty() && launch.hosts.size() != counts.size()) {
-    fail(concat(launch.hosts.size(), " hosts ", list(launch.hosts), " for ", counts.size(),
-                " counts of ranks ", list(counts)));
-  }
-  if (!launch.hosts.empty() && launch.node_rank >= static_cast<int>(launch.hosts.size())) {
-    fail(concat(show("node_rank", launch.node_rank), " is not below the number of hosts in ",
-                list(launch.hosts)));
-  }
+  const std::string node_rank = shown(launch, "node_rank", launch.node_rank);
+  refuse_if(!hosts.empty() && !counts.empty() && hosts.size() != counts.size(), launch,
+            hosts.size(), " hosts ", list(hosts), " for ", counts.size(), " counts of ranks ",
+            list(counts));
+  refuse_if(!hosts.empty() && launch.node_rank >= static_cast<int>(hosts.size()), launch, node_rank,
+            " is not below the number of hosts in ", list(hosts));
   if (counts.empty()) return;
-  for (int count : counts)
-    if (count < 0) fail(concat("ranks_per_host ", list(counts), " holds a negative number"));
-  if (std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size) {
-    fail(concat(
-        "ranks_per_host ", list(counts), " (",
-        launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
-        ") does not sum to ", show("world_size", launch.world_size)));
-  }
-  if (launch.node_rank >= static_cast<int>(counts.size())) {
-    fail(concat(show("node_rank", launch.node_rank),
-                " is not below the number of hosts in ranks_per_host ", list(counts)));
-  }
-  if (launch.node_rank >= 0 && counts[launch.node_rank] != launch.local_size) {
-    fail(concat(show("local_size", launch.local_size), " contradicts entry ", launch.node_rank,
-                " of ranks_per_host ", list(counts)));
-  }
+  refuse_if(std::ranges::any_of(counts, [](int count) { return count < 0; }), launch,
+            "ranks_per_host ", list(counts), " holds a negative number");
+  refuse_if(std::accumulate(counts.begin(), counts.end(), 0ll) != launch.world_size, launch,
+            "ranks_per_host ", list(counts), " (",
+            launch.origin.count("ranks_per_host") ? launch.origin.at("ranks_per_host") : "derived",
+            ") does not sum to ", shown(launch, "world_size", launch.world_size));
+  refuse_if(launch.node_rank >= static_cast<int>(counts.size()), launch, node_rank,
+            " is not below the number of hosts in ranks_per_host ", list(counts));
+  refuse_if(launch.node_rank >= 0 && counts[launch.node_rank] != launch.local_size, launch,
+            shown(launch, "local_size", launch.local_size), " contradicts entry ", launch.node_rank,
+            " of ranks_per_host ", list(counts));
 }
 
 }  // namespace
 
 void validate(const Launch& launch) {
-  auto fail = [&](const std::string& why) {
-    throw ConfigurationError("launcher ", launch.launcher, ": ", why);
-  };
-  auto show = [&](const std::string& field, int value) { return shown(launch, field, value); };
-  if (launch.world_size < 1)
-    fail(concat(show("world_size", launch.world_size), " is not positive"));
-  if (launch.rank < 0 || launch.rank >= launch.world_size) {
-    fail(concat(show("rank", launch.rank), " is not between 0 and ",
-                show("world_size", launch.world_size), " less 1"));
-  }
-  if (launch.local_size < 1 || launch.local_size > launch.world_size) {
-    fail(concat(show("local_size", launch.local_size), " is not between 1 and ",
-                show("world_size", launch.world_size)));
-  }
-  if (launch.local_rank < 0 || launch.local_rank >= launch.local_size) {
-    fail(concat(show("local_rank", launch.local_rank), " is not between 0 and ",
-                show("local_size", launch.local_size), " less 1"));
-  }
-  if (launch.node_rank < -1)
-    fail(concat(show("node_rank", launch.node_rank),
-                " is neither a node's number nor -1 (unknown)"));
-  if (launch.local_size == launch.world_size && launch.node_rank > 0 &&
-      launch.ranks_per_host.empty()) {
-    fail(concat(show("node_rank", launch.node_rank), " cannot be where ",
-                show("local_size", launch.local_size), " and ",
-                show("world_size", launch.world_size), " put all ranks on one node"));
-  }
+  const std::string world_size = shown(launch, "world_size", launch.world_size),
+                    local_size = shown(launch, "local_size", launch.local_size),
+                    node_rank = shown(launch, "node_rank", launch.node_rank),
+                    port = shown(launch, "port", launch.port);
+  refuse_if(launch.world_size < 1, launch, world_size, " is not positive");
+  refuse_if(launch.rank < 0 || launch.rank >= launch.world_size, launch,
+            shown(launch, "rank", launch.rank), " is not between 0 and ", world_size, " less 1");
+  refuse_if(launch.local_size < 1 || launch.local_size > launch.world_size, launch, local_size,
+            " is not between 1 and ", world_size);
+  refuse_if(launch.local_rank < 0 || launch.local_rank >= launch.local_size, launch,
+            shown(launch, "local_rank", launch.local_rank), " is not between 0 and ", local_size,
+            " less 1");
+  refuse_if(launch.node_rank < -1, launch, node_rank,
+            " is neither a node's number nor -1 (unknown)");
+  refuse_if(launch.local_size == launch.world_size && launch.node_rank > 0 &&
+                launch.ranks_per_host.empty(),
+            launch, node_rank, " cannot be where ", local_size, " and ", world_size,
+            " put all ranks on one node");
   constexpr std::size_t kShortestSecret = 16;
-  if (!launch.secret.empty() && launch.secret != kNoSecret &&
-      launch.secret.size() < kShortestSecret)
-    fail(concat("the job's secret (",
-                launch.origin.count("secret") ? launch.origin.at("secret") : "given in code",
-                ") has ", launch.secret.size(), " characters and can be guessed; give at least ",
-                kShortestSecret, ", for example of `openssl rand -hex 16`"));
-  if (launch.port < 0 || launch.port > 65535)
-    fail(concat(show("port", launch.port), " is not between 1 and 65535"));
-  if (!launch.address.empty() && launch.port == 0)
-    fail(concat("the address '", launch.address, "' has no port"));
-  if (launch.address.empty() && launch.port != 0)
-    fail(concat(show("port", launch.port), " has no address"));
+  refuse_if(!launch.secret.empty() && launch.secret != kNoSecret &&
+                launch.secret.size() < kShortestSecret,
+            launch, "the job's secret (",
+            launch.origin.count("secret") ? launch.origin.at("secret") : "given in code", ") has ",
+            launch.secret.size(), " characters and can be guessed; give at least ", kShortestSecret,
+            ", for example of `openssl rand -hex 16`");
+  refuse_if(launch.port < 0 || launch.port > 65535, launch, port, " is not between 1 and 65535");
+  refuse_if(!launch.address.empty() && launch.port == 0, launch, "the address '", launch.address,
+            "' has no port");
+  refuse_if(launch.address.empty() && launch.port != 0, launch, port, " has no address");
   validate_hosts(launch);
 }
 
