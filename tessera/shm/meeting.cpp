@@ -122,6 +122,32 @@ void rethrow_failure(const std::string& text) {
                    what.empty() ? "shm: another rank failed" : what.substr(1));
 }
 
+/// True if each rank can have a CPU of its own, given the CPUs that each may use.
+bool each_has_a_core(const std::vector<std::vector<int>>& cpus) {
+  // A matching of ranks and CPUs by augmenting paths.
+  std::map<int, int> owners;
+  std::set<int> tried;
+  const std::function<bool(int)> seat = [&](int rank) {
+    const auto& own = cpus[rank];
+    const auto free = std::ranges::find_if(own, [&](int cpu) { return !owners.contains(cpu); });
+    if (free != own.end()) {
+      owners[*free] = rank;
+      return true;
+    }
+    for (const int cpu : own) {
+      if (!tried.insert(cpu).second || !seat(owners[cpu])) continue;
+      owners[cpu] = rank;
+      return true;
+    }
+    return false;
+  };
+  for (std::size_t r = 0; r < cpus.size(); ++r) {
+    tried.clear();
+    if (!seat(static_cast<int>(r))) return false;
+  }
+  return true;
+}
+
 class Meeting {
  public:
   Meeting(int rank, int size, const Directory& directory, const Options& options)
@@ -439,31 +465,6 @@ ChosenStores Meeting::fastest_stores(Core& core) const {
 }
 
 }  // namespace
-
-bool each_has_a_core(const std::vector<std::vector<int>>& cpus) {
-  // A matching of ranks and CPUs by augmenting paths.
-  std::map<int, int> owners;
-  std::set<int> tried;
-  const std::function<bool(int)> seat = [&](int rank) {
-    const auto& own = cpus[rank];
-    const auto free = std::ranges::find_if(own, [&](int cpu) { return !owners.contains(cpu); });
-    if (free != own.end()) {
-      owners[*free] = rank;
-      return true;
-    }
-    for (const int cpu : own) {
-      if (!tried.insert(cpu).second || !seat(owners[cpu])) continue;
-      owners[cpu] = rank;
-      return true;
-    }
-    return false;
-  };
-  for (std::size_t r = 0; r < cpus.size(); ++r) {
-    tried.clear();
-    if (!seat(static_cast<int>(r))) return false;
-  }
-  return true;
-}
 
 std::shared_ptr<Core> meet(int rank, int size, const Directory& directory, const Options& options) {
   require_rank(rank, size);

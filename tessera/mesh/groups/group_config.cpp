@@ -215,8 +215,7 @@ std::vector<std::string> ProcessGroupConfig::closeness() const {
       };
       const auto leaves = leaf_groups(item.node.name);
       if (same_names(children(item.node.name))) {
-        order.clear();
-        for (const auto& name : named) order.push_back(find(name));
+        order = mapped(named, [&](const std::string& name) { return find(name); });
       } else if (same_names(leaves)) {
         names.insert(names.end(), named.begin(), named.end());
         continue;

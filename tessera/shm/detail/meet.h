@@ -28,7 +28,4 @@ std::shared_ptr<Core> meet(int rank, int size, const Directory& directory, const
 /// One end for each of `size` ranks that are threads of this process.
 std::vector<std::shared_ptr<Core>> meet_threads(int size, const Options& options);
 
-/// True if each rank can have a CPU of its own, given the CPUs that each may use.
-bool each_has_a_core(const std::vector<std::vector<int>>& cpus);
-
 }  // namespace tessera::shm::detail

@@ -421,11 +421,9 @@ void HostLinks::all_to_all_far(HostCall& call, const std::vector<Counts>& rows) 
     copy_range(packed, at_packed, input, begin_in[rank], input_counts[rank]);
     at_packed += input_counts[rank];
   }
-  Counts sent_by_mate, awaited_by_mate;
-  for (const auto& row : rows) {
-    sent_by_mate.push_back(far_sum(row, 0));
-    awaited_by_mate.push_back(far_sum(row, index(map_.size())));
-  }
+  const auto sent_by_mate = mapped(rows, [&](const Counts& row) { return far_sum(row, 0); });
+  const auto awaited_by_mate =
+      mapped(rows, [&](const Counts& row) { return far_sum(row, index(map_.size())); });
   at::Tensor gathered, dealt;
   if (leads()) gathered = scratch_bytes(total_of(sent_by_mate));
   near_rooted(call, &Transport::gather, gathered, packed, sent_by_mate);

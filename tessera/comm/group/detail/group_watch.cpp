@@ -131,8 +131,7 @@ void GroupWatch::fail(const std::string& call, std::uint64_t sequence,
                    "ocket closed", "pair", "remote", "rank 0, which serves it, has ended"})) {
     // The failure is not a peer's: the others must not wait for a call that this rank could not
     // make.
-    const auto reason = concat(numbered(call, sequence), " failed there: ", text);
-    announce(reason);
+    announce(concat(numbered(call, sequence), " failed there: ", text));
     throw CommError("group '", group_, "', ", numbered(call, sequence), " on rank ", rank_, ": ",
                     text);
   }
