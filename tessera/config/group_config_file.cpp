@@ -38,8 +38,7 @@ void read_nested(Fields& fields, const std::string& parent, NodeList& nodes) {
 
 NodeList read_flat(Fields& fields, const Json& tree) {
   if (!tree.is_object())
-    fields.fail("tree",
-                concat("must map nodes to lists of children, but is ", detail::shown(tree)));
+    fields.fail("tree", "must map nodes to lists of children, but is ", detail::shown(tree));
   Fields edges(tree, fields.where("tree"));
   NodeList nodes;
   std::set<std::string> parents, children;

@@ -90,12 +90,11 @@ std::vector<int> parse_rank_file(const std::string& text, const Topology& topolo
     const auto begin = line.find_first_not_of(" \t\r");
     if (begin == std::string::npos) continue;
     line = line.substr(begin, line.find_last_not_of(" \t\r") - begin + 1);
-    const auto fail = [&](const std::string& why) {
-      return ConfigFileError(concat(source, ":", number, ": ", why));
+    const auto fail = [&](const auto&... why) {
+      return ConfigFileError(source, ":", number, ": ", why...);
     };
     const auto known = [&](const std::string& host) {
-      if (!first.contains(host))
-        throw fail(concat("host '", printable(host), "' is not in the topology"));
+      if (!first.contains(host)) throw fail("host '", printable(host), "' is not in the topology");
     };
     const auto entry = parse_rank_line(line);
     const bool has_rank = entry.has_value();
@@ -107,18 +106,16 @@ std::vector<int> parse_rank_file(const std::string& text, const Topology& topolo
     if (has_rank) {
       known(entry->host);
       if (entry->slot >= devices[entry->host])
-        throw fail(concat("slot ", entry->slot, " of host '", entry->host, "', which has ",
-                          devices[entry->host], " devices"));
+        throw fail("slot ", entry->slot, " of host '", entry->host, "', which has ",
+                   devices[entry->host], " devices");
       if (!by_rank.emplace(entry->rank, first[entry->host] + entry->slot).second)
-        throw fail(concat("rank ", entry->rank, " is duplicated"));
+        throw fail("rank ", entry->rank, " is duplicated");
     } else {
       if (line.find_first_of(" \t=") != std::string::npos)
-        throw fail(
-            concat("'", printable(line), "' is neither \"rank N=host slot=M\" nor a host's name"));
+        throw fail("'", printable(line), "' is neither \"rank N=host slot=M\" nor a host's name");
       known(line);
       if (used[line] == devices[line])
-        throw fail(
-            concat("host '", line, "' is named more often than it has devices, ", devices[line]));
+        throw fail("host '", line, "' is named more often than it has devices, ", devices[line]);
       by_rank.emplace(lines - 1, first[line] + used[line]++);
     }
   }

@@ -27,8 +27,8 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
   TextReader in(conf);
   std::string line, whole;
   int number = 0, began = 0;
-  const auto fail = [&](const std::string& why) -> ConfigFileError {
-    return ConfigFileError(concat(source, ":", began, ": ", why));
+  const auto fail = [&](const auto&... why) {
+    return ConfigFileError(source, ":", began, ": ", why...);
   };
   const auto handle = [&](std::string text) {
     text = text.substr(0, text.find('#'));
@@ -36,23 +36,22 @@ std::vector<ConfSwitch> parse_conf(const std::string& conf, const std::string& s
     std::map<std::string, std::string> values;
     for (std::string word; words >> word;) {
       const auto equals = word.find('=');
-      if (equals == std::string::npos)
-        throw fail(concat("'", printable(word), "' is not Key=value"));
+      if (equals == std::string::npos) throw fail("'", printable(word), "' is not Key=value");
       std::string key = word.substr(0, equals);
       std::ranges::transform(key, key.begin(), to_lower);
       if (key != "switchname" && key != "switches" && key != "nodes" && key != "linkspeed")
-        throw fail(concat("'", printable(word.substr(0, equals)),
-                          "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes "
-                          "and LinkSpeed"));
+        throw fail("'", printable(word.substr(0, equals)),
+                   "' is unknown; a line of the tree plugin has SwitchName, Switches, Nodes "
+                   "and LinkSpeed");
       if (!values.emplace(key, word.substr(equals + 1)).second)
-        throw fail(concat("'", word.substr(0, equals), "' is duplicated"));
+        throw fail("'", word.substr(0, equals), "' is duplicated");
     }
     if (values.empty()) return;
     if (!values.contains("switchname")) throw fail("SwitchName is missing");
     if (const auto fault = name_fault(values["switchname"]))
-      throw fail(concat("the SwitchName '", printable(values["switchname"]), "' ", *fault));
+      throw fail("the SwitchName '", printable(values["switchname"]), "' ", *fault);
     if (!values.contains("switches") && !values.contains("nodes"))
-      throw fail(concat("switch '", values["switchname"], "' has neither Switches nor Nodes"));
+      throw fail("switch '", values["switchname"], "' has neither Switches nor Nodes");
     try {
       const auto below = [&](const char* key) {
         return values.contains(key) ? expand_node_list(values[key]) : std::vector<std::string>{};

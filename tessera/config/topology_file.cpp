@@ -26,8 +26,7 @@ double quantity(Fields& fields, const std::string& field, double otherwise, bool
   if (!value) return otherwise;
   if (value->is_number()) return value->get<double>();
   if (!value->is_string())
-    fields.fail(field,
-                concat("must be a number or a text with a unit, but is ", detail::shown(*value)));
+    fields.fail(field, "must be a number or a text with a unit, but is ", detail::shown(*value));
   const auto text = value->get<std::string>();
   return bytes ? detail::parse_bytes(text, fields.where(field))
                : detail::parse_seconds(text, fields.where(field));
@@ -51,8 +50,8 @@ class Names {
   int find(const std::string& name, const Fields& fields, const std::string& field) const {
     const auto at = places_.find(name);
     if (at != places_.end()) return at->second;
-    fields.fail(field, concat("names '", printable(name), "', which does not exist; there are ",
-                              list(keys_of(places_))));
+    fields.fail(field, "names '", printable(name), "', which does not exist; there are ",
+                list(keys_of(places_)));
   }
 
  private:
@@ -130,7 +129,7 @@ Topology parse_topology(const std::string& text, FileFormat format, const std::s
     LinkClass link = read_link(entry, {entry.required_text("name"), 1e-6, 50e9, false});
     link.shared = entry.boolean("shared").value_or(false);
     for (const LinkClass& known : links)
-      if (known.name == link.name) entry.fail("name", concat("'", link.name, "' is listed twice"));
+      if (known.name == link.name) entry.fail("name", "'", link.name, "' is listed twice");
     links.push_back(std::move(link));
   });
   if (!links.empty()) topology.device_links = std::move(links);

@@ -32,16 +32,16 @@ class Limits {
   // `line`: 0 if it is not known.
   void value(int depth, int line) {
     if (depth > kDeepest)
-      fail(line, concat("nested deeper than ", kDeepest, " levels; an alias may contain itself"));
+      fail(line, "nested deeper than ", kDeepest, " levels; an alias may contain itself");
     if (++values_ > kMostValues)
-      fail(line,
-           concat("more than ", kMostValues, " values; aliases are counted wherever they stand"));
+      fail(line, "more than ", kMostValues, " values; aliases are counted wherever they stand");
   }
   void keys(std::size_t count, int line) const {
-    if (count > kMostKeys) fail(line, concat("an object with more than ", kMostKeys, " keys"));
+    if (count > kMostKeys) fail(line, "an object with more than ", kMostKeys, " keys");
   }
-  [[noreturn]] void fail(int line, const std::string& why) const {
-    throw ConfigFileError(source_, line > 0 ? concat(":", line) : "", ": ", why);
+  template <class... Why>
+  [[noreturn]] void fail(int line, const Why&... why) const {
+    throw ConfigFileError(source_, line > 0 ? concat(":", line) : "", ": ", why...);
   }
 
  private:
@@ -86,8 +86,7 @@ Json from_yaml(const YAML::Node& node, Limits& limits, int depth) {
         const YAML::Node& key = entry.first;
         if (!key.IsScalar()) limits.fail(line, "a key is not a plain name");
         if (object.contains(key.Scalar()))
-          limits.fail(key.Mark().line + 1,
-                      concat("the key '", printable(key.Scalar()), "' is duplicated"));
+          limits.fail(key.Mark().line + 1, "the key '", printable(key.Scalar()), "' is duplicated");
         object[key.Scalar()] = from_yaml(entry.second, limits, depth + 1);
       }
       return object;

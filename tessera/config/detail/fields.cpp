@@ -68,10 +68,6 @@ Fields::Fields(const Json& value, std::string where) : value_(value), where_(std
                           value.type_name());
 }
 
-void Fields::fail(const std::string& field, const std::string& why) const {
-  throw ConfigFileError(where(field), ": ", why);
-}
-
 const Json* Fields::raw(const std::string& field) {
   read_.insert(field);
   const auto at = value_.find(field);
@@ -81,7 +77,7 @@ const Json* Fields::raw(const std::string& field) {
 std::optional<std::string> Fields::text(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_string()) fail(field, concat("must be a text, but is ", shown(*value)));
+  if (!value->is_string()) fail(field, "must be a text, but is ", shown(*value));
   return value->get<std::string>();
 }
 
@@ -99,32 +95,31 @@ std::optional<std::int64_t> Fields::integer(const std::string& field, std::int64
       value->is_number_integer() &&
       !(value->is_number_unsigned() && value->get<std::uint64_t>() > std::uint64_t(INT64_MAX));
   if (!fits || value->get<std::int64_t>() < low || value->get<std::int64_t>() > high)
-    fail(field,
-         concat("must be a whole number from ", low, " to ", high, ", but is ", shown(*value)));
+    fail(field, "must be a whole number from ", low, " to ", high, ", but is ", shown(*value));
   return value->get<std::int64_t>();
 }
 
 std::optional<double> Fields::real(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_number()) fail(field, concat("must be a number, but is ", shown(*value)));
+  if (!value->is_number()) fail(field, "must be a number, but is ", shown(*value));
   return value->get<double>();
 }
 
 std::optional<bool> Fields::boolean(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_boolean()) fail(field, concat("must be true or false, but is ", shown(*value)));
+  if (!value->is_boolean()) fail(field, "must be true or false, but is ", shown(*value));
   return value->get<bool>();
 }
 
 std::optional<std::vector<std::string>> Fields::texts(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_array()) fail(field, concat("must be a list of texts, but is ", shown(*value)));
+  if (!value->is_array()) fail(field, "must be a list of texts, but is ", shown(*value));
   std::vector<std::string> items;
   for (const Json& item : *value) {
-    if (!item.is_string()) fail(field, concat("must be a list of texts, but holds ", shown(item)));
+    if (!item.is_string()) fail(field, "must be a list of texts, but holds ", shown(item));
     items.push_back(item.get<std::string>());
   }
   return items;
@@ -133,13 +128,12 @@ std::optional<std::vector<std::string>> Fields::texts(const std::string& field) 
 std::optional<std::vector<int>> Fields::integers(const std::string& field) {
   const Json* value = raw(field);
   if (!value) return std::nullopt;
-  if (!value->is_array())
-    fail(field, concat("must be a list of whole numbers, but is ", shown(*value)));
+  if (!value->is_array()) fail(field, "must be a list of whole numbers, but is ", shown(*value));
   std::vector<int> items;
   for (const Json& item : *value) {
     if (!item.is_number_integer() || item.get<std::int64_t>() < INT32_MIN ||
         item.get<std::int64_t>() > INT32_MAX)
-      fail(field, concat("must be a list of whole numbers, but holds ", shown(item)));
+      fail(field, "must be a list of whole numbers, but holds ", shown(item));
     items.push_back(item.get<int>());
   }
   return items;
@@ -154,10 +148,10 @@ std::optional<std::chrono::milliseconds> Fields::duration(const std::string& fie
   else if (value->is_string())
     ms = 1000 * parse_seconds(value->get<std::string>(), where(field));
   else
-    fail(field, concat("must be a duration such as \"30s\", but is ", shown(*value)));
+    fail(field, "must be a duration such as \"30s\", but is ", shown(*value));
   if (!(ms >= 1) || ms > static_cast<double>(kLongestLimit.count()))
-    fail(field, concat("must be a duration from 1 ms to 10 years (", kLongestLimit.count(),
-                       " ms), but is ", shown(*value)));
+    fail(field, "must be a duration from 1 ms to 10 years (", kLongestLimit.count(),
+         " ms), but is ", shown(*value));
   return std::chrono::milliseconds(std::llround(ms));
 }
 

@@ -11,6 +11,7 @@
 
 #include "tessera/base/text.h"
 #include "tessera/config/detail/document.h"
+#include "tessera/config/errors.h"
 
 namespace tessera::detail {
 
@@ -42,7 +43,7 @@ class Fields {
   void each(const std::string& field, Read&& read) {
     const Json* entries = raw(field);
     if (!entries) return;
-    if (!entries->is_array()) fail(field, concat("must be a list, but is ", shown(*entries)));
+    if (!entries->is_array()) fail(field, "must be a list, but is ", shown(*entries));
     int i = 0;
     for (const Json& entry : *entries) {
       Fields one(entry, concat(where(field), "[", i++, "]"));
@@ -53,7 +54,11 @@ class Fields {
 
   /// Throws ConfigFileError for a field that was not read. Call it last.
   void finish() const;
-  [[noreturn]] void fail(const std::string& field, const std::string& why) const;
+  /// Throws ConfigFileError; `why` joined follows the field's place.
+  template <class... Why>
+  [[noreturn]] void fail(const std::string& field, const Why&... why) const {
+    throw ConfigFileError(where(field), ": ", why...);
+  }
 
  private:
   const Json& value_;

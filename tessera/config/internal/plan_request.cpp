@@ -61,9 +61,8 @@ FamilyTraffic parse_one(const std::string& family, const std::string& text,
 std::vector<Axis> read_axes(Fields& fields, const std::string& field, const Json& value) {
   if (value.is_string()) return parse_axes(value.get<std::string>(), fields.where(field));
   if (!value.is_object())
-    fields.fail(field,
-                concat("must be a text such as \"data=8,model=4\" or names with sizes, but is ",
-                       detail::shown(value)));
+    fields.fail(field, "must be a text such as \"data=8,model=4\" or names with sizes, but is ",
+                detail::shown(value));
   Fields sizes(value, fields.where(field));
   std::vector<Axis> axes;
   for (const auto& [name, unused] : value.items()) {
