@@ -80,12 +80,12 @@ void read_torchrun(LaunchReader& in) {
   in.launch().job_id = *in.environment().get("TORCHELASTIC_RUN_ID");
   if (in.has("GROUP_WORLD_SIZE") && static_cast<unsigned long long>(in.launch().node_rank) >=
                                         in.number("GROUP_WORLD_SIZE", INT_MAX)) {
-    in.fail(concat(in.shown("GROUP_RANK"), " is not below ", in.shown("GROUP_WORLD_SIZE")));
+    in.fail(in.shown("GROUP_RANK"), " is not below ", in.shown("GROUP_WORLD_SIZE"));
   }
   if (in.has("TORCHELASTIC_USE_AGENT_STORE")) {
     const std::string value = in.text("TORCHELASTIC_USE_AGENT_STORE");
     if (value != "True" && value != "False")
-      in.fail(concat(in.shown("TORCHELASTIC_USE_AGENT_STORE"), " is neither True nor False"));
+      in.fail(in.shown("TORCHELASTIC_USE_AGENT_STORE"), " is neither True nor False");
     in.launch().agent_serves_store = value == "True";
     in.note("agent_serves_store", concat("TORCHELASTIC_USE_AGENT_STORE=", value));
   }
@@ -132,7 +132,7 @@ void read_jsm(LaunchReader& in) {
   try {
     text = read_whole_file(path);
   } catch (const FileError& error) {
-    in.fail(concat(in.shown("LSB_DJOB_RANKFILE"), ": the file cannot be read: ", error.what()));
+    in.fail(in.shown("LSB_DJOB_RANKFILE"), ": the file cannot be read: ", error.what());
   }
   TextReader words(text);
   std::set<std::string> known;
@@ -140,12 +140,12 @@ void read_jsm(LaunchReader& in) {
   words >> host;
   while (words >> host) {
     if (const auto fault = name_fault(host))
-      in.fail(concat(in.shown("LSB_DJOB_RANKFILE"), ": the host '", printable(host), "' ", *fault));
+      in.fail(in.shown("LSB_DJOB_RANKFILE"), ": the host '", printable(host), "' ", *fault);
     if (known.insert(host).second) launch.hosts.push_back(host);
   }
   if (launch.hosts.empty())
-    in.fail(concat(in.shown("LSB_DJOB_RANKFILE"),
-                   ": the file names no compute host (the first line is the launch node)"));
+    in.fail(in.shown("LSB_DJOB_RANKFILE"),
+            ": the file names no compute host (the first line is the launch node)");
   in.note("hosts", concat("LSB_DJOB_RANKFILE=", path));
 
   const int hosts = static_cast<int>(launch.hosts.size());
@@ -157,9 +157,9 @@ void read_jsm(LaunchReader& in) {
             concat("assumed equal on the ", hosts,
                    " hosts of LSB_DJOB_RANKFILE, as JSM_NAMESPACE_LOCAL_SIZE is not set"));
   } else if (!in.overrides().local_size) {
-    in.fail(concat("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"),
-                   " ranks cannot be divided evenly over the ", hosts, " hosts of ",
-                   in.shown("LSB_DJOB_RANKFILE"), "; give local_size in code"));
+    in.fail("JSM_NAMESPACE_LOCAL_SIZE is not set, and ", in.shown("JSM_NAMESPACE_SIZE"),
+            " ranks cannot be divided evenly over the ", hosts, " hosts of ",
+            in.shown("LSB_DJOB_RANKFILE"), "; give local_size in code");
   }
   launch.node_rank = -1;
   const std::string& me = in.environment().hostname;
@@ -211,9 +211,9 @@ std::string first_of_host_file(LaunchReader& in) {
   try {
     text = read_whole_file(path);
   } catch (const FileError& error) {
-    in.fail(concat(in.shown("SLURM_HOSTFILE"), ", whose first host is that of rank 0, cannot be ",
-                   "read here: ", error.what(), "; put it where all hosts see it, or set ",
-                   "MASTER_ADDR to that host"));
+    in.fail(in.shown("SLURM_HOSTFILE"), ", whose first host is that of rank 0, cannot be ",
+            "read here: ", error.what(), "; put it where all hosts see it, or set ",
+            "MASTER_ADDR to that host");
   }
   TextReader lines(text);
   for (std::string line; std::getline(lines, line);) {
@@ -223,7 +223,7 @@ std::string first_of_host_file(LaunchReader& in) {
     line = line.substr(begin, line.find_first_of("*\r", begin) - begin);
     return expand_node_list(line).front();
   }
-  in.fail(concat(in.shown("SLURM_HOSTFILE"), ": the file names no host"));
+  in.fail(in.shown("SLURM_HOSTFILE"), ": the file names no host");
 }
 
 // Where rank 0 runs. The nodes of a step are sorted by name, and every distribution of Slurm's
@@ -243,9 +243,9 @@ void slurm_address(LaunchReader& in, const std::string& nodes) {
   }
   const auto node = static_cast<std::size_t>(launch.node_rank);
   if (launch.rank == 0 && node < launch.hosts.size() && launch.hosts[node] != launch.address)
-    in.fail(concat("rank 0 runs on '", launch.hosts[node], "' and the others look for it on '",
-                   launch.address, "', the ", launch.origin.at("address"),
-                   "; set MASTER_ADDR to rank 0's host"));
+    in.fail("rank 0 runs on '", launch.hosts[node], "' and the others look for it on '",
+            launch.address, "', the ", launch.origin.at("address"),
+            "; set MASTER_ADDR to rank 0's host");
 }
 
 void read_slurm(LaunchReader& in) {
@@ -267,27 +267,26 @@ void read_slurm(LaunchReader& in) {
   in.note("ranks_per_host", concat("SLURM_STEP_TASKS_PER_NODE=", counts));
   if (in.has("SLURM_STEP_NUM_TASKS") && in.number("SLURM_STEP_NUM_TASKS", INT_MAX) !=
                                             static_cast<unsigned long long>(launch.world_size)) {
-    in.fail(concat(in.shown("SLURM_STEP_NUM_TASKS"), " contradicts ", in.shown(tasks)));
+    in.fail(in.shown("SLURM_STEP_NUM_TASKS"), " contradicts ", in.shown(tasks));
   }
   if (in.has("SLURM_STEP_NUM_NODES") &&
       in.number("SLURM_STEP_NUM_NODES", INT_MAX) != launch.hosts.size()) {
-    in.fail(concat(in.shown("SLURM_STEP_NUM_NODES"), " contradicts ",
-                   in.shown("SLURM_STEP_NODELIST"), ", which names ", launch.hosts.size(),
-                   " hosts"));
+    in.fail(in.shown("SLURM_STEP_NUM_NODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"),
+            ", which names ", launch.hosts.size(), " hosts");
   }
   // In a step this may still be the number of the whole job, so only a smaller one is a
   // contradiction.
   if (in.has("SLURM_NNODES") && in.number("SLURM_NNODES", INT_MAX) < launch.hosts.size()) {
-    in.fail(concat(in.shown("SLURM_NNODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"),
-                   ", which names ", launch.hosts.size(), " hosts"));
+    in.fail(in.shown("SLURM_NNODES"), " contradicts ", in.shown("SLURM_STEP_NODELIST"),
+            ", which names ", launch.hosts.size(), " hosts");
   }
   if (static_cast<std::size_t>(launch.node_rank) < launch.ranks_per_host.size()) {
     launch.local_size = launch.ranks_per_host[launch.node_rank];
     in.note("local_size",
             concat("entry ", launch.node_rank, " of SLURM_STEP_TASKS_PER_NODE=", counts));
   } else {
-    in.fail(concat(in.shown("SLURM_NODEID"), " is not below the number of entries in ",
-                   in.shown("SLURM_STEP_TASKS_PER_NODE")));
+    in.fail(in.shown("SLURM_NODEID"), " is not below the number of entries in ",
+            in.shown("SLURM_STEP_TASKS_PER_NODE"));
   }
   const unsigned long long job_number = in.number(job, largest_id);
   const unsigned long long step_number = in.has(step) ? in.number(step, largest_id) : 0;

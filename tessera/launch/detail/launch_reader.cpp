@@ -15,10 +15,6 @@ LaunchReader::LaunchReader(const Environment& environment, const LaunchOverrides
   launch_.launcher = std::move(family);
 }
 
-void LaunchReader::fail(const std::string& why) const {
-  throw ConfigurationError("launcher ", launch_.launcher, ": ", why);
-}
-
 std::string LaunchReader::shown(const std::string& name) const {
   const auto value = environment_.get(name);
   return value ? concat(name, "='", *value, "'") : concat(name, " is not set");
@@ -35,10 +31,9 @@ void LaunchReader::require(const std::vector<std::string>& names) const {
     const std::string name = origin.substr(0, origin.find('='));
     if (has(name) && std::ranges::find(names, name) == names.end()) set.push_back(shown(name));
   }
-  fail(concat("the environment is incomplete: not set are ", list(missing), ", while set are ",
-              list(set),
-              ". Unset these too if this process was not started by that launcher, or give rank "
-              "and world_size in code"));
+  fail("the environment is incomplete: not set are ", list(missing), ", while set are ", list(set),
+       ". Unset these too if this process was not started by that launcher, or give rank "
+       "and world_size in code");
 }
 
 std::string LaunchReader::first_set(const std::vector<std::string>& names) const {
@@ -50,15 +45,14 @@ std::string LaunchReader::first_set(const std::vector<std::string>& names) const
 std::string LaunchReader::text(const std::string& name) const {
   require({name});
   const std::string value = *environment_.get(name);
-  if (value.empty()) fail(concat(name, " is empty"));
+  if (value.empty()) fail(name, " is empty");
   return value;
 }
 
 unsigned long long LaunchReader::number(const std::string& name, unsigned long long limit) const {
   require({name});
   const auto value = parse_number(*environment_.get(name));
-  if (!value || *value > limit)
-    fail(concat(shown(name), " is not a whole number from 0 to ", limit));
+  if (!value || *value > limit) fail(shown(name), " is not a whole number from 0 to ", limit);
   return *value;
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/launch/launch.h"
 
 namespace tessera::detail {
@@ -37,7 +38,11 @@ class LaunchReader {
   void master();
   /// Does what master() does, but both are required if there are several ranks.
   void master_required();
-  [[noreturn]] void fail(const std::string& why) const;
+  /// Throws ConfigurationError; `why` joined follows the launcher's name.
+  template <class... Why>
+  [[noreturn]] void fail(const Why&... why) const {
+    throw ConfigurationError("launcher ", launch_.launcher, ": ", why...);
+  }
 
  private:
   const Environment& environment_;
