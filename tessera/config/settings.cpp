@@ -167,7 +167,7 @@ struct Settings::Reader {
 
   void read(const Json& document, const std::string& at) const {
     for (const auto& [name, value] : document.items()) {
-      const std::string key = at.empty() ? name : concat(at, ".", name);
+      const std::string key = dotted(at, name);
       const auto found =
           std::ranges::find_if(of.settings_, [&](const Setting& s) { return s.key == key; });
       const bool section =

@@ -6,6 +6,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 #include "tessera/partition/partition.h"
 
@@ -77,10 +78,6 @@ struct Planner {
     return where;
   }
 };
-
-std::string within(const std::string& layer, const std::string& name) {
-  return layer.empty() ? name : concat(layer, ".", name);
-}
 
 std::int64_t elements_on(const TensorParallelPlan::Parameter& p, int axis, int rank) {
   std::int64_t n = 1;
@@ -179,7 +176,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
         if (!own_parameters.is_empty()) seen.push_back(layer);
         for (const auto& item : own_parameters) {
           const at::Tensor& t = item.value();
-          const std::string name = within(layer, item.key());
+          const std::string name = dotted(layer, item.key());
           const auto [sharding, itself] = patterns.find(layer, name);
           Parameter p{name, "", t.sizes().vec(), planner.whole(), {}};
           if (sharding) {
@@ -196,7 +193,7 @@ TensorParallelPlan::TensorParallelPlan(const torch::nn::Module& module, const De
           parameters_.push_back(std::move(p));
         }
         for (const auto& child : m.named_children())
-          visit(within(layer, child.key()), *child.value());
+          visit(dotted(layer, child.key()), *child.value());
       };
   visit("", module);
   if (!patterns.unused.empty())

@@ -74,6 +74,11 @@ TEST(Text, JoinsItems) {
             "rank 1 rank 2");
 }
 
+TEST(Name, StandsBehindThePathOfItsOwners) {
+  EXPECT_EQ(dotted("", "weight"), "weight");
+  EXPECT_EQ(dotted("net.0", "weight"), "net.0.weight");
+}
+
 TEST(Vector, IsMadeOfNumbersAndOfOtherRanges) {
   EXPECT_EQ(numbers_below(3), (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(numbers_below<std::int64_t>(0), std::vector<std::int64_t>());

@@ -24,6 +24,11 @@ inline std::string printable(std::string_view text, std::size_t limit = 200) {
   return shown;
 }
 
+/// "layer.weight" for a name within a path of names; the name alone where the path is empty.
+inline std::string dotted(const std::string& path, const std::string& name) {
+  return path.empty() ? name : path + '.' + name;
+}
+
 /// Says why a name cannot be used in a file or a message; nullopt if it can. Names that are empty,
 /// longer than 1024 bytes, or hold a blank or a control character are refused: they would write
 /// words or lines of their own. `spaces`: plain spaces are allowed, for names that are used in

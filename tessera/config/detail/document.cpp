@@ -174,8 +174,7 @@ std::map<std::string, int> lines_of(const std::string& text) {
       [&](const YAML::Node& node, const std::string& at) {
         if (!node.IsMap()) return;
         for (const auto& entry : node) {
-          const std::string key =
-              at.empty() ? entry.first.Scalar() : concat(at, ".", entry.first.Scalar());
+          const std::string key = dotted(at, entry.first.Scalar());
           lines[key] = entry.first.Mark().line + 1;
           visit(entry.second, key);
         }

@@ -4,6 +4,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include "tessera/base/internal/name.h"
 #include "tessera/base/text.h"
 
 namespace tessera::detail {
@@ -15,14 +16,10 @@ bool is_list(const torch::nn::Module& m) {
          m.as<torch::nn::ModuleDictImpl>();
 }
 
-std::string joined(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "." + name;
-}
-
 void add_default_units(const torch::nn::Module& module, const std::string& prefix,
                        std::set<std::string>& names) {
   for (const auto& child : module.named_children()) {
-    const std::string name = joined(prefix, child.key());
+    const std::string name = dotted(prefix, child.key());
     if (is_list(module)) {
       names.insert(name);
     } else {
@@ -36,7 +33,7 @@ void add_matched_units(const torch::nn::Module& module, const std::string& prefi
                        const std::vector<std::string>& patterns, std::set<std::string>& unused,
                        std::set<std::string>& names) {
   for (const auto& child : module.named_children()) {
-    const std::string name = joined(prefix, child.key());
+    const std::string name = dotted(prefix, child.key());
     std::vector<std::string> others;
     for (const std::string& pattern : patterns) {
       if (!matches(name, pattern)) {
