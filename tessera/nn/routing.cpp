@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "tessera/base/error.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/group/functional.h"
 #include "tessera/nn/detail/routes.h"
@@ -167,10 +168,8 @@ std::vector<std::int64_t> ranks_along(const Routes& routes, const Group& tokens)
   std::int64_t stride = 1;
   for (auto a = axes.rbegin(); *a != routes.axis; ++a)
     stride *= sizes[static_cast<std::size_t>(*a)].size;
-  std::vector<std::int64_t> all;
-  for (int q = 0; q < routes.ranks->size(); ++q)
-    all.push_back(tokens.rank() + (q - routes.ranks->rank()) * stride);
-  return all;
+  return mapped(numbers_below(routes.ranks->size()),
+                [&](int q) { return tokens.rank() + (q - routes.ranks->rank()) * stride; });
 }
 
 // How many tokens an expert takes.
@@ -208,8 +207,7 @@ void make_routes(Routes& routes, const at::Tensor& p, const RoutingOptions& opti
   routes.left_out = c10::sum_integers(counts.of) - c10::sum_integers(kept.of);
 
   const std::vector<std::int64_t> entries = leaving(expert, tokens, kept, all ? all->rank() : 0);
-  std::vector<std::int64_t> token;
-  for (const std::int64_t i : entries) token.push_back(i % tokens);
+  const auto token = mapped(entries, [&](std::int64_t i) { return i % tokens; });
   plan_exchange(routes, kept, all ? ranks_along(routes, *all) : std::vector<std::int64_t>{0},
                 routes.ranks ? routes.ranks->rank() : 0, p.device());
   routes.token = indices(token, p.device());

@@ -7,6 +7,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
@@ -374,16 +375,14 @@ struct UnitPlanner {
 
 // What all ranks must plan alike.
 std::string text_of(const FullyShardPlan& plan, const FullyShardOptions& options) {
-  std::vector<std::string> precisions;
-  for (const UnitPrecision& p : plan.precisions) precisions.push_back(precision_text(p));
-  std::string text =
-      concat("units ", list(plan.units), ", axes ", list(plan.axes), ", reshard_after_forward ",
-             plan.reshard, ", reshard_axes ", list(plan.kept_axes), ", prefetch ", options.prefetch,
-             ", coalesce_bytes ", options.coalesce_bytes, ", bucket_bytes ",
-             options.reducer.bucket_bytes, ", first_bucket_bytes ",
-             options.reducer.first_bucket_bytes, ", learn_order ", options.reducer.learn_order,
-             ", overlap ", options.reducer.overlap, ", precisions ", list(precisions), ", offload ",
-             plan.device ? concat("from ", plan.device->type()) : std::string("none"), "\n");
+  std::string text = concat(
+      "units ", list(plan.units), ", axes ", list(plan.axes), ", reshard_after_forward ",
+      plan.reshard, ", reshard_axes ", list(plan.kept_axes), ", prefetch ", options.prefetch,
+      ", coalesce_bytes ", options.coalesce_bytes, ", bucket_bytes ", options.reducer.bucket_bytes,
+      ", first_bucket_bytes ", options.reducer.first_bucket_bytes, ", learn_order ",
+      options.reducer.learn_order, ", overlap ", options.reducer.overlap, ", precisions ",
+      list(mapped(plan.precisions, precision_text)), ", offload ",
+      plan.device ? concat("from ", plan.device->type()) : std::string("none"), "\n");
   for (const Further& f : plan.further) text += concat(f.parameter.name, ": ", f.spec, "\n");
   return text;
 }

@@ -13,6 +13,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/hash.h"
 #include "tessera/base/host_lock.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/errors.h"
 #include "tessera/tensor/redistribution.h"
@@ -405,9 +406,7 @@ std::vector<at::Tensor> Tape::plain(const std::vector<std::size_t>& values, c10:
   Values all;
   // A parameter that another one took the place of was drawn too.
   for (const Step* step : steps_of(values, !std::exchange(drawn_, true))) run(*step, all, device);
-  std::vector<at::Tensor> made;
-  for (const std::size_t value : values) made.push_back(all.at(value).detach());
-  return made;
+  return mapped(values, [&](std::size_t value) { return all.at(value).detach(); });
 }
 
 std::uint64_t Tape::hash(std::size_t value) const {
