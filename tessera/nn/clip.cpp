@@ -102,8 +102,8 @@ struct Sums {
             ": clip after the backward that reduces it, outside no_sync()");
       }
       if (gradient.defined()) gradient = to_local(gradient);
-      const auto axes = numbers_below(
-          where.mesh_dims(), [&](int a) { return where.placements()[a].is_shard(); });
+      const auto axes =
+          numbers_below(where.mesh_dims(), [&](int a) { return where.placements()[a].is_shard(); });
       if (!axes.empty()) group = where.mesh().group(axes);
     }
     const double mine = gradient.defined() ? norm.of(gradient) : 0;

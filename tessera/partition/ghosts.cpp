@@ -63,9 +63,7 @@ std::vector<GhostRows> plan_ghosts(std::span<const std::vector<std::int64_t>> ow
     }
   }
   // One round: what each rank sends, as it arrives.
-  const auto round = [&](const auto& step) {
-    return carried(mapped(names, step));
-  };
+  const auto round = [&](const auto& step) { return carried(mapped(names, step)); };
   std::vector<std::string> problems(owned.size());
   const auto claimed = round([&](int r) { return all[r].claims(); });
   const auto asked = round([&](int r) { return all[r].questions(); });

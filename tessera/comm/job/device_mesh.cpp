@@ -69,9 +69,7 @@ Group DeviceMesh::group(const std::vector<int>& axes) const {
   return state_->groups.emplace(std::move(key), made).first->second;
 }
 
-Group DeviceMesh::all() const {
-  return group(numbers_below(state_->mesh.dims()));
-}
+Group DeviceMesh::all() const { return group(numbers_below(state_->mesh.dims())); }
 
 bool DeviceMesh::operator==(const DeviceMesh& other) const {
   return state_ == other.state_ ||

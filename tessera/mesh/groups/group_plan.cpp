@@ -58,8 +58,8 @@ GroupFamily orthogonal_family(const ProcessGroupConfig& config, const Mesh& mesh
   const auto mine = mesh.group(inside, first), around = mesh.group(scope, first);
   for (int axis : inside) {
     if (std::ranges::find(scope, axis) != scope.end()) continue;
-    auto outside = filtered(
-        mine, [&](int rank) { return std::ranges::find(around, rank) == around.end(); });
+    auto outside =
+        filtered(mine, [&](int rank) { return std::ranges::find(around, rank) == around.end(); });
     // axes of size 1: no rank is outside, but the scope is still no ancestor
     if (outside.empty()) outside = mine;
     throw OrthogonalityError(

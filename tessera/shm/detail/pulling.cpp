@@ -75,8 +75,8 @@ bool Pull::noted(Core& core, std::size_t bytes) {
 
 std::vector<int> Pull::missing(const Core& core) const {
   if (!taken_) return Op::missing(core);
-  return numbers_below(
-      ranks_, [&](int r) { return serves(r) && !core.is_done(r, first + steps - 1); });
+  return numbers_below(ranks_,
+                       [&](int r) { return serves(r) && !core.is_done(r, first + steps - 1); });
 }
 
 bool Pull::others_are_done(Core& core) {
