@@ -34,10 +34,10 @@ struct Rows {
       dims.push_back(d);
       inner.push_back(d);
       count *= static_cast<double>(x.spec.shape()[d]);
+      sharded |= x.spec.is_sharded(d);
     }
     // If no row is divided among ranks, a weight that is sharded is gathered rather than dividing
     // the rows.
-    for (int d = free; d < n; ++d) sharded |= x.spec.is_sharded(d);
     data = sharded ? all_labels(n) : first_dims_free(n, free);
     if (!sharded) inner.assign(inner.size(), kUnsharded);
     statistics = x.spec.shape();
@@ -138,8 +138,7 @@ Plan layer_norm_backward(const OpCall& call) {
     const at::Tensor sums =
         total(at::stack({at::sum(g, dims, true), at::sum(g * normal, dims, true)})) / count;
     const at::Tensor dx = (g - sums[0] - normal * sums[1]) * rstd;
-    Shape rows;
-    for (int d = 0; d < free; ++d) rows.push_back(d);
+    const Shape rows = numbers_below<std::int64_t>(free);
     const auto of_weight = weight.defined() ? a[5].toTensor().scalar_type() : x.scalar_type();
     const auto over_rows = [&](const at::Tensor& t) {
       return (free == 0 ? t : at::sum(t, rows)).view(inner).to(of_weight);

@@ -61,8 +61,7 @@ bool mean_of_sum(Stack* stack, bool of_dims) {
   Shape dims;
   if (of_dims && !a[1].isNone()) dims = a[1].toIntVector();
   const std::int64_t n = self.dim();
-  if (dims.empty())
-    for (std::int64_t d = 0; d < n; ++d) dims.push_back(d);
+  if (dims.empty()) dims = numbers_below(n);
   double elements = 1;
   bool sharded = false;
   for (const std::int64_t d : dims) {
@@ -113,8 +112,7 @@ at::Tensor nansum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keep
 std::tuple<at::Tensor, at::Tensor> aminmax(const at::Tensor& self, std::optional<std::int64_t> dim,
                                            bool keepdim) {
   if (dim) return {self.amin(*dim, keepdim), self.amax(*dim, keepdim)};
-  std::vector<std::int64_t> all;
-  for (std::int64_t d = 0; d < self.dim(); ++d) all.push_back(d);
+  const Shape all = numbers_below(self.dim());
   return {self.amin(all, keepdim), self.amax(all, keepdim)};
 }
 

@@ -188,11 +188,10 @@ at::Tensor matmul_of_shards(const at::Tensor& a, const at::Tensor& b) {
     }
     return s;
   };
-  Indices la, lb, lo;
-  const at::Tensor x = prepare(a, b, la), y = prepare(b, a, lb);
   // A batch dim of size 1 on one side alone, which the other does not have, is in the result; so is
   // every other one.
-  for (std::int64_t l = 0; l < batches; ++l) lo.push_back(l);
+  Indices la, lb, lo = numbers_below(batches);
+  const at::Tensor x = prepare(a, b, la), y = prepare(b, a, lb);
   if (a.dim() > 1) la.push_back(batches), lo.push_back(batches);
   la.push_back(batches + 1);
   lb.push_back(batches + 1);

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/comm/job/internal/failures.h"
 #include "tessera/ops/matmul/detail/contract.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
@@ -147,18 +148,11 @@ Gathered gather(const at::Tensor& x, const ShardSpec& to) {
 at::Tensor gradient_of_weight(const at::Tensor& gy, const at::Tensor& x, bool transposed) {
   const std::int64_t n = x.dim();
   if (n == 2) return transposed ? at::mm(x.t(), gy) : at::mm(gy.t(), x);
-  std::vector<std::int64_t> of_g, of_x;
-  for (std::int64_t d = 0; d + 1 < n; ++d) of_g.push_back(d), of_x.push_back(d);
-  of_g.push_back(n);
-  of_x.push_back(n - 1);
+  const auto of_x = numbers_below(n);
+  auto of_g = of_x;
+  of_g.back() = n;
   return transposed ? contract(x, gy, of_x, of_g, {n - 1, n})
                     : contract(gy, x, of_g, of_x, {n, n - 1});
-}
-
-at::Tensor gradient_of_bias(const at::Tensor& gy) {
-  std::vector<std::int64_t> rows;
-  for (std::int64_t d = 0; d + 1 < gy.dim(); ++d) rows.push_back(d);
-  return gy.sum(rows);
 }
 
 // A weight [out, in] as linear() takes it, or, transposed, [in, out] as matmul() does.
@@ -215,7 +209,7 @@ struct LinearOfGathered : torch::autograd::Function<LinearOfGathered> {
         if (keeps) shared->backward = std::move(whole);
       }
       if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(3))
-        result[3] = gradient_of_bias(gy);
+        result[3] = gy.sum(numbers_below(gy.dim() - 1));
     }
     if (keeps && ++shared->done >= shared->layers) {
       shared->backward.reset();

@@ -272,9 +272,7 @@ Plan solve(const LabelProblem& p) {
 }
 
 Labels all_labels(std::int64_t n) {
-  Labels labels;
-  for (std::int64_t i = 0; i < n; ++i) labels.push_back(static_cast<int>(i));
-  return labels;
+  return numbers_below(static_cast<int>(std::max<std::int64_t>(n, 0)));
 }
 
 int normal_dim(std::int64_t dim, std::int64_t dims) {

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "tessera/base/host_lock.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/layout.h"

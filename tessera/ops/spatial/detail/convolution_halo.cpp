@@ -13,8 +13,8 @@ namespace {
 
 // The gradient of a bias: everything but channels is summed.
 at::Tensor bias_gradient(const at::Tensor& gradient) {
-  std::vector<std::int64_t> dims{0};
-  for (std::int64_t d = 2; d < gradient.dim(); ++d) dims.push_back(d);
+  auto dims = numbers_below(gradient.dim());
+  dims.erase(dims.begin() + 1);
   return gradient.sum(dims);
 }
 
