@@ -320,8 +320,7 @@ at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, cons
   check(q, k, v, dims);
   detail::LocalNeighborhood where{
       dims, {}, {}, {}, scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))))};
-  for (std::size_t d = 0; d < dims.size(); ++d)
-    where.extents.push_back(q.size(static_cast<std::int64_t>(d) + 1));
+  where.extents = q.sizes().slice(1, dims.size()).vec();
   if (is_sharded(q) || is_sharded(k) || is_sharded(v)) return on_shards(q, k, v, std::move(where));
   for (const std::int64_t extent : where.extents) where.queries.push_back({0, extent});
   where.keys = where.queries;

@@ -107,12 +107,10 @@ void compute(const Round& round, const Tensors& held, const Tensors& sums, const
     const auto blocks = round.blocks(keys);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
       const Block& block = blocks[i];
+      const Run rows{block.keys.begin - keys.begin, block.keys.size(), block.keys.begin,
+                     block.run.row};
       const auto of_block = [&](const Tensors& all) {
-        Tensors part;
-        for (const at::Tensor& t : all)
-          part.push_back(of_run(t, {block.keys.begin - keys.begin, block.keys.size(),
-                                    block.keys.begin, block.run.row}));
-        return part;
+        return mapped(all, [&](const at::Tensor& t) { return of_run(t, rows); });
       };
       body(of_block(held), block.keys, block.run, of_block(sums));
       after(static_cast<std::int64_t>(i) + 1, static_cast<std::int64_t>(blocks.size()));

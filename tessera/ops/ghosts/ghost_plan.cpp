@@ -60,9 +60,7 @@ IdsByRank carried_by(const Group& group, const IdsByRank& sent) {
 
 void prepare_messages(GhostState& state) {
   const auto pieces_of = [](const std::vector<GhostRows::Peer>& peers) {
-    std::vector<PeerPiece> pieces;
-    for (const GhostRows::Peer& peer : peers) pieces.push_back({peer.rank, {peer.rows}});
-    return pieces;
+    return mapped(peers, [](const auto& peer) { return PeerPiece{peer.rank, {peer.rows}}; });
   };
   state.in_order = std::ranges::is_sorted(state.rows.received);
   state.peers =

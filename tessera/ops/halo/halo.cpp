@@ -247,10 +247,9 @@ Halo::Halo(const ShardSpec& field, std::vector<Edge> edges, NeededBox needed, Ha
   for (const HaloPiece& piece : s.plan.receives)
     s.receive_counts[s.group_rank[piece.rank]] += volume(piece.source);
   const auto pieces = [&](const std::vector<HaloPiece>& all) {
-    std::vector<PeerPiece> of_peers;
-    for (const HaloPiece& piece : all)
-      of_peers.push_back({s.group_rank[piece.rank], shape_of(piece.source)});
-    return of_peers;
+    return mapped(all, [&](const HaloPiece& piece) {
+      return PeerPiece{s.group_rank[piece.rank], shape_of(piece.source)};
+    });
   };
   s.peers = std::make_shared<PeerExchange>(pieces(s.plan.sends), pieces(s.plan.receives));
 }
@@ -377,11 +376,8 @@ at::Tensor HaloValues::assemble(const Box& box) {
   std::vector<Part> side_by_side = parts;
   for (const Box& strip : zeros) side_by_side.push_back({nullptr, nullptr, nullptr, strip});
   if (const std::int64_t along = f.local.is_contiguous() ? joined_along(side_by_side, box) : -1;
-      along >= 0) {
-    std::vector<at::Tensor> all;
-    for (const Part& part : side_by_side) all.push_back(values(part));
-    return at::cat(all, along);
-  }
+      along >= 0)
+    return at::cat(mapped(side_by_side, values), along);
   at::Tensor result = at::empty(shape_of(box), f.local.options().memory_format(std::nullopt));
   for (const Box& strip : zeros) view_of(result, box, strip).zero_();
   for (const Part& part : parts) view_of(result, box, part.at).copy_(values(part));

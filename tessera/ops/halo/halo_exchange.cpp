@@ -67,15 +67,13 @@ Halo halo_of(const ShardSpec& field, const HaloWidths& widths, const HaloOptions
     key.push_back(static_cast<std::uint64_t>(w.edge));
   }
   return HaloCache::find_or_make(std::move(key), [&] {
-    std::vector<Edge> edges;
-    for (const HaloWidth& w : of_dim) edges.push_back(w.edge);
     const NeededBox needed = [of_dim, sharding = field.sharding()](int position) {
       Box box = sharding.box(position);
       for (std::size_t d = 0; d < box.size(); ++d)
         box[d] = {box[d].begin - of_dim[d].before, box[d].end + of_dim[d].after};
       return box;
     };
-    return Halo(field, std::move(edges), needed, options);
+    return Halo(field, mapped(of_dim, &HaloWidth::edge), needed, options);
   });
 }
 

@@ -183,13 +183,11 @@ Plan index_put(const OpCall& call) {
   Shape local = a.result;
   for (std::size_t i = 0; i < local.size(); ++i)
     if (a.result_labels[i] < kIndex) local[i] = spec.local_shape()[a.result_labels[i]];
-  std::vector<DimShard> parts;
-  for (const int d : a.dims) parts.push_back(part_of(spec, d));
+  const auto parts = mapped(a.dims, [&](int d) { return part_of(spec, d); });
   plan.local = [dims = a.dims, parts, local, at = a.at, count = a.broadcast.size()](
                    const OperatorHandle& op, Stack stack) {
-    std::vector<at::Tensor> given;
-    for (const int d : dims) given.push_back(stack[1].toListRef()[d].toTensor());
-    given = at::broadcast_tensors(given);
+    auto given = at::broadcast_tensors(
+        mapped(dims, [&](int d) { return stack[1].toListRef()[d].toTensor(); }));
     at::Tensor mine;
     for (std::size_t i = 0; i < dims.size(); ++i) {
       parts[i].check(given[i], "index_put", true);

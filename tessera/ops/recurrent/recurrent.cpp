@@ -119,9 +119,7 @@ using List = at::TensorList;
 
 // An LSTM has two states.
 std::vector<at::Tensor> sharded_as_samples(List states, const at::Tensor& input, int batch) {
-  std::vector<at::Tensor> all;
-  for (const at::Tensor& state : states) all.push_back(sharded_as_samples(state, input, batch));
-  return all;
+  return mapped(states, [&](const at::Tensor& t) { return sharded_as_samples(t, input, batch); });
 }
 
 std::int64_t cells(std::int64_t layers, bool bidirectional) {

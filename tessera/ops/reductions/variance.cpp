@@ -140,10 +140,9 @@ std::vector<at::Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& o
                                      std::optional<at::ScalarType> dtype) {
   TORCH_CHECK(!order.isBoolean() && !order.isComplex(), "_foreach_norm: the order is ",
               order.type(), ", and must be an integer or a float");
-  std::vector<at::Tensor> norms;
-  for (const at::Tensor& t : tensors)
-    norms.push_back(at::linalg_vector_norm(t, order, std::nullopt, false, dtype));
-  return norms;
+  return mapped(tensors, [&](const at::Tensor& t) {
+    return at::linalg_vector_norm(t, order, std::nullopt, false, dtype);
+  });
 }
 
 const AtStart registered([] {

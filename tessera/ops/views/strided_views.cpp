@@ -25,9 +25,7 @@ bool same_elements_in_place(Stack* stack) {
   const at::Tensor& self = asked[-1].toTensor();
   if (!meta_of(self)) return false;
   const auto integers = [](const c10::IValue& list_of) {
-    Shape all;
-    for (const c10::IValue& n : list_of.toListRef()) all.push_back(n.toInt());
-    return all;
+    return mapped(list_of.toListRef(), [](const c10::IValue& n) { return n.toInt(); });
   };
   const Shape size = integers(asked[0]), stride = integers(asked[1]);
   const auto from = asked[2].toOptional<std::int64_t>();

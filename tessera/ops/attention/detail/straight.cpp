@@ -141,10 +141,8 @@ void Courier::finish(const std::vector<at::Tensor>& part) {
 
 std::vector<at::Tensor> Courier::of_mine(const std::vector<at::Tensor>& all,
                                          const Interval& keys) const {
-  std::vector<at::Tensor> part;
-  for (const at::Tensor& t : all)
-    part.push_back(t.narrow(-2, keys.begin - round_.columns(round_.me).begin, keys.size()));
-  return part;
+  const std::int64_t first = keys.begin - round_.columns(round_.me).begin;
+  return mapped(all, [&](const at::Tensor& t) { return t.narrow(-2, first, keys.size()); });
 }
 
 void Courier::add_returned() {

@@ -64,9 +64,7 @@ Plan contract_rule(const OpCall& c) {
     throw InvalidArgument("a product of ", toString(c.tensor(0).dtype), " and ",
                           toString(c.tensor(1).dtype), ": convert one of them");
   const auto labels = [&](const char* name) {
-    Labels all;
-    for (const auto l : c.integers(name)) all.push_back(static_cast<int>(l));
-    return all;
+    return mapped(c.integers(name), [](std::int64_t l) { return static_cast<int>(l); });
   };
   LabelProblem p(c, {labels("of_a"), labels("of_b")}, {labels("of_result")});
   std::map<int, std::int64_t> extent;

@@ -428,8 +428,7 @@ Rule guarded(Rule rule) {
 }
 
 LocalFunction zeros_of(const Plan& plan, at::ScalarType (*of_others)(const Stack&)) {
-  std::vector<Shape> shapes;
-  for (const Plan::Output& out : plan.outputs) shapes.push_back(out.spec.local_shape());
+  const auto shapes = mapped(plan.outputs, [](const auto& out) { return out.spec.local_shape(); });
   return [shapes, of_others](const OperatorHandle&, Stack a) {
     const at::TensorOptions first = a[0].toTensor().options();
     Stack results;

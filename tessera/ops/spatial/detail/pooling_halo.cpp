@@ -137,8 +137,7 @@ std::pair<at::Tensor, at::Tensor> PoolHalo::largest(const at::Tensor& x) const {
   if (volume(out_) == 0)
     return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
   const at::Tensor in = values.assemble(halo_.needed());
-  Box of_array;
-  for (const PoolDim& d : dims_) of_array.push_back({0, d.extent});
+  const Box of_array = mapped(dims_, [](const PoolDim& d) { return Interval{0, d.extent}; });
   if (!dims_[0].adaptive) {
     const Regular r(dims_, out_, halo_.needed());
     const at::Tensor all = r.filled(in, halo_.needed(), neutral(x.scalar_type(), false));
@@ -179,8 +178,7 @@ at::Tensor PoolHalo::largest_backward(const at::Tensor& gradient, const at::Tens
   const Box& box = halo_.needed();
   at::Tensor of_box = at::zeros(shape_of(box), gradient.options());
   if (volume(out_) > 0) {
-    Box array;
-    for (const PoolDim& d : dims_) array.push_back({0, d.extent});
+    const Box array = mapped(dims_, [](const PoolDim& d) { return Interval{0, d.extent}; });
     const auto first = static_cast<std::int64_t>(lead());
     const Box to = spatial(box, lead());
     // Those that the forward gave are in the box; others, which a caller has made up, are moved
