@@ -343,13 +343,10 @@ ShardSpec gathered_spec(const at::Tensor& local, const DeviceMesh& mesh,
   std::vector<std::int64_t> shape(dims);
   ShardSizes sizes;
   for (std::size_t d = 0; d < dims; ++d) {
-    std::vector<int> axes;
-    for (std::size_t a = 0; a < placements.size(); ++a) {
-      if (placements[a].is_shard() &&
-          (placements[a].dim == static_cast<int>(d) ||
-           placements[a].dim + static_cast<int>(dims) == static_cast<int>(d)))
-        axes.push_back(static_cast<int>(a));
-    }
+    const auto axes = detail::axes_where(placements, [&](const Placement& p) {
+      const int from_first = p.dim < 0 ? p.dim + static_cast<int>(dims) : p.dim;
+      return p.is_shard() && from_first == static_cast<int>(d);
+    });
     Sizes of_part(layout.group_size(axes), -1);
     for (std::size_t position = 0; position < shapes.size(); ++position) {
       std::int64_t& size = of_part[layout.group_rank(axes, layout.ranks()[position])];

@@ -58,10 +58,9 @@ std::string described(const DocumentLengths& lengths, const PackedAttentionOptio
 // The ranks that compute with the same rows: those with others need not wait for them.
 Group sharing_rows(const at::Tensor& t) {
   const ShardSpec of = spec(t);
-  std::vector<int> axes;
-  for (int a = 0; a < of.mesh().mesh().dims(); ++a)
-    if (t.dim() != 4 || !of.placements()[a].is_shard(0)) axes.push_back(a);
-  return of.mesh().group(axes);
+  return of.mesh().group(axes_where(of.placements(), [&](const Placement& p) {
+    return t.dim() != 4 || !p.is_shard(0);
+  }));
 }
 
 // Row by row and document by document.

@@ -16,6 +16,7 @@
 #include "tessera/ops/ghosts/detail/ghost_state.h"
 #include "tessera/partition/internal/division.h"
 #include "tessera/tensor/shard_tensor.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 
 namespace tessera {
 namespace {
@@ -58,11 +59,8 @@ std::vector<double> measured_here(const OwnedRows& rows, const at::Tensor& place
 
 // The axes of the mesh on which the rows are sharded, or the others.
 std::vector<int> axes_of_rows(const OwnedRows& rows, bool sharded = true) {
-  std::vector<int> axes;
-  const auto placements = rows.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a)
-    if (placements[a].is_shard() == sharded) axes.push_back(static_cast<int>(a));
-  return axes;
+  return detail::axes_where(rows.placements(),
+                            [&](const Placement& p) { return p.is_shard() == sharded; });
 }
 
 // The parts that have most of each rank's rows take part in who becomes which rank: so many.

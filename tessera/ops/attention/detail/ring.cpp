@@ -129,9 +129,7 @@ namespace {
 /// How the first of the specs that shards dim d over the axes of the placements shards it.
 const DimSharding* first_that_fits(int d, const std::vector<const ShardSpec*>& all,
                                    const std::vector<Placement>& placements) {
-  std::vector<int> wanted;
-  for (int a = 0; a < static_cast<int>(placements.size()); ++a)
-    if (placements[a].is_shard(d)) wanted.push_back(a);
+  const auto wanted = axes_where(placements, [&](const Placement& p) { return p.is_shard(d); });
   for (const ShardSpec* s : all)
     if (s->dim(d).axes == wanted) return &s->dim(d);
   return nullptr;
@@ -263,8 +261,7 @@ std::shared_ptr<Ring> plan_ring(const ShardSpec& of_q, const ShardSpec& of_k, co
     ring->repeat = q.shape()[n - 3] / k.shape()[n - 3];
   const auto groups = groups_of(q, k, v, ring->repeat);
   const auto [of_query, of_key, key_gradient] = place_all(q, k, v, groups.has_value());
-  for (int a = 0; a < q.mesh_dims(); ++a)
-    if (of_key[a].is_shard(sequence)) ring->axes.push_back(a);
+  ring->axes = axes_where(of_key, [&](const Placement& p) { return p.is_shard(sequence); });
   const auto& context = ring->context;
   std::vector<const DimSharding*> query_parts(n), key_parts(n);
   for (int d = 0; d < n; ++d) {

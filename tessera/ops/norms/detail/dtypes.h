@@ -54,12 +54,8 @@ inline void require_norm_dtypes(const OpCall& call, const TensorInfo& x) {
 
 /// The axes that divide among ranks what is normalized together: dims from `first` on.
 inline std::vector<int> axes_within(const ShardSpec& x, int first) {
-  std::vector<int> axes;
-  for (int a = 0; a < x.mesh_dims(); ++a) {
-    const Placement& p = x.placements()[a];
-    if (p.is_shard() && p.dim >= first) axes.push_back(a);
-  }
-  return axes;
+  return axes_where(x.placements(),
+                    [&](const Placement& p) { return p.is_shard() && p.dim >= first; });
 }
 
 }  // namespace tessera::detail

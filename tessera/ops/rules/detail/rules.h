@@ -221,14 +221,8 @@ inline std::vector<int> axes_that_shard(const ShardSpec& spec, int dim) {
 /// Returns the axes on which `out` would be Partial, and makes it replicated there, because the
 /// local function reduces over them itself.
 inline std::vector<int> reduce_inside(Plan::Output& out) {
-  std::vector<int> axes;
-  auto placements = out.spec.placements();
-  for (std::size_t a = 0; a < placements.size(); ++a) {
-    if (!placements[a].is_partial()) continue;
-    axes.push_back(static_cast<int>(a));
-    placements[a] = Replicate();
-  }
-  out.spec = out.spec.with_placements(placements);
+  auto axes = axes_where(out.spec.placements(), [](const auto& p) { return p.is_partial(); });
+  out.spec = without_partial(out.spec);
   return axes;
 }
 

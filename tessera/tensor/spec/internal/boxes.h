@@ -34,6 +34,15 @@ inline at::Tensor local_slice(at::Tensor t, const ShardSpec& spec) {
   return t;
 }
 
+/// The mesh axes whose placement is one for which `holds` is true.
+template <class Holds>
+std::vector<int> axes_where(const std::vector<Placement>& placements, const Holds& holds) {
+  std::vector<int> axes;
+  for (std::size_t a = 0; a < placements.size(); ++a)
+    if (holds(placements[a])) axes.push_back(static_cast<int>(a));
+  return axes;
+}
+
 /// The spec with Replicate in place of Partial.
 inline ShardSpec without_partial(const ShardSpec& spec) {
   auto placements = spec.placements();
