@@ -128,10 +128,8 @@ Plan largest_backward(const OpCall& call) {
 
 struct Divisor {
   explicit Divisor(const OpCall& call)
-      : count_padding(call.argument("count_include_pad") >= 0 && call.boolean("count_include_pad")),
-        fixed(call.argument("divisor_override") >= 0 && call.has("divisor_override")
-                  ? call.integer("divisor_override")
-                  : 0) {}
+      : count_padding(call.has("count_include_pad") && call.boolean("count_include_pad")),
+        fixed(call.has("divisor_override") ? call.integer("divisor_override") : 0) {}
   bool count_padding;
   std::int64_t fixed;
 };

@@ -115,7 +115,8 @@ Interval PoolDim::inside(std::int64_t o) const {
   return {std::max<std::int64_t>(begin, 0), std::min(begin + window.kernel, extent)};
 }
 
-std::int64_t PoolDim::padded_count(std::int64_t o) const {
+std::int64_t PoolDim::count(std::int64_t o, bool padded) const {
+  if (adaptive || !padded) return inside(o).size();
   const std::int64_t begin = o * window.stride - window.padding;
   return std::min(begin + window.kernel, extent + window.padding) - begin;
 }
@@ -195,13 +196,11 @@ std::int64_t PoolHalo::divisor(bool count_padding, std::int64_t given) const {
   std::int64_t all = given;
   for (std::size_t i = 0; i < dims_.size() && given == 0; ++i) {
     const PoolDim& d = dims_[i];
-    const auto count = [&](std::int64_t o) {
-      return count_padding ? d.padded_count(o) : d.inside(o).size();
-    };
     const Interval& outputs = out_[lead() + i];
+    const std::int64_t first = d.count(outputs.begin, count_padding);
     for (std::int64_t o = outputs.begin; o < outputs.end; ++o)
-      if (count(o) != count(outputs.begin)) return 0;
-    all = std::max<std::int64_t>(all, 1) * count(outputs.begin);
+      if (d.count(o, count_padding) != first) return 0;
+    all = std::max<std::int64_t>(all, 1) * first;
   }
   return all;
 }
@@ -212,9 +211,7 @@ at::Tensor PoolHalo::divided(const at::Tensor& t, bool count_padding) const {
     const Interval& outputs = out_[lead() + i];
     std::vector<double> counts;
     for (std::int64_t o = outputs.begin; o < outputs.end; ++o)
-      counts.push_back(static_cast<double>(count_padding && !dims_[i].adaptive
-                                               ? dims_[i].padded_count(o)
-                                               : dims_[i].inside(o).size()));
+      counts.push_back(static_cast<double>(dims_[i].count(o, count_padding)));
     const at::Tensor by = at::tensor(counts, at::kDouble).to(t.options(), /*non_blocking=*/true);
     result = result.div(as_dim(by, static_cast<std::int64_t>(lead() + i), t.dim()));
   }

@@ -22,9 +22,9 @@ struct PoolDim {
   /// Without what is beyond the array. `out` is not empty.
   Interval inputs(Interval out) const;
   Interval inside(std::int64_t o) const;
-  /// For regular pooling without dilation: number of inputs and padding elements in a window, but
-  /// not beyond the padding.
-  std::int64_t padded_count(std::int64_t o) const;
+  /// Number of inputs in a window; `padded`: of regular pooling without dilation with padding
+  /// elements, but not beyond the padding.
+  std::int64_t count(std::int64_t o, bool padded) const;
 };
 
 class PoolHalo : FieldHalo {
