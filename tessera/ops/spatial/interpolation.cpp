@@ -11,29 +11,15 @@
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
 #include "tessera/ops/spatial/detail/interpolation_halo.h"
-#include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail::interpolation_rules {
 namespace {
 
-/// Of the result, whose dims are sharded as those of `x`.
-ShardSpec resampled_spec(const ShardSpec& x, const InterpolationCall& call) {
-  const int lead = x.dims() - call.op->inner;
-  std::vector<std::int64_t> shape = x.shape();
-  std::vector<std::pair<int, Partition>> parts;
-  for (int i = 0; i < call.op->inner; ++i) {
-    const int d = lead + i;
-    shape[d] = call.outputs[i];
-    if (x.is_sharded(d)) parts.emplace_back(d, resampled_partition(x.dim(d).partition, shape[d]));
-  }
-  return mapped_spec(x, shape, all_labels(x.dims()), false, parts);
-}
-
 /// The operator's gradient has matrices of its own for nearest neighbours.
 std::shared_ptr<const FieldMap> resampling(const at::Tensor& field, const InterpolationCall& call) {
-  const ShardSpec x = without_partial(spec(field)), y = resampled_spec(x, call);
+  const ShardSpec x = without_partial(spec(field)), y = resampled_spec(x, call.outputs);
   const int lead = x.dims() - call.op->inner;
   const std::vector<std::int64_t> inputs(x.shape().begin() + lead, x.shape().end());
   const auto there = interpolation_matrices(call, inputs, false);
@@ -86,7 +72,8 @@ at::Tensor rounded(const at::Tensor& x, const InterpolationCall& call,
                 local.options().memory_format(call.channels_last ? x.suggest_memory_format()
                                                                  : at::MemoryFormat::Contiguous));
   const at::Tensor y = plain(ordered.copy_(local));
-  return redistribute(from_local(y, resampled_spec(fields, call)), resampled_spec(lies, call));
+  return redistribute(from_local(y, resampled_spec(fields, call.outputs)),
+                      resampled_spec(lies, call.outputs));
 }
 
 struct Kernel final : c10::OperatorKernel {

@@ -13,7 +13,6 @@
 #include "tessera/ops/rules/detail/field_map.h"
 #include "tessera/ops/rules/detail/rules.h"
 #include "tessera/ops/rules/detail/windowed.h"
-#include "tessera/partition/internal/window_call.h"
 #include "tessera/tensor/dispatch/internal/kernels.h"
 #include "tessera/tensor/dispatch/internal/promote.h"
 #include "tessera/tensor/shard_tensor.h"
@@ -169,24 +168,21 @@ at::Tensor unpool(const char* name, const at::Tensor& self, const at::Tensor& in
                           " and shape ", given.sizes(), " for values of shape ", field.sizes(),
                           ": they are int64, one per value");
   ShardSpec x = without_partial(spec(field));
-  Shape shape = x.shape();
-  std::vector<std::pair<int, Partition>> parts;
-  for (int i = 0; i < inner; ++i) {
-    const int d = lead + i;
-    shape[d] = output_size[i].expect_int();
-    if (shape[d] < 1 || x.shape()[d] < 1)
-      throw InvalidArgument(name, " of a tensor of shape ", field.sizes(), " to ", shape[d],
+  Shape sizes;
+  for (int d = lead; d < n; ++d) {
+    sizes.push_back(output_size[d - lead].expect_int());
+    if (sizes.back() < 1 || x.shape()[d] < 1)
+      throw InvalidArgument(name, " of a tensor of shape ", field.sizes(), " to ", sizes.back(),
                             " in dim ", d, ": sizes are at least 1");
-    if (x.is_sharded(d)) parts.emplace_back(d, resampled_partition(x.dim(d).partition, shape[d]));
   }
-  const ShardSpec y = mapped_spec(x, shape, all_labels(n), false, parts);
+  const ShardSpec y = resampled_spec(x, sizes);
   const at::Tensor places = laid_out(name, "indices", given.detach(), x);
   const auto unpooling = std::make_shared<Unpooling>(name, x, y, inner, fresh_meta(places).local);
   // libtorch's gradient reaches every value, also one that another has replaced; its own derivative
   // is the sum over all.
   return apply(name, field,
                std::make_shared<FieldMap>(FieldMap{
-                   x, y, suggested_strides(field, x.shape()), suggested_strides(field, shape),
+                   x, y, suggested_strides(field, x.shape()), suggested_strides(field, y.shape()),
                    [unpooling](const at::Tensor& local) { return unpooling->put(local, false); },
                    [unpooling](const at::Tensor& gradient) { return unpooling->fetch(gradient); },
                    [unpooling](const at::Tensor& local) { return unpooling->put(local, true); }}));

@@ -4,6 +4,7 @@
 #include <c10/core/MemoryFormat.h>
 
 #include "tessera/ops/rules/detail/rules.h"
+#include "tessera/partition/internal/window_call.h"
 #include "tessera/partition/interval.h"
 #include "tessera/tensor/spec/internal/boxes.h"
 
@@ -49,6 +50,17 @@ inline Partition scaled(const Partition& parts, std::int64_t by) {
 /// whole unit. in_units({5, 1, 6}, 4) -> {1, 1, 1}.
 inline Partition in_units(const Partition& parts, std::int64_t by) {
   return with_boundaries(parts, [by](std::int64_t end) { return (end + by / 2) / by; });
+}
+
+/// The spec of a field of another resolution, whose last dims have these sizes and are sharded as
+/// those of `x`, by resampled_partition().
+inline ShardSpec resampled_spec(const ShardSpec& x, const std::vector<std::int64_t>& sizes) {
+  std::vector<std::int64_t> shape = x.shape();
+  std::ranges::copy(sizes, shape.end() - std::ssize(sizes));
+  std::vector<std::pair<int, Partition>> parts;
+  for (int d = x.dims() - static_cast<int>(sizes.size()); d < x.dims(); ++d)
+    if (x.is_sharded(d)) parts.emplace_back(d, resampled_partition(x.dim(d).partition, shape[d]));
+  return mapped_spec(x, shape, all_labels(x.dims()), false, parts);
 }
 
 /// True if libtorch treats the tensor as channels_last. One with one spatial dim is computed as
