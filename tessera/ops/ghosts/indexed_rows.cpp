@@ -317,9 +317,7 @@ bool fill_rows(const char* op, const OpInfo& info, torch::jit::Stack* stack) {
 
 bool scatter_value(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
-  const at::Tensor x = a.tensor(0), index = a.tensor(2);
-  if (!same_but_rows(index, x)) return false;
-  return fill_rows("aten::scatter", info, stack);
+  return same_but_rows(a.tensor(2), a.tensor(0)) && fill_rows("aten::scatter", info, stack);
 }
 
 bool index_fill(const OpInfo& info, torch::jit::Stack* stack) {
@@ -329,8 +327,7 @@ bool index_fill(const OpInfo& info, torch::jit::Stack* stack) {
 bool gather(const OpInfo& info, torch::jit::Stack* stack) {
   const Given a{info, *stack};
   const at::Tensor x = a.tensor(0), index = a.tensor(2);
-  if (!same_but_rows(index, x)) return false;
-  if (!fit(x, a[1].toInt(), index)) return false;
+  if (!same_but_rows(index, x) || !fit(x, a[1].toInt(), index)) return false;
   const RowPlanPtr plan = row_plan("aten::gather", index, meta_of(x)->spec().dim(0));
   if (!plan) return false;
   return give(stack, info, selected("aten::gather", x, 0, index, *plan));

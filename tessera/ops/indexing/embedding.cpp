@@ -148,7 +148,7 @@ void scale_rows(const at::Tensor& table, const at::Tensor& rows, double most, do
 
 // max_norm: the rows that are looked up are scaled in place.
 Plan renorm(const OpCall& call) {
-  const TensorInfo &weight = call.tensor(0), &indices = *call.find("indices");
+  const TensorInfo& weight = call.tensor(0);
   Plan plan;
   for (const TensorInfo& t : call.tensors()) plan.inputs.emplace_back(replicated(t.spec));
   if (weight.spec.dims() != 2)
@@ -157,7 +157,6 @@ Plan renorm(const OpCall& call) {
   const ShardSpec table = without_partial(weight.spec);
   plan.inputs[0] = table;
   plan.outputs = {{table}};
-  plan.inputs[call.index_of(indices)] = replicated(indices.spec);
   if (!table.has_shard()) return plan;
   const OverRanks over_columns{context_of(table), axes_that_shard(table, 1), "embedding_renorm_"};
   plan.local = [part = part_of(table, 0), over_columns](const OperatorHandle& op, Stack a) {

@@ -214,9 +214,8 @@ Plan topk(const OpCall& call) {
   reduce_inside(plan.outputs[1]);
   if (!sharded) return plan;
   const ShardSpec& in = *plan.inputs[0];
-  std::vector<std::int64_t> candidates;
-  for (const auto size : in.dim(d).partition.sizes()) candidates.push_back(std::min(size, k));
-  const Partition parts(candidates);
+  const Partition parts(
+      mapped(in.dim(d).partition.sizes(), [&](std::int64_t size) { return std::min(size, k); }));
   shape[d] = parts.extent();
   const ShardSpec from = mapped_spec(in, shape, all_labels(n), false, {{d, parts}});
   plan.local = [from, to = with_unsharded_dims(from, {d}), d, k, begin = in.local_offset()[d]](

@@ -126,8 +126,7 @@ struct WithOne {
 ShardSpec with_dims(const ShardSpec& spec, const std::vector<std::pair<int, DimSharding>>& given) {
   if (given.empty()) return spec;
   auto placements = spec.placements();
-  std::vector<DimSharding> dims;
-  for (int d = 0; d < spec.dims(); ++d) dims.push_back(spec.dim(d));
+  auto dims = spec.sharding().dims();
   for (const auto& [d, sharding] : given) {
     for (const int axis : sharding.axes) placements[axis] = Shard(d);
     dims[d] = sharding;

@@ -78,9 +78,8 @@ Plan squeeze(const OpCall& call) {
   else
     for (int d = 0; d < n; ++d) gone.insert(d);
   std::erase_if(gone, [&](int d) { return d >= n || shape[d] != 1; });
-  std::vector<int> from;
-  for (int d = 0; d < n; ++d)
-    if (!gone.contains(d)) from.push_back(d);
+  auto from = all_labels(n);
+  std::erase_if(from, [&](int d) { return gone.contains(d); });
   Plan plan = by_dims(call, from, gone);
   // The local may have dims of size 1 that the global tensor does not have: name the dims. squeeze,
   // squeeze.dim and squeeze.dims become one.
@@ -176,9 +175,8 @@ bool select_row(Stack* stack) {
 Plan diagonal(const OpCall& call) {
   const int n = call.tensor(0).spec.dims();
   const int a = normal_dim(call.integer("dim1"), n), b = normal_dim(call.integer("dim2"), n);
-  std::vector<int> from;
-  for (int d = 0; d < n; ++d)
-    if (d != a && d != b) from.push_back(d);
+  auto from = all_labels(n);
+  std::erase_if(from, [&](int d) { return d == a || d == b; });
   from.push_back(-1);
   return by_dims(call, from, {a, b});
 }

@@ -194,9 +194,8 @@ RowPlanPtr known_plan(const char* op, KeptPlans& kept, const at::Tensor& tensor,
       refuse_changed(op, *found->plan, span_over(ids), *at);
     found->version = version;
   }
-  const RowPlanPtr plan = found->plan;
   to_front(kept.tensors, found);
-  return plan;
+  return kept.tensors.front().plan;
 }
 
 // By its values: each rank says which of the plans that it keeps are of its own indices.

@@ -248,11 +248,10 @@ Plan solve(const LabelProblem& p) {
   Plan plan;
   plan.linear = std::ranges::any_of(
       chosen, [](const Choice& c) { return c.kind == Choice::Kind::partial && c.input >= 0; });
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    std::vector<Placement> placements;
-    for (const Choice& c : chosen) placements.push_back(required(p, c, static_cast<int>(i)));
-    plan.inputs.push_back(spec_of(p.inputs[i], tensors[i].spec.shape(), std::move(placements)));
-  }
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    plan.inputs.push_back(spec_of(
+        p.inputs[i], tensors[i].spec.shape(),
+        mapped(chosen, [&](const Choice& c) { return required(p, c, static_cast<int>(i)); })));
   const auto* inferred = p.output_shapes.empty() ? p.call.outputs() : nullptr;
   if (p.output_shapes.empty() && !inferred && !p.call.in_place())
     throw ShardingError("the rule of ", p.call.name(), " does not know the shape of its result");
@@ -264,9 +263,8 @@ Plan solve(const LabelProblem& p) {
       continue;
     }
     const Shape& shape = inferred ? (*inferred)[o].shape : p.output_shapes[o];
-    std::vector<Placement> placements;
-    for (const Choice& c : chosen) placements.push_back(placed(p, c, o));
-    plan.outputs.push_back({spec_of(p.outputs[o], shape, std::move(placements))});
+    plan.outputs.push_back({spec_of(
+        p.outputs[o], shape, mapped(chosen, [&](const Choice& c) { return placed(p, c, o); }))});
   }
   return plan;
 }
@@ -314,9 +312,8 @@ bool all_summands_keep_type(const OpCall& call) {
 }
 
 std::set<int> first_dims(int n) {
-  std::set<int> dims;
-  for (int d = 0; d < n; ++d) dims.insert(d);
-  return dims;
+  const Labels dims = all_labels(n);
+  return {dims.begin(), dims.end()};
 }
 
 std::vector<at::Tensor> coordinates(at::Tensor positions, const Shape& sizes) {
