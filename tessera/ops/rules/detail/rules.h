@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
 #include <memory>
 #include <set>
 #include <type_traits>
@@ -240,21 +239,6 @@ struct OverRanks {
     return all;
   }
 };
-
-/// What a maximum of nothing is, or, if `least`, a minimum: no value of the dtype is beyond it.
-inline at::Scalar neutral(at::ScalarType type, bool least) {
-  if (at::isFloatingType(type)) {
-    constexpr double kInfinity = std::numeric_limits<double>::infinity();
-    return least ? kInfinity : -kInfinity;
-  }
-  if (type == at::kBool) return least;
-  if (type == at::kByte) return std::int64_t{least ? 255 : 0};
-  const std::int64_t most = type == at::kChar    ? std::numeric_limits<std::int8_t>::max()
-                            : type == at::kShort ? std::numeric_limits<std::int16_t>::max()
-                            : type == at::kInt   ? std::numeric_limits<std::int32_t>::max()
-                                                 : std::numeric_limits<std::int64_t>::max();
-  return least ? most : -most - 1;
-}
 
 /// `Tag` tells caches of one type of value apart.
 template <class Value, class Tag>

@@ -4,9 +4,11 @@
 // backward, and the specs of gradients.
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/Scalar.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -63,6 +65,21 @@ const ShardMeta& meta_or_throw(const at::Tensor& t);
 const ShardMeta& fresh_meta(const at::Tensor& t);
 /// The local of a sharded tensor, else the plain tensor: without history, sharing its memory.
 at::Tensor local_values(const at::Tensor& t);
+
+/// What a maximum of nothing is, or, if `least`, a minimum: no value of the dtype is beyond it.
+inline at::Scalar neutral(at::ScalarType type, bool least) {
+  if (at::isFloatingType(type)) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    return least ? kInfinity : -kInfinity;
+  }
+  if (type == at::kBool) return least;
+  if (type == at::kByte) return std::int64_t{least ? 255 : 0};
+  const std::int64_t most = type == at::kChar    ? std::numeric_limits<std::int8_t>::max()
+                            : type == at::kShort ? std::numeric_limits<std::int16_t>::max()
+                            : type == at::kInt   ? std::numeric_limits<std::int32_t>::max()
+                                                 : std::numeric_limits<std::int64_t>::max();
+  return least ? most : -most - 1;
+}
 
 template <class Value>
 struct Carried : torch::CustomClassHolder {

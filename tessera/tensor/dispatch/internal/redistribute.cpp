@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <limits>
 #include <numeric>
 #include <optional>
 
@@ -91,39 +90,13 @@ ReduceOp op_for(ReduceOp::Kind kind, at::ScalarType dtype) {
 }
 
 at::Scalar identity_of(ReduceOp::Kind kind, at::ScalarType dtype) {
-  const bool low = kind == ReduceOp::Kind::max;
-  switch (kind) {
-    case ReduceOp::Kind::product:
-      return 1;
-    case ReduceOp::Kind::min:
-    case ReduceOp::Kind::max:
-      if (at::isFloatingType(dtype))
-        return low ? -std::numeric_limits<double>::infinity()
-                   : std::numeric_limits<double>::infinity();
-      switch (dtype) {
-        case at::kBool:
-          return !low;
-        case at::kByte:
-          return low ? 0 : 255;
-        case at::kChar:
-          return low ? -128 : 127;
-        case at::kShort:
-          return low ? std::numeric_limits<std::int16_t>::lowest()
-                     : std::numeric_limits<std::int16_t>::max();
-        case at::kInt:
-          return low ? std::numeric_limits<std::int32_t>::lowest()
-                     : std::numeric_limits<std::int32_t>::max();
-        case at::kLong:
-          return low ? std::numeric_limits<std::int64_t>::lowest()
-                     : std::numeric_limits<std::int64_t>::max();
-        default:
-          throw InvalidArgument(
-              "a ", toString(dtype),
-              " tensor has no minimum or maximum, and cannot become partial by it");
-      }
-    default:
-      return no_summand(dtype);
-  }
+  if (kind == ReduceOp::Kind::product) return 1;
+  if (kind != ReduceOp::Kind::min && kind != ReduceOp::Kind::max) return no_summand(dtype);
+  if (!at::isFloatingType(dtype) &&
+      (!at::isIntegralType(dtype, true) || at::isBarebonesUnsignedType(dtype)))
+    throw InvalidArgument("a ", toString(dtype),
+                          " tensor has no minimum or maximum, and cannot become partial by it");
+  return neutral(dtype, kind == ReduceOp::Kind::min);
 }
 
 }  // namespace
