@@ -46,12 +46,8 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
 ShardSpec target_spec(const ShardSpec& from, const std::vector<Placement>& placements,
                       const ShardSizes& sizes) {
   ShardSizes all = sizes;
-  // Checks the placements, and makes negative dims non-negative.
-  const ShardSpec target(from.mesh(), from.shape(), placements, sizes);
-  for (int d = 0; d < from.dims(); ++d)
-    if (!sizes.contains(d) && !sizes.contains(d - from.dims()) && target.is_sharded(d) &&
-        target.dim(d).axes == from.dim(d).axes)
-      all[d] = from.dim(d).partition.sizes();
+  for (const auto& [d, kept] : from.with_placements(placements).sizes())
+    if (!sizes.contains(d - from.dims())) all.emplace(d, kept);
   return ShardSpec(from.mesh(), from.shape(), placements, all);
 }
 
