@@ -1,4 +1,4 @@
-#include "tessera/tensor/dispatch/detail/fast_kernels.h"
+#include "tessera/tensor/dispatch/detail/make_plan.h"
 
 #include <ATen/Operators.h>
 #include <ATen/core/boxing/impl/boxing.h>

@@ -14,12 +14,18 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tessera/tensor/dispatch/internal/dispatch.h"
 #include "tessera/tensor/dispatch/internal/plan_cache.h"
 #include "tessera/tensor/dispatch/rule.h"
+
+namespace torch {
+class Library;
+}  // namespace torch
 
 namespace tessera::detail {
 
@@ -58,5 +64,11 @@ LocalFunction with_finite_factors(const OpCall& call, const Plan& plan, LocalFun
 /// that what is plain stays plain, leaves the results on the stack, and returns true. Otherwise,
 /// and for every other operator, does nothing.
 bool run_plain_elements_apart(const OpInfo& info, torch::jit::Stack* stack);
+
+/// Registers unboxed kernels of `name` ("aten::add.Tensor"), of the operators that training calls
+/// most: they use the same plans, found without building a stack of boxed values. Returns false if
+/// it has none. `info` must outlive the registration.
+bool register_fast_kernels(const std::string& name, const std::shared_ptr<const OpInfo>& info,
+                           torch::Library& below, torch::Library& above);
 
 }  // namespace tessera::detail

@@ -12,7 +12,6 @@
 
 #include "tessera/base/host_lock.h"
 #include "tessera/base/text.h"
-#include "tessera/tensor/dispatch/detail/fast_kernels.h"
 #include "tessera/tensor/dispatch/detail/make_plan.h"
 #include "tessera/tensor/dispatch/detail/promote_view.h"
 #include "tessera/tensor/dispatch/internal/layout.h"
