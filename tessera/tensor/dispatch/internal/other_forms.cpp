@@ -18,17 +18,10 @@ using Copies = std::vector<std::shared_ptr<ViewCopy>>;
 // memory of their own.
 Copies copies_among(const OpInfo& info, const c10::IValue* arguments, bool written_only) {
   Copies copies;
-  const auto look = [&](const c10::IValue& v) {
-    if (!v.isTensor() || !v.toTensor().defined()) return;
-    if (const ShardMeta* meta = meta_of(v.toTensor()); meta && meta->copy)
-      copies.push_back(meta->copy);
-  };
-  for (std::size_t i = 0; i < info.kinds.size(); ++i) {
-    if (written_only && !info.written[i]) continue;
-    look(arguments[i]);
-    if (arguments[i].isTensorList())
-      for (const c10::IValue& v : arguments[i].toListRef()) look(v);
-  }
+  each_tensor(info, arguments, [&](const at::Tensor& t, int argument, int) {
+    const ShardMeta* meta = written_only && !info.written[argument] ? nullptr : meta_of(t);
+    if (meta && meta->copy) copies.push_back(meta->copy);
+  });
   return copies;
 }
 
