@@ -438,7 +438,7 @@ at::Tensor to_local(const at::Tensor& t, const std::optional<std::vector<Placeme
 }
 
 at::Tensor full_tensor(const at::Tensor& t, const std::optional<std::vector<Placement>>& gradient) {
-  const ShardSpec own = spec(t), whole = ShardSpec::replicated(own.mesh(), own.shape());
+  const ShardSpec own = spec(t), whole = detail::replicated(own);
   if (gradient) {
     for (const Placement& p : *gradient)
       if (p.is_shard())

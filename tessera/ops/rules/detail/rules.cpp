@@ -372,10 +372,6 @@ void register_rules(std::initializer_list<const char*> ops, const Rule& rule,
   for (const char* op : ops) register_rule(op, rule, options);
 }
 
-ShardSpec replicated(const ShardSpec& spec) {
-  return spec.with_placements(std::vector<Placement>(spec.placements().size()));
-}
-
 // ---- empty shards ----
 
 namespace {

@@ -157,8 +157,6 @@ Plan on_gathered(const OpCall& call);
 ShardSpec mapped_spec(const ShardSpec& like, const std::vector<std::int64_t>& shape,
                       const std::vector<int>& from, bool partial,
                       const std::vector<std::pair<int, Partition>>& parts = {});
-/// The spec with Replicate on every axis.
-ShardSpec replicated(const ShardSpec& spec);
 /// The spec with Replicate on every axis that shards one of `dims`.
 ShardSpec with_unsharded_dims(const ShardSpec& spec, const std::set<int>& dims);
 

@@ -11,6 +11,7 @@
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/mesh_context.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
@@ -119,7 +120,7 @@ bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
 std::vector<std::optional<ShardSpec>> gathered_inputs(const OpCall& call) {
   std::vector<std::optional<ShardSpec>> all;
   for (const TensorInfo& t : call.tensors())
-    all.emplace_back(ShardSpec::replicated(t.spec.mesh(), t.spec.shape()));
+    all.emplace_back(replicated(t.spec));
   return all;
 }
 

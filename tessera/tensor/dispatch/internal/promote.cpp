@@ -21,6 +21,7 @@
 #include "tessera/tensor/dispatch/internal/layout.h"
 #include "tessera/tensor/dispatch/internal/redistribute.h"
 #include "tessera/tensor/errors.h"
+#include "tessera/tensor/spec/internal/boxes.h"
 #include "tessera/tensor/spec/internal/rank_state.h"
 
 namespace tessera::detail {
@@ -216,10 +217,9 @@ struct Demote : torch::autograd::Function<Demote> {
     ctx->set_materialize_grads(false);
     // Backward runs on any thread of the engine.
     carry(ctx, context_of(meta.spec()), "mesh");
-    const ShardSpec whole =
-        meta.spec().with_placements(std::vector<Placement>(meta.spec().placements().size()));
     const LocalCallGuard guard;
-    const at::Tensor local = redistribute_local(on_device(meta), meta.spec(), whole);
+    const at::Tensor local =
+        redistribute_local(on_device(meta), meta.spec(), replicated(meta.spec()));
     return local.is_same(meta.local) ? local.detach() : local;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {

@@ -52,4 +52,9 @@ inline ShardSpec without_partial(const ShardSpec& spec) {
   return spec.with_placements(placements);
 }
 
+/// The spec with Replicate on every axis.
+inline ShardSpec replicated(const ShardSpec& spec) {
+  return spec.with_placements(std::vector<Placement>(spec.placements().size()));
+}
+
 }  // namespace tessera::detail
