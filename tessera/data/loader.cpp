@@ -17,7 +17,6 @@
 #include "tessera/base/hash.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
-#include "tessera/data/detail/graph_batch.h"
 #include "tessera/data/detail/loader_state.h"
 #include "tessera/data/detail/read_batch.h"
 #include "tessera/data/detail/workers.h"

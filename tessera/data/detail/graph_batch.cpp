@@ -1,4 +1,4 @@
-#include "tessera/data/detail/graph_batch.h"
+#include "tessera/data/detail/read_batch.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>

@@ -10,7 +10,6 @@
 #include <exception>
 
 #include "tessera/base/text.h"
-#include "tessera/data/detail/graph_batch.h"
 #include "tessera/tensor/shard_tensor.h"
 
 namespace tessera::detail {
