@@ -217,6 +217,18 @@ Options lbfgs_options(LBFGSOptions& o) {
           {"history_size", &o.history_size()}};
 }
 
+// The tensors that it keeps, by name.
+std::vector<std::pair<std::string, at::Tensor*>> lbfgs_tensors(LBFGSParamState& kept) {
+  std::vector<std::pair<std::string, at::Tensor*>> all = {
+      {"d", &kept.d()}, {"H_diag", &kept.H_diag()}, {"prev_flat_grad", &kept.prev_flat_grad()}};
+  for (std::size_t i = 0; i < kept.ro().size(); ++i) {
+    all.emplace_back(concat("old_dirs.", i), &kept.old_dirs()[i]);
+    all.emplace_back(concat("old_stps.", i), &kept.old_stps()[i]);
+    all.emplace_back(concat("ro.", i), &kept.ro()[i]);
+  }
+  return all;
+}
+
 void add_lbfgs(CheckpointState& state, const std::string& prefix,
                torch::optim::Optimizer& optimizer, const std::vector<Named>& parameters,
                const HandShards& shards) {
@@ -231,23 +243,14 @@ void add_lbfgs(CheckpointState& state, const std::string& prefix,
   const auto found = optimizer.state().find(parameters.at(0).parameter.unsafeGetTensorImpl());
   state.set_integer(prefix + "begun", found != optimizer.state().end());
   if (found == optimizer.state().end()) return;
-  const auto& kept = static_cast<const LBFGSParamState&>(*found->second);
+  auto& kept = static_cast<LBFGSParamState&>(*found->second);
   state.set_integer(prefix + "func_evals", kept.func_evals());
   state.set_integer(prefix + "n_iter", kept.n_iter());
   state.set_real(prefix + "t", kept.t());
   state.set_real(prefix + "prev_loss", kept.prev_loss());
-  const auto add = [&](const std::string& name, const at::Tensor& t) {
-    if (t.defined()) state.add(prefix + name, t);
-  };
-  add("d", kept.d());
-  add("H_diag", kept.H_diag());
-  add("prev_flat_grad", kept.prev_flat_grad());
   state.set_integer(prefix + "history", static_cast<std::int64_t>(kept.ro().size()));
-  for (std::size_t i = 0; i < kept.ro().size(); ++i) {
-    add(concat("old_dirs.", i), kept.old_dirs()[i]);
-    add(concat("old_stps.", i), kept.old_stps()[i]);
-    add(concat("ro.", i), kept.ro()[i]);
-  }
+  for (const auto& [name, t] : lbfgs_tensors(kept))
+    if (t->defined()) state.add(prefix + name, *t);
 }
 
 std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::string& prefix,
@@ -282,19 +285,11 @@ std::function<void()> read_lbfgs(const CheckpointReader& saved, const std::strin
     kept->n_iter(state.get_integer(prefix + "n_iter"));
     kept->t(state.get_real(prefix + "t"));
     kept->prev_loss(state.get_real(prefix + "prev_loss"));
-    const auto take = [&](const std::string& name) {
-      const auto found = fresh.find(name);
-      return found == fresh.end() ? at::Tensor() : found->second;
-    };
-    kept->d(take("d"));
-    kept->H_diag(take("H_diag"));
-    kept->prev_flat_grad(take("prev_flat_grad"));
-    const std::int64_t history = state.get_integer(prefix + "history");
-    for (std::int64_t i = 0; i < history; ++i) {
-      kept->old_dirs().push_back(take(concat("old_dirs.", i)));
-      kept->old_stps().push_back(take(concat("old_stps.", i)));
-      kept->ro().push_back(take(concat("ro.", i)));
-    }
+    const auto history = std::max<std::int64_t>(state.get_integer(prefix + "history"), 0);
+    for (auto* all : {&kept->old_dirs(), &kept->old_stps(), &kept->ro()})
+      all->resize(static_cast<std::size_t>(history));
+    for (const auto& [name, t] : lbfgs_tensors(*kept))
+      if (const auto found = fresh.find(name); found != fresh.end()) *t = found->second;
   }
   void* const key = parameters.at(0).parameter.unsafeGetTensorImpl();
   return [&optimizer, values, max_eval, search, kept, key] {
