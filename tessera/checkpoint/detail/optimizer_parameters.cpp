@@ -60,9 +60,7 @@ std::string found_of(const std::map<std::string, std::size_t>& there,
     }
     if (!known) wrong += concat(" '", printable(one.name), "' is here alone;");
   }
-  std::string found;
-  for (const auto& [name, group] : there) found += here.contains(name) ? '1' : '0';
-  return found;
+  return joined(there, "", [&](const auto& one) { return here.contains(one.first) ? '1' : '0'; });
 }
 
 }  // namespace
