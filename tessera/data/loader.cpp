@@ -15,6 +15,7 @@
 
 #include "tessera/base/deadline.h"
 #include "tessera/base/hash.h"
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/comm/agree/agree.h"
 #include "tessera/data/detail/loader_state.h"
@@ -24,20 +25,18 @@
 namespace tessera {
 
 BatchMapping batch_mapping(const Mesh& mesh, const std::vector<std::string>& batch_axes) {
-  std::vector<int> sizes, axes;
-  for (const Axis& axis : mesh.axes()) sizes.push_back(axis.size);
-  for (const std::string& name : batch_axes) axes.push_back(mesh.index(name));
-  return BatchMapping(sizes, {mesh.ranks().begin(), mesh.ranks().end()}, axes);
+  return BatchMapping(
+      mapped(mesh.axes(), &Axis::size), {mesh.ranks().begin(), mesh.ranks().end()},
+      mapped(batch_axes, [&](const std::string& name) { return mesh.index(name); }));
 }
 
 std::vector<at::Tensor> pad_collate(const std::vector<Sample>& samples, double fill) {
   if (samples.empty()) return {};
   std::vector<at::Tensor> batch;
-  std::vector<std::int64_t> lengths;
-  for (const Sample& s : samples) lengths.push_back(s.empty() ? 0 : s.front().size(0));
+  const auto lengths = mapped(
+      samples, [](const Sample& s) { return s.empty() ? std::int64_t{0} : s.front().size(0); });
   for (std::size_t t = 0; t < samples.front().size(); ++t) {
-    std::vector<at::Tensor> column;
-    for (const Sample& s : samples) column.push_back(s[t]);
+    const auto column = mapped(samples, [&](const Sample& s) { return s[t]; });
     batch.push_back(at::pad_sequence(column, /*batch_first=*/true, fill));
   }
   batch.push_back(at::tensor(lengths, at::kLong));

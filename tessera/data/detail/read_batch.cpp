@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "tessera/base/internal/vector.h"
 #include "tessera/base/text.h"
 #include "tessera/tensor/shard_tensor.h"
 
@@ -41,11 +42,8 @@ void require_alike(const Sample& sample, const Sample& first, const std::string&
 
 std::vector<at::Tensor> stacked(const std::vector<Sample>& samples) {
   std::vector<at::Tensor> batch;
-  for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t) {
-    std::vector<at::Tensor> column;
-    for (const Sample& sample : samples) column.push_back(sample[t]);
-    batch.push_back(at::stack(column));
-  }
+  for (std::size_t t = 0; !samples.empty() && t < samples.front().size(); ++t)
+    batch.push_back(at::stack(mapped(samples, [&](const Sample& s) { return s[t]; })));
   return batch;
 }
 
@@ -62,8 +60,7 @@ namespace {
 // Throws InvalidArgument for a sample that no dataset has: an order of the user's own may name
 // any.
 void check_samples(const BatchReader& reader, const std::vector<SampleRef>& refs) {
-  std::vector<std::uint64_t> sizes;
-  for (const auto& dataset : reader.datasets) sizes.push_back(dataset->size());
+  const auto sizes = mapped(reader.datasets, [](const auto& dataset) { return dataset->size(); });
   for (const SampleRef& ref : refs) {
     if (ref.dataset < 0 || ref.dataset >= static_cast<int>(sizes.size()))
       throw InvalidArgument("the order names dataset ", ref.dataset, ", the loader has ",
