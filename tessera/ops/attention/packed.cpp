@@ -58,9 +58,8 @@ std::string described(const DocumentLengths& lengths, const PackedAttentionOptio
 // The ranks that compute with the same rows: those with others need not wait for them.
 Group sharing_rows(const at::Tensor& t) {
   const ShardSpec of = spec(t);
-  return of.mesh().group(axes_where(of.placements(), [&](const Placement& p) {
-    return t.dim() != 4 || !p.is_shard(0);
-  }));
+  return of.mesh().group(axes_where(
+      of.placements(), [&](const Placement& p) { return t.dim() != 4 || !p.is_shard(0); }));
 }
 
 // Row by row and document by document.

@@ -119,8 +119,7 @@ bool numbers_may_fail(const OpInfo& info, const OpCall& call) {
 
 std::vector<std::optional<ShardSpec>> gathered_inputs(const OpCall& call) {
   std::vector<std::optional<ShardSpec>> all;
-  for (const TensorInfo& t : call.tensors())
-    all.emplace_back(replicated(t.spec));
+  for (const TensorInfo& t : call.tensors()) all.emplace_back(replicated(t.spec));
   return all;
 }
 
