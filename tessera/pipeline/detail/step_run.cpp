@@ -218,7 +218,7 @@ void StepRun::take_inputs(int s, int k, Flight& f) {
   for (std::size_t i = 0; i < came.size(); ++i) skipped_[{came[i], k}].value = given[own + i];
   given.resize(own);
   for (const int i : skips_to(s)) given.push_back(std::exchange(skipped_.at({i, k}).value, {}));
-  for (const Carried& one : given) {
+  for (const CarriedTensor& one : given) {
     f.inputs.push_back(one.value);
     f.wants.push_back(one.wants && facts_.training);
     f.shards.push_back(one.shards);

@@ -36,7 +36,7 @@ class StepRun : Pinned {
   const std::vector<std::optional<ActionSpan>>& spans() const { return spans_; }
 
  private:
-  using List = std::vector<Carried>;
+  using List = std::vector<CarriedTensor>;
 
   /// States of the generators of plain and of sharded tensors.
   struct Random {
@@ -63,7 +63,7 @@ class StepRun : Pinned {
   };
   /// A skip in a stage of this rank, or on its way to another one of this rank.
   struct Skipped {
-    Carried value;
+    CarriedTensor value;
     at::Tensor gradient;
   };
 

@@ -32,10 +32,10 @@ TensorSpec spec_of(const at::Tensor& tensor, bool wants) {
   return spec;
 }
 
-ListSpec spec_of(const std::vector<Carried>& list, const DeviceMesh& mesh,
+ListSpec spec_of(const std::vector<CarriedTensor>& list, const DeviceMesh& mesh,
                  const std::string& axis) {
   ListSpec spec;
-  for (const Carried& one : list) {
+  for (const CarriedTensor& one : list) {
     spec.push_back(spec_of(one.value, one.wants));
     if (one.shards) spec.back().shards = layout_of(one.shards, mesh, axis);
   }

@@ -15,7 +15,7 @@
 namespace tessera::detail {
 
 /// A tensor on its way forward.
-struct Carried {
+struct CarriedTensor {
   at::Tensor value;
   /// Whether a gradient comes back.
   bool wants = false;
@@ -55,7 +55,8 @@ using ListSpec = std::vector<TensorSpec>;
 /// sparse).
 TensorSpec spec_of(const at::Tensor& tensor, bool wants);
 /// `mesh`, `axis`: of the pipeline. Throws InvalidArgument as layout_of(), too.
-ListSpec spec_of(const std::vector<Carried>& list, const DeviceMesh& mesh, const std::string& axis);
+ListSpec spec_of(const std::vector<CarriedTensor>& list, const DeviceMesh& mesh,
+                 const std::string& axis);
 /// "float64 [3, 8], int64 [3]"; of sharded tensors the local shapes and how they lie.
 std::string to_string(const ListSpec& list);
 
