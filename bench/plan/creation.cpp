@@ -28,6 +28,8 @@ struct Counts {
   std::set<std::string> met;      // keys that the other ranks have counted themselves in
 };
 
+constexpr auto kPlans = "plans";  // in the keys by which all ranks compare their plans
+
 /// A HashStore that counts what one rank does. `others` ranks have been everywhere where all ranks
 /// count themselves.
 class CountingStore : public c10d::Store {
@@ -59,7 +61,8 @@ class CountingStore : public c10d::Store {
     count({}, {key});
     {
       const std::lock_guard lock(counts_->mutex);
-      if (counts_->met.insert(key).second) inner_->add(key, others_);
+      if (key.find(kPlans) != std::string::npos && counts_->met.insert(key).second)
+        inner_->add(key, others_);
     }
     return inner_->add(key, value);
   }
@@ -155,7 +158,7 @@ Cost cost_of(int axes, int rank) {
   cost.operations = counts->operations;
   // Over Gloo a rank connects to those whose addresses it reads.
   for (const auto& key : counts->read)
-    if (!counts->written.count(key) && key.find("plans") == std::string::npos) ++cost.peers;
+    if (!counts->written.count(key) && key.find(kPlans) == std::string::npos) ++cost.peers;
   return cost;
 }
 
