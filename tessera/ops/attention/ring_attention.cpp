@@ -326,6 +326,56 @@ struct RingGradient : torch::autograd::Function<RingGradient> {
   }
 };
 
+// The softmax of each query over the keys that it has met, and the values weighted by it: both
+// before they are divided by `sum`, and above the highest score so far.
+struct RunningSoftmax {
+  RunningSoftmax(const at::Tensor& queries, std::int64_t width)
+      : options(queries.options()), rows(queries.sizes().vec()), results(rows) {
+    rows.back() = 1;
+    results.back() = width;
+  }
+
+  void begin() {
+    if (top.defined()) return;
+    top = at::full(rows, least(), options);
+    sum = at::zeros(rows, options);
+    out = at::zeros(results, options);
+  }
+
+  // `scores`, which are lost, of the queries of `run` to keys that they have not met;
+  // `values_of(weights)` are those keys' values times `weights`.
+  template <class ValuesOf>
+  void add(at::Tensor scores, const Run& run, const ValuesOf& values_of) {
+    at::Tensor highest = scores.amax({-1}, true);
+    const bool first = !top.defined() && run.row < 0 && run.count == rows[rows.size() - 2];
+    if (!first) begin();
+    highest = first ? highest.clamp_min_(least()) : at::maximum(of_run(top, run), highest);
+    const at::Tensor e = scores.sub_(highest).exp_(), here = e.sum({-1}, true),
+                     values = values_of(e);
+    if (first) {
+      top = highest;
+      sum = here;
+      out = values;
+      return;
+    }
+    at::Tensor top_run = of_run(top, run), sum_run = of_run(sum, run), out_run = of_run(out, run);
+    const at::Tensor before = (top_run - highest).exp_();
+    at::addcmul_out(sum_run, here, sum_run, before);
+    at::addcmul_out(out_run, values, out_run, before);
+    top_run.copy_(highest);
+  }
+
+  // The highest score of queries that have met no key: of infinities the difference is no number.
+  double least() const {
+    return options.dtype() == at::kDouble ? std::numeric_limits<double>::lowest()
+                                          : std::numeric_limits<float>::lowest();
+  }
+
+  at::TensorOptions options;
+  Shape rows, results;
+  at::Tensor top, sum, out;
+};
+
 struct RingAttention : torch::autograd::Function<RingAttention> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
                             const at::Tensor& value, const std::optional<at::Tensor>& given_mask,
@@ -336,44 +386,18 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
                      bias = mask.defined() ? meta_of(mask)->local : at::Tensor();
     const Round round(*ring, at::toOpMathType(q.scalar_type()));
     const at::Tensor scaled = round.dealt({q.to(round.type).mul(ring->scale)})[0];
-    Shape rows = scaled.sizes().vec(), result = rows;
-    rows.back() = 1;
-    result.back() = ring->value.shape().back();
-    // The highest score of queries that have met no key: of infinities the difference is no number.
-    const double least = round.type == at::kDouble ? std::numeric_limits<double>::lowest()
-                                                   : std::numeric_limits<float>::lowest();
-    at::Tensor top, sum, out;
-    const auto begin = [&] {
-      if (top.defined()) return;
-      top = at::full(rows, least, scaled.options());
-      sum = at::zeros(rows, scaled.options());
-      out = at::zeros(result, scaled.options());
-    };
+    RunningSoftmax softmax(scaled, ring->value.shape().back());
     const std::vector<at::Tensor> own_keys = {meta_of(key)->local, meta_of(value)->local};
     go_round(round, own_keys, nullptr,
              [&](const Tensors& held, const Interval& keys, const Run& run, const Tensors&) {
-               at::Tensor s = round.scores(of_run(scaled, run), held[0], bias, keys, run);
-               at::Tensor highest = s.amax({-1}, true);
-               const bool first = !top.defined() && run.row < 0 && run.count == scaled.size(-2);
-               if (!first) begin();
-               highest = first ? highest.clamp_min_(least) : at::maximum(of_run(top, run), highest);
-               const at::Tensor e = s.sub_(highest).exp_(), here = e.sum({-1}, true),
-                                values = at::matmul(times(e, round.kept(e, keys, run)),
-                                                    repeated(held[1].to(round.type), ring->repeat));
-               if (first) {
-                 top = highest;
-                 sum = here;
-                 out = values;
-                 return;
-               }
-               at::Tensor top_run = of_run(top, run), sum_run = of_run(sum, run),
-                          out_run = of_run(out, run);
-               const at::Tensor before = (top_run - highest).exp_();
-               at::addcmul_out(sum_run, here, sum_run, before);
-               at::addcmul_out(out_run, values, out_run, before);
-               top_run.copy_(highest);
+               softmax.add(round.scores(of_run(scaled, run), held[0], bias, keys, run), run,
+                           [&](const at::Tensor& weights) {
+                             return at::matmul(times(weights, round.kept(weights, keys, run)),
+                                               repeated(held[1].to(round.type), ring->repeat));
+                           });
              });
-    begin();
+    softmax.begin();
+    at::Tensor &top = softmax.top, &sum = softmax.sum, out = softmax.out;
     // A query whose keys are all masked gives zeros.
     const at::Tensor none = sum.eq(0);
     sum.masked_fill_(none, 1);
