@@ -84,7 +84,10 @@ double upper_bound_of_median(std::vector<double> values) {
   return values.back();
 }
 
-Report::Report(std::string name, std::string out) : name_(std::move(name)), out_(std::move(out)) {
+Report::Report(std::string name, Output output, int rank)
+    : name_(std::move(name)), output_(std::move(output)) {
+  if (rank != 0) output_.file.clear();
+  if (!output_.only.empty()) only_ = std::regex(output_.only);
   meta("benchmark", name_);
   meta("cores", static_cast<std::int64_t>(std::thread::hardware_concurrency()));
 #if defined(__VERSION__)
@@ -103,11 +106,6 @@ void Report::meta(const std::string& key, const std::string& value) {
 
 void Report::meta(const std::string& key, std::int64_t value) {
   meta_.emplace_back(key, std::to_string(value));
-}
-
-void Report::only(const std::string& pattern, bool shared) {
-  if (!pattern.empty()) only_ = std::regex(pattern);
-  keep_ = only_ || shared;
 }
 
 bool Report::wants(const std::string& name) const {
@@ -158,7 +156,21 @@ void Report::bandwidth(const std::string& name, const Pairs& pairs, double bytes
   add(record);
 }
 
-void Report::add(Record record) { records_.push_back(std::move(record)); }
+void Report::value(const std::string& name, const std::string& metric, double value,
+                   const std::string& unit, std::optional<double> limit) {
+  add({name, metric, value, unit, "", {}, {}, {}, limit, !limit || value <= *limit});
+}
+
+void Report::beside(const std::string& name, const std::string& metric, double value,
+                    const std::string& unit, const std::string& reference, double reference_value,
+                    double limit) {
+  const double ratio = value / reference_value;
+  add({name, metric, value, unit, reference, reference_value, ratio, ratio, limit, ratio <= limit});
+}
+
+void Report::add(Record record) {
+  if (wants(record.name)) records_.push_back(std::move(record));
+}
 
 int Report::finish() const {
   if (records_.empty()) {
@@ -174,8 +186,8 @@ int Report::finish() const {
   };
   bool all = true;
   nlohmann::json file = nlohmann::json::array();
-  if (keep_) {
-    std::ifstream before(out_);
+  if (only_ || output_.shared) {
+    std::ifstream before(output_.file);
     if (before)
       for (auto& record : nlohmann::json::parse(before)) {
         const auto is_new = [&](const Record& r) { return r.name == record["case"]; };
@@ -205,10 +217,10 @@ int Report::finish() const {
                     {"holds", r.holds},
                     {"meta", meta}});
   }
-  if (!out_.empty()) {
-    std::ofstream stream(out_);
+  if (!output_.file.empty()) {
+    std::ofstream stream(output_.file);
     stream << file.dump(1) << "\n";
-    if (!stream) throw std::runtime_error("cannot write " + out_);
+    if (!stream) throw std::runtime_error("cannot write " + output_.file);
   }
   return all ? 0 : 1;
 }

@@ -2,7 +2,7 @@
 // What all benchmarks share: two ways of doing one thing timed in turn within one run, and records
 // of what came out.
 //
-//   Report report("comm", options.out);
+//   Report report("comm", output);
 //   auto pairs = alternate(31, ours, reference);                          // A B B A A B B A ...
 //   // holds if the upper 95 % bound of the median ratio is at most 1.03
 //   report.time("all_reduce 4 B mpi", pairs, "MPI_Allreduce", 1.03);
@@ -76,17 +76,33 @@ double median(std::vector<double> values);
 /// The upper bound of the median with confidence 0.95; see above.
 double upper_bound_of_median(std::vector<double> values);
 
+/// What every benchmark can be asked, by --out and --only.
+struct Output {
+  /// The path of the JSON file; empty: none is written.
+  std::string file = {};
+  /// A long benchmark in pieces: the cases whose name this regular expression (ECMAScript) finds;
+  /// empty: all. The file keeps its records of other cases.
+  std::string only = {};
+  /// The file is made by several programs: each keeps its records of other cases.
+  bool shared = false;
+};
+
+/// --out and --only of a CLI::App.
+template <class App>
+void add_output(App& app, Output& output) {
+  app.add_option("--out", output.file, "JSON file");
+  app.add_option("--only", output.only,
+                 "Only cases that this regular expression finds, as '4 B.*gloo'; the file keeps "
+                 "its other records");
+}
+
 class Report {
  public:
-  /// `out`: path of the JSON file; empty writes none. Meta data (machine, cores) is collected here,
-  /// more by meta().
-  Report(std::string name, std::string out);
+  /// Meta data (machine, cores) is collected here, more by meta(). Only rank 0 writes the file.
+  Report(std::string name, Output output, int rank = 0);
   void meta(const std::string& key, const std::string& value);
   void meta(const std::string& key, std::int64_t value);
-  /// A long benchmark in pieces: wants() is true of the cases whose name this regular expression
-  /// (ECMAScript) finds, empty: of all. With a pattern, or where the file is made by several
-  /// programs (`shared`), finish() keeps the file's records of other cases.
-  void only(const std::string& pattern, bool shared = false);
+  /// Whether the case is one of those asked for. Records of others are dropped.
   bool wants(const std::string& name) const;
 
   /// A time in microseconds beside the reference's; `limit` as ratio.
@@ -95,6 +111,13 @@ class Report {
   /// The same, shown as GB/s of `bytes` a call.
   void bandwidth(const std::string& name, const Pairs& pairs, double bytes,
                  const std::string& reference, double limit);
+  /// A value that must not exceed the limit, if there is one.
+  void value(const std::string& name, const std::string& metric, double value,
+             const std::string& unit, std::optional<double> limit);
+  /// A value beside a reference's; `limit` as ratio.
+  void beside(const std::string& name, const std::string& metric, double value,
+              const std::string& unit, const std::string& reference, double reference_value,
+              double limit);
   /// Any other.
   void add(Record record);
 
@@ -103,9 +126,9 @@ class Report {
   int finish() const;
 
  private:
-  std::string name_, out_;
+  std::string name_;
+  Output output_;
   std::optional<std::regex> only_;
-  bool keep_ = false;
   std::vector<std::pair<std::string, std::string>> meta_;  // values as JSON
   std::vector<Record> records_;
 };

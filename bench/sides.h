@@ -163,20 +163,17 @@ inline int drive(int argc, char** argv, const std::string& name, const std::stri
                  const std::function<void(CLI::App&)>& more = {}, int pairs = kPairs) {
   CLI::App app(about);
   Programs programs;
-  std::string out, only;
+  Output output;
   app.add_option("--rank-program", programs.rank, concat("bench_", name, "_rank"))->required();
   app.add_option("--python", programs.python, "Python that has torch")->required();
   app.add_option("--script", programs.script, "rank.py")->required();
-  app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only,
-                 "Only cases that this regular expression finds; the file keeps its other records");
+  add_output(app, output);
   if (more) more(app);
   CLI11_PARSE(app, argc, argv);
   // A rank that has ended is an error of the call that talks with it.
   signal(SIGPIPE, SIG_IGN);
   try {
-    Report report(name, out);
-    report.only(only);
+    Report report(name, output);
     report.meta("ranks", kRanks);
     report.meta("threads_per_rank", 1);
     report.meta("backend", "gloo");

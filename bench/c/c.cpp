@@ -215,16 +215,15 @@ int measure(bench::Report& report, FTorch* ftorch) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::string out, only, ftorch;
+  bench::Output output;
+  std::string ftorch;
   CLI::App app("A network called through C beside libtorch's own call");
-  app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only, "Only cases that this regular expression finds");
+  bench::add_output(app, output);
   app.add_option("--ftorch", ftorch, "FTorch's library, to be compared as well");
   CLI11_PARSE(app, count, arguments);
   at::set_num_threads(1);
   try {
-    bench::Report report("c", out);
-    report.only(only);
+    bench::Report report("c", output);
     report.meta("ranks", 1);
     report.meta("threads_per_rank", 1);
     std::unique_ptr<FTorch> theirs;

@@ -63,21 +63,20 @@ void read_plain(const std::string& path, const std::vector<at::Tensor>& tensors)
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::string out, folder = std::filesystem::temp_directory_path();
+  bench::Output output;
+  std::string folder = std::filesystem::temp_directory_path();
   int megabytes = 128;
   CLI::App app("Checkpoints beside plain files and one memcpy");
-  app.add_option("--out", out);
+  bench::add_output(app, output);
   app.add_option("--folder", folder, "on the disk that is measured");
   app.add_option("--megabytes", megabytes);
-  std::string only, python, script;
-  app.add_option("--only", only);
+  std::string python, script;
   app.add_option("--python", python);
   app.add_option("--script", script);
   CLI11_PARSE(app, count, arguments);
   folder += concat("/tessera_bench_checkpoint_", ::getpid());
   std::filesystem::create_directories(folder);
-  bench::Report report("checkpoint", out);
-  report.only(only);
+  bench::Report report("checkpoint", output);
   run_threads(1, [&](DistributedManager& manager) {
     at::set_num_threads(1);
     std::vector<at::Tensor> tensors, targets;

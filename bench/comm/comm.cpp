@@ -147,8 +147,8 @@ struct Bench {
   }
 };
 
-int run(const std::string& backend, const std::string& device_name, const std::string& out,
-        const std::string& only) {
+int run(const std::string& backend, const std::string& device_name,
+        const tessera::bench::Output& output) {
   at::set_num_threads(1);
   const c10::Device device = tessera::bench::device_of(device_name, 2);
   tessera::ManagerOptions options;
@@ -163,8 +163,7 @@ int run(const std::string& backend, const std::string& device_name, const std::s
     throw tessera::InvalidArgument(
         "bench_comm needs 2 cores: times of ranks that share a core mean nothing");
   const Group world = manager.world();
-  Report report("comm", world.rank() == 0 ? out : "");
-  report.only(only, true);
+  Report report("comm", output, world.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("ranks", 2);
   report.meta("threads_per_rank", at::get_num_threads());
@@ -211,14 +210,12 @@ int run(const std::string& backend, const std::string& device_name, const std::s
 
 int main(int argc, char** argv) {
   CLI::App app("Collectives through Group beside the bare libraries, on two ranks");
-  std::string backend = tessera::has_mpi() ? "mpi" : "gloo", device = "cpu", out, only;
+  std::string backend = tessera::has_mpi() ? "mpi" : "gloo", device = "cpu";
+  tessera::bench::Output output{.shared = true};
   app.add_option("--backend", backend, "mpi, under MPI's launcher; gloo, under any")
       ->check(CLI::IsMember({"mpi", "gloo"}));
   tessera::bench::add_device(app, device);
-  app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only,
-                 "Only cases that this regular expression finds, as 'reduce.*4 B mpi'; the file "
-                 "keeps its other records");
+  tessera::bench::add_output(app, output);
   CLI11_PARSE(app, argc, argv);
-  return tessera::bench::guarded("bench_comm", [&] { return run(backend, device, out, only); });
+  return tessera::bench::guarded("bench_comm", [&] { return run(backend, device, output); });
 }

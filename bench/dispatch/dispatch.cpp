@@ -224,7 +224,8 @@ std::vector<Case> cases(tessera::DistributedManager& manager, c10::Device device
 }
 
 struct Options {
-  std::string device = "cpu", out, python, script, instructions, only;
+  std::string device = "cpu", python, script, instructions;
+  tessera::bench::Output output;
   bool count = false;
 };
 
@@ -264,7 +265,7 @@ int measure(const std::vector<Case>& all, const Options& options, c10::Device de
   const auto timed = [device](const std::function<void()>& f, int n) {
     return microseconds(f, n, device);
   };
-  tessera::bench::Report report("dispatch", options.out);
+  tessera::bench::Report report("dispatch", options.output);
   std::unique_ptr<Child> child;
   if (options.python.empty()) {
     std::printf("dispatch: not beside DTensor: no Python with torch was given (--python)\n");
@@ -276,7 +277,7 @@ int measure(const std::vector<Case>& all, const Options& options, c10::Device de
   report.meta("device", device.str());
   const auto instructions = read_instructions(options.instructions);
   for (const Case& c : all) {
-    if (c.name.find(options.only) == std::string::npos) continue;
+    if (!report.wants(c.name)) continue;
     std::vector<double> plain, ours, above, dtensor, ratios;
     if (!c.prepare) {
       timed(c.plain, c.calls / 10 + 1);
@@ -344,12 +345,11 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("What an operator costs on a sharded tensor");
   tessera::bench::add_device(app, options.device);
-  app.add_option("--out", options.out, "Results (JSON)");
+  tessera::bench::add_output(app, options.output);
   app.add_option("--python", options.python,
                  "A Python interpreter with torch, to compare with DTensor");
   app.add_option("--script", options.script, "dtensor.py");
   app.add_option("--instructions", options.instructions, "Counts made by --count under callgrind");
-  app.add_option("--only", options.only, "Cases whose name holds this text");
   app.add_flag("--count", options.count,
                "Run each case a few times for callgrind; measure nothing");
   CLI11_PARSE(app, argc, argv);

@@ -106,8 +106,8 @@ std::int64_t peak_of(const std::function<void()>& call) {
   return memory->peak;
 }
 
-int run(const std::string& asked, const std::string& out, const std::string& only,
-        std::int64_t size, int width, int pairs) {
+int run(const std::string& asked, const tessera::bench::Output& output, std::int64_t size,
+        int width, int pairs) {
   torch::set_num_threads(1);
   tessera::ManagerOptions options;
   options.backend = asked;
@@ -150,8 +150,7 @@ int run(const std::string& asked, const std::string& out, const std::string& onl
     throw tessera::Error(tessera::concat("the losses differ: ", loss_alone, " on one rank, ",
                                          loss_together, " on two"));
 
-  Report report("domain_scaling", manager.rank() == 0 ? out : "");
-  report.only(only, true);
+  Report report("domain_scaling", output, manager.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("field", tessera::concat(size, " x ", size));
   report.meta("width", width);
@@ -193,21 +192,19 @@ int run(const std::string& asked, const std::string& out, const std::string& onl
 
 int main(int argc, char** argv) {
   CLI::App app("A training step of a U-Net on two ranks beside one, the same field");
-  std::string backend = "gloo", out, only;
+  std::string backend = "gloo";
+  tessera::bench::Output output{.shared = true};
   std::int64_t size = 512;
   int width = 12, pairs = 31;
   tessera::bench::add_backend(app, backend);
-  app.add_option("--out", out, "JSON file");
-  app.add_option(
-      "--only", only,
-      "only cases that this regular expression finds, as bytes; the file keeps its other records");
+  tessera::bench::add_output(app, output);
   app.add_option("--size", size, "rows and columns of the field; a multiple of 8")
       ->check(CLI::PositiveNumber);
   app.add_option("--width", width, "channels of the first level")->check(CLI::PositiveNumber);
   app.add_option("--pairs", pairs, "samples")->check(CLI::Range(31, 1001));
   CLI11_PARSE(app, argc, argv);
   try {
-    return run(backend, out, only, size, width, pairs);
+    return run(backend, output, size, width, pairs);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_domain_scaling: %s\n", e.what());
     return 2;

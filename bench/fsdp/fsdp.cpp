@@ -47,19 +47,9 @@ void compare_memory(Report& report, const std::string& name, const Commands& com
                     const std::string& model) {
   Side ours(commands.ours, model), theirs(commands.theirs, model);
   check_same_training(name, ours, theirs);
-  Record record;
-  record.name = name;
-  record.metric = "peak bytes";
-  record.value = ours.run(3).peak_bytes;
-  record.unit = "B";
-  record.reference = kTheirs;
-  record.reference_value = theirs.run(3).peak_bytes;
-  if (!(record.value > 0) || !(*record.reference_value > 0))
-    throw tessera::Error(name, ": no bytes were counted");
-  record.ratio = record.median_ratio = record.value / *record.reference_value;
-  record.limit = kLimit;
-  record.holds = *record.ratio <= kLimit;
-  report.add(record);
+  const double bytes = ours.run(3).peak_bytes, their_bytes = theirs.run(3).peak_bytes;
+  if (!(bytes > 0) || !(their_bytes > 0)) throw tessera::Error(name, ": no bytes were counted");
+  report.beside(name, "peak bytes", bytes, "B", kTheirs, their_bytes, kLimit);
 }
 
 // Seconds of the training thread for each unit and step, above those of the same module unsharded.

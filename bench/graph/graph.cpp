@@ -23,7 +23,8 @@ using tessera::bench::Report, tessera::bench::seconds_of;
 constexpr int kFeatures = 32;
 
 struct Options {
-  std::string backend = "gloo", out, only;
+  std::string backend = "gloo";
+  tessera::bench::Output output{.shared = true};
   std::vector<std::int64_t> edges{10'000, 100'000, 1'000'000};
 };
 
@@ -67,8 +68,7 @@ int run(const Options& o) {
   const auto world = manager.world();
   const auto both = manager.mesh({{"domain", 2}});
   const auto alone = manager.mesh(tessera::Mesh({{"alone", 1}}, {manager.rank()}));
-  Report report("graph", manager.rank() == 0 ? o.out : "");
-  report.only(o.only, true);
+  Report report("graph", o.output, manager.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("threads_per_rank", at::get_num_threads());
   bool once_each_way = true;
@@ -126,11 +126,8 @@ int main(int argc, char** argv) {
   CLI::App app("A layer of a graph network on two ranks beside plain libtorch");
   Options o;
   tessera::bench::add_backend(app, o.backend);
-  app.add_option("--out", o.out, "JSON file");
+  tessera::bench::add_output(app, o.output);
   app.add_option("--edges", o.edges, "numbers of edges")->capture_default_str();
-  app.add_option("--only", o.only,
-                 "Only cases that this regular expression finds, as '2 ranks E=10000 shm'; the "
-                 "file keeps its other records");
   CLI11_PARSE(app, argc, argv);
   return tessera::bench::guarded("bench_graph", [&] { return run(o); });
 }

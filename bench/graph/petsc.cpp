@@ -83,7 +83,8 @@ struct PetscGhosts {
 };
 
 struct Options {
-  std::string backend = "mpi", out, only;
+  std::string backend = "mpi";
+  tessera::bench::Output output{.shared = true};
   std::vector<std::int64_t> edges{10'000, 100'000, 1'000'000}, features{1, 32};
 };
 
@@ -119,8 +120,7 @@ int run(const Options& o) {
   const auto world = manager.world();
   const auto both = manager.mesh({{"domain", 2}});
   const auto alone = manager.mesh(tessera::Mesh({{"alone", 1}}, {manager.rank()}));
-  tessera::bench::Report report("graph", manager.rank() == 0 ? o.out : "");
-  report.only(o.only, true);
+  tessera::bench::Report report("graph", o.output, manager.rank());
   const double at_most = o.backend == "mpi" ? 1.2 : 0.5;
   for (const std::int64_t count : o.edges) {
     const tessera::bench::CutGraph graph(alone, count);
@@ -164,10 +164,9 @@ int main(int argc, char** argv) {
   CLI::App app("An exchange of ghosts on two ranks beside PETSc's VecScatter");
   Options o;
   tessera::bench::add_backend(app, o.backend);
-  app.add_option("--out", o.out, "JSON file");
+  tessera::bench::add_output(app, o.output);
   app.add_option("--edges", o.edges, "numbers of edges")->capture_default_str();
   app.add_option("--features", o.features, "numbers of a row")->capture_default_str();
-  app.add_option("--only", o.only, "only cases that this regular expression finds");
   CLI11_PARSE(app, argc, argv);
   return tessera::bench::guarded("bench_graph_petsc", [&] { return run(o); });
 }

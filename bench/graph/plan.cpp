@@ -135,17 +135,13 @@ Cost cost_of(const Ring& ring, int rank) {
 
 int main(int argc, char** argv) {
   CLI::App app("A plan of ghosts of many ids and ranks, on one rank of them");
-  std::string out, only;
-  app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only, "only cases that this regular expression finds");
+  tessera::bench::Output output{.shared = true};
+  tessera::bench::add_output(app, output);
   CLI11_PARSE(app, argc, argv);
-  tessera::bench::Report report("graph", out);
-  report.only(only, true);
+  tessera::bench::Report report("graph", output);
   const auto add = [&](const std::string& name, const std::string& metric, double value,
                        const std::string& unit, double limit) {
-    const std::string of = tessera::concat("plan ", name);
-    if (report.wants(of))
-      report.add({of, metric, value, unit, "", {}, {}, {}, limit, value <= limit});
+    report.value(tessera::concat("plan ", name), metric, value, unit, limit);
   };
   const Ring all;
   const Cost most = cost_of(all, 7);

@@ -59,7 +59,8 @@ double sample(const tessera::Group& control, c10::Device device, const std::func
 }
 
 struct Options {
-  std::string backend = "gloo", device = "cpu", out, only;
+  std::string backend = "gloo", device = "cpu";
+  tessera::bench::Output output{.shared = true};
   bool orders = false;
   int pairs = 31;
 };
@@ -84,8 +85,7 @@ int run(const Options& o) {
   if (backend == "gloo") awake.emplace();
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
-  Report report("halo", manager.rank() == 0 ? o.out : "");
-  report.only(o.only, true);
+  Report report("halo", o.output, manager.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("threads_per_rank", at::get_num_threads());
   report.meta("pairs", o.pairs);
@@ -171,12 +171,9 @@ int main(int argc, char** argv) {
   Options o;
   tessera::bench::add_backend(app, o.backend);
   tessera::bench::add_device(app, o.device);
-  app.add_option("--out", o.out, "JSON file");
+  tessera::bench::add_output(app, o.output);
   app.add_option("--pairs", o.pairs, "samples a case at least; short cases take more")
       ->check(CLI::Range(31, 1001));
-  app.add_option("--only", o.only,
-                 "Only cases that this regular expression finds, as 'forward H=16 mpi'; the file "
-                 "keeps its other records");
   app.add_flag("--orders", o.orders, "each order of work instead of the default");
   CLI11_PARSE(app, argc, argv);
   return tessera::bench::guarded("bench_halo", [&] { return run(o); });

@@ -1,7 +1,7 @@
 // The loader: planning, indices, bytes per second beside memcpy and Python's DataLoader, and what
 // is left of a slow source's time.
 //
-//   bench_loader [--out FILE] [--python PROGRAM --script bench/loader/torch_loader.py]
+//   bench_loader [--out FILE] [--only PATTERN] [--python PROGRAM --script torch_loader.py]
 #include "tessera/data/loader.h"
 
 #include <sys/mman.h>
@@ -17,7 +17,6 @@
 #include <fstream>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <random>
 #include <thread>
 
@@ -46,18 +45,6 @@ double median_seconds(int runs, const Work& work) {
   return bench::median(times);
 }
 
-void record(bench::Report& report, const std::string& name, const std::string& metric, double value,
-            const std::string& unit, std::optional<double> limit) {
-  bench::Record r;
-  r.name = name;
-  r.metric = metric;
-  r.value = value;
-  r.unit = unit;
-  r.limit = limit;
-  r.holds = !limit || value <= *limit;
-  report.add(r);
-}
-
 // --- Who reads what for 100,000 devices: the mapping, and every process' slices of a global batch.
 
 void mapping(bench::Report& report) {
@@ -75,6 +62,7 @@ void mapping(bench::Report& report) {
                         Case{"100,000 devices, 8 a process", {0, 1}, 8, false},
                         Case{"100,000 devices, 8 a process, anywhere", {0, 1}, 8, true},
                         Case{"100,000 devices, one a process, anywhere", {1, 0}, 1, true}}) {
+    if (!report.wants(c.name)) continue;
     std::vector<int> processes(devices);
     for (int d = 0; d < devices; ++d) processes[d] = d / c.each;
     if (c.shuffled)
@@ -96,8 +84,8 @@ void mapping(bench::Report& report) {
                           two_functions = false;
                         }
                       });
-    record(
-        report, c.name,
+    report.value(
+        c.name,
         two_functions ? "mapping, all slices, two functions" : "mapping, all slices (general form)",
         ms, "ms", 100);
     if (rows == 0) std::printf("nothing was mapped\n");
@@ -110,16 +98,19 @@ void mapping(bench::Report& report) {
 void indices(bench::Report& report) {
   std::vector<SampleRef> rows(256);
   std::uint64_t sum = 0;
-  auto time = [&](const Order& order, int batches) {
-    return 1e9 / (256.0 * batches) * median_seconds(11, [&] {
-             OrderCursor cursor = order.start();
-             for (int b = 0; b < batches; ++b) {
-               const OrderBatch batch = order.next(cursor);
-               const auto n = std::min<std::uint64_t>(batch.size, rows.size());
-               order.rows(batch, 0, std::span(rows).first(n));
-               sum += rows[0].index;
-             }
-           });
+  const auto time = [&](const std::string& name, const Order& order) {
+    if (!report.wants(name)) return;
+    constexpr int kBatches = 400;
+    const double seconds = median_seconds(11, [&] {
+      OrderCursor cursor = order.start();
+      for (int b = 0; b < kBatches; ++b) {
+        const OrderBatch batch = order.next(cursor);
+        const auto n = std::min<std::uint64_t>(batch.size, rows.size());
+        order.rows(batch, 0, std::span(rows).first(n));
+        sum += rows[0].index;
+      }
+    });
+    report.value(name, "next index", 1e9 * seconds / (256.0 * kBatches), "ns", 50);
   };
   for (const auto& [name, samples] :
        std::vector<std::pair<const char*, std::uint64_t>>{{"300", 300},
@@ -129,21 +120,14 @@ void indices(bench::Report& report) {
                                                           {"2^32 + 1", (1ull << 32) + 1},
                                                           {"2^62 + 1", (1ull << 62) + 1},
                                                           {"2^63", 1ull << 63}})
-    record(report, concat("shuffled epoch of ", name, " samples"), "next index",
-           time(FixedOrder({.samples = samples, .seed = 3, .last = LastBatch::drop},
-                           BatchSchedule(256)),
-                400),
-           "ns", 50);
+    time(concat("shuffled epoch of ", name, " samples"),
+         FixedOrder({.samples = samples, .seed = 3, .last = LastBatch::drop}, BatchSchedule(256)));
   std::vector<double> weights(100000);
   std::iota(weights.begin(), weights.end(), 1.0);
-  record(report, "weighted, 100,000 weights", "next index",
-         time(WeightedOrder(weights, 1, BatchSchedule(256), 100000), 400), "ns", 50);
-  record(
-      report, "mixture of three datasets", "next index",
-      time(MixtureOrder(Mixture({{"a", 1000003}, {"b", 40000}, {"c", 1000}}, {{0, {5, 3, 1}}}, 1),
-                        BatchSchedule(256)),
-           400),
-      "ns", 50);
+  time("weighted, 100,000 weights", WeightedOrder(weights, 1, BatchSchedule(256), 100000));
+  time("mixture of three datasets",
+       MixtureOrder(Mixture({{"a", 1000003}, {"b", 40000}, {"c", 1000}}, {{0, {5, 3, 1}}}, 1),
+                    BatchSchedule(256)));
   if (sum == 1) std::printf("nothing was drawn\n");
 }
 
@@ -228,29 +212,33 @@ struct Copies {
 void throughput(bench::Report& report, const std::vector<std::string>& python) {
   const TokenFile file;
   const double bytes = TokenFile::kMegabytes * double(1 << 20);
-  for (const auto& [name, row, batch] :
+  for (const auto& [size, row, batch] :
        std::vector<std::tuple<const char*, std::uint64_t, std::uint64_t>>{
            {"64 KiB", 16384, 64}, {"256 KiB", 65536, 32}, {"1 MiB", 262144, 8}}) {
     for (const int workers : {0, 1, 2}) {
+      const std::string name =
+          concat("rows of ", size, ", ", workers, workers == 1 ? " worker" : " workers");
+      if (!report.wants(name)) continue;
       Copies copy(file, row, batch, workers == 0 ? 1 : 4);  // the one in use, the next, two ahead
       Epochs ours(file, row, batch, workers);
       ours();  // every page of the mappings touched
       copy();
-      report.bandwidth(
-          concat("rows of ", name, ", ", workers, workers == 1 ? " worker" : " workers"),
-          bench::alternate(31, std::ref(ours), std::ref(copy)), bytes, "memcpy", 1 / 0.9);
+      report.bandwidth(name, bench::alternate(31, std::ref(ours), std::ref(copy)), bytes, "memcpy",
+                       1 / 0.9);
     }
   }
   if (python.empty()) {
     std::printf("no Python with torch: the comparison with DataLoader is left out\n");
     return;
   }
-  for (const auto& [name, row, batch] :
+  for (const auto& [size, row, batch] :
        std::vector<std::tuple<const char*, std::uint64_t, std::uint64_t>>{{"64 KiB", 16384, 64},
                                                                           {"256 KiB", 65536, 32}}) {
     // Without workers either side is little but one memcpy a row, of which no copy in one thread
     // has five times the speed.
     for (const int workers : {2, 0}) {
+      const std::string name = concat("rows of ", size, ", ", workers, " workers");
+      if (!report.wants(name)) continue;
       auto command = python;
       for (const std::uint64_t number : {row, batch, static_cast<std::uint64_t>(workers)})
         command.push_back(std::to_string(number));
@@ -269,8 +257,7 @@ void throughput(bench::Report& report, const std::vector<std::string>& python) {
       Epochs ours(file, row, batch, workers);
       ours();
       theirs();
-      report.bandwidth(concat("rows of ", name, ", ", workers, " workers"),
-                       bench::alternate(31, std::ref(ours), theirs), bytes,
+      report.bandwidth(name, bench::alternate(31, std::ref(ours), theirs), bytes,
                        concat("DataLoader, ", workers, " workers"), 1 / 5.0);
     }
   }
@@ -286,6 +273,9 @@ void stall(bench::Report& report) {
                                                     {1, 0.010, 0.004},
                                                     {2, 0.010, 0.004},
                                                     {4, 0.010, 0.004}}) {
+    const std::string name = concat(1e3 * read, " ms to read, ", 1e3 * compute, " ms to compute, ",
+                                    workers, workers == 1 ? " worker" : " workers");
+    if (!report.wants(name)) continue;
     auto data = std::make_shared<FunctionDataset>(1u << 20, [read = read](std::uint64_t i) {
       std::this_thread::sleep_for(std::chrono::duration<double>(read));
       return Sample{at::scalar_tensor(static_cast<std::int64_t>(i), at::kLong)};
@@ -304,8 +294,7 @@ void stall(bench::Report& report) {
     }
     const double theory = workers == 0 ? read : std::max(0.0, read / workers - compute);
     bench::Record r;
-    r.name = concat(1e3 * read, " ms to read, ", 1e3 * compute, " ms to compute, ", workers,
-                    workers == 1 ? " worker" : " workers");
+    r.name = name;
     r.metric = "wait a step";
     r.value = 1e3 * waited / steps;
     r.unit = "ms";
@@ -323,14 +312,15 @@ void stall(bench::Report& report) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string out = "build/bench/loader.json", python, script;
+  bench::Output output;
+  std::string python, script;
   CLI::App app{"What loading costs"};
-  app.add_option("--out", out, "Records, as JSON")->capture_default_str();
+  bench::add_output(app, output);
   app.add_option("--python", python, "A Python that has torch");
   app.add_option("--script", script, "torch_loader.py");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
-  bench::Report report("loader", out);
+  bench::Report report("loader", output);
   try {
     mapping(report);
     indices(report);

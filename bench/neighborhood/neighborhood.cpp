@@ -37,7 +37,8 @@ constexpr Way kWays[] = {{"interior first", Order::interior_first, kNone},
                          {"default", Order::automatic, 1.05}};
 
 struct Options {
-  std::string backend = "gloo", out, only;
+  std::string backend = "gloo";
+  tessera::bench::Output output{.shared = true};
   int pairs = 31, largest = 128;
 };
 
@@ -58,8 +59,7 @@ int run(const Options& o) {
   if (backend == "gloo") awake.emplace();
   const auto mesh = manager.mesh({{"domain", 2}});
   const auto world = manager.world();
-  tessera::bench::Report report("neighborhood", manager.rank() == 0 ? o.out : "");
-  report.only(o.only, true);
+  tessera::bench::Report report("neighborhood", o.output, manager.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("threads_per_rank", at::get_num_threads());
   report.meta("pairs", o.pairs);
@@ -104,11 +104,8 @@ int main(int argc, char** argv) {
   CLI::App app("Neighbourhood attention on a cut field: orders of work, on two ranks");
   Options o;
   tessera::bench::add_backend(app, o.backend);
-  app.add_option("--out", o.out, "JSON file");
+  tessera::bench::add_output(app, o.output);
   app.add_option("--pairs", o.pairs, "samples a case")->check(CLI::Range(31, 1001));
-  app.add_option("--only", o.only,
-                 "Only cases that this regular expression finds, as 'default H=16 mpi'; the file "
-                 "keeps its other records");
   app.add_option("--largest", o.largest, "largest H");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -65,10 +65,10 @@ std::map<std::string, double> read_reference(const std::string& path) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::string out, only, asked = "auto", reference;
+  bench::Output output{.shared = true};
+  std::string asked = "auto", reference;
   CLI::App app("A pipeline on two ranks");
-  app.add_option("--out", out);
-  app.add_option("--only", only);
+  bench::add_output(app, output);
   bench::add_backend(app, asked);
   app.add_option("--reference", reference);
   bool explain = false;
@@ -92,8 +92,7 @@ int main(int count, char** arguments) {
   struct Shares {
     std::vector<double> work, messages, waits;
   };
-  bench::Report report("pipeline", rank == 0 ? out : "");
-  report.only(only, true);
+  bench::Report report("pipeline", output, rank);
   const auto run =
       [&](const std::string& name, const std::string& beside,
           const std::function<PipelineSchedule(const std::vector<int>&, const PipelineCosts&)>&

@@ -177,27 +177,11 @@ void group_creation(Report& report) {
       into->milliseconds = std::max(into->milliseconds, cost.milliseconds);
     }
   }
-  const auto compare = [&](const char* metric, double at_4096, double at_64) {
-    Record r;
-    r.name = concat("one rank's groups of 4: ", large.groups, " at 4096 ranks");
-    r.metric = metric;
-    r.value = at_4096;
-    r.unit = "";
-    r.reference = concat(small.groups, " at 64 ranks");
-    r.reference_value = at_64;
-    r.ratio = r.median_ratio = at_4096 / at_64;
-    r.limit = 2;
-    r.holds = *r.ratio <= *r.limit;
-    report.add(r);
-  };
-  compare("store operations", large.operations, small.operations);
-  compare("peers contacted", large.peers, small.peers);
-  Record time;
-  time.name = concat("one rank's groups of 4: ", large.groups, " at 4096 ranks");
-  time.metric = "plan compared, groups made";
-  time.value = large.milliseconds;
-  time.unit = "ms";
-  report.add(time);
+  const std::string name = concat("one rank's groups of 4: ", large.groups, " at 4096 ranks"),
+                    reference = concat(small.groups, " at 64 ranks");
+  report.beside(name, "store operations", large.operations, "", reference, small.operations, 2);
+  report.beside(name, "peers contacted", large.peers, "", reference, small.peers, 2);
+  report.value(name, "plan compared, groups made", large.milliseconds, "ms", {});
 }
 
 }  // namespace tessera::bench

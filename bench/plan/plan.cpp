@@ -2,10 +2,11 @@
 // making groups costs. Prints a table and writes the records as JSON. Limits in seconds are of the
 // processor.
 //
-//   bench_plan [--out FILE]      build/bench/plan.json unless given
+//   bench_plan [--out FILE] [--only PATTERN]
 
 #include <sys/resource.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -44,19 +45,6 @@ double peak_megabytes() {
   return static_cast<double>(usage.ru_maxrss) / 1024;
 }
 
-/// A value that must not exceed the limit.
-void record(bench::Report& report, const std::string& name, const std::string& metric, double value,
-            const std::string& unit, double limit) {
-  bench::Record r;
-  r.name = name;
-  r.metric = metric;
-  r.value = value;
-  r.unit = unit;
-  r.limit = limit;
-  r.holds = value <= limit;
-  report.add(r);
-}
-
 // 2^20
 std::vector<Axis> million_axes() {
   return {{"pipe", 16}, {"data", 32}, {"domain", 16}, {"expert", 8}, {"model", 16}};
@@ -78,12 +66,12 @@ void million(bench::Report& report) {
   };
   const double row_major =
       1e3 * median_seconds(21, [&] { axes_of_rank([] { return Mesh(million_axes()); }); });
-  record(report, "million ranks, five axes, row-major", "mesh, plan, one rank's groups", row_major,
-         "ms", 10);
+  report.value("million ranks, five axes, row-major", "mesh, plan, one rank's groups", row_major,
+               "ms", 10);
   const auto table = shuffled(Mesh(million_axes()).size());
   const Mesh permuted(million_axes(), table);
   const double mine = 1e3 * median_seconds(21, [&] { axes_of_rank([&] { return permuted; }); });
-  record(report, "million ranks, five axes, any table", "plan, one rank's groups", mine, "ms", 10);
+  report.value("million ranks, five axes, any table", "plan, one rank's groups", mine, "ms", 10);
   const Mesh mesh(million_axes());
   const double sets = 1e3 * median_seconds(21, [&] {
                         for (unsigned set = 0; set < 32; ++set) {
@@ -93,19 +81,19 @@ void million(bench::Report& report) {
                           members += mesh.group(axes, 777777).size();
                         }
                       });
-  record(report, "million ranks, five axes, row-major", "one rank's groups of all 32 axis sets",
-         sets, "ms", 10);
+  report.value("million ranks, five axes, row-major", "one rank's groups of all 32 axis sets", sets,
+               "ms", 10);
   const double hash =
       1e3 * median_seconds(21, [&] { members += GroupPlan::of_mesh(mesh).hash() & 1; });
-  record(report, "million ranks, five axes, row-major", "canonical text and hash", hash, "ms", 10);
+  report.value("million ranks, five axes, row-major", "canonical text and hash", hash, "ms", 10);
   MeshValidation validation;
   const double seconds = seconds_of([&] { validation = validate(mesh); });
-  record(report, "million ranks, five axes, row-major", "validation of all 32 axis sets", seconds,
-         "s", 5);
+  report.value("million ranks, five axes, row-major", "validation of all 32 axis sets", seconds,
+               "s", 5);
   const double any = seconds_of([&] { validation = validate(permuted); });
-  record(report, "million ranks, five axes, any table", "validation of all 32 axis sets", any, "s",
-         5);
-  record(report, "million ranks, five axes", "peak memory", peak_megabytes(), "MB", 1000);
+  report.value("million ranks, five axes, any table", "validation of all 32 axis sets", any, "s",
+               5);
+  report.value("million ranks, five axes", "peak memory", peak_megabytes(), "MB", 1000);
   if (members == 0 || validation.axis_sets != 32) std::printf("nothing was computed\n");
 }
 
@@ -150,18 +138,9 @@ void placements(bench::Report& report) {
     const CostModel model(c.topology, c.axes, c.traffic);
     RankMapping placement;
     const double seconds = seconds_of([&] { placement = optimise_mapping(model); });
-    bench::Record r;
-    r.name = c.name;
-    r.metric = placement.exact ? "cost per step, optimum" : "cost per step, heuristic";
-    r.value = 1e3 * placement.seconds;
-    r.unit = "ms";
-    r.reference = "naive order";
-    r.reference_value = 1e3 * placement.naive_seconds;
-    r.ratio = r.median_ratio = placement.seconds / placement.naive_seconds;
-    r.limit = 1;
-    r.holds = *r.ratio <= *r.limit;
-    report.add(r);
-    record(report, c.name, "time to find it", seconds, "s", 30);
+    report.beside(c.name, placement.exact ? "cost per step, optimum" : "cost per step, heuristic",
+                  1e3 * placement.seconds, "ms", "naive order", 1e3 * placement.naive_seconds, 1);
+    report.value(c.name, "time to find it", seconds, "s", 30);
     std::printf("%s: lower bound %.6g ms, %s\n", c.name, 1e3 * placement.lower_bound,
                 placement.method.c_str());
   }
@@ -193,21 +172,19 @@ void optimum(bench::Report& report) {
     missed += !placement.exact || std::abs(placement.seconds - least) > 1e-9 * least ||
               placement.lower_bound > least * (1 + 1e-9);
   }
-  record(report, "worlds of 2 to 6 ranks",
-         "optimum of " + std::to_string(cases) + " cases by brute force", missed, "missed", 0);
+  report.value("worlds of 2 to 6 ranks",
+               "optimum of " + std::to_string(cases) + " cases by brute force", missed, "missed",
+               0);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string out = "build/bench/plan.json";
-  if (argc == 3 && std::string(argv[1]) == "--out") {
-    out = argv[2];
-  } else if (argc != 1) {
-    std::fprintf(stderr, "usage: bench_plan [--out FILE]\n");
-    return 2;
-  }
-  bench::Report report("plan", out);
+  CLI::App app("Planning at scale");
+  bench::Output output;
+  bench::add_output(app, output);
+  CLI11_PARSE(app, argc, argv);
+  bench::Report report("plan", output);
   million(report);
   optimum(report);
   placements(report);

@@ -272,11 +272,7 @@ void store_at_scale(Report& report) {
   const double cpu = processor_seconds() - cpu_before;
   const std::string name = concat("the job's store, ", world, " ranks");
   const auto add = [&](const char* metric, double value, const char* unit, double most = 0) {
-    Record r;
-    r.name = name;
-    r.metric = metric;
-    r.value = value;
-    r.unit = unit;
+    Record r{.name = name, .metric = metric, .value = value, .unit = unit, .reference = ""};
     if (most > 0) {
       r.limit = most;
       r.holds = ended && value <= most;

@@ -95,7 +95,7 @@ std::vector<Case> cases(const DeviceMesh& mesh, const Group& group, std::int64_t
   };
 }
 
-int run(const std::string& asked, const std::string& out, const std::string& only) {
+int run(const std::string& asked, const bench::Output& output) {
   torch::set_num_threads(1);
   ManagerOptions options;
   options.backend = asked;
@@ -107,8 +107,7 @@ int run(const std::string& asked, const std::string& out, const std::string& onl
   const std::string backend = bench::backend_of(asked, manager);
   const auto mesh = manager.mesh({{"x", 2}});
   const Group group = mesh.all();
-  bench::Report report("redistribute", manager.rank() == 0 ? out : "");
-  report.only(only, true);
+  bench::Report report("redistribute", output, manager.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("backend", backend);
   std::optional<bench::AwakeCores> awake;
@@ -152,15 +151,13 @@ int run(const std::string& asked, const std::string& out, const std::string& onl
 
 int main(int argc, char** argv) {
   CLI::App app("Redistribution beside the bare collectives, on two ranks");
-  std::string backend = has_mpi() ? "mpi" : "gloo", out, only;
+  std::string backend = has_mpi() ? "mpi" : "gloo";
+  bench::Output output{.shared = true};
   bench::add_backend(app, backend);
-  app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only,
-                 "Only cases that this regular expression finds, as '4 MiB gloo'; the file keeps "
-                 "its other records");
+  bench::add_output(app, output);
   CLI11_PARSE(app, argc, argv);
   try {
-    return run(backend, out, only);
+    return run(backend, output);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "bench_redistribute: %s\n", e.what());
     return 2;

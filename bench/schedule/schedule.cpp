@@ -3,8 +3,9 @@
 // limit. Exact numbers of the simulator; only the scheduler's own time is measured. Prints a table
 // and writes the records as JSON.
 //
-//   bench_schedule [--out FILE]      build/bench/schedule.json unless given
+//   bench_schedule [--out FILE] [--only PATTERN]
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -66,21 +67,15 @@ struct Spread {
   }
 };
 
-void record(bench::Report& report, const std::string& name, const Spread& spread, double limit) {
-  bench::Record r;
-  r.name = name;
-  r.metric = "longest / bound";
-  r.value = spread.worst;
-  r.limit = limit;
-  r.holds = r.value <= limit;
-  report.add(r);
-}
-
 // Each cell: the largest of length / bound over all times, and the mean. `limited`: no rank holds
 // more than 1F1B's first. `few` and `many`: what the worst may be with fewer than 2 p micro-batches
 // and with more; 0: anything.
 void grid(bench::Report& report, const Layout& layout, double communication, bool limited,
           double few, double many) {
+  const std::string name =
+      concat(layout.name, ", communication ", communication, limited ? ", limited" : "");
+  const std::string when_few = name + ", m < 2 p", when_many = name + ", m >= 2 p";
+  if (!report.wants(name) && !report.wants(when_few) && !report.wants(when_many)) return;
   std::printf("\n%s, communication %g F%s: worst (mean) of length / bound\n", layout.name,
               communication, limited ? ", no rank above 1F1B's memory" : "");
   std::printf("%3s %3s  %-15s", "p", "m", "list");
@@ -118,36 +113,23 @@ void grid(bench::Report& report, const Layout& layout, double communication, boo
       all[m < 2 * p ? 0 : 1].add(list.worst);
     }
   }
-  const std::string name =
-      concat(layout.name, ", communication ", communication, limited ? ", limited" : "");
-  if (few > 0) record(report, name + ", m < 2 p", all[0], few);
-  if (many > 0) record(report, name + ", m >= 2 p", all[1], many);
-  bench::Record r;
-  r.name = name;
-  r.metric = "cases worse than a known one";
-  r.value = worse;
-  r.limit = 0;
-  r.holds = worse == 0;
-  report.add(r);
+  if (few > 0) report.value(when_few, "longest / bound", all[0].worst, "", few);
+  if (many > 0) report.value(when_many, "longest / bound", all[1].worst, "", many);
+  report.value(name, "cases worse than a known one", worse, "", 0);
 }
 
 void own_time(bench::Report& report) {
   for (const auto& [p, m] : {std::pair{8, 32}, {16, 128}}) {
+    const std::string name = concat("V of ", p, " ranks, ", m, " micro-batches");
+    if (!report.wants(name)) continue;
     const std::vector<int> placement = v_placement(p);
     const auto costs = PipelineCosts::uniform(2 * p, 1, 1.37, 0.71, 0.05);
     const auto begin = std::chrono::steady_clock::now();
     const double length = simulate(list_schedule(placement, m, costs), costs).makespan;
     const double seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    bench::Record r;
-    r.name = concat("V of ", p, " ranks, ", m, " micro-batches");
-    r.metric = "own time";
-    r.value = seconds;
-    r.unit = "s";
-    r.limit = 10;
-    r.holds = seconds <= 10;
-    report.add(r);
-    std::printf("\n%s: %.4f of the bound", r.name.c_str(),
+    report.value(name, "own time", seconds, "s", 10);
+    std::printf("\n%s: %.4f of the bound", name.c_str(),
                 length / makespan_bound(placement, m, costs).makespan);
   }
   std::printf("\n\n");
@@ -156,14 +138,11 @@ void own_time(bench::Report& report) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string out = "build/bench/schedule.json";
-  if (argc == 3 && std::string(argv[1]) == "--out") {
-    out = argv[2];
-  } else if (argc != 1) {
-    std::fprintf(stderr, "usage: bench_schedule [--out FILE]\n");
-    return 2;
-  }
-  bench::Report report("schedule", out);
+  CLI::App app("Pipeline schedules beside the bound that none can beat");
+  bench::Output output;
+  bench::add_output(app, output);
+  CLI11_PARSE(app, argc, argv);
+  bench::Report report("schedule", output);
   for (const Layout& layout : layouts()) {
     // Two stages in a loop with hardly more micro-batches than ranks: the search or the bound is
     // not tight there.

@@ -39,6 +39,7 @@
 
 namespace {
 
+using tessera::bench::Output;
 using tessera::bench::Report;
 using tessera::shm::Element;
 using Clock = std::chrono::steady_clock;
@@ -252,8 +253,7 @@ tessera::shm::Directory files(const std::filesystem::path& folder) {
           }};
 }
 
-int run(int rank, int ranks, const std::string& folder, const std::string& out,
-        const std::string& only) {
+int run(int rank, int ranks, const std::string& folder, const Output& output) {
   if (ranks == 2) {
     // Each on a core of its own, as launchers place them.
     cpu_set_t allowed;
@@ -274,10 +274,9 @@ int run(int rank, int ranks, const std::string& folder, const std::string& out,
   options.name = "arena";
   options.arena_bytes = kMost + 65536;
   auto with_arena = tessera::shm::Group::meet(rank, ranks, files(folder), options);
-  Report report("shm", rank == 0 ? out : "");
+  Report report("shm", output, rank);
   report.meta("ranks", static_cast<std::int64_t>(ranks));
   report.meta("describe", tessera::shm::to_string(group.describe()));
-  report.only(only, true);
 
   // The roof's memory is a file that both map: nothing of the library.
   const std::string path = folder + "/roof";
@@ -290,9 +289,9 @@ int run(int rank, int ranks, const std::string& folder, const std::string& out,
   void* memory = ::mmap(nullptr, 4096 + 2 * kMost, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("mmap");
   auto* begin = static_cast<std::byte*>(memory);
-  std::vector<std::byte> in(kMost), output(kMost);
+  std::vector<std::byte> sent(kMost), received(kMost);
   const Roof roof{reinterpret_cast<Flag*>(begin), {begin + 4096, begin + 4096 + kMost}};
-  Bench bench{rank, ranks, group, with_arena, report, roof, in.data(), output.data()};
+  Bench bench{rank, ranks, group, with_arena, report, roof, sent.data(), received.data()};
   measure(bench);
   group.barrier();
   return rank == 0 ? report.finish() : 0;
@@ -304,7 +303,7 @@ std::string new_folder() {
   return name;
 }
 
-int run_all(const std::string& out, const std::string& only) {
+int run_all(const Output& output) {
 #ifdef TESSERA_BENCH_MPI
   MPI_Init(nullptr, nullptr);
   int rank = 0, ranks = 1;
@@ -314,7 +313,7 @@ int run_all(const std::string& out, const std::string& only) {
     char name[4096] = {};
     if (rank == 0) std::snprintf(name, sizeof name, "%s", new_folder().c_str());
     MPI_Bcast(name, sizeof name, MPI_BYTE, 0, MPI_COMM_WORLD);
-    const int status = run(rank, ranks, name, out, only);
+    const int status = run(rank, ranks, name, output);
     MPI_Barrier(MPI_COMM_WORLD);
     if (rank == 0) std::filesystem::remove_all(name);
     MPI_Finalize();
@@ -324,8 +323,8 @@ int run_all(const std::string& out, const std::string& only) {
 #endif
   const std::string folder = new_folder();
   const pid_t child = ::fork();
-  if (child == 0) ::_exit(run(1, 2, folder, out, only));
-  const int status = run(0, 2, folder, out, only);
+  if (child == 0) ::_exit(run(1, 2, folder, output));
+  const int status = run(0, 2, folder, output);
   ::waitpid(child, nullptr, 0);
   std::filesystem::remove_all(folder);
   return status;
@@ -335,14 +334,11 @@ int run_all(const std::string& out, const std::string& only) {
 
 int main(int argc, char** argv) {
   CLI::App app("Calls of ranks that share memory, beside the hardware's roof and Open MPI");
-  std::string out, only;
-  app.add_option("--out", out, "JSON file");
-  app.add_option("--only", only,
-                 "Only cases that this regular expression finds, as 'all_reduce 4 B'; the file "
-                 "keeps its other records");
+  Output output{.shared = true};
+  tessera::bench::add_output(app, output);
   CLI11_PARSE(app, argc, argv);
   try {
-    return run_all(out, only);
+    return run_all(output);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bench_shm: %s\n", error.what());
     return 1;

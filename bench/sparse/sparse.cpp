@@ -26,7 +26,8 @@ constexpr std::int64_t kRows = 1'000'000, kColumns = 64;
 constexpr double kTableLimit = 1.1, kExpertsLimit = 1.05;
 
 struct Options {
-  std::string backend = "gloo", out, only;
+  std::string backend = "gloo";
+  tessera::bench::Output output{.shared = true};
 };
 
 void measure(Report& report, const tessera::Group& world, const std::string& name,
@@ -169,8 +170,7 @@ int run(const Options& o) {
   const std::string backend = tessera::bench::backend_of(o.backend, manager);
   std::optional<tessera::bench::AwakeCores> awake;
   if (backend == "gloo") awake.emplace();
-  Report report("sparse", manager.rank() == 0 ? o.out : "");
-  report.only(o.only, true);
+  Report report("sparse", o.output, manager.rank());
   report.meta("torch", TORCH_VERSION);
   report.meta("threads_per_rank", at::get_num_threads());
   tables(report, manager, backend);
@@ -185,10 +185,7 @@ int main(int argc, char** argv) {
   CLI::App app("Embedding tables and experts on two ranks beside one");
   Options o;
   tessera::bench::add_backend(app, o.backend);
-  app.add_option("--out", o.out, "JSON file");
-  app.add_option("--only", o.only,
-                 "Only cases that this regular expression finds, as 'experts tokens=256 shm'; the "
-                 "file keeps its other records");
+  tessera::bench::add_output(app, o.output);
   CLI11_PARSE(app, argc, argv);
   return tessera::bench::guarded("bench_sparse", [&] { return run(o); });
 }

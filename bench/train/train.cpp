@@ -1,7 +1,7 @@
 // What the trainer adds to a step, beside the bare loop that computes the same parameters: forward,
 // backward, Adam, clipping by norm; one rank.
 //
-//   bench_train [--out FILE] [--steps N]
+//   bench_train [--out FILE] [--only PATTERN] [--steps N]
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -45,16 +45,14 @@ class Bench : public Task {
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::string out, only;
+  bench::Output output;
   std::int64_t steps = 200;
   CLI::App app("The trainer beside a bare loop");
-  app.add_option("--out", out);
-  app.add_option("--only", only);
+  bench::add_output(app, output);
   app.add_option("--steps", steps);
   CLI11_PARSE(app, count, arguments);
   at::set_num_threads(1);
-  bench::Report report("train", out);
-  report.only(only);
+  bench::Report report("train", output);
   report.meta("steps", steps);
   for (const int width : {16, 128}) {
     const std::string name = concat("a step, width ", width);
