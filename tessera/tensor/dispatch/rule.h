@@ -137,7 +137,7 @@ struct Plan {
   /// Arguments that the local call gets in place of the given ones, by position in the schema.
   std::vector<std::pair<int, c10::IValue>> arguments = {};
   /// The local call; default: the operator itself.
-  LocalFunction local = {};
+  LocalFunction local{};
   /// The view operator's first tensor is gathered first: writes to the result are written back to
   /// the base. `local` must return a view.
   bool view_copied = false;
