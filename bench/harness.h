@@ -93,7 +93,15 @@ void add_output(App& app, Output& output) {
   app.add_option("--out", output.file, "JSON file");
   app.add_option("--only", output.only,
                  "Only cases that this regular expression finds, as '4 B.*gloo'; the file keeps "
-                 "its other records");
+                 "its other records")
+      ->check([](const std::string& pattern) -> std::string {
+        try {
+          const std::regex checked(pattern);
+          return "";
+        } catch (const std::regex_error& e) {
+          return "'" + pattern + "' is no regular expression: " + e.what();
+        }
+      });
 }
 
 class Report {

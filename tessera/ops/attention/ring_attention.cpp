@@ -397,7 +397,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
                            });
              });
     softmax.begin();
-    at::Tensor &top = softmax.top, &sum = softmax.sum, out = softmax.out;
+    at::Tensor &top = softmax.top, &sum = softmax.sum, &out = softmax.out;
     // A query whose keys are all masked gives zeros.
     const at::Tensor none = sum.eq(0);
     sum.masked_fill_(none, 1);
