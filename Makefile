@@ -194,7 +194,7 @@ tsan asan:
 fuzz: bootstrap
 	@$(RUN) cmake --preset fuzz
 	@$(RUN) cmake --build build/fuzz --target fuzzers
-	@$(RUN) scripts/fuzz $(SECONDS_EACH)
+	@$(RUN) scripts/fuzz --jobs $(JOBS) $(SECONDS_EACH)
 
 clean:
 	@rm -rf build/$(PRESET) build/lint build/torch-2.11 build/mpich build/stubs build/docs build/fuzz
