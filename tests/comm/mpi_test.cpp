@@ -231,6 +231,17 @@ TEST(Mpi, SendAndReceive) {
     }
 }
 
+TEST(Mpi, AGroupMayGoWithAMessageThatNobodyReceived) {
+  if (world->size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  {
+    const auto group = backend(*world, all_ranks(*world), "unread");
+    std::vector<at::Tensor> mine{at::ones({3})};
+    if (world->rank() == 0) group->send(mine, 1, 7)->wait();
+    group->barrier(c10d::BarrierOptions())->wait();
+  }
+  backend(*world, all_ranks(*world), "after")->barrier(c10d::BarrierOptions())->wait();
+}
+
 TEST(Mpi, ReceiveFromAnyRankNamesTheSender) {
   const auto group = backend(*world, all_ranks(*world));
   std::vector<at::Tensor> mine{at::full({3}, world->rank(), at::kLong)};

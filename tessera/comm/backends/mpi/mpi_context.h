@@ -149,6 +149,9 @@ class MpiLibrary : Pinned {
 /// A duplicate of the communicator with MPI_ERRORS_RETURN. Collective over it. Throws TimeoutError
 /// if not all ranks have come within the limit; MPI must not be finalised then.
 MPI_Comm duplicate(MPI_Comm comm, std::chrono::milliseconds limit);
+/// Frees a communicator of errors that return. Messages that came and that nobody received, as a
+/// meeting that was given up leaves some, are taken in first: MPICH 5 ends the job over them.
+void free_comm(MPI_Comm& comm) noexcept;
 /// True once all ranks of the communicator have come, false after `limit`.
 bool all_come(MPI_Comm comm, std::chrono::milliseconds limit);
 

@@ -97,8 +97,8 @@ MpiComm::~MpiComm() {
   close();
   if (mpi_flag(MPI_Finalized)) return;
   if (drained_) {
-    MPI_Comm_free(&gate_);
-    MPI_Comm_free(&comm_);
+    free_comm(gate_);
+    free_comm(comm_);
     return;
   }
   library().count_queued(-static_cast<int>(queue_.size()));
