@@ -4,8 +4,6 @@ set(TESSERA_RUN_TEST bash "${PROJECT_SOURCE_DIR}/tests/run")
 # tessera_test_settings(target [TORCH]): how a program of GoogleTest is compiled.
 function(tessera_test_settings target)
   target_link_libraries(${target} PRIVATE tessera_flags GTest::gtest)
-  # It compiles in 7 % less time than by -O3, and runs as fast: the library under it is what counts.
-  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
   tessera_unity(${target} 10)
   if("TORCH" IN_LIST ARGN)
     target_link_libraries(${target} PRIVATE Tessera::tessera)
