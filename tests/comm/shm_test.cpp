@@ -292,8 +292,9 @@ TEST(Shm, MemoryInCommonIsNotWaitedForWhereARankHasEnded) {
       [](DistributedManager& manager) {
         const auto world = manager.world();
         world.barrier();
-        if (world.rank() == 0)
+        if (world.rank() == 0) {
           EXPECT_THROW(SharedMemory::make(world, 4096, {.timeout = 20s}), PeerLostError);
+        }
       },
       over_shm());
 }
