@@ -12,6 +12,7 @@
 #include <exception>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <random>
 #include <sstream>
@@ -298,6 +299,9 @@ TEST(JobStore, DoesWhatHashStoreDoes) {
     }
     ours.multiSet({"x", "y"}, {{1, 2}, {}});
     EXPECT_EQ(ours.multiGet({"y", "x"}), (std::vector<std::vector<std::uint8_t>>{{}, {1, 2}}));
+    constexpr std::numeric_limits<std::int64_t> of;
+    EXPECT_EQ(ours.add("large", of.max()), of.max());
+    EXPECT_EQ(ours.add("large", 1), of.min());
   });
 }
 

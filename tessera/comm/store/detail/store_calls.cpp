@@ -132,8 +132,10 @@ bool StoreServer::serve_keys(Client& client, Reader& in) {
     case Frame::add: {
       changed.emplace_back(in.text());
       auto& value = values_[changed.back()];
-      std::int64_t sum = in.number<std::int64_t>();
-      if (!value.empty()) sum += std::strtoll(value.c_str(), nullptr, 10);
+      const auto before = value.empty() ? 0 : std::strtoll(value.c_str(), nullptr, 10);
+      // Beyond the largest number it goes on at the smallest.
+      const auto sum = static_cast<std::int64_t>(static_cast<std::uint64_t>(before) +
+                                                 in.number<std::uint64_t>());
       value = std::to_string(sum);
       reply.number(sum);
       break;
