@@ -1,7 +1,8 @@
 #include "tessera/mesh/mapping/topology.h"
 
 #include <cmath>
-#include <set>
+#include <string_view>
+#include <unordered_set>
 
 #include "tessera/base/internal/counted.h"
 #include "tessera/base/internal/name.h"
@@ -58,6 +59,7 @@ Topology Topology::uniform(int hosts, int devices) {
 
 Topology Topology::of_counts(const std::vector<int>& devices) {
   Topology topology;
+  topology.hosts.reserve(devices.size());
   for (std::size_t i = 0; i < devices.size(); ++i)
     topology.hosts.push_back({.name = concat("host", i), .devices = devices[i]});
   topology.check();
@@ -139,7 +141,7 @@ void check_switch(const Topology& topology, const Switch& sw) {
 
 void Topology::check() const {
   if (hosts.empty()) throw MappingError("a topology without hosts; give at least one");
-  std::set<std::string> names;
+  std::unordered_set<std::string_view> names(hosts.size());
   long long slots = 0;
   for (const Host& host : hosts) {
     check_name("host", host.name);
@@ -156,7 +158,7 @@ void Topology::check() const {
   if (!(cross_rail_latency >= 0))
     throw MappingError("the cross-rail latency is ", cross_rail_latency,
                        " s; it must be at least 0");
-  std::set<std::string> switch_names;
+  std::unordered_set<std::string_view> switch_names(switches.size());
   std::vector<std::string> roots;
   for (const Switch& sw : switches) {
     check_name("switch", sw.name);
