@@ -151,7 +151,8 @@ class MpiLibrary : Pinned {
 MPI_Comm duplicate(MPI_Comm comm, std::chrono::milliseconds limit);
 /// Frees a communicator of errors that return. Messages that came and that nobody received, as a
 /// meeting that was given up leaves some, are taken in first: MPICH 5 ends the job over them.
-void free_comm(MPI_Comm& comm) noexcept;
+/// False if one did not arrive in 10 s, its sender having died: MPI must not be finalised then.
+[[nodiscard]] bool free_comm(MPI_Comm& comm) noexcept;
 /// True once all ranks of the communicator have come, false after `limit`.
 bool all_come(MPI_Comm comm, std::chrono::milliseconds limit);
 

@@ -97,8 +97,7 @@ MpiComm::~MpiComm() {
   close();
   if (mpi_flag(MPI_Finalized)) return;
   if (drained_) {
-    free_comm(gate_);
-    free_comm(comm_);
+    if (!free_comm(gate_) || !free_comm(comm_)) library().set_broken();
     return;
   }
   library().count_queued(-static_cast<int>(queue_.size()));
