@@ -160,7 +160,7 @@ bool free_comm(MPI_Comm& comm) noexcept {
       continue;
     }
     if (std::chrono::steady_clock::now() > deadline) return false;
-    // Cut to nothing, which MPI_Test calls an error. A large one needs its sender, which may be gone.
+    // Cut to nothing, which MPI_Test calls an error; a large one needs its sender, maybe gone.
     MPI_Request request = MPI_REQUEST_NULL;
     if (MPI_Irecv(nullptr, 0, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, comm, &request) !=
         MPI_SUCCESS)
