@@ -4,6 +4,7 @@ Arguments: what the group goes over ("shm"), and "as-hosts" to take each torchru
 """
 
 import copy
+import datetime
 import functools
 import os
 import sys
@@ -119,6 +120,15 @@ for case in (ddp, power_sgd, fsdp, dtensor, collectives):
             # Of two ranks there is one order in which values can be added.
             same = torch.equal(got, want) if ranks <= 2 else torch.allclose(got, want, rtol=1e-5, atol=1e-6)
             assert same, f"{case.__name__} over {name}, value {i}: off by {(got - want).abs().max()}"
+if ranks > 1:  # the last rank does not come
+    late = dist.new_group(backend=BACKEND)
+    if rank < ranks - 1:
+        try:
+            dist.monitored_barrier(late, datetime.timedelta(seconds=1))
+            raise AssertionError("a barrier passed that a rank did not come to")
+        except RuntimeError as error:
+            assert f"{ranks - 1} failed to pass monitoredBarrier" in str(error), error
+    dist.barrier()
 assert dist.get_backend() == BACKEND
 assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == way
 print(f"rank {rank} of {ranks}: equal", file=sys.stdout, flush=True)

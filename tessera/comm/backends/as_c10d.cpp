@@ -488,7 +488,16 @@ AsC10d::WorkPtr AsC10d::barrier(const c10d::BarrierOptions& options) {
 void AsC10d::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
   c10d::BarrierOptions blocking = options;
   blocking.asyncOp = false;
-  barrier(blocking)->wait();
+  try {
+    barrier(blocking)->wait();
+  } catch (const TimeoutError& late) {
+    // In Gloo's words, which programs look for.
+    const auto& ranks = late.missing();
+    if (ranks.empty()) throw;
+    throw TimeoutError(concat(ranks.size() == 1 ? "Rank " : "Ranks ", joined(ranks, ", "),
+                              " failed to pass monitoredBarrier: ", late.what()),
+                       ranks);
+  }
 }
 
 }  // namespace tessera::detail

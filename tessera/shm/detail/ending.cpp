@@ -29,7 +29,7 @@ void Core::expire(const Op& op, milliseconds limit) {
   const std::string states =
       joined(missing, ", ", [&](int r) { return concat(who(r), " ", liveness_.state(r)); });
   throw TimeoutError(
-      concat(where(op), ": not complete after ", limit.count(), " ms; ",
+      concat(where(op), ": not complete within its timeout of ", limit.count(), " ms; ",
              behind ? concat("with ", first.name, " (call ", first.number, ") before it ") : "",
              "waited for ranks ", list(missing), ": ", states),
       missing);
