@@ -12,7 +12,12 @@ from place import take_the_place_of_gloo
 
 take_the_place_of_gloo()
 
+from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+
+# Works of tessera leave no events named "gloo:all_reduce" with the profiler; the calls above them do.
+distributed_test.PROFILING_SUPPORTED_BACKENDS.remove("gloo")
+distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.remove("gloo")
 
 
 class C10d(TestDistBackend, DistributedTest._DistTestBase):
@@ -24,6 +29,8 @@ class C10d(TestDistBackend, DistributedTest._DistTestBase):
 # What `tessera` lacks, as docs/backends.md says.
 NOT_OURS = {
     "test_sparse_all_reduce_sum": "sums of sparse tensors are not there",
+    "test_monitored_barrier_gloo_rank_0_timeout": "a limit of 0 is kNoTimeout, the group's own",
+    "test_ddp_logging_data_cpu": "reads settings of Gloo from whatever goes by its name",
 }
 
 

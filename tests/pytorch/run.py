@@ -104,10 +104,13 @@ def main():
             failed = failed or status != 0
         if arguments.table:
             parts = [pathlib.Path(f"{arguments.table}.{group}") for group in groups]
-            all_verdicts = {group: json.loads(part.read_text()) for group, part in zip(groups, parts)}
-            arguments.table.write_text(table(all_verdicts))
+            missing = [group for group, part in zip(groups, parts) if not part.exists()]
+            if missing:
+                print(f"{arguments.table} stays as it was: without a result are {', '.join(missing)}", file=sys.stderr)
+            else:
+                arguments.table.write_text(table({group: json.loads(part.read_text()) for group, part in zip(groups, parts)}))
             for part in parts:
-                part.unlink()
+                part.unlink(missing_ok=True)
         sys.exit(failed)
     verdicts = run(groups[0], arguments.only)
     if arguments.table:
