@@ -8,6 +8,7 @@ import datetime
 import functools
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -120,7 +121,15 @@ for case in (ddp, power_sgd, fsdp, dtensor, collectives):
             # Of two ranks there is one order in which values can be added.
             same = torch.equal(got, want) if ranks <= 2 else torch.allclose(got, want, rtol=1e-5, atol=1e-6)
             assert same, f"{case.__name__} over {name}, value {i}: off by {(got - want).abs().max()}"
-if ranks > 1:  # the last rank does not come
+with torch.autograd.profiler.profile(record_shapes=True) as profile:
+    dist.all_reduce(torch.ones(3, 5))
+    work = dist.broadcast(torch.ones(7), 0, async_op=True)
+    time.sleep(0.2)
+    work.wait()
+events = {event.name: event for event in profile.function_events if event.name.startswith("tessera:")}
+assert set(events) == {"tessera:all_reduce", "tessera:broadcast"} and all(event.is_async for event in events.values()), events
+assert events["tessera:all_reduce"].input_shapes == [[3, 5]] and events["tessera:broadcast"].input_shapes == [[7]], events
+if ranks > 1 and way == "shm":  # the last rank does not come
     late = dist.new_group(backend=BACKEND)
     if rank < ranks - 1:
         try:

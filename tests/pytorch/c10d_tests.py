@@ -15,7 +15,7 @@ take_the_place_of_gloo()
 from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
-# Works of tessera leave no events named "gloo:all_reduce" with the profiler; the calls above them do.
+# The events of works in a profile are called "tessera:all_reduce" and not "gloo:all_reduce"; tests/python/c10d_program.py looks at them.
 distributed_test.PROFILING_SUPPORTED_BACKENDS.remove("gloo")
 distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.remove("gloo")
 
