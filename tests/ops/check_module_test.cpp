@@ -329,7 +329,7 @@ def forward(self, x):
     const auto said = [](const std::function<void()>& call) -> std::string {
       try {
         call();
-      } catch (const c10::Error& e) {
+      } catch (const std::exception& e) {
         return e.what();
       }
       return "nothing was thrown";
