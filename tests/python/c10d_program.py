@@ -8,7 +8,6 @@ import datetime
 import functools
 import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -123,9 +122,8 @@ for case in (ddp, power_sgd, fsdp, dtensor, collectives):
             assert same, f"{case.__name__} over {name}, value {i}: off by {(got - want).abs().max()}"
 with torch.autograd.profiler.profile(record_shapes=True) as profile:
     dist.all_reduce(torch.ones(3, 5))
-    work = dist.broadcast(torch.ones(7), 0, async_op=True)
-    time.sleep(0.2)
-    work.wait()
+    for work in (dist.all_reduce(torch.ones(3, 5), async_op=True), dist.broadcast(torch.ones(7), 0, async_op=True)):
+        work.get_future().then(lambda _: None).wait()  # follows the event's end
 events = {event.name: event for event in profile.function_events if event.name.startswith("tessera:")}
 assert set(events) == {"tessera:all_reduce", "tessera:broadcast"} and all(event.is_async for event in events.values()), events
 assert events["tessera:all_reduce"].input_shapes == [[3, 5]] and events["tessera:broadcast"].input_shapes == [[7]], events
