@@ -1,7 +1,6 @@
 // Reductions, and operators along one dim: softmax, scans, sorts.
 
-#include <torch/version.h>
-
+#include "../support/old_libtorch.h"
 #include "cases.h"
 
 namespace tessera::test {
@@ -10,17 +9,16 @@ namespace {
 
 // libtorch 2.11 has no derivative of aminmax.
 at::Tensor for_aminmax(const at::Tensor& x) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-  return x.detach();
-#else
-  return x;
-#endif
+  return kOldLibtorch ? x.detach() : x;
 }
 
 // At least as many columns as rows: libtorch 2.11 gives a tall matrix' trace a gradient beyond the
-// diagonal.
-at::Tensor wide_matrix(const at::Tensor& x) {
-  const at::Tensor matrix = x.reshape({-1, std::max<std::int64_t>(x.size(-1), 1)});
+// diagonal. It has no trace of half precision either.
+at::Tensor for_trace(const at::Tensor& x) {
+  const at::Tensor matrix = x.reshape({-1, std::max<std::int64_t>(x.size(-1), 1)})
+                                .to(kOldLibtorch && at::isReducedFloatingType(x.scalar_type())
+                                        ? at::kFloat
+                                        : x.scalar_type());
   return matrix.size(0) > matrix.size(1) ? matrix.t() : matrix;
 }
 
@@ -39,7 +37,7 @@ void add_reductions(Cases& c) {
   c.unary("all", [](const auto& x) { return (x > -1).all().to(at::kDouble) * x; }).double_only();
   c.unary("argmax all", [](const auto& x) { return x.argmax(); }, 0, 1).double_only();
   c.unary("median all", [](const auto& x) { return x.median(); }, 1, 1).double_only();
-  c.unary("trace", [](const auto& x) { return wide_matrix(x).trace(); }, 1, 1);
+  c.unary("trace", [](const auto& x) { return for_trace(x).trace(); }, 1, 1);
   c.unary("count_nonzero", [](const auto& x) { return at::count_nonzero(x.relu()); }).double_only();
   c.unary("nansum", [](const auto& x) { return at::nansum(x); }).double_only();
   c.unary(

@@ -2,6 +2,10 @@
 
 #include <torch/torch.h>
 
+#include <utility>
+
+#include "../support/old_libtorch.h"
+
 namespace tessera::test {
 namespace {
 
@@ -28,6 +32,9 @@ const at::Tensor& m() {
   return t;
 }
 at::Tensor n() { return mixed({4, 6}); }
+std::vector<std::size_t> old_keeps(std::vector<std::size_t> arguments) {
+  return kOldLibtorch ? std::move(arguments) : std::vector<std::size_t>();
+}
 at::Tensor v() { return count({6}); }
 at::Tensor o() { return at::zeros({4, 6}, at::kDouble); }
 at::Tensor square() { return mixed({4, 4}) + at::eye(4, at::kDouble) * 9; }
@@ -166,7 +173,8 @@ Bases spatial() {
   const at::Tensor k1 = mixed({4, 4, 3}), k2 = mixed({2, 2, 3, 3}), k3 = mixed({2, 2, 2, 2, 2}),
                    bias = mixed({2});
   return {
-      {"aten::max_pool1d", {line(), L{2}}},
+      // That of libtorch 2.11 reads past its input for a kernel of 2^63 - 1.
+      {"aten::max_pool1d", {line(), L{2}}, Base::Values::equal, old_keeps({1})},
       {"aten::max_pool2d", {image(), L{2, 2}, L{2, 2}, L{1, 1}, L{1, 1}, true}},
       {"aten::max_pool2d_with_indices", {image(), L{3, 2}}},
       {"aten::max_pool3d", {volume(), L{2, 2, 2}}},
