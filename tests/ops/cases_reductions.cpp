@@ -8,17 +8,15 @@ namespace tessera::test {
 namespace {
 
 // libtorch 2.11 has no derivative of aminmax.
-at::Tensor for_aminmax(const at::Tensor& x) {
-  return kOldLibtorch ? x.detach() : x;
-}
+at::Tensor for_aminmax(const at::Tensor& x) { return kOldLibtorch ? x.detach() : x; }
 
 // At least as many columns as rows: libtorch 2.11 gives a tall matrix' trace a gradient beyond the
 // diagonal. It has no trace of half precision either.
 at::Tensor for_trace(const at::Tensor& x) {
-  const at::Tensor matrix = x.reshape({-1, std::max<std::int64_t>(x.size(-1), 1)})
-                                .to(kOldLibtorch && at::isReducedFloatingType(x.scalar_type())
-                                        ? at::kFloat
-                                        : x.scalar_type());
+  const at::Tensor matrix =
+      x.reshape({-1, std::max<std::int64_t>(x.size(-1), 1)})
+          .to(kOldLibtorch && at::isReducedFloatingType(x.scalar_type()) ? at::kFloat
+                                                                         : x.scalar_type());
   return matrix.size(0) > matrix.size(1) ? matrix.t() : matrix;
 }
 
