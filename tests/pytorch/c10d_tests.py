@@ -1,4 +1,4 @@
-"""PyTorch's own tests of process groups and of DDP (torch.testing._internal.distributed.distributed_test), as they are, on two ranks."""
+"""PyTorch's own tests of process groups and of DDP (torch.testing._internal.distributed.distributed_test), as they are, on WORLD_SIZE ranks."""
 
 import ast
 import inspect
@@ -6,7 +6,7 @@ import os
 import textwrap
 
 os.environ["BACKEND"] = "gloo"
-os.environ["WORLD_SIZE"] = "2"
+RANKS = int(os.environ["WORLD_SIZE"])
 
 from place import take_the_place_of_gloo
 
@@ -34,18 +34,27 @@ NOT_OURS = {
 }
 
 
+def decorators():
+    """Those of each test, as they are written, by its name."""
+    source = textwrap.dedent(inspect.getsource(DistributedTest._DistTestBase))
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+            yield function.name, " ".join(ast.unparse(one) for one in function.decorator_list)
+
+
+def of_other_ranks():
+    """Tests that are run on more or fewer ranks than these: each on two, unless it skips itself there."""
+    return {name for name, words in decorators() if RANKS != (8 if "skip_if_small_worldsize" in words else 4 if "world_size(4)" in words else 2)}
+
+
 def left_out():
     """Why a test is not run, by name: it would ask for GPUs in each of its processes, and skip itself there."""
-    source = textwrap.dedent(inspect.getsource(DistributedTest._DistTestBase))
     why = dict(NOT_OURS)
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
-            continue
-        words = " ".join(ast.unparse(one) for one in function.decorator_list)
+    for name, words in decorators():
         if any(word in words for word in ("skip_if_no_gpu", "skip_if_lt_x_gpu", "require_n_gpus", "at_least_x_gpu")):
-            why[function.name] = "needs GPUs"
+            why[name] = "needs GPUs"
         elif "NCCL Batch Send Recv Only" in words or "nccl' or" in words or "!= 'nccl'" in words:
-            why[function.name] = "is of NCCL"
+            why[name] = "is of NCCL"
         elif "'mpi'" in words and "!=" in words:
-            why[function.name] = "is of MPI"
+            why[name] = "is of MPI"
     return why
