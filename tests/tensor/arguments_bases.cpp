@@ -2,7 +2,8 @@
 
 #include <torch/torch.h>
 
-#include <utility>
+#include <set>
+#include <string>
 
 #include "../support/old_libtorch.h"
 
@@ -32,9 +33,6 @@ const at::Tensor& m() {
   return t;
 }
 at::Tensor n() { return mixed({4, 6}); }
-std::vector<std::size_t> old_keeps(std::vector<std::size_t> arguments) {
-  return kOldLibtorch ? std::move(arguments) : std::vector<std::size_t>();
-}
 at::Tensor v() { return count({6}); }
 at::Tensor o() { return at::zeros({4, 6}, at::kDouble); }
 at::Tensor square() { return mixed({4, 4}) + at::eye(4, at::kDouble) * 9; }
@@ -173,8 +171,7 @@ Bases spatial() {
   const at::Tensor k1 = mixed({4, 4, 3}), k2 = mixed({2, 2, 3, 3}), k3 = mixed({2, 2, 2, 2, 2}),
                    bias = mixed({2});
   return {
-      // That of libtorch 2.11 reads past its input for a kernel of 2^63 - 1.
-      {"aten::max_pool1d", {line(), L{2}}, Base::Values::equal, old_keeps({1})},
+      {"aten::max_pool1d", {line(), L{2}}},
       {"aten::max_pool2d", {image(), L{2, 2}, L{2, 2}, L{1, 1}, L{1, 1}, true}},
       {"aten::max_pool2d_with_indices", {image(), L{3, 2}}},
       {"aten::max_pool3d", {volume(), L{2, 2, 2}}},
@@ -406,19 +403,30 @@ Bases products() {
   };
 }
 
+// Of libtorch 2.11 the first two read or write out of bounds, for a kernel of 2^63 - 1 and an
+// unknown mode; the others refuse, or take, what later ones do not.
+bool is_other_of_old(const Base& base) {
+  static const std::set<std::string> others = {"aten::max_pool1d", "aten::embedding_bag",
+                                               "aten::addmv",      "aten::nansum",
+                                               "aten::fft_rfft",   "aten::fft_irfft"};
+  return kOldLibtorch && others.contains(base.name);
+}
+
 }  // namespace
 
 std::vector<Family> argument_families() {
-  return {{"elementwise", elementwise()},
-          {"lists_and_out", lists_and_out()},
-          {"losses", losses()},
-          {"spatial", spatial()},
-          {"norms", norms()},
-          {"indexing", indexing()},
-          {"views", views()},
-          {"reductions", reductions()},
-          {"random", random()},
-          {"products", products()}};
+  std::vector<Family> all = {{"elementwise", elementwise()},
+                             {"lists_and_out", lists_and_out()},
+                             {"losses", losses()},
+                             {"spatial", spatial()},
+                             {"norms", norms()},
+                             {"indexing", indexing()},
+                             {"views", views()},
+                             {"reductions", reductions()},
+                             {"random", random()},
+                             {"products", products()}};
+  for (Family& family : all) std::erase_if(family.bases, is_other_of_old);
+  return all;
 }
 
 }  // namespace tessera::test
