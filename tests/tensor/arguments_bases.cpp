@@ -407,8 +407,7 @@ Bases products() {
 // unknown mode; the others refuse, or take, what later ones do not.
 bool is_other_of_old(const Base& base) {
   static const std::set<std::string> others = {"aten::max_pool1d", "aten::embedding_bag",
-                                               "aten::addmv",      "aten::nansum",
-                                               "aten::fft_rfft",   "aten::fft_irfft"};
+                                               "aten::addmv", "aten::nansum"};
   return kOldLibtorch && others.contains(base.name);
 }
 
