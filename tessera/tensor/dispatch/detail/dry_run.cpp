@@ -68,12 +68,19 @@ bool has_empty(const std::vector<TensorInfo>& tensors) {
   return std::ranges::any_of(tensors, [](const TensorInfo& t) { return t.spec.numel() == 0; });
 }
 
+// Calls the operator. The arguments outlive the stack's hold on them: libtorch 2.11 reads outputs
+// once more when it has taken them from the stack.
+void call(const OpInfo& info, torch::jit::Stack& stack) {
+  const LocalCallGuard guard;
+  const torch::jit::Stack arguments = stack;
+  info.op.callBoxed(&stack);
+}
+
 // Runs the operator on meta tensors; false if it has no meta kernel for them.
 bool run_on_meta(const OpInfo& info, const std::vector<TensorInfo>& tensors,
                  torch::jit::Stack& stack) {
   try {
-    const LocalCallGuard guard;
-    info.op.callBoxed(&stack);
+    call(info, stack);
   } catch (const c10::NotImplementedError&) {
     return false;
   } catch (const c10::IndexError&) {
@@ -195,8 +202,7 @@ void run_trial(const OpInfo& info, const std::vector<c10::IValue>& arguments, co
     if (trial.ones && argument.type()->kind() == c10::TypeKind::NumberType) stack[i] = 1;
   }
   if (is_told_sizes(info)) require_few_results(info, stack, elements);
-  const LocalCallGuard guard;
-  info.op.callBoxed(&stack);
+  call(info, stack);
 }
 
 bool trial_runs(const OpInfo& info, const std::vector<c10::IValue>& arguments, const Trial& trial) {
