@@ -32,6 +32,8 @@ TEST(NodeList, Expanded) {
   EXPECT_EQ(expand_node_list("n[098-101]"), (Hosts{"n098", "n099", "n100", "n101"}));
   EXPECT_EQ(expand_node_list("r[1-2]n[08-09]-ib"),
             (Hosts{"r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"}));
+  EXPECT_EQ(expand_node_list("r[1][2]-[3-4][5]n[6,7]x[8]"),
+            (Hosts{"r12-35n6x8", "r12-35n7x8", "r12-45n6x8", "r12-45n7x8"}));
   EXPECT_EQ(expand_node_list("  a ,\tb  c "), (Hosts{"a", "b", "c"}));
   EXPECT_EQ(expand_node_list("node-a.x_y"), (Hosts{"node-a.x_y"}));
 }

@@ -1,5 +1,6 @@
 #include "tessera/launch/internal/node_list.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "tessera/base/error.h"
@@ -12,7 +13,7 @@ namespace {
 
 constexpr std::size_t max_hosts = 1 << 20;
 // Of all names together: a few bytes of text can name gigabytes of hosts.
-constexpr std::size_t max_bytes = 128 << 20;
+constexpr std::size_t max_bytes = 32 << 20;
 constexpr std::size_t max_name = 1024;
 // A number wider than this is no host's.
 constexpr std::size_t max_digits = 20;
@@ -82,6 +83,31 @@ std::vector<std::string> bracket(Reader& in) {
   return numbers;
 }
 
+// What stands before a bracket or the end of a name.
+std::string plain(Reader& in, const auto& ends_name) {
+  std::string text;
+  while (!in.at_end() && !ends_name(in.peek()) && in.peek() != '[') {
+    const char c = in.next();
+    if (c == ']' || c == '(' || c == ')') in.fail(concat("unexpected '", c, "'"));
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) in.fail("a control character in a name");
+    text += c;
+  }
+  return text;
+}
+
+// One of each choice, the last one fastest.
+std::vector<std::string> products(const std::vector<std::vector<std::string>>& choices) {
+  std::vector<std::string> all{""};
+  for (const auto& choice : choices) {
+    std::vector<std::string> longer;
+    longer.reserve(all.size() * choice.size());
+    for (const auto& name : all)
+      for (const auto& one : choice) longer.push_back(name + one);
+    all = std::move(longer);
+  }
+  return all;
+}
+
 }  // namespace
 
 std::vector<std::string> expand_node_list(std::string_view text) {
@@ -90,38 +116,30 @@ std::vector<std::string> expand_node_list(std::string_view text) {
   std::size_t bytes = 0;
   bool expected = true;  // A name must follow: at the start, and behind a comma.
   for (in.skip_blanks(); !in.at_end(); in.skip_blanks()) {
-    std::vector<std::string> names{""};
+    // What a name consists of, text as a choice of one. Multiplied out when all are known, so that
+    // the time is that of the names that come of it.
+    std::vector<std::vector<std::string>> choices;
+    std::size_t count = 1, length = 0;
     const auto ends_name = [&](char c) { return c == ',' || is_blank(c); };
-    // Requires room for `count` more names, each longer by `longer` bytes.
-    const auto require_room = [&](std::size_t count, std::size_t longer) {
-      if (hosts.size() + count > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
-      if (names.front().size() + longer > max_name)
-        in.fail(concat("a name of more than ", max_name, " bytes"));
-      if (bytes + count * (names.front().size() + longer + max_digits) > max_bytes)
-        in.fail(concat("names of more than ", max_bytes, " bytes in all"));
-    };
     while (!in.at_end() && !ends_name(in.peek())) {
-      std::string text;
-      while (!in.at_end() && !ends_name(in.peek()) && in.peek() != '[') {
-        const char c = in.next();
-        if (c == ']' || c == '(' || c == ')') in.fail(concat("unexpected '", c, "'"));
-        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f)
-          in.fail("a control character in a name");
-        text += c;
-      }
-      require_room(names.size(), text.size());
-      for (auto& name : names) name += text;
-      if (!in.take('[')) continue;
-      const std::vector<std::string> numbers = bracket(in);
-      require_room(names.size() * numbers.size(), 0);
-      std::vector<std::string> longer;
-      longer.reserve(names.size() * numbers.size());
-      for (const auto& name : names)
-        for (const auto& number : numbers) longer.push_back(name + number);
-      names = std::move(longer);
+      std::vector<std::string> choice(1);
+      if (in.take('['))
+        choice = bracket(in);
+      else
+        choice[0] = plain(in, ends_name);
+      count *= choice.size();
+      length += std::ranges::max(choice, {}, &std::string::size).size();
+      if (hosts.size() + count > max_hosts) in.fail(concat("more than ", max_hosts, " hosts"));
+      if (length > max_name) in.fail(concat("a name of more than ", max_name, " bytes"));
+      if (bytes + count * length > max_bytes)
+        in.fail(concat("names of more than ", max_bytes, " bytes in all"));
+      if (choice.size() == 1 && !choices.empty() && choices.back().size() == 1)
+        choices.back()[0] += choice[0];
+      else
+        choices.push_back(std::move(choice));
     }
-    if (names.size() == 1 && names[0].empty()) in.fail("a host name is missing");
-    for (auto& name : names) {
+    if (choices.empty()) in.fail("a host name is missing");
+    for (std::string& name : products(choices)) {
       bytes += name.size();
       hosts.push_back(std::move(name));
     }
