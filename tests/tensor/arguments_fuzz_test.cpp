@@ -272,8 +272,9 @@ bool refuses_nothing(const Call& plain) {
 
 class Fuzzer {
  public:
-  Fuzzer(DistributedManager& manager, std::vector<Axis> axes, int percent, std::uint64_t seed)
-      : mesh_(manager.mesh(std::move(axes))), percent_(percent), draw_(seed) {
+  Fuzzer(DistributedManager& manager, const std::vector<Axis>& axes, int percent,
+         std::uint64_t seed)
+      : mesh_(manager.mesh(axes)), percent_(percent), draw_(seed) {
     set_policies(manager, {.redistribution = Policy::allow, .promotion = Policy::allow});
   }
 
