@@ -137,7 +137,7 @@ Made make_entry(std::mt19937& random) {
     made.text += tail;
     Hosts longer;
     for (const auto& host : made.hosts) {
-      for (const auto& number : numbers) longer.push_back(host + number + tail);
+      for (const auto& number : numbers) longer.push_back(concat(host, number, tail));
     }
     made.hosts = longer;
   }
