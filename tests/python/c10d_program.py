@@ -134,7 +134,16 @@ if ranks > 1 and way == "shm":  # the last rank does not come
             dist.monitored_barrier(late, datetime.timedelta(seconds=1))
             raise AssertionError("a barrier passed that a rank did not come to")
         except RuntimeError as error:
-            assert f"{ranks - 1} failed to pass monitoredBarrier" in str(error), error
+            assert f"Rank {ranks - 1} failed to pass monitoredBarrier" in str(error), error
+            assert rank == 0 or f"Rank {rank} successfully reached monitoredBarrier, but received errors" in str(error), error
+    for every, names in ((False, "Rank 1"), (True, "Ranks " + ", ".join(map(str, range(1, ranks))))):  # rank 0 alone comes
+        alone = dist.new_group(backend=BACKEND)
+        if rank == 0 and ranks > 2:
+            try:
+                dist.monitored_barrier(alone, datetime.timedelta(seconds=1), wait_all_ranks=every)
+                raise AssertionError("a barrier passed that no other rank came to")
+            except RuntimeError as error:
+                assert str(error).startswith(f"{names} failed to pass monitoredBarrier"), error
     dist.barrier()
 assert dist.get_backend() == BACKEND
 assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == way

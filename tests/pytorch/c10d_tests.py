@@ -30,7 +30,6 @@ class C10d(TestDistBackend, DistributedTest._DistTestBase):
 NOT_OURS = {
     "test_sparse_all_reduce_sum": "sums of sparse tensors are not there",
     "test_monitored_barrier_gloo_rank_0_timeout": "a limit of 0 is kNoTimeout, the group's own",
-    "test_monitored_barrier_failure_order": "all ranks that are missing are named to all, and not the first alone to rank 0",
     "test_ddp_logging_data_cpu": "reads settings of Gloo from whatever goes by its name",
 }
 

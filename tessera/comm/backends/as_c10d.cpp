@@ -483,18 +483,4 @@ AsC10d::WorkPtr AsC10d::barrier(const c10d::BarrierOptions& options) {
   return hand(call, &Transport::barrier);
 }
 
-void AsC10d::monitoredBarrier(const c10d::BarrierOptions& options, bool) try {
-  c10d::BarrierOptions blocking = options;
-  blocking.asyncOp = false;
-  barrier(blocking)->wait();
-} catch (const TimeoutError& late) {
-  // Between hosts a rank of this host may be late because it waits for one of another.
-  if (late.missing().empty() || getBackendName() != "shm") throw;
-  // In Gloo's words, which programs look for.
-  throw TimeoutError(
-      concat(late.missing().size() == 1 ? "Rank " : "Ranks ", joined(late.missing(), ", "),
-             " failed to pass monitoredBarrier: ", late.what()),
-      late.missing());
-}
-
 }  // namespace tessera::detail

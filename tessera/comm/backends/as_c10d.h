@@ -71,8 +71,8 @@ class AsC10d final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
-  /// A barrier whose error names the ranks that did not come, on every rank; where all of them
-  /// share a host.
+  /// A barrier whose error names the first rank that did not come, or `all_ranks` that did not, on
+  /// every rank; where all of them share a host.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool all_ranks) override;
 
   /// Makes a call of the transport.
