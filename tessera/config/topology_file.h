@@ -29,7 +29,8 @@ namespace tessera {
 Topology read_topology(const std::string& path);
 Topology parse_topology(const std::string& text, FileFormat format,
                         const std::string& source = "topology");
-/// Writes a topology; reading it back gives an equal one.
+/// Writes a topology; reading it back gives an equal one. Throws InvalidArgument for a name that
+/// the format cannot hold.
 std::string format_topology(const Topology& topology, FileFormat format);
 void write_topology(const Topology& topology, const std::string& path);
 

@@ -81,8 +81,11 @@ TEST(GroupConfigFile, RandomTreesRoundTrip) {
     ProcessGroupConfig config({.name = random() % 2 ? "world" : "all ranks"});
     std::vector<std::string> nodes{config.root().name};
     // Names that YAML would take for something else must come back as they were.
-    const std::vector<std::string> names{"true",  "12",  "1.5", "~",  "null", "a: b", "x#y",  "'q'",
-                                         "\"q\"", "- z", "{",   "no", "tp",   "ü",    " lead"};
+    const std::vector<std::string> names{"true", "12",  "1.5",   "~",     "null", "a: b",
+                                         "x#y",  "'q'", "\"q\"", "- z",   "{",    "no",
+                                         "tp",   "ü",   " lead", "--- x", "... x"};
+    const std::vector<std::string> orders{"last-adjacent", "end\r",  "a\rb",
+                                          "a\tb",          "line\n", std::string("f\0r", 3)};
     for (int i = pick(random, 1, 9); i > 0; --i) {
       ProcessGroupNode node{.name = names[random() % names.size()]};
       if (config.contains(node.name)) continue;
@@ -91,7 +94,7 @@ TEST(GroupConfigFile, RandomTreesRoundTrip) {
         node.options = {"gloo", std::chrono::milliseconds(pick(random, 1, 100000))};
       if (random() % 3 == 0) node.orthogonal_group = "o" + node.name;
       if (!node.orthogonal_group.empty() && random() % 2) node.scope = "world";
-      if (random() % 4 == 0) node.order = "last-adjacent";
+      if (random() % 4 == 0) node.order = orders[random() % orders.size()];
       const std::string above = nodes[random() % nodes.size()];
       config.add_node(node, above);
       nodes.push_back(node.name);
@@ -105,6 +108,13 @@ TEST(GroupConfigFile, RandomTreesRoundTrip) {
   }
 }
 
+TEST(GroupConfigFile, NamesThatYamlWouldChangeAreNotWritten) {
+  const auto config = ProcessGroupConfig({.name = "\uFDD0: "});
+  EXPECT_EQ(json(format_group_config(config, FileFormat::json)), config);
+  EXPECT_SAYS(refused<InvalidArgument>([&] { format_group_config(config, FileFormat::yaml); }),
+              "write JSON");
+}
+
 TEST(GroupConfigFile, WhatIsWrongIsNamedWithItsPlace) {
   EXPECT_SAYS(refused<ConfigFileError>([] { json("{\"name\": "); }), "job.json: ");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: world\nchildren: [a"); }), "job.yaml:");
@@ -112,6 +122,9 @@ TEST(GroupConfigFile, WhatIsWrongIsNamedWithItsPlace) {
               "'name' is duplicated");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nsize: 2\nsize: 3"); }),
               "job.yaml:3: the key 'size' is duplicated");
+  for (const char control : {'\0', '\4', '\33'})
+    EXPECT_SAYS(refused<ConfigFileError>([&] { yaml(concat("name: w\norder: f0", control, "r")); }),
+                concat("job.yaml:2: byte ", static_cast<int>(control), " is a control character"));
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nchildren: [{name: a, sise: 2}]"); }),
               "children[0].sise: is not a field here");
   EXPECT_SAYS(refused<ConfigFileError>([] { yaml("name: w\nchildren: [{name: a, size: two}]"); }),

@@ -2,6 +2,7 @@
 
 #include <yaml-cpp/yaml.h>
 
+#include <algorithm>
 #include <charconv>
 #include <fstream>
 #include <functional>
@@ -96,9 +97,26 @@ Json from_yaml(const YAML::Node& node, Limits& limits, int depth) {
   }
 }
 
+bool is_control(char c) { return static_cast<unsigned char>(c) < 0x20; }
+
+// YAML allows three control characters; yaml-cpp takes some others for the end of the document.
+void refuse_control_characters(const std::string& text, const Limits& limits) {
+  int line = 1;
+  for (const char c : text) {
+    if (is_control(c) && c != '\t' && c != '\n' && c != '\r')
+      limits.fail(line, "byte ", static_cast<int>(c),
+                  " is a control character that YAML does not allow; write it in double quotes, "
+                  "\"\\x41\" being A");
+    line += c == '\n';
+  }
+}
+
 void to_yaml(const Json& value, YAML::Emitter& out) {
   const auto put_text = [&](const std::string& text) {
-    const bool ambiguous = text.empty() || !plain_scalar(text).is_string();
+    // Without quotes these would be no text, the mark of a new document, or lose their end.
+    const bool ambiguous = text.empty() || !plain_scalar(text).is_string() ||
+                           text.starts_with("---") || text.starts_with("...") ||
+                           std::any_of(text.begin(), text.end(), is_control);
     if (ambiguous) out << YAML::DoubleQuoted;
     out << text;
   };
@@ -135,6 +153,7 @@ Json parse_document(const std::string& text, FileFormat format, const std::strin
     try {
       // yaml-cpp takes any bytes, which could neither be written again nor compared.
       static_cast<void>(Json(text).dump());
+      refuse_control_characters(text, limits);
       return from_yaml(YAML::Load(text), limits, 0);
     } catch (const YAML::Exception& error) {
       throw ConfigFileError(source, ":", error.mark.line + 1, ": ", error.msg);
@@ -194,7 +213,13 @@ std::string write_document(const Json& value, FileFormat format) {
   }
   YAML::Emitter out;
   to_yaml(value, out);
-  return std::string(out.c_str()) + "\n";
+  std::string text = std::string(out.c_str()) + "\n";
+  // yaml-cpp writes some characters as others.
+  if (parse_document(text, format, "the text that was written") != value)
+    throw InvalidArgument(
+        "a name or a value cannot be written as YAML: it would be read as another; "
+        "write JSON");
+  return text;
 }
 
 FileFormat format_of(const std::string& path) {

@@ -15,6 +15,8 @@ using Json = nlohmann::ordered_json;
 /// key in one object, more than 400 levels, and more than 4 million values (YAML's aliases are
 /// counted wherever they are used).
 Json parse_document(const std::string& text, FileFormat format, const std::string& source);
+/// Throws InvalidArgument for a text that the format cannot hold: no valid UTF-8; in YAML, one that
+/// would be read back as another.
 std::string write_document(const Json& value, FileFormat format);
 /// The lines of the keys of a YAML text that parse_document() has read, by their path with dots
 /// between ("trainer.max_steps"), counted from 1; of keys inside lists none.
