@@ -213,7 +213,8 @@ std::string told(const std::vector<Operator>& program) {
 }  // namespace
 
 TEST(HostileOperators, DrawnProgramsEqualPlainOnes) {
-  for_seeds({}, 120, [](std::uint64_t number) {
+  // 1796064788, 1797064429: the gradient of windows of which a rank has none was refused there.
+  for_seeds({1796064788, 1797064429}, 120, [](std::uint64_t number) {
     Draw draw(number);
     const int ranks = draw.between(2, 4);
     std::vector<std::int64_t> shape;

@@ -97,7 +97,12 @@ TEST(KeptCuts, WindowsAlongASharedDimThatDoNotOverlap) {
     const at::Tensor value = at::arange(24, at::kDouble).sin().view({1, 24});
     for (const Sizes& sizes : {Sizes{8, 8, 8}, Sizes{24, 0, 0}, Sizes{0, 5, 19}, Sizes{11, 12, 1}})
       for (const std::int64_t step : {3, 4, 11})
-        same_as_plain(mesh, value, 1, sizes, unfolded(3, step));
+        for (const std::int64_t size : {1, 3}) {
+          same_as_plain(mesh, value, 1, sizes, unfolded(size, step));
+          // Its gradient is sharded as the windows are.
+          same_as_plain(mesh, value, 1, sizes,
+                        [=](const at::Tensor& t) { return unfolded(size, step)(t).sin(); });
+        }
   });
 }
 

@@ -134,14 +134,20 @@ Plan unfold_backward(const OpCall& call) {
   const int d = normal_dim(call.integer("dim"), n);
   auto from = all_labels(n);
   const ShardSpec& g = call.tensor(0).spec;
-  const std::int64_t step = call.integer("step");
-  if (call.integer("size") > step || g.dims() != n + 1 || !g.is_sharded(d)) {
+  const std::int64_t size = call.integer("size"), step = call.integer("step");
+  if (size > step || g.dims() != n + 1 || !g.is_sharded(d)) {
     from[d] = -1;
     return with_input_sizes(call, from, {d, n});
   }
-  return with_input_sizes(
+  Plan plan = with_input_sizes(
       call, from, {n},
       {{d, rows_of_windows(g.dim(d).partition, step, call.integers("input_sizes")[d])}});
+  // libtorch refuses rows that are too few for a window, though there is none here.
+  if (plan.outputs[0].spec.local_shape()[d] < size)
+    plan.local = [](const OperatorHandle&, Stack arguments) {
+      return Stack{arguments[0].toTensor().new_zeros(arguments[1].toIntVector())};
+    };
+  return plan;
 }
 
 Plan diagonal_backward(const OpCall& call) {
