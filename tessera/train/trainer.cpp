@@ -76,7 +76,16 @@ void Trainer::run_together(bool fits, const std::function<void()>& body) {
   running_ = true;
   if (session_) session_->rest(false);
   try {
-    together(strategy(), body);
+    together(strategy(), [&] {
+      try {
+        body();
+      } catch (const TimeoutError&) {  // others stand still, and what is in flight with them
+        throw;
+      } catch (...) {
+        let_save_end();
+        throw;
+      }
+    });
   } catch (...) {
     end_by_exception(fits);
     end();

@@ -137,8 +137,9 @@ struct RunState {
 /// All calls are collective over the strategy's ranks, with the same options and data of the same
 /// kind: limits, intervals, policies, precision and callbacks that differ throw MismatchError on
 /// every rank. An exception of one rank ends the others' within the groups' time limits, with its
-/// message. Inside a run (from a callback) the same task may be evaluated; fit(), another task, and
-/// another trainer of the same strategy throw InvalidArgument.
+/// message; a background save that is in flight may end before, for which it waits up to a minute.
+/// Inside a run (from a callback) the same task may be evaluated; fit(), another task, and another
+/// trainer of the same strategy throw InvalidArgument.
 class Trainer : Pinned, detail::RunState {
  public:
   /// Throws InvalidArgument for options out of range, and callbacks with one name.
@@ -186,9 +187,10 @@ class Trainer : Pinned, detail::RunState {
   void request_save_of_all() { session().request_save(); }
   /// An exception that ends the run leaves from now on a checkpoint of the last state that was
   /// whole, "step-N": written when the callbacks have been told, over groups made anew, if all
-  /// ranks come there within a minute and were between the same two optimizer steps; the run that
-  /// goes on begins with on_step_end() of that step if it had not ended on all. Costs a list of the
-  /// state, and a copy of buffers and of what the task and the callbacks save, twice a step.
+  /// ranks come there within a minute and were between the same two optimizer steps, and if the
+  /// save that was in flight got to the disk; the run that goes on begins with on_step_end() of
+  /// that step if it had not ended on all. Costs a list of the state, and a copy of buffers and of
+  /// what the task and the callbacks save, twice a step.
   void save_on_exception() { saves_on_exception_ = true; }
   /// Removes a checkpoint of the folder, if it is there, when the one that is asked for next has
   /// been written, or at the end of the run. All ranks alike.
@@ -262,6 +264,7 @@ class Trainer : Pinned, detail::RunState {
   void remove_all(std::vector<std::string>& asked);
   void pass_on_warnings();
   void keep_whole_state();
+  void let_save_end() const noexcept;
   void save_whole_state(const std::exception& e) noexcept;
   void write_whole_state();
   /// `copies`: of the tensors that the task and the callbacks gave.
@@ -316,6 +319,8 @@ class Trainer : Pinned, detail::RunState {
     std::int64_t step = 0;
     /// All ranks count alike.
     std::int64_t number = 0;
+    /// The last checkpoint that was begun before.
+    std::string saved;
     CheckpointState state;
     std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   };

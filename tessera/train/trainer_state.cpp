@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
+#include "tessera/base/deadline.h"
 #include "tessera/base/text.h"
 #include "tessera/checkpoint/checkpoint_reader.h"
 #include "tessera/comm/agree/agree.h"
@@ -252,12 +254,24 @@ void Trainer::safe_point() {
 
 // ---- after an exception ----
 
+// Who does not come within a short time does not come: it has lost others, or is gone.
+constexpr std::chrono::minutes kPatience(1);
+
+// What is in flight ends before the others are told: its groups end then, and a state that is saved
+// afterwards takes it to be on the disk.
+void Trainer::let_save_end() const noexcept {
+  const Deadline deadline = deadline_after(kPatience);
+  while (checkpointer_ && checkpointer_->saving() && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 void Trainer::keep_whole_state() {
   if (!saves_on_exception_) return;
   const at::NoGradGuard no_grad;
   auto now = std::make_unique<WholeState>();
   now->step = step_;
   now->number = kept_ + 1;
+  now->saved = saved_;
   // A callback may throw here: the one before stays, and this one is not half there.
   now->state = state(/*copies=*/true);
   for (const NamedModule& m : session_->modules())
@@ -298,10 +312,8 @@ void Trainer::write_whole_state() {
   if (whole_ && session_->steps() == whole_->step) mine = {whole_->step, whole_->number};
   std::int64_t oldest = mine.number;
   if (saves_on_all_ranks() && strategy().size() > 1) {
-    // Who does not come within a short time does not come: it has lost others, or is gone.
     constexpr auto kWhat = "after an exception";
-    const Group meeting =
-        tagged_group(manager(), ranks(), {.timeout = std::chrono::minutes(1)}, kWhat);
+    const Group meeting = tagged_group(manager(), ranks(), {.timeout = kPatience}, kWhat);
     const auto all = agree::all<Kept>(meeting, kWhat, [&] { return mine; });
     std::int64_t newest = oldest;
     for (const Kept& other : all) {
@@ -316,7 +328,13 @@ void Trainer::write_whole_state() {
   const WholeState& kept = oldest == whole_->number ? *whole_ : *whole_before_;
   const std::string name = concat("step-", mine.step);
   make_checkpointer(/*writes=*/true);
-  if (checkpointer_->latest() == name) return;
+  const auto there = checkpointer_->names();
+  if (!there.empty() && there.back() == name) return;
+  // Of the whole state it is one of those that are kept, the best perhaps.
+  if (!kept.saved.empty() && kept.saved != name &&
+      std::ranges::find(there, kept.saved) == there.end())
+    return warn(concat("'", kept.saved, "' did not get to the disk, so '", name,
+                       "', which counts on it, is not saved after the exception"));
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, value] : kept.buffers) at::Tensor(buffer).copy_(value);
   checkpointer_->save(name, kept.state);

@@ -2,6 +2,7 @@
 // the next run goes on from what stands.
 
 #include <future>
+#include <thread>
 
 #include "trouble.h"
 
@@ -214,6 +215,53 @@ TEST(Hostile, AReductionThatThrowsOnOneRankEndsAll) {
                                     .fit(task, ragged_batches(manager.rank(), 5));
                               }),
                   "the wire is cut");
+}
+
+// The best checkpoint is in flight when the exception comes: what is saved after it counts on it.
+TEST(OnException, ACheckpointThatIsInFlightIsOnTheDiskBeforeTheWholeStateOrThatIsNotSaved) {
+  enum class Disk { slow, full };
+  class Operations : public FileOperations {
+   public:
+    explicit Operations(Disk disk) : disk_(disk) {}
+    void sync(const File& file) override {
+      if (file.path.find("/step-1/") != std::string::npos) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        if (disk_ == Disk::full) throw FileError("'", file.path, "': No space left on device");
+      }
+      FileOperations::sync(file);
+    }
+
+   private:
+    Disk disk_;
+  };
+  struct Worsens : Regression {
+    void validation_step(const MicroBatch&, Step& step) override { step.log("loss", ++seen, 1.0); }
+    double seen = 0;
+  };
+  const std::vector<std::string> none, both{"step-1", "step-2"};
+  for (const Disk disk : {Disk::slow, Disk::full})
+    for (const int who : {0, 1}) {
+      const Folder folder;
+      expect_all_told(
+          outcomes_on(2,
+                      [&](DistributedManager& manager) {
+                        auto options =
+                            saving(std::make_shared<DDPStrategy>(manager), folder.path());
+                        options.validate_every_steps = 1;
+                        options.checkpoint.options.operations = std::make_shared<Operations>(disk);
+                        options.callbacks = {
+                            std::make_shared<CheckpointCallback>(CheckpointCallbackOptions{
+                                .monitor = "val/loss", .at_end = false, .on_exception = true}),
+                            std::make_shared<Grenade>("after", 2, manager.rank() == who)};
+                        Worsens task;
+                        Trainer(options).fit(task, ragged_batches(manager.rank(), 5),
+                                             ragged_batches(manager.rank(), 2));
+                      }),
+          "a grenade in after");
+      const SingleDevice one;
+      EXPECT_EQ(Checkpointer(*one.manager(), folder.path()).names(),
+                disk == Disk::slow ? both : none);
+    }
 }
 
 // What a callback gives to a checkpoint is that of the last whole state, though the callback has
