@@ -214,7 +214,8 @@ std::string told(const std::vector<Operator>& program) {
 
 TEST(HostileOperators, DrawnProgramsEqualPlainOnes) {
   // 1796064788, 1797064429: the gradient of windows of which a rank has none was refused there.
-  for_seeds({1796064788, 1797064429}, 120, [](std::uint64_t number) {
+  // 1797067788: overlapping windows, gathered, were in an order in which dims could not be merged.
+  for_seeds({1796064788, 1797064429, 1797067788}, 120, [](std::uint64_t number) {
     Draw draw(number);
     const int ranks = draw.between(2, 4);
     std::vector<std::int64_t> shape;
@@ -227,6 +228,14 @@ TEST(HostileOperators, DrawnProgramsEqualPlainOnes) {
     const at::Tensor expected = run(program, plain);
     const at::Tensor along = at::arange(expected.numel(), at::kDouble).cos().view(expected.sizes());
     (expected * along).sum().backward();
+    // Where round-off moves the plain result (a deviation of equal values, a row at a threshold)
+    // there is nothing to compare with.
+    const at::Tensor near = (value * (1 + at::arange(count, at::kDouble).cos().view(shape) * 1e-14))
+                                .requires_grad_(true);
+    const at::Tensor moved = run(program, near);
+    (moved * along).sum().backward();
+    const bool stands = difference(moved, expected, 1e-3) < 1e-10,
+               gradient_stands = difference(near.grad(), plain.grad(), 1e-3) < 1e-10;
     const Mesh table = draw.mapped(draw.axes(ranks));
     const std::uint64_t layout = static_cast<std::uint64_t>(draw.below(1 << 30));
     std::vector<std::string> refused(static_cast<std::size_t>(ranks));
@@ -239,9 +248,11 @@ TEST(HostileOperators, DrawnProgramsEqualPlainOnes) {
       const std::string what = concat(where, ": ", told(program));
       try {
         const at::Tensor got = run(program, x);
-        EXPECT_LT(difference(got, expected, 1e-3), 1e-9) << what;
+        if (stands) EXPECT_LT(difference(got, expected, 1e-3), 1e-9) << what;
         (got * along).sum().backward();
-        EXPECT_LT(difference(x.grad(), plain.grad(), 1e-3), 1e-9) << "gradient, " << what;
+        const at::Tensor gradient = x.grad();
+        if (gradient_stands)
+          EXPECT_LT(difference(gradient, plain.grad(), 1e-3), 1e-9) << "gradient, " << what;
       } catch (const ShardingError& e) {
         refused[static_cast<std::size_t>(manager.rank())] = e.what();
       }

@@ -162,6 +162,18 @@ bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
   return true;
 }
 
+bool has_overlap(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  std::int64_t end = 1;
+  const std::vector<int> order = memory_order(strides);
+  for (std::size_t i = order.size(); i-- > 0;) {
+    const std::int64_t size = sizes[order[i]], stride = strides[order[i]];
+    if (size <= 1) continue;
+    if (stride < end) return true;
+    end += (size - 1) * stride;
+  }
+  return false;
+}
+
 Dims strides_in_order(at::IntArrayRef sizes, at::IntArrayRef like_strides) {
   const std::vector<int> order = memory_order(like_strides);
   Dims strides(sizes.size());

@@ -74,6 +74,8 @@ LayoutPtr make_layout(const ShardSpec& spec, at::ScalarType dtype, c10::Device d
 Dims contiguous_strides(at::IntArrayRef sizes);
 /// True if each element has an address of its own and there are no gaps. Empty tensors are dense.
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides);
+/// True if elements may share an address, as those of expanded dims and of overlapping windows.
+bool has_overlap(at::IntArrayRef sizes, at::IntArrayRef strides);
 /// Dense strides for `sizes` in the memory order of `like_strides`. Given global strides, the
 /// locals of all ranks have the same memory order.
 Dims strides_in_order(at::IntArrayRef sizes, at::IntArrayRef like_strides);

@@ -108,11 +108,11 @@ at::Tensor redistribute_once(const at::Tensor& local, const Layout& layout, cons
   return redistribute_local(one, once(from), once(to)).expand(to.local_shape());
 }
 
-// In the memory order of a tensor with these strides, without its gaps. Expanded dims have no place
-// in an order.
-at::Tensor in_order(const at::Tensor& t, at::IntArrayRef like_strides) {
-  if (std::ranges::count(like_strides, 0) > 0) return t.contiguous();
-  const Dims strides = strides_in_order(t.sizes(), like_strides);
+// In the memory order of the layout, without its gaps. Where elements share an address there is no
+// order in which all that is a view there is one.
+at::Tensor in_order(const at::Tensor& t, const Layout& layout) {
+  if (has_overlap(layout.sizes(), layout.strides)) return t.contiguous();
+  const Dims strides = strides_in_order(t.sizes(), layout.strides);
   bool same = t.storage_offset() == 0;
   for (std::int64_t d = 0; d < t.dim(); ++d) same &= t.size(d) == 1 || t.stride(d) == strides[d];
   if (same || t.numel() == 0) return t;
@@ -127,7 +127,7 @@ std::shared_ptr<ViewCopy> make_view_copy(const at::Tensor& base, const ShardSpec
   const auto layout = under(*meta.layout, to);
   {
     const LocalCallGuard guard;
-    whole = layout->dense ? aligned(std::move(whole), *layout) : in_order(whole, layout->strides);
+    whole = layout->dense ? aligned(std::move(whole), *layout) : in_order(whole, *layout);
     // A rank that has everything was given the base's own memory, other ranks were not.
     if (whole.is_alias_of(meta.local)) whole = whole.clone();
   }
