@@ -31,8 +31,8 @@ ProcessGroupConfig read_group_config(const std::string& path);
 ProcessGroupConfig parse_group_config(const std::string& text, FileFormat format,
                                       const std::string& source = "group configuration");
 
-/// Writes the nested form; reading it back gives an equal configuration. Throws InvalidArgument for a
-/// name that the format cannot hold.
+/// Writes the nested form; reading it back gives an equal configuration. Throws InvalidArgument for
+/// a name that the format cannot hold.
 std::string format_group_config(const ProcessGroupConfig& config, FileFormat format);
 void write_group_config(const ProcessGroupConfig& config, const std::string& path);
 
