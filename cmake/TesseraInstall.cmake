@@ -73,30 +73,35 @@ install(
   COMPONENT tessera
 )
 # The MPI part as sources, with what they read of the library besides: they are compiled with the MPI library of a machine.
-set(comm "${PROJECT_SOURCE_DIR}/tessera/comm")
-file(GLOB mpi_sources "${comm}/backends/mpi/*.cpp")
+set(mpi "${PROJECT_SOURCE_DIR}/tessera/comm/backends/mpi")
+file(GLOB mpi_sources "${mpi}/*.cpp")
 list(FILTER mpi_sources EXCLUDE REGEX "/mpi\\.cpp$")
 install(
-  FILES ${mpi_sources} "${comm}/backends/mpi/CMakeLists.txt" "${PROJECT_SOURCE_DIR}/cmake/TesseraMpi.cmake"
+  FILES ${mpi_sources} "${mpi}/CMakeLists.txt" "${PROJECT_SOURCE_DIR}/cmake/TesseraMpi.cmake"
   DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi"
   COMPONENT tessera
 )
-file(GLOB mpi_headers RELATIVE "${comm}" "${comm}/backends/mpi/mpi_*.h")
+file(GLOB mpi_headers RELATIVE "${PROJECT_SOURCE_DIR}/tessera" "${mpi}/mpi_*.h")
 foreach(
   header
   IN
   LISTS mpi_headers
   ITEMS
-    backends/flat.h
-    backends/own_work.h
-    backends/transport.h
-    backends/transport_call.h
-    group/detail/abilities.h
-    group/detail/call_card.h
-    group/internal/call_origin.h
+    base/internal/vector.h
+    comm/backends/flat.h
+    comm/backends/own_work.h
+    comm/backends/transport.h
+    comm/backends/transport_call.h
+    comm/group/detail/abilities.h
+    comm/group/detail/call_card.h
+    comm/group/internal/call_origin.h
 )
   cmake_path(GET header PARENT_PATH folder)
-  install(FILES "${comm}/${header}" DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi/include/tessera/comm/${folder}" COMPONENT tessera)
+  install(
+    FILES "${PROJECT_SOURCE_DIR}/tessera/${header}"
+    DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera/mpi/include/tessera/${folder}"
+    COMPONENT tessera
+  )
 endforeach()
 # Fortran's module as sources, for the compilers of a machine.
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/tessera/c/fortran" DESTINATION "${CMAKE_INSTALL_DATADIR}/tessera" COMPONENT tessera)
