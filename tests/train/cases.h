@@ -2,6 +2,8 @@
 // Parallelism of every kind against one process, as one rank of several sees it: run on threads and
 // on processes.
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "support.h"
 #include "tessera/comm/group/functional.h"
 #include "tessera/train/strategies.h"

@@ -71,7 +71,7 @@ at::Tensor select_scatter(const at::Tensor& self, const at::Tensor& source, std:
 // to the first, and what is around those of one rank to the ranks that even shards would give it.
 Partition before_slicing(const Partition& slice, std::int64_t start, std::int64_t step,
                          std::int64_t extent) {
-  const Partition even = Partition::even(extent, slice.parts());
+  Partition even = Partition::even(extent, slice.parts());
   if (kept(even, start, step, slice.extent()) == slice) return even;
   const Shape given = slice.sizes();
   const bool on_one = std::ranges::count_if(given, [](std::int64_t n) { return n > 0; }) == 1;
