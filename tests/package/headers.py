@@ -12,7 +12,7 @@ import sys
 
 def unresolved(sources, include):
     """Headers of the library that a folder of `sources`, its own include/ or what these name asks for, and nobody has: with who asks."""
-    todo = [path for path in sources.rglob("*") if path.suffix in (".cpp", ".h")]
+    todo = [path for path in sources.rglob("*") if path.suffix in (".c", ".cpp", ".h", ".F90", ".f90")]
     seen, missing = set(), {}
     while todo:
         path = todo.pop()
@@ -57,7 +57,7 @@ def main():
         return names, run.returncode, run.stderr
 
     alone = [[header] for header in headers if arguments.alone or not heavy(header)]
-    folders = [folder for folder in sorted(pathlib.Path(arguments.sources).iterdir()) if folder.is_dir() and list(folder.rglob("*.cpp"))]
+    folders = [folder for folder in sorted(pathlib.Path(arguments.sources).iterdir()) if folder.is_dir()]
     faults = 0
     for folder in folders:
         for name, asks in unresolved(folder, include).items():
