@@ -77,6 +77,7 @@ class Settings : Pinned {
   std::vector<std::string> read_arguments(int argc, const char* const* argv);
 
   /// All keys with the values they have now, as a YAML text that gives the same when it is read.
+  /// Throws InvalidArgument for a text that YAML cannot hold, as one that is no valid UTF-8.
   std::string resolved() const;
   /// The keys as a table in Markdown: key, kind, value now, help.
   std::string table() const;

@@ -113,6 +113,9 @@ TEST(GroupConfigFile, NamesThatYamlWouldChangeAreNotWritten) {
   EXPECT_EQ(json(format_group_config(config, FileFormat::json)), config);
   EXPECT_SAYS(refused<InvalidArgument>([&] { format_group_config(config, FileFormat::yaml); }),
               "write JSON");
+  const ProcessGroupConfig bytes({.name = "w", .order = "\xff"});
+  for (const auto format : {FileFormat::json, FileFormat::yaml})
+    EXPECT_SAYS(refused<InvalidArgument>([&] { format_group_config(bytes, format); }), "UTF-8");
 }
 
 TEST(GroupConfigFile, WhatIsWrongIsNamedWithItsPlace) {

@@ -215,11 +215,13 @@ std::string write_document(const Json& value, FileFormat format) {
   to_yaml(value, out);
   std::string text = std::string(out.c_str()) + "\n";
   // yaml-cpp writes some characters as others.
-  if (parse_document(text, format, "the text that was written") != value)
-    throw InvalidArgument(
-        "a name or a value cannot be written as YAML: it would be read as another; "
-        "write JSON");
-  return text;
+  try {
+    if (parse_document(text, format, "the text that was written") == value) return text;
+  } catch (const ConfigFileError& error) {
+    throw InvalidArgument("what is to be written could not be read again: ", error.what());
+  }
+  throw InvalidArgument(
+      "a name or a value cannot be written as YAML: it would be read as another; write JSON");
 }
 
 FileFormat format_of(const std::string& path) {
